@@ -357,12 +357,12 @@ def _mesh_options(
                 raise ValueError(f"{name}={value!r} needs a mesh: pass mesh=hvkit.Mesh(pipeline=2)")
         return None
     position = position_in(mesh)
-    if microbatches is not None and position.mesh.pipeline == 1:
+    count = 4 * position.mesh.pipeline if microbatches is None else microbatches
+    if microbatches is not None and position.mesh.pipeline == 1 < runtime.size():
         raise ValueError(
             f"microbatches={microbatches} needs a pipeline, but {position.mesh} has none: pass "
             "hvkit.Mesh(pipeline=2)"
         )
-    count = 4 * position.mesh.pipeline if microbatches is None else microbatches
     _one_of("schedule", schedule, SCHEDULES)
     if schedule != "GPipe" and count % position.mesh.pipeline:
         raise ValueError(

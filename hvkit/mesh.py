@@ -116,7 +116,7 @@ class Position:
         inner = AXES[AXES.index(axis) + 1 :]
         step = math.prod(getattr(self.mesh, each) for each in inner)
         length: int = getattr(self.mesh, axis)
-        return self.rank // step % length
+        return int(self.rank // step % length)
 
     @property
     def batch(self) -> int:
@@ -129,7 +129,7 @@ class Position:
         return self.mesh.data * self.mesh.shard
 
     def members(self, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that differ from this one along these axes only, with it, in ascending order."""
+        """The ranks that differ from this one along these axes only, and this one."""
         return next(row for row in rows(self.mesh, *axes) if self.rank in row)
 
 
@@ -153,7 +153,7 @@ def positions(mesh: Mesh) -> Iterator[Position]:
 
 
 def position_in(mesh: Mesh) -> Position:
-    """This process's place.
+    """This process's place. One process alone has all of the model, whatever the mesh.
 
     Raises:
         TypeError: ``mesh`` is none.
@@ -161,7 +161,8 @@ def position_in(mesh: Mesh) -> Position:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a hvkit.Mesh, such as hvkit.Mesh(pipeline=2), got {mesh!r}")
-    return Position(mesh.filled(runtime.size()), runtime.rank())
+    filled = Mesh(1) if runtime.size() == 1 else mesh.filled(runtime.size())
+    return Position(filled, runtime.rank())
 
 
 def picture(mesh: Mesh, hosts: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
 from hvkit.data.rank_samples import Share
+from hvkit.mesh import Mesh, position_in
 from hvkit.watch.calls import named
 
 Data = TypeVar("Data")
@@ -21,7 +22,12 @@ _ACCEPTED = (
 
 @named("hvkit.shard")
 def shard(
-    data: Data, *, exact: bool = False, seed: int | None = None, dynamic: bool = False
+    data: Data,
+    *,
+    exact: bool = False,
+    seed: int | None = None,
+    dynamic: bool = False,
+    mesh: Mesh | None = None,
 ) -> Data:
     """This rank's part of the data, as an object of the same kind.
 
@@ -44,6 +50,9 @@ def shard(
             from it and the epoch, also with one rank.
         dynamic: instead of fixed parts, each batch goes to the rank that requests one next, for
             ``hvkit.ParameterServer``; not with ``exact``.
+        mesh: as passed to ``hvkit.distribute``. Then ranks that train one model together, along the
+            pipeline and tensor axes, get the same part, and N is the number of parts: data times
+            shard.
 
     Raises:
         TypeError: ``data`` is of another kind, or an argument of another type.
@@ -52,7 +61,12 @@ def shard(
             ``data`` is already a part, unless it is arrays.
         RanksDisagreeError: the ranks passed different data or arguments.
     """
-    share = Share(runtime.rank(), runtime.size(), exact is True)
+    share = _share_of(mesh, exact is True)
+    if dynamic and mesh is not None:
+        raise ValueError(
+            f"dynamic=True gives each rank other batches, but ranks of {mesh} that hold one model "
+            "together need the same: leave dynamic out"
+        )
     if share.size > 1 and "tensorflow" in sys.modules:
         from hvkit.data.tfdata_files import give_ranks_files_of_their_own
 
@@ -79,6 +93,13 @@ def shard(
     )
     require_equal("data", facts, fix, "shard")
     return part  # type: ignore[no-any-return]
+
+
+def _share_of(mesh: Mesh | None, exact: bool) -> Share:
+    if mesh is None:
+        return Share(runtime.rank(), runtime.size(), exact)
+    position = position_in(mesh)
+    return Share(position.batch, position.batches, exact)
 
 
 class ShardedData(NamedTuple):

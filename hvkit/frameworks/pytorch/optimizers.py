@@ -138,9 +138,9 @@ def _patch_scaler() -> None:
     @functools.wraps(scaled_step)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         prepare(self, optimizer)
-        if self.is_enabled() and _OVERFLOWS in vars(optimizer):
-            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                self.unscale_(optimizer)
+        ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+        if self.is_enabled() and ready and _OVERFLOWS in vars(optimizer):
+            self.unscale_(optimizer)
         plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
         function = vars(optimizer).get(_SCALED_STEP)
         return plain() if function is None else function(self, plain)

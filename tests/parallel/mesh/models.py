@@ -252,3 +252,29 @@ class SkipNet(nn.Module):
         x = self.norm(start + torch.tanh(self.second(start)))
         x = x + self.fourth(F.gelu(self.third(x)))
         return self.last(torch.cat((x, start), dim=-1))
+
+
+class PassesTwo(nn.Module):
+    """Blocks that pass on two tensors: what they compute, and the start, which the end takes."""
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, both):
+            x, start = both
+            return F.relu(self.linear(x).add_(start), inplace=True), start
+
+    def __init__(self, inputs=20, width=32, outputs=10, blocks=5):
+        super().__init__()
+        self.first = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList(self.Block(width) for _ in range(blocks))
+        self.last = nn.Linear(2 * width, outputs)
+
+    def forward(self, x):
+        start = self.first(x)
+        both = start, start
+        for block in self.blocks:
+            both = block(both)
+        return self.last(torch.cat(both, dim=-1))

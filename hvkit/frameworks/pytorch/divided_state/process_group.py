@@ -11,6 +11,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hvkit import runtime
 from hvkit.communication import collectives
@@ -71,6 +72,22 @@ def start() -> None:
     atexit.register(stop)
 
 
+@functools.cache
+def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Groups of ranks along each axis of a mesh; a collective of all ranks, the first time.
+
+    Args:
+        kind: of the ranks' devices, ``"cpu"`` or ``"cuda"``.
+        shape: its product is the number of ranks.
+        names: of the axes.
+
+    Raises:
+        LaunchError: as ``start``.
+    """
+    start()
+    return init_device_mesh(kind, shape, mesh_dim_names=names)
+
+
 def started() -> bool:
     """Whether ``torch.distributed`` is the one that ``start`` has started."""
     return start.cache_info().currsize > 0
@@ -89,3 +106,4 @@ def stop() -> None:
     if started() and dist.is_initialized():
         dist.destroy_process_group()
     start.cache_clear()
+    device_mesh.cache_clear()

@@ -134,7 +134,7 @@ class DeferredRun:
             if part is not None and t.dim() and t.shape[0] % self.samples == 0:
                 rows = t.shape[0] // self.samples
                 sizes = [batch.samples * rows for batch in self.batches]
-                return t.split(sizes)[part]  # type: ignore[no-any-return,no-untyped-call]
+                return torch.split(t, sizes)[part]
             return t
 
         def evaluate(node: Recorded) -> torch.Tensor:
@@ -202,14 +202,16 @@ class Deferred(torch.Tensor):
     def __new__(
         cls, meta: torch.Tensor, device: torch.device, run: DeferredRun, node: Recorded
     ) -> Deferred:
-        t: Deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        t: Deferred = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, dtype=meta.dtype, device=device
         )
         t.meta, t.run, t.node = meta, run, node
         return t
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} needs a value that waits for backward()")
 
     @classmethod
@@ -240,7 +242,9 @@ def _known(t: torch.Tensor) -> torch.Tensor:
 def _record(run: DeferredRun, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
     """The deferred result of a function."""
     # Those of earlier batches have values by now.
-    args, kwargs = tree_map_only(Deferred, lambda t: t if t.run is run else _known(t), (args, kwargs))
+    args, kwargs = tree_map_only(
+        Deferred, lambda t: t if t.run is run else _known(t), (args, kwargs)
+    )
     metas = tree_map_only(torch.Tensor, _meta_of, (args, kwargs))
     with torch.no_grad(), OnMeta(device):
         out = func(*metas[0], **metas[1])
@@ -289,4 +293,3 @@ def means_or_sums(
         by_sum = abs(float(stacked.sum()) - float(value)) <= near
         kinds.append(False if by_mean else True if by_sum else None)
     return kinds
-

@@ -87,9 +87,8 @@ class GradientsOfAllRanks:
 
     def _reduce(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         count("gradients", of_allreduce(value.nbytes, len(self._ranks)))
-        with call("the norm of all gradients", key=self._name), translated():
-            with waiting(self._ranks):
-                dist.all_reduce(value, op, group=self._group)
+        with call("the norm of all gradients", key=self._name), translated(), waiting(self._ranks):
+            dist.all_reduce(value, op, group=self._group)
         return value
 
 

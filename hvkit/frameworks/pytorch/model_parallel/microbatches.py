@@ -44,13 +44,13 @@ def divided(args: Any, kwargs: Any, count: int, *, even: bool = False) -> list[M
         count = next(m for m in range(count, 0, -1) if samples % m == 0)
     sizes = sizes_of(samples, count)
     columns = [
-        t.split(sizes)
+        torch.split(t, sizes)
         if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == samples
         else [t] * count
         for t in flat
     ]
     rows = [tree_unflatten([column[i] for column in columns], spec) for i in range(count)]
-    return [MicroBatch(*row, size) for row, size in zip(rows, sizes, strict=True)]
+    return [MicroBatch(some, named, size) for (some, named), size in zip(rows, sizes, strict=True)]
 
 
 def sizes_of(samples: int, count: int) -> list[int]:
@@ -97,7 +97,7 @@ def gradients_of_parts(
     columns = [
         [None] * len(sizes)
         if g is None
-        else list(g.split(list(sizes)))
+        else list(torch.split(g, list(sizes)))
         if g.dim()
         else [g * (n / total) for n in sizes]
         for g in gradients

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
@@ -47,10 +46,6 @@ from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import AXES, MeshOptions
 
-# The groups of ranks by axis, for all models of a mesh.
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
 class ParallelModel:
     """Replaces the ``forward`` of a model.
 
@@ -77,7 +72,9 @@ class ParallelModel:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
         self._train = train
-        self._groups = device_mesh(options)
+        self._groups = process_group.device_mesh(
+            device.type, tuple(getattr(options.mesh, axis) for axis in AXES), AXES
+        )
         self._group = self._groups["pipeline"].get_group()
         links = StageLinks(self._group, dist.get_process_group_ranks(self._group), device, name)
         self._links = links
@@ -161,7 +158,7 @@ class ParallelModel:
         v_shaped = options.schedule in V_SHAPED
         rank_of = ranks_of_stages(options.mesh.pipeline, per_rank, v_shaped=v_shaped)
         choice = options.stages if isinstance(options.stages, str) else list(options.stages)
-        stages = plan_stages(model, found, rank_of, choice)  # type: ignore[arg-type]
+        stages = plan_stages(model, found, rank_of, choice)
         if options.position.rank == 0:
             logger.info(f"{stages.described()}")
         rank = options.position.along("pipeline")
@@ -172,9 +169,9 @@ class ParallelModel:
         if options.microbatches > 1 and len(norms):
             warn_once(
                 "batch norm in micro-batches",
-                f"batch norm uses the statistics of micro-batches of {first.samples} samples, as "
-                "one process does that trains in micro-batches; other normalisation layers do not "
-                "depend on the batch",
+                f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
+                f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, or "
+                "use group norm, which does not depend on the batch",
             )
         around = self._train(own, norms)
         pipeline = Pipeline(
@@ -253,16 +250,6 @@ class ParallelModel:
     def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A context in which rank 0 holds an optimizer's whole state; a collective."""
         return nullcontext() if self._parts is None else gathered(optimizer)
-
-
-def device_mesh(options: MeshOptions) -> DeviceMesh:
-    """The groups of ranks of PyTorch along each axis; a collective of all ranks, the first time."""
-    process_group.start()
-    shape = tuple(getattr(options.mesh, axis) for axis in AXES)
-    if shape not in _meshes:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        _meshes[shape] = init_device_mesh(kind, shape, mesh_dim_names=AXES)
-    return _meshes[shape]
 
 
 def checksum(t: torch.Tensor) -> int:

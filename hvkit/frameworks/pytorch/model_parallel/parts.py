@@ -1,13 +1,13 @@
 """A model and its optimizers whose ranks hold parts: giving up the rest, gathering, and loading.
 
-Files stay those of the plain model: rank 0 saves whole tensors, and loading takes this rank's part of
-them.
+Files stay those of the plain model: rank 0 saves whole tensors, and loading takes this rank's part
+of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,7 +174,7 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
         if p.is_meta:
             continue
         try:
-            torch.utils.swap_tensors(p, nn.Parameter(p.detach().to("meta"), p.requires_grad))
+            _swap(p, nn.Parameter(p.detach().to("meta"), p.requires_grad))
         except RuntimeError as error:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} cannot be given to another rank of the "
@@ -182,6 +182,9 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
                 "reference to it: call hvkit.distribute before the first forward pass. PyTorch "
                 f"says: {error}"
             ) from error
+
+
+_swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

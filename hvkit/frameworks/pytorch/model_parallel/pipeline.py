@@ -1,8 +1,8 @@
 """A pipeline under a training loop that does not know of it.
 
-``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to every
-rank, so that the script computes its loss as ever. When ``backward()`` reaches these outputs, all
-stages run backward for all micro-batches.
+``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to
+every rank, so that the script computes its loss as ever. When ``backward()`` reaches these outputs,
+all stages run backward for all micro-batches.
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism" (2019).
@@ -105,9 +105,7 @@ class Pipeline:
         self._results: dict[Hashable, tuple[Any, list[Layout]]] = {}
         self._compared = microbatches == 1
 
-    def __call__(
-        self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None
-    ) -> Any:
+    def __call__(self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None) -> Any:
         """The result of the model's forward for a batch; a collective of the pipeline.
 
         Args:
@@ -121,7 +119,7 @@ class Pipeline:
         done = self.forward(batches)
         result, tensors = self._on_all_ranks(done)
         if torch.is_grad_enabled() and any(done.trained):
-            tensors = list(Results.apply(_anchor(), self, done, *tensors))
+            tensors = list(_results_for(_anchor(), self, done, *tensors))
         return with_tensors(result, tensors)
 
     def forward(self, batches: list[MicroBatch]) -> Pass:
@@ -148,7 +146,7 @@ class Pipeline:
     def _receive_all(
         self, stage: int, batches: Sequence[MicroBatch], done: Pass
     ) -> Callable[[int], tuple[list[Layout], list[torch.Tensor]]]:
-        """What gives a stage's input for a micro-batch; those of other ranks begin to arrive now."""
+        """What gives a stage's input for a micro-batch; the next ones begin to arrive meanwhile."""
         if not stage:
             return lambda i: ([], [])
         source = self.stages.rank_of[stage - 1]
@@ -359,6 +357,9 @@ class _Received(torch.autograd.Function):
         return None, None
 
 
+_received_by: Callable[..., tuple[torch.Tensor, ...]] = _Received.apply
+
+
 def enter(
     layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]
 ) -> tuple[_Entry, list[torch.Tensor]]:
@@ -371,7 +372,7 @@ def enter(
     entry = _Entry(layouts, tensors)
     if not entry.layouts or not torch.is_grad_enabled():
         return entry, list(tensors)
-    trained = iter(_Received.apply(_anchor(), entry))
+    trained = iter(_received_by(_anchor(), entry))
     return entry, [
         next(trained) if each.trained else t for each, t in zip(layouts, tensors, strict=True)
     ]
@@ -405,6 +406,10 @@ class Results(torch.autograd.Function):
         return (None, None, None, *(None for _ in gradients))
 
 
+_results_for: Callable[..., tuple[torch.Tensor, ...]] = Results.apply
+
+
 def same_memory(t: torch.Tensor) -> torch.Tensor:
     """The same values in the same memory, but for autograd no view."""
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(t)  # type: ignore[call-overload]
+    alias: torch.Tensor = torch.empty(0, dtype=t.dtype, device=t.device)
+    return alias.set_(t)  # type: ignore[call-overload,no-any-return]

@@ -31,10 +31,12 @@ class MeshPort(PyTorchPort):
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
     ) -> None:
+        assert options.mesh is not None
+        self.mesh = options.mesh
         super().__init__(models, optimizers, options)
         if len(models) > 1:
             raise ValueError(
-                f"mesh={options.mesh.mesh} takes one model, got {len(models)}: pass one module "
+                f"mesh={self.mesh.mesh} takes one model, got {len(models)}: pass one module "
                 "that contains them"
             )
         for each in self.optimizers:
@@ -57,7 +59,7 @@ class MeshPort(PyTorchPort):
         parallel = ParallelModel(
             self.model,
             self.optimizers,
-            self.options.mesh,
+            self.mesh,
             self._device(),
             name,
             functools.partial(self._train_part, hooks, name),

@@ -65,7 +65,7 @@ class Arriving:
 
 
 class StageLinks:
-    """Sends between this rank and others of its pipeline. Each pair keeps the order of its messages.
+    """Sends between this rank and others of its pipeline; each pair in the order of sending.
 
     Args:
         group: the ranks of the pipeline.

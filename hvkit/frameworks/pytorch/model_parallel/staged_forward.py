@@ -188,6 +188,10 @@ def _refuse_reentrant_checkpoint(module: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+# PyTorch's list of the modes that are active, the innermost last.
+_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+
+
 class _Before:
     """Surrounds what a forward computes before a stage: shapes only, and nothing compiled."""
 
@@ -201,7 +205,7 @@ class _Before:
 
     def end(self) -> None:
         """The stage begins. A mode that the forward itself has entered since then stays."""
-        if _get_current_function_mode_stack()[-1] is self._mode:
+        if _modes()[-1] is self._mode:
             self._stack.close()
         else:
             self._mode.active = False

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -101,7 +101,7 @@ def plan_stages(
             if name not in by_name:
                 raise ValueError(
                     f"stages={list(choice)}: the model cannot be cut after {name!r}, only after "
-                    f"{_listed(found)}"
+                    f"{_listed(found.places)}"
                 )
         cuts = sorted((by_name[name] for name in choice), key=lambda cut: cut.time)
     times = [cut.time for cut in cuts]
@@ -135,8 +135,8 @@ def plan_stages(
     )
 
 
-def _listed(found: DryRun) -> str:
-    return ", ".join(place.module for place in found.places) or "no module at all"
+def _listed(places: Sequence[CutPlace]) -> str:
+    return ", ".join(place.module for place in places) or "no module at all"
 
 
 def _balanced(
@@ -154,11 +154,13 @@ def _balanced(
             f"stages must be {' or '.join(map(repr, BALANCES))}, or a list of the modules after "
             f"which to cut, got {balance!r}"
         )
-    places = found.places
+    # A last stage without weights would have nothing to do.
+    last_read = max(time for times in found.reads.values() for time in times)
+    places = [place for place in found.places if place.time < last_read]
     if len(places) < stages - 1:
         raise ValueError(
             f"a pipeline of {stages} stages needs {stages - 1} places to cut the model, but there "
-            f"are {len(places)}: after {_listed(found)}. A model can be cut after a module that is "
+            f"are {len(places)}: after {_listed(places)}. A model can be cut after a module that is "
             "called once, if all that is used later and depends on weights is its output"
         )
     last = len(places) + 1
@@ -190,7 +192,3 @@ def _balanced(
     *chosen, _ = best[last][2]
     return [places[j - 1] for j in chosen]
 
-
-def holders_by_parameter(stages: Stages, names: Sequence[str]) -> dict[str, Any]:
-    """By parameter, the ranks of the pipeline axis that hold it."""
-    return {name: stages.holders(name) for name in names}

@@ -25,8 +25,12 @@ from hvkit.frameworks.pytorch.model_parallel.deferred_outputs import (
     means_or_sums,
     weighted_values,
 )
-from hvkit.frameworks.pytorch.model_parallel.dry_run import tensors_in, with_tensors
-from hvkit.frameworks.pytorch.model_parallel.microbatches import divided, joined, samples_in
+from hvkit.frameworks.pytorch.model_parallel.dry_run import (
+    samples_in,
+    tensors_in,
+    with_tensors,
+)
+from hvkit.frameworks.pytorch.model_parallel.microbatches import divided, joined
 from hvkit.frameworks.pytorch.model_parallel.pipeline import (
     Pipeline,
     autocast_state,
@@ -84,9 +88,7 @@ class ScheduledPipeline:
         if found is None:  # the first of its shape, which shows the shapes of all stages
             return pipeline(args, kwargs, batches)
         structure, layouts = found
-        run = DeferredRun(
-            self, args, kwargs, batches, samples_in(args, kwargs), autocast_state()
-        )
+        run = DeferredRun(self, args, kwargs, batches, samples_in(args, kwargs), autocast_state())
         metas = [each.empty("meta") for each in layouts]
         return with_tensors(structure, run.outputs(metas, pipeline.links.device))
 
@@ -194,7 +196,10 @@ class ScheduledPipeline:
         for stage in pipeline.mine:
             received, given = pipeline.layouts[stage, pipeline.key(run.batches[0])]
             for other, layouts in ((stage - 1, received), (stage + 1, given)):
-                if not 0 <= other <= pipeline.last or pipeline.stages.rank_of[other] == pipeline.rank:
+                if (
+                    not 0 <= other <= pipeline.last
+                    or pipeline.stages.rank_of[other] == pipeline.rank
+                ):
                     continue
                 sent = [each for each in layouts if each.trained or other > stage]
                 size = sum(each.nbytes for each in sent)
@@ -235,7 +240,7 @@ class ScheduledPipeline:
         run = self._now
         assert run is not None
         with autocast_as(run.autocast):
-            entered = [Entered.apply(t) if t.requires_grad else t for t in received]
+            entered = [_entered(t) if t.requires_grad else t for t in received]
             return self._pipeline.staged.run(stage, entered, run.batches[number])
 
 
@@ -286,3 +291,6 @@ class Entered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+_entered: Callable[[torch.Tensor], torch.Tensor] = Entered.apply

@@ -1,0 +1,412 @@
+"""PyTorch: what training scripts do, in a pipeline."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from mesh_training import (
+    MICROBATCHES,
+    InMicroBatches,
+    adamw,
+    cross_entropy,
+    difference,
+    differences,
+    images,
+    of_this_rank,
+    parts,
+    tokens,
+    train,
+    vectors,
+    whole_state,
+)
+from models import CNN, GPT, MLP, PassesTwo
+from ranks import error_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hvkit
+from hvkit.errors import RanksDisagreeError
+
+SMALL = functools.partial(GPT, layers=4)
+
+
+def distributed(model, optimizer=adamw, **options):
+    options = {"mesh": hvkit.Mesh(pipeline=2), "microbatches": MICROBATCHES} | options
+    return hvkit.distribute(model, optimizer(model), **options)
+
+
+def both(make, optimizer=adamw, **options):
+    """A model of one process with its optimizer, and the same in a mesh with its own."""
+    reference = make()
+    model = copy.deepcopy(reference)
+    return (reference, optimizer(reference)), distributed(model, optimizer, **options)
+
+
+def trained(model, optimizer):
+    return any(p.grad is not None for p in model.parameters())
+
+
+def test_each_rank_holds_its_part():
+    model, optimizer = distributed(SMALL())
+    train(model, optimizer, of_this_rank(tokens(1)))
+    mine = [p for p in model.parameters() if not p.is_meta]
+    total = sum(p.numel() for p in model.parameters())
+    assert 0.4 < sum(p.numel() for p in mine) / total < 0.65
+    assert {p for p in optimizer.state} == set(mine)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_frozen_layers(schedule):
+    def freeze(model):
+        model.wte.requires_grad_(False)
+        model.h[0].requires_grad_(False)
+        model.h[3].mlp.requires_grad_(False)
+
+    make = functools.partial(GPT, layers=4, tied=False)
+    found = differences(make, tokens(), prepare=freeze, schedule=schedule)
+    assert max(found) < 1e-11
+
+
+def test_a_frozen_first_stage():
+    def freeze(model):
+        for part in (model.wte, model.wpe, *model.h[:3]):
+            part.requires_grad_(False)
+
+    make = functools.partial(GPT, layers=4, tied=False)
+    assert max(differences(make, tokens(), prepare=freeze, stages=["h.2"])) < 1e-11
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B"])
+def test_batches_of_other_sizes(schedule):
+    data = [
+        (x[: rows * parts()], y[: rows * parts()])
+        for (x, y), rows in zip(tokens(8), [8, 8, 7, 3, 8, 1, 2, 8], strict=True)
+    ]
+    assert max(differences(SMALL, data, schedule=schedule)) < 1e-11
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_evaluation_first_and_between(schedule):
+    (reference, its), (model, own) = both(SMALL, schedule=schedule)
+    data = tokens(4)
+    for x, y in data:
+        for each in (reference, model):
+            each.eval()
+        mine = of_this_rank([(x, y)])[0]
+        with torch.no_grad():
+            expected, found = reference(mine[0]), model(mine[0])
+        assert float((found - expected).abs().max()) < 1e-13
+        for each in (reference, model):
+            each.train()
+        train(reference, its, [(x, y)])
+        train(model, own, [mine])
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+def test_the_model_computes_its_loss_itself():
+    (reference, its), (model, own) = both(SMALL)
+    data = tokens(6)
+    for x, y in data:
+        for each, optimizer, batch in ((reference, its, (x, y)), (model, own, None)):
+            optimizer.zero_grad()
+            logits, loss = each(*(batch or of_this_rank([(x, y)])[0]))
+            assert logits.shape[1:] == (16, 64)
+            loss.backward()
+            optimizer.step()
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+class WithPadding(GPT):
+    """Its loss is a mean over some of the positions."""
+
+    def forward(self, ids, targets):
+        logits = super().forward(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+        return loss
+
+
+def padded(steps=3):
+    data = [(x, y.clone()) for x, y in tokens(steps)]
+    for _, y in data:
+        y[: len(y) // 3, 4:] = 0
+    return data
+
+
+def test_a_loss_of_padded_samples_inside_the_model_is_refused():
+    model, own = distributed(WithPadding(layers=4))
+    x, y = of_this_rank(padded())[0]
+    with pytest.raises(ValueError, match="another result than for the whole batch"):
+        model(x, y)
+
+
+def test_a_loss_of_padded_samples_is_right_outside_of_the_model():
+    loss_of = functools.partial(cross_entropy_of_some)
+    assert max(differences(SMALL, padded(), loss_of=loss_of)) < 1e-11
+
+
+def test_schedules_refuse_a_loss_that_is_no_mean_over_samples():
+    model, own = distributed(SMALL(), schedule="1F1B")
+    data = of_this_rank(padded())
+    train(model, own, data[:1], cross_entropy_of_some)  # takes GPipe
+    with pytest.raises(ValueError, match="must be a mean over samples"):
+        train(model, own, data[1:2], cross_entropy_of_some)
+
+
+def cross_entropy_of_some(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=0)
+
+
+def test_batch_norm_of_micro_batches():
+    if parts() > 1:
+        return
+    (reference, its), (model, own) = both(CNN)
+    data = images(6)
+    train(InMicroBatches(reference), its, data)
+    train(model, own, of_this_rank(data))
+    assert difference(whole_state(model), reference.state_dict()) < 1e-12
+    reference.eval(), model.eval()
+    with torch.no_grad():
+        assert float((model(data[0][0]) - reference(data[0][0])).abs().max()) < 1e-12
+
+
+def test_gradients_add_up_over_passes():
+    for schedule in ("GPipe", "1F1B"):
+        (reference, its), (model, own) = both(SMALL, accumulate=2, schedule=schedule)
+        data = tokens(8)
+        for each, optimizer, batches in ((reference, its, data), (model, own, of_this_rank(data))):
+            for step, (x, y) in enumerate(batches):
+                (cross_entropy(each(x), y) / 2).backward()
+                if step % 2:
+                    nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+class WithCheckpoints(GPT):
+    """Computes its blocks a second time in backward, instead of keeping what they compute."""
+
+    reentrant = False
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.size(1)))
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.lm_head(self.ln_f(x))
+
+
+class WithReentrantCheckpoints(WithCheckpoints):
+    reentrant = True
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_gradient_checkpointing(schedule):
+    make = functools.partial(WithCheckpoints, layers=4)
+    assert max(differences(make, tokens(6), schedule=schedule)) < 1e-11
+
+
+def test_reentrant_checkpoints_around_a_cut_are_refused():
+    model, own = distributed(WithReentrantCheckpoints(layers=4))
+    kind, text = error_of(lambda: train(model, own, of_this_rank(tokens(1))))
+    if hvkit.rank() % 2 == 0:
+        assert kind is ValueError and "use_reentrant=False" in text
+    else:
+        assert kind is not None
+
+
+def test_compiled_blocks():
+    def make():
+        model = SMALL()
+        for block in model.h:
+            block.compile(backend="eager")
+        return model
+
+    model = make()
+    reference = SMALL()
+    reference.load_state_dict(model.state_dict())
+    its = adamw(reference)
+    model, own = distributed(model)
+    data = tokens(3)
+    train(reference, its, data)
+    train(model, own, of_this_rank(data))
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+class Recurrent(nn.Module):
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.first = nn.LSTM(16, 16, batch_first=batch_first)
+        self.between = nn.Linear(16, 16)
+        self.second = nn.LSTM(16, 16, batch_first=batch_first)
+        self.last = nn.Linear(16, 64)
+
+    def forward(self, ids):
+        x, _ = self.first(self.embed(ids))
+        x, _ = self.second(self.between(x))
+        return self.last(x)
+
+
+def test_recurrent_layers():
+    assert max(differences(Recurrent, tokens(6))) < 1e-11
+
+
+def test_a_model_that_takes_time_before_the_batch_is_refused():
+    model, own = distributed(Recurrent(batch_first=False))
+    with pytest.raises(ValueError, match="batch_first=True"):
+        train(model, own, of_this_rank(tokens(1)))
+
+
+def test_values_before_and_after_backward():
+    (reference, its), (model, own) = both(SMALL, schedule="1F1B")
+    for step, (x, y) in enumerate(tokens(6)):
+        mine = of_this_rank([(x, y)])[0]
+        total = {}
+        for name, each, batch in (("alone", reference, mine), ("pipeline", model, mine)):
+            each.zero_grad()
+            logits = each(batch[0])
+            loss = cross_entropy(logits, batch[1])
+            correct = (logits.argmax(-1) == batch[1]).sum()
+            running = loss.detach() * 0.5 + 1.0
+            early = float(loss) if step == 3 else None  # takes GPipe
+            loss.backward()
+            total[name] = [float(loss), int(correct), float(running), early or 0.0]
+        assert total["pipeline"] == pytest.approx(total["alone"], abs=1e-12)
+        if 0 < step != 3:
+            with pytest.raises(ValueError, match="was not kept"):
+                logits.max(-1).values.tolist()
+
+
+def test_autocast():
+    found = []
+    for schedule in ("GPipe", "1F1B"):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            reference = SMALL().float()
+        model = copy.deepcopy(reference)
+        its = adamw(reference)
+        model, own = distributed(model, schedule=schedule)
+        data = tokens(4)
+        for each, optimizer, batches in ((reference, its, data), (model, own, of_this_rank(data))):
+            for x, y in batches:
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = cross_entropy(each(x), y)
+                loss.backward()
+                optimizer.step()
+        found.append(difference(whole_state(model), reference.state_dict()))
+    assert 0 < max(found) < 6e-3
+
+
+def test_a_scaler_skips_a_step_on_all_ranks():
+    (reference, its), (model, own) = both(SMALL)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+    data = tokens(4)
+    for each, optimizer, scaler, batches in (
+        (reference, its, scalers[0], data),
+        (model, own, scalers[1], of_this_rank(data)),
+    ):
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            scaler.scale(cross_entropy(each(x), y)).backward()
+            last = each.ln_f.weight
+            if step == 2 and last.grad is not None:  # on one stage alone
+                last.grad[0] = float("inf")
+            if step % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+def test_dropout_trains():
+    model, own = distributed(functools.partial(GPT, layers=4, dropout=0.1)())
+    data = of_this_rank(tokens(1)) * 30
+    losses = [loss for loss, _ in train(model, own, data)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_rank_with_another_batch_is_named():
+    model, own = distributed(SMALL())
+    data = of_this_rank(tokens(3))
+    mine = data if hvkit.rank() % 2 == 0 else data[1:]
+    with pytest.raises(RanksDisagreeError, match="makes? another batch|gets another batch|another"):
+        train(model, own, mine)
+
+
+def test_bytes_between_stages():
+    rows, length, width = 8, 16, 32
+    model, own = distributed(SMALL())
+    data = of_this_rank(tokens(3))
+    train(model, own, data[:2])
+    before = hvkit.traffic()["activations"].bytes
+    x, y = data[2]
+    outputs = model(x)
+    cross_entropy(outputs, y).backward()
+    sent = hvkit.traffic()["activations"].bytes - before
+    cut = rows * length * width * 8
+    logits = rows * length * 64 * 8
+    # The first stage sends results, the second gradients and the outputs of the model.
+    assert sent == cut + (hvkit.rank() % 2) * logits
+
+
+def test_refusals():
+    two = hvkit.Mesh(pipeline=2)
+
+    def refused(text, model=None, **options):
+        model = MLP() if model is None else model
+        options = {"mesh": two} | options
+        kind, message = error_of(lambda: hvkit.distribute(model, adamw(model), **options))
+        assert kind in (TypeError, ValueError), (kind, message)
+        assert text in message, message
+
+    refused("needs a number of ranks that", mesh=hvkit.Mesh(pipeline=3))
+    refused("must be one of", schedule="zero")
+    refused("must be a multiple of the 2 ranks", schedule="1F1B", microbatches=3)
+    refused("needs a pipeline", mesh=hvkit.Mesh(tensor=2, pipeline=1), microbatches=3)
+    refused("hvkit.Monitor", monitor=hvkit.Monitor())
+    refused("Gossip", strategy=hvkit.Gossip())
+    refused("on_nonfinite", on_nonfinite="skip")
+    refused("needs a mesh", mesh=None, microbatches=2)
+    model = MLP()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    kind, text = error_of(lambda: hvkit.distribute(model, lbfgs, mesh=two))
+    assert kind is ValueError and "LBFGS" in text
+
+    model, _ = distributed(MLP(), stages=["7"])
+    with pytest.raises(ValueError, match="cannot be cut after '7', only after 0"):
+        model(torch.ones(4, 20))
+    model, _ = distributed(MLP())
+    with pytest.raises(ValueError, match="requires a gradient"):
+        model(torch.ones(4, 20, requires_grad=True))
+    model, _ = distributed(nn.Sequential(nn.Linear(20, 4)))
+    with pytest.raises(ValueError, match="needs 1 places to cut the model, but there are 0"):
+        model(torch.ones(4, 20))
+    model, own = distributed(MLP())
+    with pytest.raises(ValueError, match="cannot be copied"):
+        copy.deepcopy(model)
+    outputs = model(torch.ones(4, 20))
+    outputs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        outputs.sum().backward()
+    kind, text = error_of(model.state_dict)
+    assert kind is ValueError and "settled" in text
+    kind, text = error_of(own.state_dict)
+    assert kind is ValueError and "settled" in text
+
+
+class LooksAtValues(PassesTwo):
+    def forward(self, x):
+        if self.first(x).sum() > 0:
+            x = x * 2
+        return super().forward(x)
+
+
+def test_a_forward_that_looks_at_what_weights_give_is_refused():
+    model, _ = distributed(LooksAtValues())
+    with pytest.raises(ValueError, match="looks at a value that depends on its weights"):
+        model(vectors(1)[0][0])
