@@ -165,10 +165,11 @@ def test_batch_norm_of_micro_batches():
     data = images(6)
     train(InMicroBatches(reference), its, data)
     train(model, own, of_this_rank(data))
-    assert difference(whole_state(model), reference.state_dict()) < 1e-12
-    reference.eval(), model.eval()
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+    reference.eval()
+    model.eval()
     with torch.no_grad():
-        assert float((model(data[0][0]) - reference(data[0][0])).abs().max()) < 1e-12
+        assert float((model(data[0][0]) - reference(data[0][0])).abs().max()) < 1e-11
 
 
 def test_gradients_add_up_over_passes():
@@ -198,22 +199,16 @@ class WithCheckpoints(GPT):
 
 
 class WithReentrantCheckpoints(WithCheckpoints):
+    """PyTorch hides what is inside of its blocks, so it can be cut around all of them only."""
+
     reentrant = True
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_gradient_checkpointing(schedule):
-    make = functools.partial(WithCheckpoints, layers=4)
+@pytest.mark.parametrize("kind", [WithCheckpoints, WithReentrantCheckpoints])
+def test_gradient_checkpointing(kind, schedule):
+    make = functools.partial(kind, layers=4)
     assert max(differences(make, tokens(6), schedule=schedule)) < 1e-11
-
-
-def test_reentrant_checkpoints_around_a_cut_are_refused():
-    model, own = distributed(WithReentrantCheckpoints(layers=4))
-    kind, text = error_of(lambda: train(model, own, of_this_rank(tokens(1))))
-    if hvkit.rank() % 2 == 0:
-        assert kind is ValueError and "use_reentrant=False" in text
-    else:
-        assert kind is not None
 
 
 def test_compiled_blocks():
@@ -368,14 +363,15 @@ def test_refusals():
     refused("must be one of", schedule="zero")
     refused("must be a multiple of the 2 ranks", schedule="1F1B", microbatches=3)
     refused("needs a pipeline", mesh=hvkit.Mesh(tensor=2, pipeline=1), microbatches=3)
-    refused("hvkit.Monitor", monitor=hvkit.Monitor())
+    refused("hvkit.Monitor", monitor=hvkit.Monitor("unused"))
     refused("Gossip", strategy=hvkit.Gossip())
     refused("on_nonfinite", on_nonfinite="skip")
     refused("needs a mesh", mesh=None, microbatches=2)
     model = MLP()
     lbfgs = torch.optim.LBFGS(model.parameters())
     kind, text = error_of(lambda: hvkit.distribute(model, lbfgs, mesh=two))
-    assert kind is ValueError and "LBFGS" in text
+    assert kind is ValueError
+    assert "LBFGS" in text
 
     model, _ = distributed(MLP(), stages=["7"])
     with pytest.raises(ValueError, match="cannot be cut after '7', only after 0"):
@@ -394,9 +390,11 @@ def test_refusals():
     with pytest.raises(RuntimeError, match="a second time"):
         outputs.sum().backward()
     kind, text = error_of(model.state_dict)
-    assert kind is ValueError and "settled" in text
+    assert kind is ValueError
+    assert "settled" in text
     kind, text = error_of(own.state_dict)
-    assert kind is ValueError and "settled" in text
+    assert kind is ValueError
+    assert "settled" in text
 
 
 class LooksAtValues(PassesTwo):

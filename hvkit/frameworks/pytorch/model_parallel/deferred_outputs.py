@@ -9,7 +9,7 @@ this batch takes GPipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,6 +81,7 @@ class DeferredRun:
         args, kwargs: of the model's call.
         batches: its micro-batches, of equal sizes.
         samples: of the batch.
+        key: what shapes between stages depend on.
         autocast: as it was at the call, by kind of device.
         nodes: what the script has made, in order.
         root: what ``backward()`` was called on.
@@ -93,6 +94,7 @@ class DeferredRun:
     kwargs: Any
     batches: list[MicroBatch]
     samples: int
+    key: Hashable
     autocast: Sequence[tuple[bool, torch.dtype]]
     nodes: list[Recorded] = field(default_factory=list)
     root: Recorded | None = None

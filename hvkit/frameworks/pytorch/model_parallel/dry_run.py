@@ -140,8 +140,10 @@ class _Flow(TorchFunctionMode):
             if isinstance(t, nn.Parameter):
                 self.reads.setdefault(t, []).append(self.time)
                 depends = True
-            elif (born := getattr(t, _BORN, None)) is not None:
-                self.uses.append((self.time, born, t))
+            elif t.is_meta:
+                if not hasattr(t, _BORN):  # PyTorch does not show what an autograd Function returns
+                    setattr(t, _BORN, self.time - 1)
+                self.uses.append((self.time, getattr(t, _BORN), t))
                 depends = True
         out = func(*args, **(kwargs or {}))
         for t in tensors_in(out) if depends else ():

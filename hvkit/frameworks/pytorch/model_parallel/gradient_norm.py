@@ -79,7 +79,7 @@ class GradientsOfAllRanks:
         state = scaler._per_optimizer_states[optimizer]
         found = list(state["found_inf_per_device"].values())
         device = scaler._scale.device
-        mine = torch.zeros((), device=device)
+        mine = torch.zeros((), dtype=torch.float32, device=device)
         for each in found:
             mine = torch.maximum(mine, each.to(device))
         anywhere = self._reduce(mine, dist.ReduceOp.MAX)

@@ -46,6 +46,7 @@ from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import AXES, MeshOptions
 
+
 class ParallelModel:
     """Replaces the ``forward`` of a model.
 

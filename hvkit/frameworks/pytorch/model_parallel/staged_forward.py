@@ -8,7 +8,6 @@ ends, the forward is left.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -68,7 +67,6 @@ class StagedForward:
         self._device = device
         self._stage = 0
         self._received: Sequence[torch.Tensor] = ()
-        self._with_gradients = False
         self._before: _Before | None = None
         self._shapes: dict[Hashable, Any] = {}
         modules = dict(model.named_modules())
@@ -89,7 +87,6 @@ class StagedForward:
             ValueError: the forward needs more of earlier stages than what they have given.
         """
         self._stage, self._received = stage, received
-        self._with_gradients = torch.is_grad_enabled()
         try:
             with ExitStack() as stack:
                 if stage:
@@ -121,8 +118,6 @@ class StagedForward:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._stage == number:
-                if self._with_gradients and not torch.is_grad_enabled():
-                    _refuse_reentrant_checkpoint(cut.module)
                 raise StageEnd(output)
 
         module.forward = forward
@@ -168,24 +163,6 @@ def _shape_key(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, int | float | str | bool | None) else id(type(leaf))
-
-
-def _refuse_reentrant_checkpoint(module: str) -> None:
-    """Raise if a module computes inside ``torch.utils.checkpoint`` with ``use_reentrant=True``.
-
-    Raises:
-        ValueError: autograd records nothing there, so no gradient would reach the stage.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
-            raise ValueError(
-                f"the cut after {module} is inside of torch.utils.checkpoint with "
-                "use_reentrant=True, whose results autograd does not see before it ends: use "
-                "checkpoint(..., use_reentrant=False), or cut elsewhere with stages=[...]"
-            )
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 # PyTorch's list of the modes that are active, the innermost last.

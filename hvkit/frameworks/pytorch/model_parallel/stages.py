@@ -191,4 +191,3 @@ def _balanced(
         }
     *chosen, _ = best[last][2]
     return [places[j - 1] for j in chosen]
-

@@ -88,7 +88,15 @@ class ScheduledPipeline:
         if found is None:  # the first of its shape, which shows the shapes of all stages
             return pipeline(args, kwargs, batches)
         structure, layouts = found
-        run = DeferredRun(self, args, kwargs, batches, samples_in(args, kwargs), autocast_state())
+        run = DeferredRun(
+            self,
+            args,
+            kwargs,
+            batches,
+            samples_in(args, kwargs),
+            pipeline.key(batches[0]),
+            autocast_state(),
+        )
         metas = [each.empty("meta") for each in layouts]
         return with_tensors(structure, run.outputs(metas, pipeline.links.device))
 
@@ -194,7 +202,7 @@ class ScheduledPipeline:
         """Count what PyTorch has sent between stages."""
         pipeline = self._pipeline
         for stage in pipeline.mine:
-            received, given = pipeline.layouts[stage, pipeline.key(run.batches[0])]
+            received, given = pipeline.layouts[stage, run.key]
             for other, layouts in ((stage - 1, received), (stage + 1, given)):
                 if (
                     not 0 <= other <= pipeline.last
@@ -207,7 +215,7 @@ class ScheduledPipeline:
 
     def _schedule_for(self, run: DeferredRun) -> Any:
         pipeline = self._pipeline
-        key = pipeline.key(run.batches[0]), len(run.batches)
+        key = run.key, len(run.batches)
         if key not in self._runs:
             stages = []
             for stage in pipeline.mine:
