@@ -26,7 +26,7 @@ from hvkit.frameworks.pytorch import buffers
 from hvkit.frameworks.pytorch.checks import compared_in
 from hvkit.frameworks.pytorch.gradients.reducer import is_averaged
 from hvkit.frameworks.pytorch.port import is_distributed_parameter
-from hvkit.frameworks.pytorch.refusals import is_divided
+from hvkit.frameworks.pytorch.refusals import is_divided, is_in_mesh
 from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
 from hvkit.sync.port import Record, Warmup
@@ -118,7 +118,7 @@ class TorchPart(Part):
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The dense buffers in the state dict, such as batch-norm statistics."""
-        if not isinstance(self._thing, torch.nn.Module):
+        if self.model is None or self._in_mesh:  # there the file has those of all ranks
             return {}
         return {
             f"{prefix}{'.' * bool(prefix)}{name}": buffer
@@ -127,13 +127,22 @@ class TorchPart(Part):
             if name not in module._non_persistent_buffers_set and buffer.layout is torch.strided
         }
 
+    @property
+    def _in_mesh(self) -> bool:
+        """Whether each rank holds a part of the model, or of the optimizer's state."""
+        if self.model is not None:
+            return any(map(is_in_mesh, self.model.parameters()))
+        groups = self._thing.param_groups if isinstance(self._thing, Optimizer) else []
+        return any(is_in_mesh(p) for group in groups for p in group["params"])
+
     def compared(self) -> tuple[list[Compared], list[Rows]]:
-        return compared_in(self._thing, is_averaged)
+        # Ranks with the same part compare it in training.
+        return ([], []) if self._in_mesh else compared_in(self._thing, is_averaged)
 
     def may_differ(self) -> tuple[list[Compared], list[Rows]]:
         return (
             ([], [])
-            if self.model is None
+            if self.model is None or self._in_mesh
             else buffers.compared_in(self.model, is_distributed_parameter)
         )
 

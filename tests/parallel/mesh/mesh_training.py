@@ -1,5 +1,7 @@
 """Trains a model in a mesh, and the same one in one process."""
 
+import copy
+
 import torch
 from torch.nn import functional as F
 
@@ -87,6 +89,19 @@ class InMicroBatches:
                 outputs = rows.new_empty((len(x), *rows.shape[1:]))
             outputs = outputs.index_put((torch.arange(number, len(x), parts()),), rows)
         return outputs
+
+
+def distributed(model, optimizer=adamw, **options):
+    """The model in a pipeline of two ranks, and its optimizer."""
+    options = {"mesh": hvkit.Mesh(pipeline=2), "microbatches": MICROBATCHES} | options
+    return hvkit.distribute(model, optimizer(model), **options)
+
+
+def both(make, optimizer=adamw, **options):
+    """A model of one process with its optimizer, and the same in a mesh with its own."""
+    reference = make()
+    model = copy.deepcopy(reference)
+    return (reference, optimizer(reference)), distributed(model, optimizer, **options)
 
 
 def whole_state(model, *optimizers):

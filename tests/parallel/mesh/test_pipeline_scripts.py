@@ -6,12 +6,13 @@ import functools
 import pytest
 import torch
 from mesh_training import (
-    MICROBATCHES,
     InMicroBatches,
     adamw,
+    both,
     cross_entropy,
     difference,
     differences,
+    distributed,
     images,
     of_this_rank,
     parts,
@@ -30,22 +31,6 @@ import hvkit
 from hvkit.errors import RanksDisagreeError
 
 SMALL = functools.partial(GPT, layers=4)
-
-
-def distributed(model, optimizer=adamw, **options):
-    options = {"mesh": hvkit.Mesh(pipeline=2), "microbatches": MICROBATCHES} | options
-    return hvkit.distribute(model, optimizer(model), **options)
-
-
-def both(make, optimizer=adamw, **options):
-    """A model of one process with its optimizer, and the same in a mesh with its own."""
-    reference = make()
-    model = copy.deepcopy(reference)
-    return (reference, optimizer(reference)), distributed(model, optimizer, **options)
-
-
-def trained(model, optimizer):
-    return any(p.grad is not None for p in model.parameters())
 
 
 def test_each_rank_holds_its_part():
@@ -135,7 +120,7 @@ def padded(steps=3):
 
 
 def test_a_loss_of_padded_samples_inside_the_model_is_refused():
-    model, own = distributed(WithPadding(layers=4))
+    model, _ = distributed(WithPadding(layers=4))
     x, y = of_this_rank(padded())[0]
     with pytest.raises(ValueError, match="another result than for the whole batch"):
         model(x, y)
@@ -255,7 +240,7 @@ def test_a_model_that_takes_time_before_the_batch_is_refused():
 
 
 def test_values_before_and_after_backward():
-    (reference, its), (model, own) = both(SMALL, schedule="1F1B")
+    (reference, its), (model, _) = both(SMALL, schedule="1F1B")
     for step, (x, y) in enumerate(tokens(6)):
         mine = of_this_rank([(x, y)])[0]
         total = {}
@@ -329,7 +314,7 @@ def test_a_rank_with_another_batch_is_named():
     model, own = distributed(SMALL())
     data = of_this_rank(tokens(3))
     mine = data if hvkit.rank() % 2 == 0 else data[1:]
-    with pytest.raises(RanksDisagreeError, match="makes? another batch|gets another batch|another"):
+    with pytest.raises(RanksDisagreeError, match="gets another batch"):
         train(model, own, mine)
 
 

@@ -132,11 +132,11 @@ class ParallelModel:
         found = self._links.gather_numbers([_hash_of(mine), _hash_of(content)], self._group)
         for rank, theirs in enumerate(found.tolist()):
             if theirs != found[0].tolist():
-                what = "another call" if theirs[0] != found[0, 0] else "another batch"
+                what = "makes another call" if theirs[0] != found[0, 0] else "gets another batch"
                 ranks = self._links.ranks
                 raise RanksDisagreeError(
                     f"forward pass {self._passes} of the pipeline of {ranks_text(ranks)}: rank "
-                    f"{ranks[rank]} makes {what} than rank {ranks[0]}. Ranks of one pipeline must "
+                    f"{ranks[rank]} {what} than rank {ranks[0]}. Ranks of one pipeline must "
                     "get the same batches in the same order: divide data with "
                     "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
                 )
