@@ -1,9 +1,12 @@
 """Models built in a deferred_init() block: the plain constructor's weights, and what is refused."""
 
 import copy
+import gc
 import io
 import subprocess
 import sys
+import weakref
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -201,6 +204,35 @@ def test_a_model_and_later_random_numbers_are_as_without_the_block(build):
     assert torch.equal(torch.rand(3), later)
 
 
+def hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes |= {"vocab_size": 97, "hidden_size": 32}
+    model = getattr(transformers, kind[0])
+    return partial(model, getattr(transformers, kind[1])(**sizes))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("LlamaForCausalLM", "LlamaConfig"),
+        ("GPT2LMHeadModel", "GPT2Config"),
+        ("BertForMaskedLM", "BertConfig"),
+        ("ViTForImageClassification", "ViTConfig"),
+    ],
+    ids=lambda kind: kind[0],
+)
+def test_models_of_hugging_face(kind):
+    build = hugging_face(kind)
+    torch.manual_seed(7)
+    plain, later = build(), torch.rand(3)
+    model = deferred(build)
+    assert all(p.is_meta for p in model.parameters())
+    recipe_of(model).make_all()
+    assert_the_same(model, plain)
+    assert torch.equal(torch.rand(3), later)
+
+
 def test_nothing_is_allocated_in_the_block():
     model = deferred(lambda: nn.Linear(1 << 20, 1 << 20))  # 4 TiB
     assert all(p.is_meta for p in model.parameters())
@@ -324,22 +356,257 @@ def test_a_second_block_goes_on_where_the_first_ended():
         assert torch.equal(torch.rand(3), later)
 
 
-def test_ranks_take_another_ranks_random_numbers_and_keep_their_own():
-    def build():
+def test_a_rank_takes_another_ranks_weights_and_keeps_its_own_random_numbers():
+    def build(seed):
         first = nn.Linear(3, 3)
-        torch.manual_seed(torch.initial_seed() % 100)
+        torch.manual_seed(seed)
         return nn.Sequential(first, nn.Linear(3, 3))
 
-    first, model = deferred(build, seed=1), deferred(build, seed=2)
-    recipe_of(model).start_from(recipe_of(first).random_state)
-    recipe_of(first).make_all()
-    torch.manual_seed(2)
+    torch.manual_seed(1)
+    plain = build(10)
+    state = recipe_of(deferred(partial(build, 10), seed=1)).random_state
+    assert state.dtype == torch.uint8
+    assert len(state) == 2
+    model = deferred(partial(build, 20), seed=2)
+    recipe_of(model).start_from(state)
+    recipe_of(model).make_all()
+    assert_the_same(model, plain)
     own = torch.rand(3)
-    model = deferred(build, seed=2)
-    recipe_of(model).start_from(recipe_of(deferred(build, seed=1)).random_state)
-    del first
     torch.manual_seed(2)
-    with deferred_init():
-        model = build()
-    recipe_of(model).start_from(recipe_of(model).random_state)
-    assert own.shape == (3,)
+    assert torch.equal(torch.rand(3), own)
+
+
+def test_its_own_random_state_changes_nothing():
+    torch.manual_seed(7)
+    plain, later = Tied(), torch.rand(3)
+    model = deferred(Tied)
+    recipe_of(model).start_from(recipe_of(model).random_state.clone())
+    recipe_of(model).make_all()
+    assert_the_same(model, plain)
+    assert torch.equal(torch.rand(3), later)
+
+
+def test_a_seed_of_after_the_block_holds():
+    model = deferred(Tied)
+    torch.manual_seed(7)
+    recipe_of(model).make_all()
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def fails():
+    nn.init.trunc_normal_(nn.Linear(2, 2).weight)
+    raise KeyError
+
+
+@pytest.mark.parametrize("build", [lambda: torch.ones(3), fails], ids=["no draws", "fails"])
+def test_random_numbers_are_untouched_where_the_block_draws_none_or_fails(build):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    with suppress(KeyError):
+        deferred(build)
+    assert torch.equal(torch.rand(3), expected)
+    assert not nn.init.trunc_normal_(nn.Linear(2, 2).weight).is_meta
+
+
+def test_values_that_are_not_random_can_be_read_in_the_block():
+    def build():
+        rates = torch.linspace(0, 0.3, 4)
+        assert torch.ones(2).sum() > 1
+        assert rates.device.type == "cpu"
+        return (
+            [rate.item() for rate in rates],
+            rates.tolist(),
+            rates.numpy(),
+            np.asarray(rates),
+            torch.tensor([rates[1], 2.0]).tolist(),
+            rates[rates > 0.15].tolist(),
+        )
+
+    for read, right in zip(deferred(build), build(), strict=True):
+        assert np.array_equal(read, right)
+
+
+def test_a_small_tensor_may_be_filled_again_in_the_block():
+    def build():
+        row, weight = torch.from_numpy(np.ones(3)), nn.Parameter(torch.zeros(2, 3))
+        for number in range(2):
+            with torch.no_grad():
+                weight[number] = row.mul_(2)
+        return Holder(weight=weight)
+
+    model = deferred(build)
+    recipe_of(model).make_all()
+    assert_the_same(model, build())
+
+
+MEMORY = """
+import re, torch
+from torch import nn
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init, recipe_of
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 2048) for _ in range(16))  # 8 MiB each
+        self.apply(lambda m: nn.init.normal_(m.weight) if hasattr(m, "weight") else None)
+
+with deferred_init():
+    nn.Linear(2, 2)
+    model = Late()
+recipe_of(nn.Linear(2, 2))
+begin = peak()
+recipe_of(model).make([model.layers[7].weight])
+print(peak() - begin)
+recipe_of(model).make_all()
+print(peak() - begin)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+def test_memory_is_that_of_what_is_wanted_and_one_more_tensor():
+    printed = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    part, whole = map(float, printed.stdout.split())
+    assert 8 < part < 40, part  # MiB, of which PyTorch's libraries take some
+    assert whole > 120
+
+
+def test_a_model_that_is_dropped_takes_its_recipe_along():
+    model = deferred(Tied)
+    recipe = weakref.ref(recipe_of(model))
+    del model
+    gc.collect()
+    assert recipe() is None
+
+
+def reads_random(read):
+    return lambda: read(nn.Linear(2, 2).weight)
+
+
+REFUSED_IN_THE_BLOCK = {
+    "item": (reads_random(lambda w: w.sum().item()), r"\.item\(\) needs the values.*compute it"),
+    "if": (reads_random(lambda w: 1 if w.sum() > 0 else 0), r"\.item\(\) needs the values"),
+    "tolist": (reads_random(lambda w: w.tolist()), "torch's tolist needs the values"),
+    "numpy": (reads_random(lambda w: w.detach().numpy()), "torch's numpy needs the values"),
+    "mask": (reads_random(lambda w: w[w > 0]), "torch's index needs the values"),
+    "orthogonal": (
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+        "torch's allclose needs the values",
+    ),
+    "generator": (
+        lambda: torch.rand(3, generator=torch.Generator()),
+        "torch's rand draws with a torch.Generator of the script.*leave the generator out",
+    ),
+    "generator, trunc_normal_": (
+        lambda: nn.init.trunc_normal_(torch.empty(30), generator=torch.Generator()),
+        "draws with a torch.Generator of the script",
+    ),
+    "random numbers into a real tensor": (
+        lambda: torch.tensor([1.0, 2.0]).normal_(),
+        r"torch's normal_ changes a tensor of shape \(2,\) .* make it with torch.empty",
+    ),
+    "deferred into a real tensor": (
+        lambda: torch.tensor([1.0, 2.0]).add_(torch.ones(2)),
+        "torch's add_ changes a tensor",
+    ),
+    "no meta": (
+        lambda: torch.binomial(torch.ones(3), torch.ones(3) / 2),
+        "torch's binomial does not work on PyTorch's meta device.*before the block",
+    ),
+    "sparse": (
+        lambda: torch.sparse_coo_tensor(torch.zeros(1, 2).long(), torch.ones(2), (3,)),
+        "layout torch.sparse_coo.*before the block",
+    ),
+    "of an earlier block": (
+        partial(lambda module: module.weight + 1, deferred(lambda: nn.Linear(2, 2))),
+        "not made in this block: make the whole model in one block",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"), REFUSED_IN_THE_BLOCK.values(), ids=REFUSED_IN_THE_BLOCK
+)
+def test_refused_in_the_block(build, message):
+    with pytest.raises(ValueError, match=message):
+        deferred(build)
+
+
+def test_other_devices_are_refused_in_the_block():
+    with pytest.raises(ValueError, match=r"empty with device='xpu:0'.*leave the device out"):
+        deferred(lambda: torch.ops.aten.empty([3], device=torch.device("xpu", 0)))
+
+
+def converted(model):
+    model[1].double()
+
+
+def copied_later(model):
+    model[1] = copy.deepcopy(model[1])
+
+
+def initialised_later(model):
+    nn.init.zeros_(model[1].weight)
+
+
+def of_two_blocks(model):
+    model[1] = deferred(lambda: nn.Linear(3, 3))
+
+
+def on_meta(model):
+    model[1] = nn.Linear(3, 3, device="meta")
+
+
+NOT_MADE = "is on the meta device, but was not made inside"
+REFUSED_AFTERWARDS = {
+    converted: f"{NOT_MADE}.*or was converted, copied or replaced after it: do that inside",
+    copied_later: NOT_MADE,
+    initialised_later: "was changed in place after its.*do that inside the block",
+    of_two_blocks: "is of another hvkit.deferred_init.*in one block",
+    on_meta: NOT_MADE,
+}
+
+
+@pytest.mark.parametrize("change", REFUSED_AFTERWARDS)
+def test_what_changed_after_the_block_is_refused_by_name(change):
+    model = deferred(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    recipe = recipe_of(model)
+    change(model)
+    message = REFUSED_AFTERWARDS[change]
+    with pytest.raises(ValueError, match=f"parameter 1.weight of Sequential {message}"):
+        recipe_of(model)
+    with pytest.raises(ValueError, match=rf"tensor of shape \(3, 3\) {message}"):
+        recipe.make(model.parameters())
+
+
+def test_a_buffer_that_was_converted_is_refused_by_name():
+    model = deferred(Rotary)
+    model.register_buffer("cos", model.cos.half())
+    with pytest.raises(ValueError, match="buffer cos of Rotary is on the meta device"):
+        recipe_of(model)
+
+
+def test_a_large_tensor_that_changes_before_the_model_is_made_is_refused():
+    values = torch.ones(1 << 20)
+    model = deferred(lambda: Holder(weight=nn.Parameter(torch.empty(1 << 20).copy_(values))))
+    values.add_(1)
+    with pytest.raises(ValueError, match=r"shape \(1048576,\) was copied into the model.*clone"):
+        recipe_of(model).make_all()
+
+
+def test_a_random_state_of_another_model_is_refused():
+    recipe = recipe_of(deferred(Tied))
+    with pytest.raises(ValueError, match=r"random state of shape \(2, \d+\).*needs \(1, \d+\)"):
+        recipe.start_from(torch.stack([torch.get_rng_state()] * 2))
+
+
+def test_the_public_name_is_this_block():
+    with hvkit.deferred_init():
+        model = nn.Linear(2, 2)
+    assert model.weight.is_meta

@@ -29,6 +29,7 @@ from hvkit.frameworks.pytorch.model_parallel.recipe import (
     previous,
     set_tag,
     tag_of,
+    version_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of as recipe_of
 
@@ -151,7 +152,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*on_meta, **named_on_meta)
         except (NotImplementedError, RuntimeError) as error:
-            if written or not (isinstance(error, NotImplementedError) or _reads_values(func)):
+            missing = isinstance(error, NotImplementedError)
+            if missing and (random or written):
+                raise ValueError(
+                    f"{_name(func)} does not work on PyTorch's meta device, so that "
+                    "hvkit.deferred_init() cannot record it: use another function, or call it "
+                    "before the block"
+                ) from error
+            if not (missing or _reads_values(func)):
                 raise
             args, kwargs = self.computed((args, kwargs), _name(func))
             return func(*args, **kwargs)
@@ -173,8 +181,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return View.of(tensor, self._storage_of(tensor))
         # The script may go on to change small ones, such as one it fills again and again.
         small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
-        kept = tensor.detach().clone() if small else tensor.detach()
-        return Given(kept, kept._version)
+        kept = tensor.detach().clone() if small else tensor
+        return Given(kept, version_of(kept))
 
     def _storage_of(self, tensor: torch.Tensor) -> int:
         tag = tag_of(tensor)

@@ -76,7 +76,7 @@ class Given:
     version: int
 
     def get(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise ValueError(
                 f"a tensor of shape {tuple(self.tensor.shape)} was copied into the model "
                 f"{_IN_BLOCK} and changed later, before the model was made: pass a clone() "
@@ -250,7 +250,7 @@ class Recipe:
         if left is not None:
             _left_by[left] = self
         parameters = (t for t in self.tensors() if isinstance(t, nn.Parameter))
-        self._versions = {id(p): p._version for p in parameters if not p.is_inference()}
+        self._versions = {id(p): version_of(p) for p in parameters}
 
     def lost(self, tensor: torch.Tensor) -> str | None:
         """Why this recipe would not give the values of a tensor on the meta device."""
@@ -259,7 +259,8 @@ class Recipe:
             return _NO_RECIPE
         if tag[0] is not self:
             return "is of another hvkit.deferred_init() block: make the whole model in one block"
-        if tensor._version != self._versions.get(id(tensor), tensor._version):
+        version = version_of(tensor)
+        if version != self._versions.get(id(tensor), version):
             return (
                 "was changed in place after its hvkit.deferred_init() block, which has no effect "
                 "on a tensor without values: do that inside the block"
@@ -282,7 +283,7 @@ class Recipe:
         return self._end
 
     def _draw(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Draw all random numbers and make the wanted storages."""
+        """Draw all random numbers, make the wanted storages, and leave the generator behind."""
         before, states = torch.get_rng_state(), self.random_state
         torch.set_rng_state(states[0].clone())
         try:
@@ -380,6 +381,11 @@ def tag_of(tensor: torch.Tensor) -> tuple[Recipe, int] | None:
 def set_tag(tensor: torch.Tensor, recipe: Recipe, number: int) -> None:
     """Make a recipe known to all tensors that share this one's storage."""
     setattr(tensor.untyped_storage(), _ATTRIBUTE, (recipe, number))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _repeat(call: Call, storages: dict[int, torch.UntypedStorage]) -> None:
