@@ -415,6 +415,7 @@ def test_values_that_are_not_random_can_be_read_in_the_block():
         rates = torch.linspace(0, 0.3, 4)
         assert torch.ones(2).sum() > 1
         assert rates.device.type == "cpu"
+        assert nn.init.zeros_(nn.Linear(2, 2).weight).sum() == 0
         return (
             [rate.item() for rate in rates],
             rates.tolist(),

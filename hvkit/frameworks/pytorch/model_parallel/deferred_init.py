@@ -20,18 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.recipe import (
-    Call,
-    Given,
     Recipe,
-    Seeding,
-    View,
     digest,
     previous,
     set_tag,
     tag_of,
-    version_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of as recipe_of
+from hvkit.frameworks.pytorch.model_parallel.recorded_calls import (
+    Call,
+    Given,
+    Seeding,
+    View,
+    version_of,
+)
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _aten = torch.ops.aten
@@ -288,12 +290,10 @@ def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
     plain = nn.init._no_grad_trunc_normal_
 
     def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        generator = [
-            each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)
-        ]
+        own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
         with torch._C.DisableTorchFunction():
             deferred = tag_of(tensor) is not None
-        if generator or not deferred:
+        if own or not deferred:
             return plain(tensor, *args, **kwargs)
         recorder.record_fill(plain, tensor, args, kwargs)
         return tensor

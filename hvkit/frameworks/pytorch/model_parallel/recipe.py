@@ -12,117 +12,32 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hvkit.frameworks.pytorch.model_parallel.recorded_calls import (
+    IN_BLOCK,
+    Call,
+    Event,
+    Seeding,
+    View,
+    version_of,
+)
 
 # A storage keeps its Python attributes as long as any tensor lies in it. That holds the recipe
 # exactly as long as something is left to make, and no address of freed memory is ever compared.
 _ATTRIBUTE = "_hvkit_deferred"
-_IN_BLOCK = "inside `with hvkit.deferred_init():`"
 _NO_RECIPE = (
-    f"is on the meta device, but was not made {_IN_BLOCK}, or was converted, copied or replaced "
+    f"is on the meta device, but was not made {IN_BLOCK}, or was converted, copied or replaced "
     "after it: do that inside the block"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """Where a tensor lies: in the storage of this number."""
-
-    storage: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    conjugate: bool
-    negative: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, storage: int) -> View:
-        size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return cls(storage, size, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """This view of a storage that has memory."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor = empty.set_(storage, self.offset, self.size, self.stride)
-        if self.conjugate:
-            tensor = tensor.conj()
-        made: torch.Tensor = torch._neg_view(tensor) if self.negative else tensor
-        return made
-
-    def storage_with(self, made: torch.Tensor) -> torch.UntypedStorage:
-        """The storage of what an operator returned, laid out as it was on the meta device."""
-        if (made.stride(), made.storage_offset()) == (self.stride, self.offset):
-            return made.untyped_storage()
-        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        storage = _memory((self.offset + last + 1) * made.element_size())
-        self.on(storage).copy_(made)
-        return storage
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor with values that the script passed to a call, such as one of a loaded file."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def get(self) -> torch.Tensor:
-        if version_of(self.tensor) != self.version:
-            raise ValueError(
-                f"a tensor of shape {tuple(self.tensor.shape)} was copied into the model "
-                f"{_IN_BLOCK} and changed later, before the model was made: pass a clone() "
-                "of it to the model"
-            )
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of an operator; tensors in its arguments are ``View`` or ``Given``.
-
-    Attributes:
-        outputs: where the tensors lie that it returns.
-        reads: storages whose content it needs.
-        writes: storages whose content it changes or makes.
-        overwrites: those of ``writes`` whose former content it does not need, with their bytes.
-        random: whether it draws random numbers.
-        dtype: the default dtype when it was called.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: list[View]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    overwrites: dict[int, int]
-    random: bool
-    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Seeding:
-    """The script set the state of the random numbers.
-
-    Attributes:
-        draws: back to the state after so many calls that draw, as ``torch.random.fork_rng`` does.
-        row: otherwise to this row of the recipe's ``random_state``.
-    """
-
-    draws: int | None
-    row: int
-
-
-Event = Call | Seeding
 _left_by: WeakValueDictionary[bytes, Recipe] = WeakValueDictionary()
 
 
@@ -170,7 +85,7 @@ class Recipe:
             raise ValueError(
                 f"random state of shape {tuple(state.shape)} and {state.dtype}, but this rank's "
                 f"model needs {tuple(own.shape)} and {own.dtype}: call torch.manual_seed equally "
-                f"often on every rank {_IN_BLOCK}"
+                f"often on every rank {IN_BLOCK}"
             )
         self._given = None if torch.equal(state.cpu(), own) else state.cpu().clone()
         self._end = None
@@ -235,7 +150,7 @@ class Recipe:
         if any(isinstance(event, Call) and event.random for event, _ in plan):
             raise ValueError(
                 f"{operation} needs the values of a tensor of shape {view.size}, but they depend "
-                f"on random numbers, which are not drawn {_IN_BLOCK}: compute it from "
+                f"on random numbers, which are not drawn {IN_BLOCK}: compute it from "
                 "Python's or NumPy's numbers, or move it after hvkit.distribute"
             )
         return view.on(self._run(plan)[view.storage])
@@ -330,7 +245,7 @@ class Recipe:
                         torch.set_rng_state(state.clone())  # it takes no view of a larger tensor
                         continue
                     torch.set_default_dtype(event.dtype)
-                    _repeat(event, storages)
+                    event.repeat(storages)
                     draws += event.random
                     for number in dropped:
                         storages.pop(number, None)
@@ -381,30 +296,6 @@ def tag_of(tensor: torch.Tensor) -> tuple[Recipe, int] | None:
 def set_tag(tensor: torch.Tensor, recipe: Recipe, number: int) -> None:
     """Make a recipe known to all tensors that share this one's storage."""
     setattr(tensor.untyped_storage(), _ATTRIBUTE, (recipe, number))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; 0 in inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _repeat(call: Call, storages: dict[int, torch.UntypedStorage]) -> None:
-    # A function of its own, so that nothing holds the tensors when their storages are dropped.
-    for number, size in call.overwrites.items():
-        if number not in storages:
-            storages[number] = _memory(size)
-    args, kwargs = tree_map_only(
-        View, lambda v: v.on(storages[v.storage]), (call.args, call.kwargs)
-    )
-    args, kwargs = tree_map_only(Given, Given.get, (args, kwargs))
-    made = [t for t in tree_leaves(call.function(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-    for view, tensor in zip(call.outputs, made, strict=True):
-        if view.storage not in storages:
-            storages[view.storage] = view.storage_with(tensor)
-
-
-def _memory(size: int) -> torch.UntypedStorage:
-    return torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 def _moved(storage: torch.UntypedStorage, device: torch.device | str) -> torch.UntypedStorage:
