@@ -101,6 +101,8 @@ def drawn_buffers():
         dropped=nn.functional.dropout(torch.ones(9)),
         chosen=torch.multinomial(torch.rand(10), 3),
         like_a_literal=torch.randn_like(torch.tensor([1.0, 2.0])),
+        in_a_literal=torch.tensor([1.0, 2.0]).uniform_(),
+        scaled=torch.from_numpy(np.full(3, 2.0)) * torch.rand(3),
     )
 
 
@@ -295,6 +297,10 @@ def test_an_optimizer_of_before_updates_what_is_made():
 
 def test_shapes_pass_through_a_model_that_is_not_made():
     assert deferred(Tied)(torch.arange(5, device="meta")).shape == (5, 20)
+    model = deferred(lambda: nn.Sequential(nn.BatchNorm1d(2), Rotary()))
+    assert (model[0](torch.ones(4, 2, device="meta")) * model[1].literal).shape == (4, 2)
+    recipe_of(model).make_all()
+    assert model[0].num_batches_tracked == 0
 
 
 def test_plain_attributes_are_made_too():
@@ -431,12 +437,14 @@ def test_values_that_are_not_random_can_be_read_in_the_block():
 
 def test_a_small_tensor_may_be_filled_again_in_the_block():
     def build():
-        row, weight = torch.from_numpy(np.ones(3)), nn.Parameter(torch.zeros(2, 3))
+        row.fill_(1)
+        weight = nn.Parameter(torch.zeros(2, 3))
         for number in range(2):
             with torch.no_grad():
                 weight[number] = row.mul_(2)
         return Holder(weight=weight)
 
+    row = torch.empty(3)
     model = deferred(build)
     recipe_of(model).make_all()
     assert_the_same(model, build())
@@ -509,11 +517,11 @@ REFUSED_IN_THE_BLOCK = {
         "draws with a torch.Generator of the script",
     ),
     "random numbers into a real tensor": (
-        lambda: torch.tensor([1.0, 2.0]).normal_(),
+        torch.tensor([1.0, 2.0]).normal_,
         r"torch's normal_ changes a tensor of shape \(2,\) .* make it with torch.empty",
     ),
     "deferred into a real tensor": (
-        lambda: torch.tensor([1.0, 2.0]).add_(torch.ones(2)),
+        partial(lambda real: real.add_(torch.ones(2)), torch.tensor([1.0, 2.0])),
         "torch's add_ changes a tensor",
     ),
     "no meta": (

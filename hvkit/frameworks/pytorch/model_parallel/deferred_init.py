@@ -98,6 +98,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         deferred = any(t.is_meta for t in tensors)
         random = torch.Tag.nondeterministic_seeded in func.tags
         makes = not tensors and "device" in _arguments(func)
+        if func is _aten.lift_fresh.default and not deferred and tensors[0].numel():
+            # torch.tensor([1.0]): on meta like all others, so that they can be used together.
+            return self._record(_aten.clone.default, args, kwargs, [], random=False, makes=False)
         # What Tensor.set_ does is seen by the storage in which the tensor lies afterwards.
         if not (deferred or random or makes) or func.overloadpacket is _aten.set_:
             return func(*args, **kwargs)
