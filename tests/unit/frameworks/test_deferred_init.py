@@ -414,6 +414,7 @@ def test_random_numbers_are_untouched_where_the_block_draws_none_or_fails(build)
         deferred(build)
     assert torch.equal(torch.rand(3), expected)
     assert not nn.init.trunc_normal_(nn.Linear(2, 2).weight).is_meta
+    assert nn.init._no_grad_trunc_normal_.__module__ == "torch.nn.init"
 
 
 def test_values_that_are_not_random_can_be_read_in_the_block():
