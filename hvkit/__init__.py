@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hvkit.compression import PowerSGD as PowerSGD
     from hvkit.compression import TopK as TopK
     from hvkit.data.shard import shard as shard
+    from hvkit.deferred import deferred_init as deferred_init
     from hvkit.errors import BuildError as BuildError
     from hvkit.errors import HorovodNotFoundError as HorovodNotFoundError
     from hvkit.errors import HostfileError as HostfileError
@@ -58,6 +59,7 @@ _NAMES_BY_MODULE = {
     "communication.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",
+    "deferred": "deferred_init",
     "errors": (
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"

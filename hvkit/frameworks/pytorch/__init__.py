@@ -8,6 +8,7 @@
     ├── gradients/         averages gradients while backward() computes them (reducer)
     ├── weights/           for local weights: rounds, the parameter server
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
+    ├── model_parallel/    models whose parts lie on several ranks
     ├── checks             do all ranks hold the same weights, rates and gradients?
     ├── fingerprints       of tensors, for checks
     ├── batch_norm         statistics over ranks; averaged ones travel with the gradients

@@ -31,6 +31,7 @@ from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_averaged, reducers_of
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.frameworks.pytorch.learning_rate import RateInStep
+from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
 from hvkit.frameworks.pytorch.modules import named_in, refuse_optimizers_of_others
 from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
 from hvkit.frameworks.pytorch.refusals import (
@@ -70,6 +71,7 @@ class PyTorchPort:
         for model in models:
             refuse_other_wrappers(model)
             refuse_changes_in_forward(model)
+        self._make_deferred(models)
         self.models = list(models)
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.optimizers: list[Optimizer] = list(map(_checked, optimizers))
@@ -90,7 +92,17 @@ class PyTorchPort:
         if isinstance(strategy, FullyShard):
             refuse_what_cannot_be_divided(strategy, options, self.models, self.optimizers)
         for name, tensor in (self.parameters | self._named_buffers()).items():
-            _refuse_uninitialised(name, tensor)
+            if not self._is_deferred(tensor):
+                _refuse_uninitialised(name, tensor)
+
+    def _make_deferred(self, models: Sequence[nn.Module]) -> None:
+        """Make the weights of models that were built under ``hvkit.deferred_init``."""
+        for recipe in filter(None, map(recipe_of, models)):
+            recipe.make_all()
+
+    def _is_deferred(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor will be made when the model is divided."""
+        return False
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
         return named_in(self.models, lambda model: model.named_buffers())

@@ -240,7 +240,7 @@ def test_a_model_that_takes_time_before_the_batch_is_refused():
 
 
 def test_values_before_and_after_backward():
-    (reference, its), (model, _) = both(SMALL, schedule="1F1B")
+    (reference, _), (model, _) = both(SMALL, schedule="1F1B")
     for step, (x, y) in enumerate(tokens(6)):
         mine = of_this_rank([(x, y)])[0]
         total = {}

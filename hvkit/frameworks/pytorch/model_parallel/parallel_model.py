@@ -26,8 +26,14 @@ from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     watch_overflows,
 )
 from hvkit.frameworks.pytorch.model_parallel.microbatches import divided
-from hvkit.frameworks.pytorch.model_parallel.parts import ModelParts, drop, gathered
+from hvkit.frameworks.pytorch.model_parallel.parts import (
+    LoadedBefore,
+    ModelParts,
+    drop,
+    gathered,
+)
 from hvkit.frameworks.pytorch.model_parallel.pipeline import Pipeline
+from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.stages import (
@@ -59,6 +65,7 @@ class ParallelModel:
         train: called when the model is divided, with this rank's parameters by name, and the
             normalisation layers of its stages; returns what to call before each backward pass,
             which returns what to call after it.
+        recipe: what makes the parameters; None if they are there.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class ParallelModel:
         device: torch.device,
         name: str,
         train: Callable[[dict[str, nn.Parameter], nn.ModuleList], Callable[[], Callable[[], None]]],
+        recipe: Recipe | None = None,
     ) -> None:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
@@ -84,6 +92,8 @@ class ParallelModel:
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._passes = 0
+        self._recipe = recipe
+        self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
         self._own_forward = model.forward
         for p in model.parameters():
             mark_in_mesh(p)
@@ -199,6 +209,8 @@ class ParallelModel:
                 group = dist.new_group(ranks, use_local_synchronization=True)
                 self._shared.append((p, group))
         drop([p for name, p in named.items() if name not in own])
+        if self._recipe is not None:
+            self._recipe.make([p for p in own.values() if p.is_meta], self._device)
         for p in own.values():
             p.data = p.data.to(self._device)
         for p in named.values():
@@ -215,6 +227,8 @@ class ParallelModel:
         for optimizer in self._optimizers:
             self._parts.attach(optimizer)
             watch_overflows(gradients, optimizer)
+        if self._loaded is not None:
+            self._loaded.load()
         return own
 
     def _norms_of(self, stages: Stages, rank: int) -> nn.ModuleList:

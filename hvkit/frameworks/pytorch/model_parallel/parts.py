@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -182,6 +182,39 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
                 "reference to it: call hvkit.distribute before the first forward pass. PyTorch "
                 f"says: {error}"
             ) from error
+
+
+class LoadedBefore:
+    """What a script loads into a model without weights: kept until this rank has its part.
+
+    Args:
+        model: built under ``hvkit.deferred_init``.
+        optimizers: of it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._state: dict[str, Any] = {}
+        self._states: dict[Optimizer, dict[str, Any]] = {}
+        self._model, hooked = model, cast(Any, model)
+        self._hooks = [hooked.register_load_state_dict_pre_hook(self._keep)]
+        for each in optimizers:
+            self._hooks.append(each.register_load_state_dict_pre_hook(self._keep_state))
+
+    def _keep(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self._state = dict(state)
+
+    def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._states[optimizer] = {**state, "state": dict(state["state"])}
+
+    def load(self) -> None:
+        """Load it now."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._state:
+            self._model.load_state_dict(self._state)
+        for optimizer, state in self._states.items():
+            optimizer.load_state_dict(state)
+        self._state, self._states = {}, {}
 
 
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_parameter
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
+from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.sync.distributed_objects import record
@@ -27,6 +29,8 @@ class MeshPort(PyTorchPort):
     The ranks of ``options.group`` hold the same part of the model, and are kept in step by the
     strategy as other models are.
     """
+
+    _recipe: Recipe | None = None
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
@@ -46,8 +50,25 @@ class MeshPort(PyTorchPort):
                     f"on several ranks: {why}"
                 )
 
+    def _make_deferred(self, models: Sequence[nn.Module]) -> None:
+        # Each rank makes its part when the model is divided.
+        self._recipe = recipe_of(models[0])
+
+    def _is_deferred(self, tensor: torch.Tensor) -> bool:
+        return self._recipe is not None and tensor.is_meta
+
     def synchronise(self) -> None:
         everyone = all_ranks()
+        if self._recipe is not None:
+            self._recipe.start_from(
+                torch.from_numpy(
+                    collectives.broadcast_state(self._recipe.random_state.numpy(), everyone).copy()
+                )
+            )
+            self._recipe.make(
+                [t for t in self._recipe.tensors() if not isinstance(t, nn.Parameter)]
+            )
+            return
         broadcast_tensors([*self.parameters.values(), *self.model.buffers()], everyone)
         for optimizer in self.optimizers:
             broadcast_optimizer(optimizer, everyone)
@@ -63,6 +84,7 @@ class MeshPort(PyTorchPort):
             self._device(),
             name,
             functools.partial(self._train_part, hooks, name),
+            self._recipe,
         )
         # The model keeps it; a record must not lead to the model.
         held: Any = weakref.proxy(parallel)

@@ -216,7 +216,9 @@ class SteppedOptimizer:
         return [] if optimizer is None else [optimizer]
 
     def _updated(self) -> Iterator[torch.Tensor]:
-        return (p for each in self._living() for g in each.param_groups for p in g["params"])
+        groups = (group for each in self._living() for group in each.param_groups)
+        # One on the meta device is another rank's of a mesh.
+        return (p for group in groups for p in group["params"] if not p.is_meta)
 
 
 _in_local_training: weakref.WeakSet[Parameters] = weakref.WeakSet()

@@ -1,0 +1,382 @@
+"""Building a model that fits no rank: the block records how its tensors are made.
+
+Each rank then makes its own part (``recipe.py``), bit for bit what one process would have made
+with the same random state. The method is that of torchdistX's ``deferred_init``, which PyTorch no
+longer maintains, written anew on PyTorch's dispatch modes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hvkit.frameworks.pytorch.model_parallel.recipe import (
+    Recipe,
+    digest,
+    previous,
+    set_tag,
+    tag_of,
+)
+from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of as recipe_of
+from hvkit.frameworks.pytorch.model_parallel.recorded_calls import (
+    Call,
+    Given,
+    Seeding,
+    View,
+    version_of,
+)
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_aten = torch.ops.aten
+# They need nothing of what was in the tensor that they fill.
+_FILLS = {
+    *(_aten.normal_, _aten.uniform_, _aten.random_, _aten.exponential_, _aten.log_normal_),
+    *(_aten.cauchy_, _aten.geometric_, _aten.zero_, _aten.fill_, _aten.copy_),
+}
+_ATTRIBUTES: dict[Any, Any] = {
+    vars(torch._C.TensorBase)["device"].__get__: _CPU,
+    vars(torch._C.TensorBase)["is_cpu"].__get__: True,
+    vars(torch._C.TensorBase)["is_meta"].__get__: False,
+}
+_READS_VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+_COPIED_BYTES = 1 << 20
+_blocks = 0
+_recording = False
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """The block of ``hvkit.deferred_init``."""
+    global _blocks, _recording
+    if _recording:  # a part of the model defers itself
+        yield
+        return
+    start = torch.get_rng_state()
+    recorder = _Recorder(Recipe(_blocks, previous(start) or start), start)
+    _blocks += 1
+    _recording = True
+    try:
+        with recorder, _LooksReal(recorder), _recorded_whole(recorder):
+            yield
+        recorder.finish()
+    except BaseException:
+        torch.set_rng_state(start)
+        raise
+    finally:
+        _recording = False
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs calls on the meta device and records them."""
+
+    def __init__(self, recipe: Recipe, start: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recipe = recipe
+        self._storages = 0
+        self._random = _RandomState(recipe, start)
+
+    def finish(self) -> None:
+        self._recipe.finish(self._random.finish())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = _tensors((args, kwargs))
+        deferred = any(t.is_meta for t in tensors)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        makes = not tensors and "device" in _arguments(func)
+        if func is _aten.lift_fresh.default and not deferred and tensors[0].numel():
+            # torch.tensor([1.0]): on meta like all others, so that they can be used together.
+            return self._record(_aten.clone.default, args, kwargs, [], random=False, makes=False)
+        # What Tensor.set_ does is seen by the storage in which the tensor lies afterwards.
+        if not (deferred or random or makes) or func.overloadpacket is _aten.set_:
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if random and not deferred and any(t.numel() == 0 for t in written):
+            return func(*args, **kwargs)
+        _refuse(func, args, kwargs, makes=makes, written=written)
+        return self._record(func, args, kwargs, written, random=random, makes=makes)
+
+    def computed(self, values: Any, operation: str) -> Any:
+        """Nested values with real tensors in the place of deferred ones."""
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta:
+                return tensor
+            return self._recipe.values(View.of(tensor, self._storage_of(tensor)), operation)
+
+        return tree_map_only(torch.Tensor, real, values)
+
+    def record_fill(
+        self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record a Python function that fills a deferred tensor with random numbers."""
+        with torch._C.DisableTorchFunction():
+            view = View.of(target, self._storage_of(target))
+            overwrites = {} if (size := _whole_storage(target)) is None else {view.storage: size}
+        reads = frozenset({view.storage} - overwrites.keys())
+        writes = frozenset({view.storage})
+        self._note(Call(func, (view, *args), kwargs, [view], reads, writes, overwrites, True))
+
+    def _note(self, call: Call) -> None:
+        if call.random:
+            self._random.note_what_script_set()
+        self._recipe.events.append(call)
+        if call.random:
+            self._random.note_draw()
+
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[torch.Tensor],
+        *,
+        random: bool,
+        makes: bool,
+    ) -> Any:
+        arguments, named = tree_map_only(torch.Tensor, self._argument, (args, kwargs))
+        on_meta, named_on_meta = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+        if makes or kwargs.get("device") is not None:
+            named, named_on_meta = {**named, "device": _CPU}, {**named_on_meta, "device": _META}
+        views = [each for each in tree_leaves((arguments, named)) if isinstance(each, View)]
+        overwrites = _overwritten(func, args, views)
+        try:
+            result = func(*on_meta, **named_on_meta)
+        except (NotImplementedError, RuntimeError) as error:
+            missing = isinstance(error, NotImplementedError)
+            if missing and (random or written):
+                raise ValueError(
+                    f"{_name(func)} does not work on PyTorch's meta device, so that "
+                    "hvkit.deferred_init() cannot record it: use another function, or call it "
+                    "before the block"
+                ) from error
+            if not (missing or _reads_values(func)):
+                raise
+            args, kwargs = self.computed((args, kwargs), _name(func))
+            return func(*args, **kwargs)
+        returned = _tensors(result)
+        # Empty tensors cost nothing, and torch.load lets them take over a storage of its file.
+        if makes and all(t.numel() == 0 for t in returned):
+            return func(*args, **kwargs)
+        new = self._number_new(func, returned)
+        writes = frozenset([*new, *(self._storage_of(t) for t in written)])
+        if not writes:
+            return result  # a view
+        reads = frozenset({view.storage for view in views} - overwrites.keys())
+        outputs = [View.of(t, self._storage_of(t)) for t in returned]
+        self._note(Call(func, arguments, named, outputs, reads, writes, overwrites, random))
+        return result
+
+    def _argument(self, tensor: torch.Tensor) -> View | Given:
+        if tensor.is_meta:
+            return View.of(tensor, self._storage_of(tensor))
+        # The script may go on to change small ones, such as one it fills again and again.
+        small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        kept = tensor.detach().clone() if small else tensor
+        return Given(kept, version_of(kept))
+
+    def _storage_of(self, tensor: torch.Tensor) -> int:
+        tag = tag_of(tensor)
+        if tag is None or tag[0] is not self._recipe:
+            raise ValueError(
+                f"hvkit.deferred_init() met a tensor of shape {tuple(tensor.shape)} on the meta "
+                "device that was not made in this block: make the whole model in one block"
+            )
+        return tag[1]
+
+    def _number_new(self, func: Any, tensors: Sequence[torch.Tensor]) -> list[int]:
+        new = []
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"{_name(func)} makes a tensor of layout {tensor.layout}, but "
+                    "hvkit.deferred_init() takes dense ones: make it before the block"
+                )
+            if tag_of(tensor) is None:
+                set_tag(tensor, self._recipe, self._storages)
+                new.append(self._storages)
+                self._storages += 1
+        return new
+
+
+class _RandomState:
+    """Notices when the script sets the state of PyTorch's random numbers.
+
+    Calls on the meta device draw nothing, so that the state would not move in the block, and
+    setting it back to what it was at the start could not be seen. So each recorded draw sets a
+    state that no script would: any other is the script's. One that was ours before is of
+    ``torch.random.fork_rng`` or the like.
+    """
+
+    def __init__(self, recipe: Recipe, start: torch.Tensor) -> None:
+        self._recipe, self._start = recipe, start
+        self._draws = 0
+        self._draws_at: dict[bytes, int] = {}
+        self._mark = self._set_mark()
+
+    def note_what_script_set(self) -> None:
+        state = torch.get_rng_state()
+        found = digest(state)
+        if found == self._mark:
+            return
+        draws = self._draws_at.get(found)
+        if draws is None:
+            self._recipe.seeds.append(state)
+        self._recipe.events.append(Seeding(draws, len(self._recipe.seeds)))
+        self._mark = found
+
+    def note_draw(self) -> None:
+        self._draws += 1
+        self._mark = self._set_mark()
+
+    def finish(self) -> bytes | None:
+        """The digest of the state that the block leaves; None if it is the one at its start."""
+        self.note_what_script_set()
+        if not self._draws and not self._recipe.seeds:
+            torch.set_rng_state(self._start)
+            return None
+        return self._set_mark()
+
+    def _set_mark(self) -> bytes:
+        # The same in each run of the script, and on ranks that are seeded alike.
+        text = f"{self._recipe.number} {self._draws} ".encode() + self._start.numpy().tobytes()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+        torch.default_generator.manual_seed(seed)
+        mark = digest(torch.get_rng_state())
+        self._draws_at[mark] = self._draws
+        return mark
+
+
+class _LooksReal(TorchFunctionMode):
+    """Deferred tensors seem to lie in the CPU's memory, as they would without the block.
+
+    ``nn.init.orthogonal_`` and others do nothing to tensors on the meta device. And some functions
+    read values past PyTorch's dispatcher: they are given computed ones.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ATTRIBUTES and tag_of(args[0]):
+            return _ATTRIBUTES[func]
+        if func in _READS_VALUES or (func is torch.tensor and _lists_deferred(args)):
+            with _disable_current_modes():
+                args = self._recorder.computed(args, f"torch's {func.__name__}")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
+    """Record ``nn.init.trunc_normal_`` as one call.
+
+    It draws again until no number is out of bounds, so that its calls depend on random values.
+    """
+    plain = nn.init._no_grad_trunc_normal_
+
+    def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+        with torch._C.DisableTorchFunction():
+            deferred = tag_of(tensor) is not None
+        if own or not deferred:
+            return plain(tensor, *args, **kwargs)
+        recorder.record_fill(plain, tensor, args, kwargs)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = fill
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = plain
+
+
+def _refuse(
+    func: Any, args: tuple[Any, ...], kwargs: Any, *, makes: bool, written: list[torch.Tensor]
+) -> None:
+    device = kwargs.get("device")
+    if makes and device is not None and device.type not in ("cpu", "meta"):
+        raise ValueError(
+            f"{_name(func)} with device={str(device)!r}: hvkit.deferred_init() makes values on the "
+            "CPU, and hvkit.distribute moves them: leave the device out"
+        )
+    for generator in tree_leaves((args, kwargs)):
+        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
+            raise ValueError(
+                f"{_name(func)} draws with a torch.Generator of the script: hvkit.deferred_init() "
+                "follows PyTorch's own: leave the generator out, and call torch.manual_seed"
+            )
+    for tensor in written:
+        if not tensor.is_meta:
+            raise ValueError(
+                f"{_name(func)} changes a tensor of shape {tuple(tensor.shape)} that has values by "
+                "deferred ones or random numbers: make it with torch.empty inside "
+                "hvkit.deferred_init(), or change it before the block"
+            )
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(_META)
+
+
+@functools.cache
+def _arguments(func: Any) -> dict[str, bool]:
+    """Names of an operator's arguments, in order, and whether it changes them."""
+    arguments = func._schema.arguments
+    return {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    values = {**dict(zip(_arguments(func), args, strict=False)), **kwargs}
+    return _tensors([values.get(name) for name, changed in _arguments(func).items() if changed])
+
+
+def _overwritten(func: Any, args: tuple[Any, ...], views: list[View]) -> dict[int, int]:
+    """The storage that a call fills whole without reading it, with its bytes."""
+    if func.overloadpacket not in _FILLS:
+        return {}
+    size, filled = _whole_storage(args[0]), views[0].storage
+    read = any(other.storage == filled for other in views[1:])
+    return {} if size is None or read else {filled: size}
+
+
+def _whole_storage(tensor: torch.Tensor) -> int | None:
+    """The bytes of the storage that a tensor covers whole; None if it covers a part."""
+    size = tensor.untyped_storage().nbytes()
+    whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == size
+    return size if whole else None
+
+
+def _reads_values(func: Any) -> bool:
+    return torch.Tag.data_dependent_output in func.tags
+
+
+def _lists_deferred(args: tuple[Any, ...]) -> bool:
+    return isinstance(args[0], list | tuple) and any(t.is_meta for t in _tensors(args[0]))
+
+
+def _name(func: Any) -> str:
+    """An operator as users know it."""
+    name = str(func.overloadpacket.__name__)
+    return ".item()" if name == "_local_scalar_dense" else f"torch's {name}"

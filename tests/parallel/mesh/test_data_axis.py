@@ -1,0 +1,130 @@
+"""PyTorch: pipelines beside each other are kept in step by a strategy, as single ranks are."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from mesh_training import (
+    MICROBATCHES,
+    adamw,
+    cross_entropy,
+    difference,
+    distributed,
+    of_this_rank,
+    tokens,
+    train,
+    whole_state,
+)
+from models import GPT
+from ranks import same_on_all_ranks
+from torch import nn
+
+import hvkit
+from hvkit.communication.division import divide
+
+pytestmark = pytest.mark.skipif(hvkit.size() < 4, reason="two pipelines are four ranks")
+
+SMALL = functools.partial(GPT, layers=4)
+
+
+def by_hand(start, data, strategy):
+    """The weights that DiLoCo of two processes agrees on, by name."""
+    models = [copy.deepcopy(start) for _ in range(2)]
+    optimizers = list(map(adamw, models))
+    anchor = {n: p.detach().clone() for n, p in start.named_parameters()}
+    velocity = {n: torch.zeros_like(p) for n, p in anchor.items()}
+    for step, (x, y) in enumerate(data, 1):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            cross_entropy(model(x[number::2]), y[number::2]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if step % strategy.every == 0:
+            for n, a in anchor.items():
+                change = torch.stack([a - dict(m.named_parameters())[n] for m in models]).mean(0)
+                change = change.detach()
+                velocity[n] = strategy.outer_momentum * velocity[n] + change
+                a -= strategy.outer_lr * (change + strategy.outer_momentum * velocity[n])
+                with torch.no_grad():
+                    for model in models:
+                        dict(model.named_parameters())[n].copy_(a)
+    return anchor
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_diloco_between_pipelines(schedule):
+    strategy = hvkit.DiLoCo(every=4)
+    start, data = SMALL(), tokens(12)
+    expected = by_hand(start, data, strategy)
+    model, optimizer = distributed(start, strategy=strategy, schedule=schedule)
+    train(model, optimizer, of_this_rank(data))
+    assert difference(whole_state(model), expected) < 1e-9
+
+
+def test_local_sgd_differs_between_agreements_only():
+    model, optimizer = distributed(SMALL(), strategy=hvkit.LocalSGD(every=4))
+    group = divide([(0, 2), (1, 3)], "torch")
+    data = of_this_rank(tokens(8))
+    for steps, equal in ((3, False), (1, True)):
+        train(model, optimizer, data[:steps])
+        own = [p.detach().numpy() for p in model.parameters() if not p.is_meta]
+        assert same_on_all_ranks(own, group) is equal
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
+def test_compressed_gradients_are_those_of_two_ranks(compression):
+    torch.set_default_dtype(torch.float32)
+    start, data = SMALL(), of_this_rank(tokens(6))
+    # Two ranks without a pipeline, twice beside each other.
+    alone = copy.deepcopy(start)
+    its = adamw(alone)
+    group = divide([(0, 2), (1, 3)], "torch")
+    alone, its = hvkit.distribute(alone, its, compression=compression, _group=group)
+    train(alone, its, data)
+    model, optimizer = distributed(start, compression=compression)
+    before = hvkit.traffic()["gradients"].bytes
+    train(model, optimizer, data)
+    sent = hvkit.traffic()["gradients"].bytes - before
+    found = difference(whole_state(model), alone.state_dict())
+    assert found < (1e-5 if compression == "none" else 3e-3)
+    size = 6 * sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    shared = 2 * 6 * model.wte.weight.nbytes // 2  # of both stages
+    share = {"none": 1, "bf16": 1 / 2, "int8": 1 / 4}[compression]
+    assert sent == pytest.approx(size * share + shared, rel=0.1)
+
+
+def test_accumulated_gradients_travel_once():
+    model, optimizer = distributed(SMALL(), accumulate=2)
+    data = of_this_rank(tokens(4))
+    train(model, optimizer, data[:1])
+    sent = []
+    for x, y in data[:2]:
+        before = hvkit.traffic()["gradients"].messages
+        cross_entropy(model(x), y).backward()
+        sent.append(hvkit.traffic()["gradients"].messages - before)
+    # The weight that both stages use is added up in each pass.
+    assert sent[0] == 0
+    assert sent[1] > 0
+
+
+def test_the_global_batch_scales_the_rate():
+    optimizer = functools.partial(lambda model: torch.optim.SGD(model.parameters(), 0.1))
+    start, data = SMALL(), tokens(3)
+    reference = copy.deepcopy(start)
+    train(reference, torch.optim.SGD(reference.parameters(), 0.2), data)
+    model, own = distributed(start, optimizer, lr_scaling="linear")
+    train(model, own, of_this_rank(data))
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+def test_shard_gives_a_pipeline_the_same_batches():
+    mesh = hvkit.Mesh(pipeline=2)
+    rows = torch.arange(32)
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    part = hvkit.shard(loader, seed=3, mesh=mesh)
+    mine = torch.cat(list(part)).tolist()
+    everyone = hvkit.allgather(mine)
+    assert everyone[0] == everyone[1]
+    assert everyone[2] == everyone[3]
+    assert sorted(everyone[0] + everyone[2]) == rows.tolist()

@@ -1,0 +1,622 @@
+"""Models built in a deferred_init() block: the plain constructor's weights, and what is refused."""
+
+import copy
+import gc
+import io
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hvkit
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init, recipe_of
+
+
+def deferred(build, seed=7):
+    torch.manual_seed(seed)
+    with deferred_init():
+        return build()
+
+
+def tensors_of(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def assert_the_same(made, plain):
+    assert tensors_of(made).keys() == tensors_of(plain).keys()
+    for name, right in tensors_of(plain).items():
+        tensor = tensors_of(made)[name]
+        assert type(tensor) is type(right), name
+        assert (tensor.dtype, tensor.device) == (right.dtype, right.device), name
+        assert tensor.stride() == right.stride(), name
+        assert tensor.requires_grad == right.requires_grad, name
+        assert torch.equal(tensor, right), name
+
+
+class Holder(nn.Module):
+    """Holds tensors by name: parameters and buffers."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+
+class Tied(nn.Module):
+    """Draws twice for each weight, as nanoGPT does."""
+
+    def __init__(self, width=8, vocabulary=20):
+        super().__init__()
+        self.emb = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.body = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.emb.weight
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x):
+        return self.head(self.body(self.emb(x)))
+
+
+class Rotary(nn.Module):
+    """Tables computed from others; one is a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(16.0), 1.0 / 100 ** (torch.arange(0, 8, 2) / 8))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles).conj())
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)).view(1, 1, 4, 4) == 0)
+        self.register_buffer("literal", torch.tensor([1.0, 2.0]))
+        self.table = torch.arange(4) + 1
+        self.linear = nn.Linear(3, 3)
+
+
+def initialised(initialise):
+    return nn.ParameterList([initialise(nn.Parameter(torch.empty(6, 5))), torch.empty(3).normal_()])
+
+
+def in_parts():
+    weight = nn.Parameter(torch.empty(6, 5))
+    nn.init.xavier_uniform_(weight[:3])
+    nn.init.normal_(weight[3:])
+    return Holder(weight=weight, turned=nn.Parameter(weight.detach().t().contiguous()))
+
+
+def drawn_buffers():
+    return Holder(
+        permuted=torch.randperm(5),
+        integers=torch.randint(0, 9, (4,)),
+        coins=torch.bernoulli(torch.rand(5)),
+        dropped=nn.functional.dropout(torch.ones(9)),
+        chosen=torch.multinomial(torch.rand(10), 3),
+        like_a_literal=torch.randn_like(torch.tensor([1.0, 2.0])),
+        in_a_literal=torch.tensor([1.0, 2.0]).uniform_(),
+        scaled=torch.from_numpy(np.full(3, 2.0)) * torch.rand(3),
+    )
+
+
+def seeded():
+    """Sets the seed of before the block again, a state saved in the block, and one of a fork."""
+    layers = [nn.Linear(3, 3)]
+    torch.manual_seed(7)
+    layers.append(nn.Linear(3, 3))
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        layers.append(nn.Linear(3, 3))
+    saved = torch.get_rng_state()
+    layers.append(nn.Linear(3, 3))
+    torch.set_rng_state(saved)
+    layers.append(nn.Linear(3, 3))
+    torch.manual_seed(11)
+    return nn.Sequential(*layers)
+
+
+def with_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        return nn.Sequential(nn.Linear(3, 3), Holder(thirds=torch.arange(3) / 3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+LOADED = {"weight": np.arange(16.0, dtype=np.float32).reshape(4, 4), "bias": np.ones(4, "f4")}
+
+
+def loaded(**options):
+    layer = nn.Linear(4, 4)
+    layer.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in LOADED.items()}, **options)
+    return nn.Sequential(layer, nn.Linear(2, 2))
+
+
+SAVED = io.BytesIO()
+torch.save({name: torch.from_numpy(values) for name, values in LOADED.items()}, SAVED)
+
+
+def loaded_from_file():
+    SAVED.seek(0)
+    layer = nn.Linear(4, 4)
+    layer.load_state_dict(torch.load(SAVED))
+    return nn.Sequential(layer, nn.Linear(2, 2))
+
+
+def copied():
+    layer = nn.Linear(3, 4)
+    return nn.Sequential(layer, copy.deepcopy(layer), nn.Linear(2, 2))
+
+
+def other_generators():
+    width = int(np.random.default_rng(0).integers(2, 5))
+    return Holder(table=torch.as_tensor(np.random.default_rng(1).normal(size=width)))
+
+
+INITIALISERS = [
+    *(nn.init.xavier_normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.ones_),
+    *(nn.init.kaiming_uniform_, nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.eye_),
+    *(nn.init.zeros_, partial(nn.init.sparse_, sparsity=0.3), partial(nn.init.constant_, val=3.0)),
+]
+MODELS = {
+    "linear": lambda: nn.Linear(3, 4),
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 4)), nn.Linear(4, 1)),
+    "tied": Tied,
+    "rotary": Rotary,
+    "in parts": in_parts,
+    "drawn buffers": drawn_buffers,
+    "seeded": seeded,
+    "default dtype": with_default_dtype,
+    "load_state_dict": loaded,
+    "load_state_dict, assign": lambda: loaded(assign=True),
+    "torch.load": loaded_from_file,
+    "deepcopy": copied,
+    "half": lambda: nn.Linear(3, 4).half(),
+    "to": lambda: nn.Linear(3, 4).to("cpu", torch.float64),
+    "double": lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4)).double(),
+    "channels_last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    "bfloat16": lambda: nn.Linear(3, 4, dtype=torch.bfloat16),
+    "encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2
+    ),
+    "lstm": lambda: nn.LSTM(4, 5, 2, bidirectional=True),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)),
+    "NumPy's numbers": other_generators,
+    **{getattr(i, "func", i).__name__: partial(initialised, i) for i in INITIALISERS},
+}
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_a_model_and_later_random_numbers_are_as_without_the_block(build):
+    torch.manual_seed(7)
+    plain, later = build(), torch.rand(3)
+    model = deferred(build)
+    if recipe := recipe_of(model):
+        recipe.make_all()
+    assert_the_same(model, plain)
+    assert torch.equal(torch.rand(3), later)
+
+
+def hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes |= {"vocab_size": 97, "hidden_size": 32}
+    model = getattr(transformers, kind[0])
+    return partial(model, getattr(transformers, kind[1])(**sizes))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("LlamaForCausalLM", "LlamaConfig"),
+        ("GPT2LMHeadModel", "GPT2Config"),
+        ("BertForMaskedLM", "BertConfig"),
+        ("ViTForImageClassification", "ViTConfig"),
+    ],
+    ids=lambda kind: kind[0],
+)
+def test_models_of_hugging_face(kind):
+    build = hugging_face(kind)
+    torch.manual_seed(7)
+    plain, later = build(), torch.rand(3)
+    model = deferred(build)
+    assert all(p.is_meta for p in model.parameters())
+    recipe_of(model).make_all()
+    assert_the_same(model, plain)
+    assert torch.equal(torch.rand(3), later)
+
+
+def test_nothing_is_allocated_in_the_block():
+    model = deferred(lambda: nn.Linear(1 << 20, 1 << 20))  # 4 TiB
+    assert all(p.is_meta for p in model.parameters())
+    assert model.weight.shape == (1 << 20, 1 << 20)
+
+
+def test_each_of_two_ranks_makes_its_half():
+    torch.manual_seed(7)
+    plain = Tied()
+    for half in (["emb.weight"], ["body.weight", "body.bias"]):
+        model = deferred(Tied)
+        recipe_of(model).make([model.get_parameter(name) for name in half])
+        for name, parameter in model.named_parameters():
+            assert parameter.is_meta == (name not in half)
+            assert parameter.is_meta or torch.equal(parameter, plain.get_parameter(name))
+        assert model.head.weight is model.emb.weight
+
+
+def test_the_rest_can_be_made_later():
+    torch.manual_seed(7)
+    plain, later = Tied(), torch.rand(3)
+    model = deferred(Tied)
+    recipe_of(model).make([model.body.bias])
+    assert torch.equal(torch.rand(3), later)
+    recipe_of(model).make_all()
+    assert_the_same(model, plain)
+    assert recipe_of(model) is None
+
+
+def test_parameters_stay_the_objects_that_they_were():
+    model = deferred(lambda: nn.LSTM(4, 5))
+    before, heard = dict(model.named_parameters()), []
+    model.bias_ih_l0.note = "kept"
+    model.bias_ih_l0.register_hook(lambda gradient: heard.append("hook"))
+    model.bias_ih_l0.register_post_accumulate_grad_hook(lambda p: heard.append("accumulated"))
+    recipe_of(model).make_all()
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert all(p is before[name] for name, p in zip(before, model._flat_weights, strict=True))
+    model(torch.ones(2, 1, 4))[0].sum().backward()
+    assert heard == ["hook", "accumulated"]
+    assert model.bias_ih_l0.note == "kept"
+
+
+def test_an_optimizer_of_before_updates_what_is_made():
+    def trained(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+        return model
+
+    torch.manual_seed(7)
+    plain = Tied()
+    trained(plain, torch.optim.AdamW(plain.parameters(), 0.1))
+    model = deferred(Tied)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    recipe_of(model).make_all()
+    assert_the_same(trained(model, optimizer), plain)
+
+
+def test_shapes_pass_through_a_model_that_is_not_made():
+    assert deferred(Tied)(torch.arange(5, device="meta")).shape == (5, 20)
+    model = deferred(lambda: nn.Sequential(nn.BatchNorm1d(2), Rotary()))
+    assert (model[0](torch.ones(4, 2, device="meta")) * model[1].literal).shape == (4, 2)
+    recipe_of(model).make_all()
+    assert model[0].num_batches_tracked == 0
+
+
+def test_plain_attributes_are_made_too():
+    model = deferred(Rotary)
+    recipe_of(model).make_all()
+    assert model.table.tolist() == [1, 2, 3, 4]
+
+
+def test_weights_that_share_memory_share_it_afterwards():
+    def build():
+        layer, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        other.weight.data = layer.weight.data
+        return nn.Sequential(layer, other)
+
+    model = deferred(build)
+    recipe_of(model).make_all()
+    assert model[0].weight is not model[1].weight
+    assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
+
+
+def test_a_model_is_found_by_its_parts_and_by_what_contains_it():
+    part = deferred(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    whole = nn.Sequential(nn.Linear(2, 3), part)
+    assert recipe_of(whole) is recipe_of(part) is recipe_of(part[1]) is not None
+    assert recipe_of(nn.Linear(2, 2)) is None
+    recipe_of(whole).make([*whole.parameters()])
+    assert whole(torch.ones(2)).shape == (3,)
+
+
+def test_a_part_may_defer_itself():
+    def part():
+        with deferred_init():
+            return nn.Linear(3, 3)
+
+    model = deferred(lambda: nn.Sequential(nn.Linear(3, 3), part()))
+    recipe_of(model).make_all()
+    torch.manual_seed(7)
+    assert_the_same(model, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
+def test_a_second_block_goes_on_where_the_first_ended():
+    def both(first, second):
+        torch.manual_seed(7)
+        return first(), second()
+
+    encoder, decoder = both(Tied, Rotary)
+    later = torch.rand(3)
+
+    def block(build):
+        with deferred_init():
+            return build()
+
+    for order in ([0, 1], [1, 0]):
+        models = both(lambda: block(Tied), lambda: block(Rotary))
+        for number in order:
+            recipe_of(models[number]).make_all()
+        assert_the_same(models[0], encoder)
+        assert_the_same(models[1], decoder)
+        assert torch.equal(torch.rand(3), later)
+
+
+def test_a_rank_takes_another_ranks_weights_and_keeps_its_own_random_numbers():
+    def build(seed):
+        first = nn.Linear(3, 3)
+        torch.manual_seed(seed)
+        return nn.Sequential(first, nn.Linear(3, 3))
+
+    torch.manual_seed(1)
+    plain = build(10)
+    state = recipe_of(deferred(partial(build, 10), seed=1)).random_state
+    assert state.dtype == torch.uint8
+    assert len(state) == 2
+    model = deferred(partial(build, 20), seed=2)
+    recipe_of(model).start_from(state)
+    recipe_of(model).make_all()
+    assert_the_same(model, plain)
+    own = torch.rand(3)
+    torch.manual_seed(2)
+    assert torch.equal(torch.rand(3), own)
+
+
+def test_its_own_random_state_changes_nothing():
+    torch.manual_seed(7)
+    plain, later = Tied(), torch.rand(3)
+    model = deferred(Tied)
+    recipe_of(model).start_from(recipe_of(model).random_state.clone())
+    recipe_of(model).make_all()
+    assert_the_same(model, plain)
+    assert torch.equal(torch.rand(3), later)
+
+
+def test_a_seed_of_after_the_block_holds():
+    model = deferred(Tied)
+    torch.manual_seed(7)
+    recipe_of(model).make_all()
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def fails():
+    nn.init.trunc_normal_(nn.Linear(2, 2).weight)
+    raise KeyError
+
+
+@pytest.mark.parametrize("build", [lambda: torch.ones(3), fails], ids=["no draws", "fails"])
+def test_random_numbers_are_untouched_where_the_block_draws_none_or_fails(build):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    with suppress(KeyError):
+        deferred(build)
+    assert torch.equal(torch.rand(3), expected)
+    assert not nn.init.trunc_normal_(nn.Linear(2, 2).weight).is_meta
+    assert nn.init._no_grad_trunc_normal_.__module__ == "torch.nn.init"
+
+
+def test_values_that_are_not_random_can_be_read_in_the_block():
+    def build():
+        rates = torch.linspace(0, 0.3, 4)
+        assert torch.ones(2).sum() > 1
+        assert rates.device.type == "cpu"
+        assert nn.init.zeros_(nn.Linear(2, 2).weight).sum() == 0
+        return (
+            [rate.item() for rate in rates],
+            rates.tolist(),
+            rates.numpy(),
+            np.asarray(rates),
+            torch.tensor([rates[1], 2.0]).tolist(),
+            rates[rates > 0.15].tolist(),
+        )
+
+    for read, right in zip(deferred(build), build(), strict=True):
+        assert np.array_equal(read, right)
+
+
+def test_a_small_tensor_may_be_filled_again_in_the_block():
+    def build():
+        row.fill_(1)
+        weight = nn.Parameter(torch.zeros(2, 3))
+        for number in range(2):
+            with torch.no_grad():
+                weight[number] = row.mul_(2)
+        return Holder(weight=weight)
+
+    row = torch.empty(3)
+    model = deferred(build)
+    recipe_of(model).make_all()
+    assert_the_same(model, build())
+
+
+MEMORY = """
+import re, torch
+from torch import nn
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init, recipe_of
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 2048) for _ in range(16))  # 8 MiB each
+        self.apply(lambda m: nn.init.normal_(m.weight) if hasattr(m, "weight") else None)
+
+with deferred_init():
+    nn.Linear(2, 2)
+    model = Late()
+recipe_of(nn.Linear(2, 2))
+begin = peak()
+recipe_of(model).make([model.layers[7].weight])
+print(peak() - begin)
+recipe_of(model).make_all()
+print(peak() - begin)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+def test_memory_is_that_of_what_is_wanted_and_one_more_tensor():
+    printed = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    part, whole = map(float, printed.stdout.split())
+    assert 8 < part < 40, part  # MiB, of which PyTorch's libraries take some
+    assert whole > 120
+
+
+def test_a_model_that_is_dropped_takes_its_recipe_along():
+    model = deferred(Tied)
+    recipe = weakref.ref(recipe_of(model))
+    del model
+    gc.collect()
+    assert recipe() is None
+
+
+def reads_random(read):
+    return lambda: read(nn.Linear(2, 2).weight)
+
+
+REFUSED_IN_THE_BLOCK = {
+    "item": (reads_random(lambda w: w.sum().item()), r"\.item\(\) needs the values.*compute it"),
+    "if": (reads_random(lambda w: 1 if w.sum() > 0 else 0), r"\.item\(\) needs the values"),
+    "tolist": (reads_random(lambda w: w.tolist()), "torch's tolist needs the values"),
+    "numpy": (reads_random(lambda w: w.detach().numpy()), "torch's numpy needs the values"),
+    "mask": (reads_random(lambda w: w[w > 0]), "torch's index needs the values"),
+    "orthogonal": (
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+        "torch's allclose needs the values",
+    ),
+    "generator": (
+        lambda: torch.rand(3, generator=torch.Generator()),
+        "torch's rand draws with a torch.Generator of the script.*leave the generator out",
+    ),
+    "generator, trunc_normal_": (
+        lambda: nn.init.trunc_normal_(torch.empty(30), generator=torch.Generator()),
+        "draws with a torch.Generator of the script",
+    ),
+    "random numbers into a real tensor": (
+        torch.tensor([1.0, 2.0]).normal_,
+        r"torch's normal_ changes a tensor of shape \(2,\) .* make it with torch.empty",
+    ),
+    "deferred into a real tensor": (
+        partial(lambda real: real.add_(torch.ones(2)), torch.tensor([1.0, 2.0])),
+        "torch's add_ changes a tensor",
+    ),
+    "no meta": (
+        lambda: torch.binomial(torch.ones(3), torch.ones(3) / 2),
+        "torch's binomial does not work on PyTorch's meta device.*before the block",
+    ),
+    "sparse": (
+        lambda: torch.sparse_coo_tensor(torch.zeros(1, 2).long(), torch.ones(2), (3,)),
+        "layout torch.sparse_coo.*before the block",
+    ),
+    "of an earlier block": (
+        partial(lambda module: module.weight + 1, deferred(lambda: nn.Linear(2, 2))),
+        "not made in this block: make the whole model in one block",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"), REFUSED_IN_THE_BLOCK.values(), ids=REFUSED_IN_THE_BLOCK
+)
+def test_refused_in_the_block(build, message):
+    with pytest.raises(ValueError, match=message):
+        deferred(build)
+
+
+def test_other_devices_are_refused_in_the_block():
+    with pytest.raises(ValueError, match=r"empty with device='xpu:0'.*leave the device out"):
+        deferred(lambda: torch.ops.aten.empty([3], device=torch.device("xpu", 0)))
+
+
+def converted(model):
+    model[1].double()
+
+
+def copied_later(model):
+    model[1] = copy.deepcopy(model[1])
+
+
+def initialised_later(model):
+    nn.init.zeros_(model[1].weight)
+
+
+def of_two_blocks(model):
+    model[1] = deferred(lambda: nn.Linear(3, 3))
+
+
+def on_meta(model):
+    model[1] = nn.Linear(3, 3, device="meta")
+
+
+NOT_MADE = "is on the meta device, but was not made inside"
+REFUSED_AFTERWARDS = {
+    converted: f"{NOT_MADE}.*or was converted, copied or replaced after it: do that inside",
+    copied_later: NOT_MADE,
+    initialised_later: "was changed in place after its.*do that inside the block",
+    of_two_blocks: "is of another hvkit.deferred_init.*in one block",
+    on_meta: NOT_MADE,
+}
+
+
+@pytest.mark.parametrize("change", REFUSED_AFTERWARDS)
+def test_what_changed_after_the_block_is_refused_by_name(change):
+    model = deferred(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    recipe = recipe_of(model)
+    change(model)
+    message = REFUSED_AFTERWARDS[change]
+    with pytest.raises(ValueError, match=f"parameter 1.weight of Sequential {message}"):
+        recipe_of(model)
+    with pytest.raises(ValueError, match=rf"tensor of shape \(3, 3\) {message}"):
+        recipe.make(model.parameters())
+
+
+def test_a_buffer_that_was_converted_is_refused_by_name():
+    model = deferred(Rotary)
+    model.register_buffer("cos", model.cos.half())
+    with pytest.raises(ValueError, match="buffer cos of Rotary is on the meta device"):
+        recipe_of(model)
+
+
+def test_a_large_tensor_that_changes_before_the_model_is_made_is_refused():
+    values = torch.ones(1 << 20)
+    model = deferred(lambda: Holder(weight=nn.Parameter(torch.empty(1 << 20).copy_(values))))
+    values.add_(1)
+    with pytest.raises(ValueError, match=r"shape \(1048576,\) was copied into the model.*clone"):
+        recipe_of(model).make_all()
+
+
+def test_a_random_state_of_another_model_is_refused():
+    recipe = recipe_of(deferred(Tied))
+    with pytest.raises(ValueError, match=r"random state of shape \(2, \d+\).*needs \(1, \d+\)"):
+        recipe.start_from(torch.stack([torch.get_rng_state()] * 2))
+
+
+def test_the_public_name_is_this_block():
+    with hvkit.deferred_init():
+        model = nn.Linear(2, 2)
+    assert model.weight.is_meta
