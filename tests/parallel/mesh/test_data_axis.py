@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 from mesh_training import (
-    MICROBATCHES,
     adamw,
     cross_entropy,
     difference,
@@ -72,17 +71,22 @@ def test_local_sgd_differs_between_agreements_only():
         assert same_on_all_ranks(own, group) is equal
 
 
+def sgd(model):
+    """Adam would make much of rounding where a gradient is zero."""
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
 def test_compressed_gradients_are_those_of_two_ranks(compression):
     torch.set_default_dtype(torch.float32)
     start, data = SMALL(), of_this_rank(tokens(6))
     # Two ranks without a pipeline, twice beside each other.
     alone = copy.deepcopy(start)
-    its = adamw(alone)
+    its = sgd(alone)
     group = divide([(0, 2), (1, 3)], "torch")
     alone, its = hvkit.distribute(alone, its, compression=compression, _group=group)
     train(alone, its, data)
-    model, optimizer = distributed(start, compression=compression)
+    model, optimizer = distributed(start, sgd, compression=compression)
     before = hvkit.traffic()["gradients"].bytes
     train(model, optimizer, data)
     sent = hvkit.traffic()["gradients"].bytes - before

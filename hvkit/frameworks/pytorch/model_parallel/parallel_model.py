@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from hvkit.communication.traffic import count, of_allreduce
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run, tensors_in
@@ -181,8 +182,8 @@ class ParallelModel:
             warn_once(
                 "batch norm in micro-batches",
                 f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
-                f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, or "
-                "use group norm, which does not depend on the batch",
+                f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
+                "or use group norm, which does not depend on the batch",
             )
         around = self._train(own, norms)
         pipeline = Pipeline(
@@ -251,6 +252,7 @@ class ParallelModel:
             for p, group, earlier in before:
                 # Each holder has what its stage has contributed in this pass.
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                count("gradients", of_allreduce(gradient.nbytes, group.size()))
                 with self._links.waiting():
                     dist.all_reduce(gradient, group=group)
                 p.grad = gradient if earlier is None else earlier.add_(gradient)

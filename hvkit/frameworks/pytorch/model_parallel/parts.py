@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from hvkit.communication.traffic import count
@@ -194,14 +195,25 @@ class LoadedBefore:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._state: dict[str, Any] = {}
+        self._strict = True
         self._states: dict[Optimizer, dict[str, Any]] = {}
-        self._model, hooked = model, cast(Any, model)
-        self._hooks = [hooked.register_load_state_dict_pre_hook(self._keep)]
-        for each in optimizers:
-            self._hooks.append(each.register_load_state_dict_pre_hook(self._keep_state))
+        self._model = model
+        vars(model)["load_state_dict"] = self._keep
+        self._hooks = [
+            each.register_load_state_dict_pre_hook(self._keep_state) for each in optimizers
+        ]
 
-    def _keep(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        self._state = dict(state)
+    def _keep(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """In place of ``load_state_dict``, which would copy values into tensors without memory."""
+        self._state, self._strict = dict(state_dict), strict
+        own = self._model.state_dict().keys()
+        missing, unexpected = own - state_dict.keys(), state_dict.keys() - own
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._model).__name__}: missing keys "
+                f"{sorted(missing)}, unexpected keys {sorted(unexpected)}"
+            )
+        return _IncompatibleKeys(sorted(missing), sorted(unexpected))
 
     def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self._states[optimizer] = {**state, "state": dict(state["state"])}
@@ -210,8 +222,9 @@ class LoadedBefore:
         """Load it now."""
         for hook in self._hooks:
             hook.remove()
+        del vars(self._model)["load_state_dict"]
         if self._state:
-            self._model.load_state_dict(self._state)
+            self._model.load_state_dict(self._state, self._strict)
         for optimizer, state in self._states.items():
             optimizer.load_state_dict(state)
         self._state, self._states = {}, {}

@@ -160,8 +160,8 @@ def _balanced(
     if len(places) < stages - 1:
         raise ValueError(
             f"a pipeline of {stages} stages needs {stages - 1} places to cut the model, but there "
-            f"are {len(places)}: after {_listed(places)}. A model can be cut after a module that is "
-            "called once, if all that is used later and depends on weights is its output"
+            f"are {len(places)}: after {_listed(places)}. A model can be cut after a module that "
+            "is called once, if all that is used later and depends on weights is its output"
         )
     last = len(places) + 1
     ends = [0, *(place.time for place in places), math.inf]
