@@ -100,7 +100,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Position:
+class MeshPosition:
     """A rank's place in a mesh.
 
     Attributes:
@@ -146,13 +146,13 @@ def rows(mesh: Mesh, *axes: Axis) -> list[tuple[int, ...]]:
     return [tuple(row) for row in found.values()]
 
 
-def positions(mesh: Mesh) -> Iterator[Position]:
+def positions(mesh: Mesh) -> Iterator[MeshPosition]:
     """The places of all ranks, in their order."""
     for rank in range(math.prod(getattr(mesh, axis) for axis in AXES)):
-        yield Position(mesh, rank)
+        yield MeshPosition(mesh, rank)
 
 
-def position_in(mesh: Mesh) -> Position:
+def position_in(mesh: Mesh) -> MeshPosition:
     """This process's place. One process alone has all of the model, whatever the mesh.
 
     Raises:
@@ -162,7 +162,7 @@ def position_in(mesh: Mesh) -> Position:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a hvkit.Mesh, such as hvkit.Mesh(pipeline=2), got {mesh!r}")
     filled = Mesh(1) if runtime.size() == 1 else mesh.filled(runtime.size())
-    return Position(filled, runtime.rank())
+    return MeshPosition(filled, runtime.rank())
 
 
 def picture(mesh: Mesh, hosts: Sequence[str]) -> str:
@@ -176,7 +176,7 @@ def picture(mesh: Mesh, hosts: Sequence[str]) -> str:
     head = f"{len(hosts)} ranks: {' x '.join(used) or 'one'}"
     lines: dict[tuple[int, int], list[str]] = {}
     for row in rows(mesh, "tensor"):
-        first = Position(mesh, row[0])
+        first = MeshPosition(mesh, row[0])
         key = first.along("data"), first.along("shard")
         names = list(dict.fromkeys(hosts[rank] for rank in row))
         where = f" on {', '.join(names)}" if len(set(hosts)) > 1 else ""
@@ -210,7 +210,7 @@ class MeshOptions:
         stages: where to cut, or what to balance.
     """
 
-    position: Position = dataclasses.field(repr=False)
+    position: MeshPosition = dataclasses.field(repr=False)
     microbatches: int
     schedule: str
     stages: tuple[str, ...] | str

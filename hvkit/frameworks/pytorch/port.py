@@ -31,7 +31,7 @@ from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_averaged, reducers_of
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.frameworks.pytorch.learning_rate import RateInStep
-from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
+from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import recipe_of
 from hvkit.frameworks.pytorch.modules import named_in, refuse_optimizers_of_others
 from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
 from hvkit.frameworks.pytorch.refusals import (

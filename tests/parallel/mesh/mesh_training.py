@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel.microbatches import sizes_of
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import sizes_of
 
 MICROBATCHES = 4
 

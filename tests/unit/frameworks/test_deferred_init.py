@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init, recipe_of
+from hvkit.frameworks.pytorch.model_parallel.deferred.deferred_init import deferred_init, recipe_of
 
 
 def deferred(build, seed=7):
@@ -454,7 +454,7 @@ def test_a_small_tensor_may_be_filled_again_in_the_block():
 MEMORY = """
 import re, torch
 from torch import nn
-from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init, recipe_of
+from hvkit.frameworks.pytorch.model_parallel.deferred.deferred_init import deferred_init, recipe_of
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024

@@ -21,28 +21,28 @@ from torch.optim import Optimizer
 from hvkit.communication.traffic import count, of_allreduce
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     GradientsOfAllRanks,
     watch_overflows,
 )
-from hvkit.frameworks.pytorch.model_parallel.microbatches import divided
 from hvkit.frameworks.pytorch.model_parallel.parts import (
     LoadedBefore,
     ModelParts,
     drop,
     gathered,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline import Pipeline
-from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe
-from hvkit.frameworks.pytorch.model_parallel.stage_messages import StageLinks
-from hvkit.frameworks.pytorch.model_parallel.staged_forward import StagedForward
-from hvkit.frameworks.pytorch.model_parallel.stages import (
+from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import divided
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
     Stages,
     plan_stages,
     ranks_of_stages,
 )
-from hvkit.frameworks.pytorch.model_parallel.torch_schedules import (
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
     STAGES_PER_RANK,
     V_SHAPED,

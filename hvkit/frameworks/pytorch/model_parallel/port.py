@@ -15,8 +15,8 @@ from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_parameter
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
+from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
-from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.sync.distributed_objects import record

@@ -21,7 +21,7 @@ _HEADER = 8192
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorSpec:
     """What is known of a tensor before it arrives.
 
     Attributes:
@@ -35,7 +35,7 @@ class Layout:
     trained: bool
 
     @classmethod
-    def of(cls, t: torch.Tensor) -> Layout:
+    def of(cls, t: torch.Tensor) -> TensorSpec:
         """Of a tensor."""
         return cls(tuple(t.shape), t.dtype, t.requires_grad)
 
@@ -83,7 +83,7 @@ class StageLinks:
     ) -> None:
         self.group, self.ranks, self.device, self.name = group, tuple(ranks), device, name
         self.step = 0
-        self._known: dict[Hashable, list[Layout]] = {}
+        self._known: dict[Hashable, list[TensorSpec]] = {}
         # What was sent must stay in memory until it is there.
         self._sending: list[tuple[Any, torch.Tensor]] = []
 
@@ -110,13 +110,13 @@ class StageLinks:
         Raises:
             ValueError: they have other shapes, although the model's inputs have the same.
         """
-        layouts = [Layout.of(t) for t in tensors]
-        known = self._known.setdefault(("to", to, key), layouts)
-        if known is layouts:
-            self._start(_encoded(layouts), to)
-        elif known != layouts:
+        specs = [TensorSpec.of(t) for t in tensors]
+        known = self._known.setdefault(("to", to, key), specs)
+        if known is specs:
+            self._start(_encoded(specs), to)
+        elif known != specs:
             raise ValueError(
-                f"a stage has sent tensors like {known} and now like {layouts} for inputs of the "
+                f"a stage has sent tensors like {known} and now like {specs} for inputs of the "
                 "same shapes: in a pipeline the shapes of results may depend on the shapes of "
                 "inputs only"
             )
@@ -135,19 +135,19 @@ class StageLinks:
         """Whether the shapes of what comes with this key are known."""
         return ("from", source, key) in self._known
 
-    def receive(self, source: int, key: Hashable) -> tuple[list[Layout], Arriving]:
+    def receive(self, source: int, key: Hashable) -> tuple[list[TensorSpec], Arriving]:
         """Start to receive what ``send`` sends; wait for shapes the first time."""
         if not self.knows(source, key):
             header = torch.empty(_HEADER, dtype=torch.uint8)
             with self.waiting():
                 dist.recv(header, self.ranks[source], group=self.group)
             self._known["from", source, key] = _decoded(header)
-        layouts = self._known["from", source, key]
-        return layouts, self.receive_plain(layouts, source)
+        specs = self._known["from", source, key]
+        return specs, self.receive_plain(specs, source)
 
-    def receive_plain(self, layouts: Sequence[Layout], source: int) -> Arriving:
+    def receive_plain(self, specs: Sequence[TensorSpec], source: int) -> Arriving:
         """Start to receive tensors of known shapes."""
-        tensors = [each.empty(self.device) for each in layouts]
+        tensors = [each.empty(self.device) for each in specs]
         start = functools.partial(dist.irecv, src=self.ranks[source], group=self.group)
         return Arriving(tensors, [start(t) for t in tensors], self)
 
@@ -182,18 +182,18 @@ class StageLinks:
         return torch.stack(everyone)
 
 
-def _encoded(layouts: Sequence[Layout]) -> torch.Tensor:
-    text = json.dumps([[each.shape, str(each.dtype), each.trained] for each in layouts])
+def _encoded(specs: Sequence[TensorSpec]) -> torch.Tensor:
+    text = json.dumps([[each.shape, str(each.dtype), each.trained] for each in specs])
     if len(text) > _HEADER:
         raise ValueError(
-            f"a stage passes {len(layouts)} tensors to the next, more than a pipeline can describe"
+            f"a stage passes {len(specs)} tensors to the next, more than a pipeline can describe"
         )
     return torch.frombuffer(bytearray(text.encode().ljust(_HEADER)), dtype=torch.uint8)
 
 
-def _decoded(header: torch.Tensor) -> list[Layout]:
+def _decoded(header: torch.Tensor) -> list[TensorSpec]:
     text = bytes(header.tolist()).decode()
     return [
-        Layout(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), trained)
+        TensorSpec(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), trained)
         for shape, dtype, trained in json.loads(text)
     ]

@@ -22,15 +22,19 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     tensors_in,
     with_tensors,
 )
-from hvkit.frameworks.pytorch.model_parallel.microbatches import (
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     MicroBatch,
     divided,
     gradients_of_parts,
     joined,
 )
-from hvkit.frameworks.pytorch.model_parallel.stage_messages import Arriving, Layout, StageLinks
-from hvkit.frameworks.pytorch.model_parallel.staged_forward import StagedForward
-from hvkit.frameworks.pytorch.model_parallel.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import (
+    Arriving,
+    StageLinks,
+    TensorSpec,
+)
+from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 
 # How far apart the outputs of a batch and of its micro-batches may be, relative to the largest.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -46,7 +50,7 @@ class _Computed:
         output: its tensors.
     """
 
-    entry: _Entry
+    entry: _StageInput
     output: list[torch.Tensor]
 
 
@@ -101,8 +105,8 @@ class Pipeline:
         self.mine = stages.of_rank(rank)
         self.last = len(stages) - 1
         # By stage and shapes of a micro-batch: what a stage receives and gives.
-        self.layouts: dict[tuple[int, Hashable], list[list[Layout]]] = {}
-        self._results: dict[Hashable, tuple[Any, list[Layout]]] = {}
+        self.specs: dict[tuple[int, Hashable], list[list[TensorSpec]]] = {}
+        self._results: dict[Hashable, tuple[Any, list[TensorSpec]]] = {}
         self._compared = microbatches == 1
 
     def __call__(self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None) -> Any:
@@ -132,8 +136,8 @@ class Pipeline:
                 output = self.staged.run(stage, received, batch)
                 tensors = tensors_in(output)
                 if torch.is_grad_enabled():
-                    given = [entry.all_layouts, list(map(Layout.of, tensors))]
-                    self.layouts.setdefault((stage, self.key(batch)), given)
+                    given = [entry.all_specs, list(map(TensorSpec.of, tensors))]
+                    self.specs.setdefault((stage, self.key(batch)), given)
                 done.computed[stage, i] = _Computed(entry, tensors)
                 if stage == self.last:
                     done.result.append(output)
@@ -145,7 +149,7 @@ class Pipeline:
 
     def _receive_all(
         self, stage: int, batches: Sequence[MicroBatch], done: Pass
-    ) -> Callable[[int], tuple[list[Layout], list[torch.Tensor]]]:
+    ) -> Callable[[int], tuple[list[TensorSpec], list[torch.Tensor]]]:
         """What gives a stage's input for a micro-batch; the next ones begin to arrive meanwhile."""
         if not stage:
             return lambda i: ([], [])
@@ -153,16 +157,16 @@ class Pipeline:
         if source == self.rank:
             return lambda i: _handed_on(done.computed[stage - 1, i].output)
         keys = [self._stage_key(stage, batch) for batch in batches]
-        started: list[tuple[list[Layout], Arriving]] = []
+        started: list[tuple[list[TensorSpec], Arriving]] = []
 
-        def give(i: int) -> tuple[list[Layout], list[torch.Tensor]]:
+        def give(i: int) -> tuple[list[TensorSpec], list[torch.Tensor]]:
             # Shapes that are new here come in a message of their own: wait for it when it is due.
             while len(started) < len(keys) and (
                 len(started) <= i or self.links.knows(source, keys[len(started)])
             ):
                 started.append(self.links.receive(source, keys[len(started)]))
-            layouts, tensors = started[i]
-            return layouts, tensors.wait()
+            specs, tensors = started[i]
+            return specs, tensors.wait()
 
         return give
 
@@ -174,7 +178,7 @@ class Pipeline:
     def _stage_key(self, stage: int, batch: MicroBatch) -> Hashable:
         return stage, self.key(batch)
 
-    def result_of(self, batches: Sequence[MicroBatch]) -> tuple[Any, list[Layout]] | None:
+    def result_of(self, batches: Sequence[MicroBatch]) -> tuple[Any, list[TensorSpec]] | None:
         """The structure of the result for micro-batches, and of its tensors; None if not known."""
         return self._results.get(tuple(map(self.key, batches)))
 
@@ -188,15 +192,15 @@ class Pipeline:
             known = None
             if self.rank == source:
                 trained = [t.requires_grad for t in tensors_in(done.result[0])]
-                layouts = [
-                    Layout(tuple(t.shape), t.dtype, grad)
+                specs = [
+                    TensorSpec(tuple(t.shape), t.dtype, grad)
                     for t, grad in zip(whole, trained, strict=True)
                 ]
-                known = structure_of(done.result[0]), layouts
+                known = structure_of(done.result[0]), specs
             self._results[key] = self.links.object_from_rank(source, known)
-        structure, layouts = self._results[key]
-        done.trained = [each.trained for each in layouts]
-        whole = whole or [each.empty(self.links.device) for each in layouts]
+        structure, specs = self._results[key]
+        done.trained = [each.trained for each in specs]
+        whole = whole or [each.empty(self.links.device) for each in specs]
         self.links.from_rank(source, whole)
         done.result.clear()
         return structure, whole
@@ -247,7 +251,7 @@ class Pipeline:
         if source == self.rank:
             return passed.pop
         arriving = [
-            self.links.receive_plain([Layout.of(t) for t in output if t.requires_grad], source)
+            self.links.receive_plain([TensorSpec.of(t) for t in output if t.requires_grad], source)
             for output in outputs
         ]
         return lambda i: arriving[i].wait()
@@ -300,9 +304,9 @@ def _largest_difference(found: list[torch.Tensor], whole: list[torch.Tensor]) ->
     return None
 
 
-def _handed_on(tensors: list[torch.Tensor]) -> tuple[list[Layout], list[torch.Tensor]]:
+def _handed_on(tensors: list[torch.Tensor]) -> tuple[list[TensorSpec], list[torch.Tensor]]:
     """A stage's output as the input of the next one on the same rank."""
-    return list(map(Layout.of, tensors)), [t.detach() for t in tensors]
+    return list(map(TensorSpec.of, tensors)), [t.detach() for t in tensors]
 
 
 def run_backward(outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -320,24 +324,24 @@ def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
     )
 
 
-class _Entry:
+class _StageInput:
     """Catches the gradients of what a stage receives.
 
     Received tensors are no leaves for autograd, since a stage may begin with an operation in place.
     """
 
-    def __init__(self, layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]) -> None:
-        self.all_layouts = list(layouts)
-        self.layouts = [each for each in layouts if each.trained]
-        self.tensors = [t for t, each in zip(tensors, layouts, strict=True) if each.trained]
-        self.caught: list[torch.Tensor | None] = [None] * len(self.layouts)
+    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+        self.all_specs = list(specs)
+        self.specs = [each for each in specs if each.trained]
+        self.tensors = [t for t, each in zip(tensors, specs, strict=True) if each.trained]
+        self.caught: list[torch.Tensor | None] = [None] * len(self.specs)
         self._device = tensors[0].device if tensors else torch.device("cpu")
 
     def gradients(self) -> list[torch.Tensor]:
         """Of each tensor that gets one; zeros if the stage has not used it."""
         return [
             torch.zeros(each.shape, dtype=each.dtype, device=self._device) if g is None else g
-            for g, each in zip(self.caught, self.layouts, strict=True)
+            for g, each in zip(self.caught, self.specs, strict=True)
         ]
 
 
@@ -345,7 +349,7 @@ class _Received(torch.autograd.Function):
     """The received tensors that need a gradient, as results of an operation."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, entry: _Entry) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, entry: _StageInput) -> Any:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         tensors, entry.tensors = entry.tensors, []
@@ -361,20 +365,20 @@ _received_by: Callable[..., tuple[torch.Tensor, ...]] = _Received.apply
 
 
 def enter(
-    layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]
-) -> tuple[_Entry, list[torch.Tensor]]:
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
+) -> tuple[_StageInput, list[torch.Tensor]]:
     """The input of a stage, and what catches its gradients.
 
     Args:
-        layouts: of the tensors.
+        specs: of the tensors.
         tensors: new ones, which nobody else holds.
     """
-    entry = _Entry(layouts, tensors)
-    if not entry.layouts or not torch.is_grad_enabled():
+    entry = _StageInput(specs, tensors)
+    if not entry.specs or not torch.is_grad_enabled():
         return entry, list(tensors)
     trained = iter(_received_by(_anchor(), entry))
     return entry, [
-        next(trained) if each.trained else t for each, t in zip(layouts, tensors, strict=True)
+        next(trained) if each.trained else t for each, t in zip(specs, tensors, strict=True)
     ]
 
 

@@ -26,8 +26,8 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     uncompiled,
     with_tensors,
 )
-from hvkit.frameworks.pytorch.model_parallel.microbatches import MicroBatch
-from hvkit.frameworks.pytorch.model_parallel.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 
 
 class StageEnd(BaseException):

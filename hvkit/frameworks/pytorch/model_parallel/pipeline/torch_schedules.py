@@ -19,24 +19,24 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from hvkit.communication.traffic import count
-from hvkit.frameworks.pytorch.model_parallel.deferred_outputs import (
-    DeferredRun,
-    Recorded,
-    means_or_sums,
-    weighted_values,
-)
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     samples_in,
     tensors_in,
     with_tensors,
 )
-from hvkit.frameworks.pytorch.model_parallel.microbatches import divided, joined
-from hvkit.frameworks.pytorch.model_parallel.pipeline import (
+from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
+    DeferredRun,
+    Recorded,
+    means_or_sums,
+    weighted_values,
+)
+from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import (
     Pipeline,
     autocast_state,
     same_memory,
 )
-from hvkit.frameworks.pytorch.model_parallel.stage_messages import Layout
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import divided, joined
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
 from hvkit.main_rank import warn_once
 
 GPIPE = "GPipe"
@@ -87,7 +87,7 @@ class ScheduledPipeline:
         found = pipeline.result_of(batches)
         if found is None:  # the first of its shape, which shows the shapes of all stages
             return pipeline(args, kwargs, batches)
-        structure, layouts = found
+        structure, specs = found
         run = DeferredRun(
             self,
             args,
@@ -97,7 +97,7 @@ class ScheduledPipeline:
             pipeline.key(batches[0]),
             autocast_state(),
         )
-        metas = [each.empty("meta") for each in layouts]
+        metas = [each.empty("meta") for each in specs]
         return with_tensors(structure, run.outputs(metas, pipeline.links.device))
 
     def _fits(self, batches: int) -> bool:
@@ -202,14 +202,14 @@ class ScheduledPipeline:
         """Count what PyTorch has sent between stages."""
         pipeline = self._pipeline
         for stage in pipeline.mine:
-            received, given = pipeline.layouts[stage, run.key]
-            for other, layouts in ((stage - 1, received), (stage + 1, given)):
+            received, given = pipeline.specs[stage, run.key]
+            for other, specs in ((stage - 1, received), (stage + 1, given)):
                 if (
                     not 0 <= other <= pipeline.last
                     or pipeline.stages.rank_of[other] == pipeline.rank
                 ):
                     continue
-                sent = [each for each in layouts if each.trained or other > stage]
+                sent = [each for each in specs if each.trained or other > stage]
                 size = sum(each.nbytes for each in sent)
                 count("activations", size * len(run.batches), len(sent) * len(run.batches))
 
@@ -219,7 +219,7 @@ class ScheduledPipeline:
         if key not in self._runs:
             stages = []
             for stage in pipeline.mine:
-                received, given = pipeline.layouts[stage, key[0]]
+                received, given = pipeline.specs[stage, key[0]]
                 used = pipeline.stages.of_parameter
                 own = [p for name, p in self._parameters.items() if stage in used[name]]
                 stages.append(
@@ -257,8 +257,8 @@ def _root(run: DeferredRun) -> Recorded:
     return run.root
 
 
-def _like(layouts: Sequence[Layout]) -> tuple[torch.Tensor, ...]:
-    return tuple(each.empty("meta").requires_grad_(each.trained) for each in layouts)
+def _like(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    return tuple(each.empty("meta").requires_grad_(each.trained) for each in specs)
 
 
 def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:

@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.recipe import (
+from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import (
     Recipe,
     digest,
     previous,
     set_tag,
     tag_of,
 )
-from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of as recipe_of
-from hvkit.frameworks.pytorch.model_parallel.recorded_calls import (
+from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import recipe_of as recipe_of
+from hvkit.frameworks.pytorch.model_parallel.deferred.recorded_calls import (
     Call,
     Given,
     Seeding,

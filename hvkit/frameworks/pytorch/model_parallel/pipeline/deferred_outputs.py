@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import OnMeta, tensors_in
-from hvkit.frameworks.pytorch.model_parallel.microbatches import MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 
 # What reads a property, and needs no value.
 _WITHOUT_VALUE = frozenset(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hvkit.frameworks.pytorch.model_parallel.recorded_calls import (
+from hvkit.frameworks.pytorch.model_parallel.deferred.recorded_calls import (
     IN_BLOCK,
     Call,
     Event,

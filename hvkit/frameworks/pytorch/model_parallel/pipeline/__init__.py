@@ -1,0 +1,12 @@
+"""Stages of a model on successive ranks, under a training loop that does not know of them.
+
+::
+
+    stages              which stage holds what
+    staged_forward      runs one stage through the model's own forward
+    microbatches        divides a batch, and joins results
+    stage_messages      tensors from stage to stage
+    gpipe               ``model(x)`` runs all forward, ``backward()`` all backward
+    torch_schedules     the same in the order of one of PyTorch's schedules
+    deferred_outputs    what ``model(x)`` gives then: tensors that wait for ``backward()``
+"""
