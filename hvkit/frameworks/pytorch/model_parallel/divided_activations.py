@@ -1,0 +1,191 @@
+"""What the user's code does to activations that are divided among the ranks of a tensor group.
+
+Between a column layer and its row layer an activation is a ``DTensor``, so that sizes in the code
+are those of the whole. DTensor does most operations. Here is what it does not do, or would do by
+gathering: products that hold several tensors, attention, dropout, and whole tensors that meet a
+divided one, whose gradient must come out whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor_rules import Call, Step, follow, viewed
+
+_active = threading.local()
+_VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
+_SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
+_ON_PARTS = {
+    *"scaled_dot_product_attention matmul __matmul__ bmm softmax log_softmax dropout".split(),
+    *"alpha_dropout layer_norm rms_norm".split(),
+}
+_DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
+
+
+class DividedActivations(TorchFunctionMode):
+    """Operations on divided activations, inside the forward of a divided model.
+
+    Args:
+        mesh: the tensor group, of one dimension.
+        random: the random numbers of the group.
+    """
+
+    def __init__(self, mesh: DeviceMesh, random: SameRandomNumbers) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._random = random
+
+    @staticmethod
+    def active() -> bool:
+        """Whether this thread is inside such a forward."""
+        return bool(getattr(_active, "depth", 0))
+
+    def __enter__(self) -> DividedActivations:
+        _active.depth = getattr(_active, "depth", 0) + 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _active.depth -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not any(isinstance(t, DTensor) for t in leaves):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        dim = _divided_by(args[0]) if args else None
+        if dim is not None and name in _VIEWS:
+            if (step := self._step_of_view(func, args, kwargs, dim)) is not None:
+                return self._view(args[0], *step)
+        elif dim is not None and name in _SPLITS:
+            if (shares := self._split(func, args, kwargs, dim)) is not None:
+                return shares
+        elif name in _ON_PARTS:
+            dims = [_divided_by(t) for t in leaves]
+            call = Call(name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
+            if any(d is not None for d in dims) and isinstance(step := follow(call), Step):
+                return self._on_parts(func, args, kwargs, call, step)
+        if len(leaves) > 1:
+            args, kwargs = tree_map_only(torch.Tensor, self._as_whole, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    def _step_of_view(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
+    ) -> tuple[list[int], int] | None:
+        """The shape of a view of this rank's part, and the dimension by which it is divided."""
+        shapes = tree_map_only(torch.Tensor, lambda t: t.new_empty(t.shape, device="meta"), args[1:])
+        before = args[0].shape
+        after = list(func(torch.empty(before, device="meta"), *shapes, **kwargs).shape)
+        step = viewed(before, dim, after, self._mesh.size())
+        if step is None:
+            return None
+        after[step.dim] //= self._mesh.size()
+        return after, step.dim
+
+    def _view(self, tensor: DTensor, shape: list[int], dim: int) -> DTensor:
+        return self._divided(tensor.to_local().reshape(shape), dim)
+
+    def _split(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
+    ) -> tuple[DTensor, ...] | None:
+        """Shares of a product: this rank's part is made up of a part of each of them.
+
+        None where the split is along another dimension.
+        """
+        whole: Any = args[0]
+        empty = torch.empty(whole.shape, device="meta")
+        shares = func(empty, *args[1:], **kwargs)
+        if shares[0].shape[dim] == whole.shape[dim]:
+            return None
+        parts = whole.to_local().chunk(len(shares), dim)
+        return tuple(self._divided(part, dim) for part in parts)
+
+    def _on_parts(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        call: Call,
+        step: Step,
+    ) -> DTensor:
+        """Each rank computes with its part; the rules say that the parts are independent."""
+        first, dim = call.first
+        # Dimensions count from the right where tensors of fewer dimensions take part.
+        from_right = first.dim() - dim
+
+        def local(t: torch.Tensor) -> torch.Tensor:
+            if isinstance(t, DTensor) and _divided_by(t) is not None:
+                return t.to_local()
+            whole = self._as_whole(t)
+            if call.name == "scaled_dot_product_attention" and t.dim() >= from_right:
+                if t.shape[t.dim() - from_right] > 1:
+                    whole = whole.redistribute(placements=[Shard(t.dim() - from_right)])
+                    return whole.to_local()
+            return whole.to_local(grad_placements=[Partial()])
+
+        args, kwargs = tree_map_only(torch.Tensor, local, (tuple(args), kwargs))
+        if call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0:
+            with self._random.different(first.device):
+                return self._divided(func(*args, **kwargs), step.dim)
+        return self._divided(func(*args, **kwargs), step.dim)
+
+    def _as_whole(self, t: torch.Tensor) -> DTensor:
+        """A tensor that all ranks hold; the sum of the ranks' gradients is its gradient."""
+        if isinstance(t, DTensor):
+            return t
+        return DTensor.from_local(t, self._mesh, [Replicate()], run_check=False)
+
+    def _divided(self, part: torch.Tensor, dim: int) -> DTensor:
+        return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False)
+
+
+def _divided_by(t: Any) -> int | None:
+    """The dimension by which a tensor is divided, or None."""
+    if isinstance(t, DTensor) and isinstance(t.placements[0], Shard):
+        return t.placements[0].dim
+    return None
+
+
+def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """An activation that all ranks hold, for a product with each rank's part of a weight.
+
+    Its gradient is the sum of the ranks' gradients.
+    """
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of the last dimension of an activation."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return x.redistribute(mesh, [Shard(x.dim() - 1)]).to_local()
+
+
+def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' tensors, on every rank."""
+    partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    return partial.redistribute(mesh, [Replicate()]).to_local()
+
+
+def gathered(value: Any) -> Any:
+    """A value in which divided activations have become whole."""
+    return tree_map_only(DTensor, lambda t: t.full_tensor(), value)

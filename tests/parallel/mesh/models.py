@@ -1,0 +1,254 @@
+"""Models as people write them, small: nothing in them is made for hvkit."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    """Causal, with queries, keys and values from one product, as in nanoGPT."""
+
+    def __init__(self, width, heads, dropout, fused=True):
+        super().__init__()
+        self.heads, self.dropout, self.fused = heads, dropout, fused
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = (
+            each.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+            for each in self.c_attn(x).split(c, dim=2)
+        )
+        drop = self.dropout if self.training else 0.0
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        else:
+            scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+            mask = torch.tril(torch.ones(t, t, dtype=torch.bool, device=x.device))
+            scores = scores.masked_fill(~mask.view(1, 1, t, t), float("-inf"))
+            y = F.dropout(F.softmax(scores, dim=-1), drop) @ v
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c)))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, dropout, fused):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads, dropout, fused)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Returns logits; with targets, logits and the loss."""
+
+    def __init__(
+        self, vocab=64, length=16, layers=2, heads=4, width=32, tied=True, dropout=0.0, fused=True
+    ):
+        super().__init__()
+        self.wte = nn.Embedding(vocab, width)
+        self.wpe = nn.Embedding(length, width)
+        self.drop = nn.Dropout(dropout)
+        self.h = nn.ModuleList(Block(width, heads, dropout, fused) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.wte.weight = self.lm_head.weight
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.1)
+
+    def forward(self, ids, targets=None):
+        positions = torch.arange(ids.size(1), device=ids.device)
+        x = self.drop(self.wte(ids) + self.wpe(positions))
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        if targets is None:
+            return logits
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class LlamaBlock(nn.Module):
+    """Rotary positions, fewer keys than queries, SwiGLU; Qwen's norm of each head, if wanted."""
+
+    def __init__(self, width, heads, kv_heads, hidden, head_norm):
+        super().__init__()
+        self.size = width // heads
+        self.groups = heads // kv_heads
+        self.input_norm, self.post_norm = RMSNorm(width), RMSNorm(width)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.q_norm = RMSNorm(self.size) if head_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.size) if head_norm else nn.Identity()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def rotate(self, x, cos, sin):
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * cos + turned * sin
+
+    def repeat(self, x):
+        b, heads, t, size = x.shape
+        x = x[:, :, None, :, :].expand(b, heads, self.groups, t, size)
+        return x.reshape(b, heads * self.groups, t, size)
+
+    def forward(self, x, cos, sin):
+        shape = (*x.shape[:-1], -1, self.size)
+        h = self.input_norm(x)
+        q = self.q_norm(self.q_proj(h).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(h).view(shape)).transpose(1, 2)
+        v = self.v_proj(h).view(shape).transpose(1, 2)
+        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, self.repeat(k), self.repeat(v), is_causal=True)
+        x = x + self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+        h = self.post_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nn.Module):
+    def __init__(
+        self, vocab=64, layers=2, heads=8, kv_heads=4, width=32, hidden=48, head_norm=False
+    ):
+        super().__init__()
+        self.size = width // heads
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(
+            LlamaBlock(width, heads, kv_heads, hidden, head_norm) for _ in range(layers)
+        )
+        self.norm = RMSNorm(width)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        turns = torch.arange(0, self.size, 2, device=ids.device, dtype=x.dtype) / self.size
+        angles = torch.outer(
+            torch.arange(ids.size(1), device=ids.device, dtype=x.dtype), 1e4**-turns
+        )
+        angles = torch.cat((angles, angles), dim=-1)
+        for layer in self.layers:
+            x = layer(x, angles.cos(), angles.sin())
+        return self.lm_head(self.norm(x))
+
+
+class MLP(nn.Sequential):
+    def __init__(self, inputs=20, hidden=32, outputs=10):
+        super().__init__(
+            nn.Linear(inputs, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.Tanh(),
+            nn.Linear(hidden, outputs),
+        )
+
+
+class Encoder(nn.Module):
+    """``nn.TransformerEncoder`` between a projection and a classifier of the mean."""
+
+    def __init__(self, inputs=20, width=32, heads=4, layers=2, outputs=10, dropout=0.0):
+        super().__init__()
+        self.project = nn.Linear(inputs, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, dropout=dropout, batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.classify = nn.Linear(width, outputs)
+
+    def forward(self, x, padding=None):
+        return self.classify(self.encoder(self.project(x), src_key_padding_mask=padding).mean(1))
+
+
+class CNN(nn.Module):
+    def __init__(self, channels=1, outputs=10):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+        )
+        self.classify = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, outputs))
+
+    def forward(self, x):
+        return self.classify(self.features(x).flatten(1))
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels, out, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.shortcut = nn.Identity()
+        if stride > 1 or channels != out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            )
+
+    def forward(self, x):
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self, channels=1, outputs=10):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(ResidualBlock(8, 8, 1), ResidualBlock(8, 8, 1))
+        self.layer2 = nn.Sequential(ResidualBlock(8, 16, 2), ResidualBlock(16, 16, 1))
+        self.fc = nn.Linear(16, outputs)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
+
+
+class SkipNet(nn.Module):
+    """A plain net without lists; activations skip over one and over three layers."""
+
+    def __init__(self, inputs=20, width=32, outputs=10):
+        super().__init__()
+        self.first = nn.Linear(inputs, width)
+        self.second = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.third = nn.Linear(width, width)
+        self.fourth = nn.Linear(width, width)
+        self.last = nn.Linear(2 * width, outputs)
+
+    def forward(self, x):
+        start = torch.tanh(self.first(x))
+        x = self.norm(start + torch.tanh(self.second(start)))
+        x = x + self.fourth(F.gelu(self.third(x)))
+        return self.last(torch.cat((x, start), dim=-1))
