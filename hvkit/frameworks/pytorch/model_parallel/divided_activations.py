@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hvkit.communication.traffic import count, of_allreduce
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_rules import Call, Step, follow, viewed
 
@@ -25,8 +27,8 @@ _active = threading.local()
 _VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
 _SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
 _ON_PARTS = {
-    *"scaled_dot_product_attention matmul __matmul__ bmm softmax log_softmax dropout".split(),
-    *"alpha_dropout layer_norm rms_norm".split(),
+    *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
+    *("dropout", "alpha_dropout", "layer_norm", "rms_norm"),
 }
 _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
 
@@ -51,12 +53,13 @@ class DividedActivations(TorchFunctionMode):
 
     def __enter__(self) -> DividedActivations:
         _active.depth = getattr(_active, "depth", 0) + 1
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         _active.depth -= 1
-        super().__exit__(*error)
+        _active.last = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -72,35 +75,34 @@ class DividedActivations(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         dim = _divided_by(args[0]) if args else None
         if dim is not None and name in _VIEWS:
-            if (step := self._step_of_view(func, args, kwargs, dim)) is not None:
-                return self._view(args[0], *step)
+            if (view := self._view(func, args, kwargs, dim)) is not None:
+                return view
         elif dim is not None and name in _SPLITS:
             if (shares := self._split(func, args, kwargs, dim)) is not None:
                 return shares
         elif name in _ON_PARTS:
             dims = [_divided_by(t) for t in leaves]
             call = Call(name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
-            if any(d is not None for d in dims) and isinstance(step := follow(call), Step):
-                return self._on_parts(func, args, kwargs, call, step)
+            if any(d is not None for d in dims):
+                step = follow(call)
+                if isinstance(step, Step):
+                    return self._on_parts(func, args, kwargs, call, step)
         if len(leaves) > 1:
             args, kwargs = tree_map_only(torch.Tensor, self._as_whole, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
-    def _step_of_view(
+    def _view(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
-    ) -> tuple[list[int], int] | None:
-        """The shape of a view of this rank's part, and the dimension by which it is divided."""
-        shapes = tree_map_only(torch.Tensor, lambda t: t.new_empty(t.shape, device="meta"), args[1:])
-        before = args[0].shape
-        after = list(func(torch.empty(before, device="meta"), *shapes, **kwargs).shape)
-        step = viewed(before, dim, after, self._mesh.size())
+    ) -> DTensor | None:
+        """A view of this rank's part; None where no dimension of it would be divided."""
+        whole: Any = args[0]
+        empty, *others = tree_map_only(torch.Tensor, _shape_of, list(args))
+        shape = list(func(empty, *others, **kwargs).shape)
+        step = viewed(whole.shape, dim, shape, self._mesh.size())
         if step is None:
             return None
-        after[step.dim] //= self._mesh.size()
-        return after, step.dim
-
-    def _view(self, tensor: DTensor, shape: list[int], dim: int) -> DTensor:
-        return self._divided(tensor.to_local().reshape(shape), dim)
+        shape[step.dim] //= self._mesh.size()
+        return self._divided(whole.to_local().reshape(shape), step.dim)
 
     def _split(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
@@ -110,8 +112,7 @@ class DividedActivations(TorchFunctionMode):
         None where the split is along another dimension.
         """
         whole: Any = args[0]
-        empty = torch.empty(whole.shape, device="meta")
-        shares = func(empty, *args[1:], **kwargs)
+        shares = func(_shape_of(whole), *args[1:], **kwargs)
         if shares[0].shape[dim] == whole.shape[dim]:
             return None
         parts = whole.to_local().chunk(len(shares), dim)
@@ -134,10 +135,9 @@ class DividedActivations(TorchFunctionMode):
             if isinstance(t, DTensor) and _divided_by(t) is not None:
                 return t.to_local()
             whole = self._as_whole(t)
-            if call.name == "scaled_dot_product_attention" and t.dim() >= from_right:
-                if t.shape[t.dim() - from_right] > 1:
-                    whole = whole.redistribute(placements=[Shard(t.dim() - from_right)])
-                    return whole.to_local()
+            at = t.dim() - from_right
+            if call.name == "scaled_dot_product_attention" and at >= 0 and t.shape[at] > 1:
+                return whole.redistribute(placements=[Shard(at)]).to_local()
             return whole.to_local(grad_placements=[Partial()])
 
         args, kwargs = tree_map_only(torch.Tensor, local, (tuple(args), kwargs))
@@ -156,6 +156,11 @@ class DividedActivations(TorchFunctionMode):
         return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False)
 
 
+def _shape_of(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape, and no memory."""
+    return torch.empty(t.shape, device="meta")
+
+
 def _divided_by(t: Any) -> int | None:
     """The dimension by which a tensor is divided, or None."""
     if isinstance(t, DTensor) and isinstance(t.placements[0], Shard):
@@ -166,11 +171,19 @@ def _divided_by(t: Any) -> int | None:
 def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """An activation that all ranks hold, for a product with each rank's part of a weight.
 
-    Its gradient is the sum of the ranks' gradients.
+    Its gradient is the sum of the ranks' gradients. Layers that take the same activation one after
+    the other, as those of queries, keys and values, get the same tensor: one sum serves them all.
     """
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+    if isinstance(x, DTensor):
+        x = x.redistribute(mesh, [Replicate()]).to_local()
+    key = (x, torch.is_grad_enabled(), None if x.is_inference() else x._version)
+    last = getattr(_active, "last", None)
+    if last is None or last[0][0] is not x or last[0][1:] != key[1:]:
+        last = key, _ForAll.apply(x, mesh)  # type: ignore[no-untyped-call]
+        if DividedActivations.active():
+            _active.last = last
+    copy: torch.Tensor = last[1]
+    return copy
 
 
 def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -181,11 +194,45 @@ def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' tensors, on every rank."""
-    partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
-    return partial.redistribute(mesh, [Replicate()]).to_local()
+    """The sum of the ranks' tensors, on every rank, which all go on alike with it."""
+    total: torch.Tensor = _Summed.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return total
 
 
 def gathered(value: Any) -> Any:
     """A value in which divided activations have become whole."""
     return tree_map_only(DTensor, lambda t: t.full_tensor(), value)
+
+
+class _ForAll(torch.autograd.Function):
+    """Megatron-LM's f: nothing in forward, a sum over the ranks in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradient, ctx.mesh), None
+
+
+class _Summed(torch.autograd.Function):
+    """Megatron-LM's g: a sum over the ranks in forward, nothing in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return _sum(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if x.is_meta:  # only shapes are wanted
+        return x.clone()
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.get_group())
+    count("activations", of_allreduce(total.nbytes, mesh.size()))
+    return total

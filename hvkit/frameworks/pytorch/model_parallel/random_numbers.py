@@ -84,6 +84,6 @@ class SameRandomNumbers:
 def _generator(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]

@@ -87,7 +87,7 @@ class DividedHeads:
                 each = each.unsqueeze(0)
             elif not module.batch_first:
                 each = each.transpose(0, 1)
-            projected.append(each.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
+            projected.append(each.view(*each.shape[:2], -1, module.head_dim).transpose(1, 2))
         return projected
 
     def _mask(
@@ -102,7 +102,7 @@ class DividedHeads:
         if attn_mask is not None:
             mask = _added(attn_mask, query.dtype)
             if mask.dim() == 3:
-                mask = mask.unflatten(0, (-1, heads))
+                mask = mask.view(-1, heads, *mask.shape[1:])
                 mask = mask.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()]
             else:
                 mask = mask[None, None]

@@ -18,16 +18,20 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor_rules import Call, follow
 
 _MARK = "_hvkit_divided"
 # What may be read of a weight or of a divided activation: nothing of its size is in it.
 _HARMLESS = {
-    *"dtype device layout is_meta requires_grad is_sparse is_cuda is_nested is_quantized".split(),
-    *"is_floating_point is_complex __len__ __bool__ grad_fn is_leaf is_cpu names is_mkldnn".split(),
-    *"is_contiguous element_size is_inference __hash__ __repr__ is_grad_enabled".split(),
+    *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
+    *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
+    *("grad_fn", "is_mkldnn", "element_size", "is_inference", "__hash__", "__repr__"),
 }
-_SIZES = {*"shape size dim ndim numel nelement stride storage_offset ndimension".split()}
+_SIZES = {
+    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
+}
+_LAYOUTS = {*_SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
 _MULTI_HEAD = "multi_head_attention_forward"
 
 
@@ -88,7 +92,7 @@ class OnMeta(TorchFunctionMode):
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu) and args[0].is_meta:
             kwargs.pop("device", None)
             args = tuple(a for a in args if not isinstance(a, torch.device | str | int))
-            if len(args) == 1 and not kwargs or func is not torch.Tensor.to:
+            if (len(args) == 1 and not kwargs) or func is not torch.Tensor.to:
                 return args[0]
             return func(*args, **kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -146,10 +150,10 @@ class Flow(TorchFunctionMode):
                 self._use_otherwise(self._owner[id(t)], name)
         if weight is not None:
             self._multiply(weight, name, args, output)
-        elif self._inside and self._inside[-1] in self._layers and not _is_layout(name):
-            self._see(self._inside[-1]).unusable = (
-                f"its forward calls {name}(), and is not a product alone"
-            )
+        elif self._inside and self._inside[-1] in self._layers and name not in _LAYOUTS:
+            self._see(
+                self._inside[-1]
+            ).unusable = f"its forward calls {name}(), and is not a product alone"
         if weight is None and any(marks) and name not in _SIZES:
             self._follow(name, args, kwargs, leaves, marks, output)
         return output
@@ -172,8 +176,15 @@ class Flow(TorchFunctionMode):
 
     def returned(self, output: Any) -> None:
         """What the model returns must be whole."""
-        for where, tensor in _tensors_in(output, "the output"):
-            if mark := mark_of(tensor):
+        for where, tensor in _tensors_in(output, "its output"):
+            mark = mark_of(tensor)
+            if mark and ("cache" in where.lower() or "past_key" in where):
+                raise HvkitError(
+                    f"the model returns the keys and values of its attention (in {where}), which "
+                    "the ranks of a tensor group divide: training needs no cache, so set "
+                    "model.config.use_cache = False, or pass use_cache=False"
+                )
+            if mark:
                 self._spoil(mark.columns, f"the model returns it, in {where}")
 
     def _see(self, name: str) -> Linear:
@@ -191,9 +202,8 @@ class Flow(TorchFunctionMode):
         held = self._layers.get(owner := self._owner.get(id(weight), ""))
         if held is None or not self._inside or self._inside[-1] != owner:
             return None
-        expected = [weight] if bias is None else [weight, bias]
-        same = len(held) == len(expected) and all(a is b for a, b in zip(held, expected, strict=True))
-        return owner if same else None
+        used = [id(weight)] if bias is None else [id(weight), id(bias)]
+        return owner if [id(p) for p in held] == used else None
 
     def _multiply(self, layer: str, name: str, args: Sequence[Any], output: torch.Tensor) -> None:
         seen, factor = self._see(layer), args[1 if name == "addmm" else 0]
@@ -292,10 +302,6 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def _is_layout(name: str) -> bool:
-    return name in _SIZES or name in ("view", "reshape", "contiguous", "flatten", "to", "type_as")
-
-
 def _tensors_in(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a value, also in objects that hold some, such as a cache of keys."""
     if isinstance(value, torch.Tensor):
@@ -310,4 +316,4 @@ def _tensors_in(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, t
             yield from _tensors_in(each, where, depth + 1)
     elif hasattr(value, "__dict__"):
         for each in vars(value).values():
-            yield from _tensors_in(each, where, depth + 1)
+            yield from _tensors_in(each, type(value).__name__, depth + 1)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.divided_activations import (
     DividedActivations,
     for_all,
@@ -66,11 +67,14 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[str, Pl
             p.grad = part_of(p.grad, placement, index, ways)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     random = SameRandomNumbers(mesh.get_group(), device)
+    attentions = {
+        n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)
+    }
     for name, division in plan.divisions.items():
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         if isinstance(module, nn.MultiheadAttention):
             module.forward = MethodType(_heads(DividedHeads(mesh, random)), module)
-        elif name.rpartition(".")[0] not in _attentions(model, plan):
+        elif name.rpartition(".")[0] not in attentions:  # its out_proj has no call of its own
             make = _column if division.kind == "column" else _row
             module.forward = MethodType(make(mesh, division), module)
     for name in {*plan.regions, ""}:
@@ -95,11 +99,6 @@ def placements_of(model: nn.Module, plan: TensorPlan) -> dict[str, Placement]:
     return placements
 
 
-def _attentions(model: nn.Module, plan: TensorPlan) -> set[str]:
-    """The ``nn.MultiheadAttention`` layers, whose ``out_proj`` has no forward of its own."""
-    return {n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)}
-
-
 def _product(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     return torch.matmul(x, weight) if transposed else F.linear(x, weight)
 
@@ -109,9 +108,9 @@ def _column(mesh: DeviceMesh, division: Division) -> Callable[..., DTensor]:
 
     def forward(self: Any, input: torch.Tensor) -> DTensor:
         if not DividedActivations.active():
-            raise RuntimeError(
-                f"{type(self).__name__} was called outside the forward of the model that hvkit "
-                "has divided among the ranks of a tensor group: call the model itself"
+            raise HvkitError(
+                f"a {type(self).__name__} layer, of which each rank of a tensor group holds a "
+                "part, was called outside the forward of its model: call the model itself"
             )
         y = _product(for_all(input, mesh), self.weight, division.transposed)
         bias = getattr(self, "bias", None)

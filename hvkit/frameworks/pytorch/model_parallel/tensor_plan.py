@@ -8,7 +8,6 @@ between them treats the parts independently of each other. All else stays whole,
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -64,7 +63,8 @@ class TensorPlan:
             f"{len(self.divisions) + len(self.whole)} linear layers divided, "
             f"{self.share:.0%} of the bytes of all weights"
         ]
-        return "\n".join([*lines, *(f"  {name} stays whole: {why}" for name, why in self.whole.items())])
+        lines += [f"  {name} stays whole: {why}" for name, why in self.whole.items()]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -103,21 +103,17 @@ def prove(
     linears = _linears(model, flow)
     if words is not None:
         return _as_told(model, words, linears, ways)
-    groups = [*_groups(linears), *(_Group(frozenset([n]), frozenset([f"{n}.out_proj"])) for n, why in flow.heads.items() if not why)]
-    size = {n: _bytes(m) for n, m in model.named_modules()}
     divisions: dict[str, Division] = {}
     regions = set()
-    for group in sorted(groups, key=lambda g: -sum(size[n] for n in g.columns | g.rows)):
+    for group in _largest_first(model, _groups(linears, flow)):
         if (group.columns | group.rows) & divisions.keys() or group.columns & group.rows:
             continue
-        for name in group.columns:
-            divisions[name] = _column(name, linears, flow)
-        for name in group.rows:
-            divisions[name] = Division("row", transposed=name in linears and linears[name].transposed)
+        divisions |= {name: _column(name, linears) for name in group.columns}
+        divisions |= {name: _row(name, linears) for name in group.rows}
         regions.add(_common(group.columns | group.rows))
-    order = [n for n, _ in model.named_modules()]
     whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
     whole |= {n: why for n, why in flow.heads.items() if why}
+    order = [n for n, _ in model.named_modules()]
     return TensorPlan(
         ways,
         {n: divisions[n] for n in order if n in divisions},
@@ -144,11 +140,12 @@ def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], w
     }
     heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
     flow = Flow(layers, heads, ways)
-    device = next((b.device for b in model.parameters() if not b.is_meta), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    devices = [device] if device.type == "cuda" else []
     try:
         with (
             torch.no_grad(),
-            torch.random.fork_rng(),
+            torch.random.fork_rng(devices),
             flow.entered(modules),
             OnMeta(device),
             flow,
@@ -178,7 +175,7 @@ def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
         for p in module.parameters(recurse=False):
             users.setdefault(id(p), []).append(name)
     found = {n: seen for n, seen in flow.linears.items() if seen.taken_from}
-    inside_heads = {f"{n}.out_proj" for n in flow.heads}
+    inside_heads = {_child(n, "out_proj") for n in flow.heads}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name not in inside_heads:
             found.setdefault(name, Linear(unusable="the forward does not call it"))
@@ -186,15 +183,14 @@ def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
             if others := [n for n in users[id(p)] if n != name]:
                 seen = flow.linears.get(others[0])
                 used = seen.unusable if seen and not found[name].taken_from else ""
-                found[name].unusable = used or f"it shares its weight with {', '.join(others)}"
+                found[name].unusable = used or f"it shares a parameter with {', '.join(others)}"
     for name in flow.heads:
-        held = [p for p in dict(model.named_modules())[name].parameters()]
-        if any(len(users[id(p)]) > 1 for p in held):
+        if any(len(users[id(p)]) > 1 for p in model.get_submodule(name).parameters()):
             flow.heads[name] = "it shares a weight with another layer"
-    return found
+    return {name: found[name] for name, _ in model.named_modules() if name in found}
 
 
-def _groups(linears: Mapping[str, Linear]) -> list[_Group]:
+def _groups(linears: Mapping[str, Linear], flow: Flow) -> list[_Group]:
     """The pairs, and larger groups, that can be divided."""
     parent: dict[tuple[str, str], tuple[str, str]] = {}
 
@@ -211,12 +207,27 @@ def _groups(linears: Mapping[str, Linear]) -> list[_Group]:
     for kind, name in list(parent):
         group = members.setdefault(root((kind, name)), {"row": set(), "column": set()})
         group[kind].add(name)
-    return [
+    found = [
         _Group(frozenset(group["column"]), frozenset(group["row"]))
         for group in members.values()
         if not any(_column_problem(linears[n]) for n in group["column"])
         and not any(_row_problem(linears[n]) for n in group["row"])
     ]
+    heads = [name for name, problem in flow.heads.items() if not problem]
+    return [*found, *(_Group(frozenset([n]), frozenset([_child(n, "out_proj")])) for n in heads)]
+
+
+def _child(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _largest_first(model: nn.Module, groups: Sequence[_Group]) -> list[_Group]:
+    """Groups by the bytes of their weights: where two share a layer, the first is chosen."""
+    size = {
+        name: sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+        for name, module in model.named_modules()
+    }
+    return sorted(groups, key=lambda g: -sum(size[name] for name in g.columns | g.rows))
 
 
 def _column_problem(seen: Linear) -> str:
@@ -249,21 +260,24 @@ def _why(name: str, linears: Mapping[str, Linear], divisions: Mapping[str, Divis
     return "a layer that would have to be divided with it stays whole"
 
 
-def _column(name: str, linears: Mapping[str, Linear], flow: Flow) -> Division:
-    if name in flow.heads:
+def _column(name: str, linears: Mapping[str, Linear]) -> Division:
+    if name not in linears:  # nn.MultiheadAttention
         return Division("column", 3)
     (parts,) = linears[name].parts or {1}
     return Division("column", parts, linears[name].transposed)
 
 
+def _row(name: str, linears: Mapping[str, Linear]) -> Division:
+    return Division("row", transposed=name in linears and linears[name].transposed)
+
+
 def _common(names: Iterable[str]) -> str:
     """The module that holds all of these."""
-    parents = [name.split(".")[:-1] for name in names]
-    return ".".join(os.path.commonprefix(parents))
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    first, *others = (name.split(".")[:-1] for name in names)
+    for i, part in enumerate(first):
+        if any(other[i : i + 1] != [part] for other in others):
+            return ".".join(first[:i])
+    return ".".join(first)
 
 
 def _share(model: nn.Module, divisions: Mapping[str, Division]) -> float:
@@ -304,7 +318,7 @@ def _kind(pattern: str, word: Any) -> Literal["column", "row"]:
 
     if word == "colwise" or type(word) is ColwiseParallel:
         kind: Literal["column", "row"] = "column"
-        expected = (Replicate(),), (Shard(-1),)
+        expected: tuple[Any, Any] = (Replicate(),), (Shard(-1),)
     elif word == "rowwise" or type(word) is RowwiseParallel:
         kind, expected = "row", ((Shard(-1),), (Replicate(),))
     else:
@@ -321,9 +335,7 @@ def _kind(pattern: str, word: Any) -> Literal["column", "row"]:
     return kind
 
 
-def _require_divisible(
-    model: nn.Module, name: str, kind: str, seen: Linear, ways: int
-) -> None:
+def _require_divisible(model: nn.Module, name: str, kind: str, seen: Linear, ways: int) -> None:
     weight = model.get_submodule(name).weight
     assert isinstance(weight, torch.Tensor)
     length = weight.shape[(kind == "row") != seen.transposed]

@@ -169,9 +169,7 @@ def _takes_apart(call: Call) -> str:
 
 def _transpose(call: Call) -> Step | str:
     tensor, dim = call.first
-    a, b = (
-        call.argument(1 + i, name) % tensor.dim() for i, name in enumerate(("dim0", "dim1"))
-    )
+    a, b = (call.argument(1 + i, name) % tensor.dim() for i, name in enumerate(("dim0", "dim1")))
     return Step({a: b, b: a}.get(dim, dim))
 
 
@@ -209,22 +207,18 @@ def _matmul(call: Call) -> Step | str:
     return f"{call.name}() sums over the divided dimension, and its other factor is no layer's"
 
 
-def _along_another(position: int, name: str = "dim") -> Rule:
+def _along_another(call: Call) -> Step | str:
     """An operation along one dimension or several, which must not be the divided one."""
-
-    def rule(call: Call) -> Step | str:
-        tensor, dim = call.first
-        along = call.argument(position, name)
-        if along is None or isinstance(along, bool):
-            return f"{call.name}() combines all elements"
-        dims = [each % tensor.dim() for each in (along if isinstance(along, Sequence) else [along])]
-        if dim in dims:
-            return f"{call.name}() combines elements along the divided dimension"
-        if call.outputs[0].dim() == tensor.dim():
-            return Step(dim, None)
-        return Step(dim - sum(each < dim for each in dims), None)
-
-    return rule
+    tensor, dim = call.first
+    along = call.argument(1, "dim")
+    if along is None or isinstance(along, bool):
+        return f"{call.name}() combines all elements"
+    dims = [each % tensor.dim() for each in (along if isinstance(along, Sequence) else [along])]
+    if dim in dims:
+        return f"{call.name}() combines elements along the divided dimension"
+    if call.outputs[0].dim() == tensor.dim():
+        return Step(dim)
+    return Step(dim - sum(each < dim for each in dims))
 
 
 def _normalize(call: Call) -> Step | str:
@@ -300,41 +294,40 @@ def _keeps_shape(call: Call) -> Step | str:
     return _takes_apart(call)
 
 
-def _both(names: str) -> list[str]:
-    """The names of functions, and of the same in place."""
-    return [each for name in names.split() for each in (name, f"{name}_")]
-
-
-_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv pow".split()}
+_NAMES = """
+    abs add addcmul celu clamp clip cos div dropout elu erf exp float full_like gelu
+    hardsigmoid hardswish hardtanh leaky_relu lerp log1p logsigmoid masked_fill maximum
+    minimum mish mul multiply nan_to_num neg ones_like pow reciprocal relu relu6 rsqrt rsub
+    selu sigmoid silu sin softplus softsign sqrt square sub subtract tanh tanhshrink
+    true_divide where zeros_like
+"""
+_OPERATORS = ("add", "sub", "mul", "truediv", "pow")
+_IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
 _ELEMENTWISE = [
-    *_both(
-        "abs add addcmul celu clamp clip cos div dropout elu erf exp float gelu hardsigmoid "
-        "hardswish hardtanh leaky_relu lerp log1p logsigmoid masked_fill maximum minimum mish mul "
-        "multiply neg pow reciprocal relu relu6 rsqrt selu sigmoid silu sin softplus softsign sqrt "
-        "square sub subtract tanh tanhshrink true_divide where nan_to_num rsub"
-    ),
-    *(f"__{kind}{name}__" for kind in ("", "r") for name in "add sub mul truediv pow".split()),
+    *(each for name in _NAMES.split() for each in (name, f"{name}_")),
+    *(f"__{kind}{name}__" for kind in ("", "r") for name in _OPERATORS),
     *_IN_PLACE,
-    *"__neg__ contiguous clone to type type_as half bfloat16 double alpha_dropout cuda cpu".split(),
-    *"detach eq ne lt le gt ge __lt__ __gt__ __le__ __ge__".split(),
+    *("__neg__", "contiguous", "clone", "to", "type", "type_as", "half", "bfloat16", "double"),
+    *("alpha_dropout", "cuda", "cpu", "detach", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("__lt__", "__gt__", "__le__", "__ge__"),
 ]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys("view reshape unflatten flatten _unsafe_view view_as reshape_as".split(), _view),
-    **dict.fromkeys("split chunk tensor_split split_with_sizes".split(), _split),
+    **dict.fromkeys(("view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"), _view),
+    **dict.fromkeys(("split", "chunk", "tensor_split", "split_with_sizes"), _split),
     "unbind": _unbind,
-    **dict.fromkeys("transpose swapaxes swapdims".split(), _transpose),
-    **dict.fromkeys("mT T t".split(), _matrix_transpose),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
+    **dict.fromkeys(("mT", "T", "t"), _matrix_transpose),
     "permute": _permute,
     "scaled_dot_product_attention": _attention,
-    **dict.fromkeys("matmul __matmul__ bmm".split(), _matmul),
-    **dict.fromkeys("softmax log_softmax cumsum".split(), _along_another(1)),
-    **dict.fromkeys("mean sum amax amin var std".split(), _along_another(1)),
-    **dict.fromkeys("layer_norm rms_norm".split(), _normalize),
-    **dict.fromkeys("cat concat concatenate".split(), _concatenate),
-    **dict.fromkeys("expand expand_as".split(), _expand),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), _matmul),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum"), _along_another),
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std"), _along_another),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
+    **dict.fromkeys(("expand", "expand_as"), _expand),
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "__getitem__": _index,
-    **dict.fromkeys("pad repeat_interleave roll".split(), _keeps_shape),
+    **dict.fromkeys(("pad", "repeat_interleave", "roll"), _keeps_shape),
 }

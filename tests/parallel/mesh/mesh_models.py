@@ -82,6 +82,31 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Conv1D(nn.Module):
+    """A linear layer whose weight has the shape (in, out), as Hugging Face's GPT-2 has it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        shape = (*x.size()[:-1], self.outputs)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
+
+
+def gpt_of_conv1d():
+    """A GPT whose blocks multiply by ``Conv1D``."""
+    model = GPT()
+    for block in model.h:
+        for parent, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "0")):
+            old = getattr(parent, name)
+            setattr(parent, name, Conv1D(old.in_features, old.out_features))
+        block.mlp[2] = Conv1D(block.mlp[2].in_features, block.mlp[2].out_features)
+    return model
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width):
         super().__init__()
