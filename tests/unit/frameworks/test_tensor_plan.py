@@ -265,16 +265,31 @@ def test_a_forward_that_looks_at_values():
     assert prove(Between(None), (), {}, 2, {}).divisions == {}
 
 
-def test_a_cache_of_keys_and_values():
-    class Cached(GPT):
-        def forward(self, ids):
-            return {
-                "logits": super().forward(ids),
-                "past_key_values": [self.h[0].mlp[0](self.wte(ids))],
-            }
+class DynamicCache:
+    def __init__(self, keys):
+        self.layers = [keys]
 
-    with pytest.raises(HvkitError, match=r"model\.config\.use_cache = False"):
-        prove(Cached(), (IDS,), {}, 2)
+
+@pytest.mark.parametrize(
+    ("key", "hold"), [("past_key_values", lambda t: [(t, t)]), (1, DynamicCache)]
+)
+def test_a_cache_of_keys_and_values(key, hold):
+    class Cached(MLP):
+        def forward(self, x):
+            return {0: super().forward(x), key: hold(self[0](x))}
+
+    with pytest.raises(HvkitError, match=r"set model\.config\.use_cache = False"):
+        prove(Cached(), (torch.ones(2, 20),), {}, 2)
+
+
+def test_what_the_model_returns():
+    class Inspected(MLP):
+        def forward(self, x):
+            return {"y": super().forward(x), "hidden": [self[0](x)]}
+
+    plan = prove(Inspected(), (torch.ones(2, 20),), {}, 2)
+    assert plan.whole["0"] == "the model returns what it computes from it in 'hidden'"
+    assert set(plan.divisions) == {"2", "4"}
 
 
 def test_a_plan_in_words():

@@ -60,6 +60,15 @@ class SameRandomNumbers:
             self._common = [generator.get_state() for generator in self._generators]
             self._set(self._own)
 
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """Where the numbers go on: of the CPU, then of the CUDA device. May be set to resume."""
+        return [state.clone() for state in self._common]
+
+    @state.setter
+    def state(self, states: list[torch.Tensor]) -> None:
+        self._common = [state.clone() for state in states]
+
     @contextmanager
     def different(self, device: torch.device) -> Iterator[None]:
         """Inside, each rank draws other numbers on ``device``: for dropout of its own part.

@@ -32,6 +32,8 @@ _SIZES = {
     *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
 }
 _LAYOUTS = {*_SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
+# Names that lead to a tensor in what a model returns, at most.
+_DEEPEST = 8
 _MULTI_HEAD = "multi_head_attention_forward"
 
 
@@ -175,17 +177,22 @@ class Flow(TorchFunctionMode):
             yield
 
     def returned(self, output: Any) -> None:
-        """What the model returns must be whole."""
-        for where, tensor in _tensors_in(output, "its output"):
+        """Note which divided activations the model returns: they would have to be whole.
+
+        Raises:
+            HvkitError: a cache of keys and values holds some.
+        """
+        for path, tensor in _tensors_in(output, ()):
             mark = mark_of(tensor)
-            if mark and ("cache" in where.lower() or "past_key" in where):
+            if mark and any("cache" in each.lower() or "past_key" in each for each in path):
                 raise HvkitError(
-                    f"the model returns the keys and values of its attention (in {where}), which "
-                    "the ranks of a tensor group divide: training needs no cache, so set "
-                    "model.config.use_cache = False, or pass use_cache=False"
+                    f"the model returns the keys and values of its attention, in {path[0]!r}, "
+                    "and the ranks of a tensor group divide them: training needs no such cache, "
+                    "so set model.config.use_cache = False, or call the model with use_cache=False"
                 )
             if mark:
-                self._spoil(mark.columns, f"the model returns it, in {where}")
+                where = f" in {path[0]!r}" if path else ""
+                self._spoil(mark.columns, f"the model returns what it computes from it{where}")
 
     def _see(self, name: str) -> Linear:
         return self.linears.setdefault(name, Linear())
@@ -302,18 +309,20 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def _tensors_in(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a value, also in objects that hold some, such as a cache of keys."""
+def _tensors_in(
+    value: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Every tensor in a value, also in objects that hold some, with the names that lead to it."""
     if isinstance(value, torch.Tensor):
-        yield where, value
-    elif depth > 5 or isinstance(value, nn.Module | str | type):
+        yield path, value
+    elif len(path) > _DEEPEST or isinstance(value, nn.Module | str | type):
         return
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _tensors_in(each, f"{key!r}" if depth == 0 else where, depth + 1)
+            yield from _tensors_in(each, (*path, str(key)))
     elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from _tensors_in(each, where, depth + 1)
+        for i, each in enumerate(value):
+            yield from _tensors_in(each, (*path, str(i)))
     elif hasattr(value, "__dict__"):
         for each in vars(value).values():
-            yield from _tensors_in(each, type(value).__name__, depth + 1)
+            yield from _tensors_in(each, (*path, type(value).__name__))

@@ -35,7 +35,12 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_plan import Division, Tensor
 _IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 
 
-def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[str, Placement]:
+def divide(
+    model: nn.Module,
+    plan: TensorPlan,
+    mesh: DeviceMesh,
+    random: SameRandomNumbers | None = None,
+) -> dict[str, Placement]:
     """Leave each rank its part of a model's weights, and make the forward use the parts.
 
     A collective of the tensor group. All its ranks hold the same weights before, and get the same
@@ -46,6 +51,7 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[str, Pl
         model: changed in place; its parameters stay the same objects.
         plan: of ``prove``, the same on all ranks of the group.
         mesh: the tensor group, of one dimension.
+        random: the random numbers of the group; by default new ones, from its first rank's.
 
     Returns:
         How each parameter that is divided is divided, by its name.
@@ -65,8 +71,9 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[str, Pl
         p.data = part_of(p.data, placement, index, ways)
         if p.grad is not None:
             p.grad = part_of(p.grad, placement, index, ways)
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    random = SameRandomNumbers(mesh.get_group(), device)
+    if random is None:
+        held = (p.device for p in model.parameters() if not p.is_meta)
+        random = SameRandomNumbers(mesh.get_group(), next(held, torch.device("cpu")))
     attentions = {
         n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)
     }
@@ -78,9 +85,9 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[str, Pl
             make = _column if division.kind == "column" else _row
             module.forward = MethodType(make(mesh, division), module)
     for name in {*plan.regions, ""}:
-        module = model.get_submodule(name)
-        wrapped = _inside(module, DividedActivations(mesh, random), None if name else random)
-        module.forward = MethodType(wrapped, module)
+        region: Any = model.get_submodule(name)
+        wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
+        region.forward = MethodType(wrapped, region)
     return placements
 
 
