@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from mesh_models import CNN, GPT, MLP, Encoder, Llama, ResNet, SkipNet, gpt_of_conv1d
+from mesh_models import CNN, GPT, MLP, Encoder, LearntInside, Llama, ResNet, SkipNet, gpt_of_conv1d
 from ranks import error_of, same_on_all_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,6 +96,7 @@ def furthest(found, model, largest):
         pytest.param(gpt_of_conv1d, ids, 0.89, id="GPT of Conv1D"),
         pytest.param(Llama, ids, 0.78, id="Llama"),
         pytest.param(lambda: Llama(head_norm=True), ids, 0.78, id="Qwen"),
+        pytest.param(LearntInside, sequences, 0.91, id="parameters inside"),
         pytest.param(Encoder, sequences, 0.92, id="nn.TransformerEncoder"),
         pytest.param(MLP, vectors, 0.82, id="MLP"),
         pytest.param(SkipNet, vectors, 0.46, id="net with skips"),
@@ -334,6 +335,46 @@ def test_a_plan_in_words_of_parallelize_module():
     train(model, batches)
     _, largest = train(reference, batches)
     assert furthest(whole(model, placements), reference, largest) <= 1e-11
+
+
+class KeyCache:
+    """Starts empty, as that of Hugging Face."""
+
+    def __init__(self):
+        self.keys = torch.tensor([], dtype=torch.float64)
+
+    def update(self, keys):
+        self.keys = torch.cat([self.keys, keys], dim=-2)
+        return self.keys
+
+
+class Decoder(nn.Module):
+    """One attention layer, called again with the keys of earlier calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(20, 32), nn.Linear(20, 32)
+        self.out = nn.Linear(32, 10)
+
+    def forward(self, x, cache=None):
+        cache = cache or KeyCache()
+        q, k = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k))
+        k = cache.update(k)
+        y = F.scaled_dot_product_attention(q, k, k)
+        return {"y": self.out(y.transpose(1, 2).flatten(2)), "cache": cache}
+
+
+def test_a_cache_of_keys():
+    reference = Decoder().double()
+    x = sequences()
+    model, plan, _ = divided(reference, x)
+    assert set(plan.divisions) == {"q", "k", "out"}
+    first, expected = model(x), reference(x)
+    for _ in range(2):
+        assert torch.allclose(first["y"], expected["y"], atol=1e-12)
+        first, expected = model(x, first["cache"]), reference(x, expected["cache"])
+    assert first["cache"].keys.to_local().shape == (3, 4 // hvkit.size(), 15, 8)
+    first["y"].sum().backward()
 
 
 def test_bytes_sent_are_the_sums_of_activations():

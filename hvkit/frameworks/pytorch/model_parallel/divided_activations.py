@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvkit.communication.traffic import count, of_allreduce
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor_flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor_rules import Call, Step, follow, viewed
 
 _active = threading.local()
@@ -31,6 +32,14 @@ _ON_PARTS = {
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm"),
 }
 _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
+
+
+class _Copied(NamedTuple):
+    """The last activation that ``for_all`` was called with, and what it returned."""
+
+    whole: torch.Tensor
+    state: tuple[bool, int | None]
+    copy: torch.Tensor
 
 
 class DividedActivations(TorchFunctionMode):
@@ -87,6 +96,8 @@ class DividedActivations(TorchFunctionMode):
                 step = follow(call)
                 if isinstance(step, Step):
                     return self._on_parts(func, args, kwargs, call, step)
+        if name == "cat":  # an empty tensor of no shape: a cache that holds nothing yet
+            args = ([t for t in args[0] if t.shape != (0,)], *args[1:])
         if len(leaves) > 1:
             args, kwargs = tree_map_only(torch.Tensor, self._as_whole, (tuple(args), kwargs))
         return func(*args, **kwargs)
@@ -176,13 +187,13 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """
     if isinstance(x, DTensor):
         x = x.redistribute(mesh, [Replicate()]).to_local()
-    key = (x, torch.is_grad_enabled(), None if x.is_inference() else x._version)
-    last = getattr(_active, "last", None)
-    if last is None or last[0][0] is not x or last[0][1:] != key[1:]:
-        last = key, _ForAll.apply(x, mesh)  # type: ignore[no-untyped-call]
-        if DividedActivations.active():
-            _active.last = last
-    copy: torch.Tensor = last[1]
+    state = torch.is_grad_enabled(), None if x.is_inference() else x._version
+    last: _Copied | None = getattr(_active, "last", None)
+    if last is not None and last.whole is x and last.state == state:
+        return last.copy
+    copy: torch.Tensor = _ForAll.apply(x, mesh)  # type: ignore[no-untyped-call]
+    if DividedActivations.active():
+        _active.last = _Copied(x, state, copy)
     return copy
 
 
@@ -200,8 +211,10 @@ def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def gathered(value: Any) -> Any:
-    """A value in which divided activations have become whole."""
-    return tree_map_only(DTensor, lambda t: t.full_tensor(), value)
+    """A value in which divided activations have become whole; a cache stays divided."""
+    return tree_map_only(
+        DTensor, lambda t: t.full_tensor(), value, is_leaf=lambda v: is_cache(type(v).__name__)
+    )
 
 
 class _ForAll(torch.autograd.Function):

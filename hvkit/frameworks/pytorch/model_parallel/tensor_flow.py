@@ -18,7 +18,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor_rules import Call, follow
 
 _MARK = "_hvkit_divided"
@@ -94,6 +93,7 @@ class OnMeta(TorchFunctionMode):
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu) and args[0].is_meta:
             kwargs.pop("device", None)
             args = tuple(a for a in args if not isinstance(a, torch.device | str | int))
+            args = (args[0], *(a.dtype if isinstance(a, torch.Tensor) else a for a in args[1:]))
             if (len(args) == 1 and not kwargs) or func is not torch.Tensor.to:
                 return args[0]
             return func(*args, **kwargs)
@@ -179,18 +179,11 @@ class Flow(TorchFunctionMode):
     def returned(self, output: Any) -> None:
         """Note which divided activations the model returns: they would have to be whole.
 
-        Raises:
-            HvkitError: a cache of keys and values holds some.
+        A cache of keys and values, which the model itself takes again, may hold divided ones.
         """
         for path, tensor in _tensors_in(output, ()):
             mark = mark_of(tensor)
-            if mark and any("cache" in each.lower() or "past_key" in each for each in path):
-                raise HvkitError(
-                    f"the model returns the keys and values of its attention, in {path[0]!r}, "
-                    "and the ranks of a tensor group divide them: training needs no such cache, "
-                    "so set model.config.use_cache = False, or call the model with use_cache=False"
-                )
-            if mark:
+            if mark and not any(map(is_cache, path)):
                 where = f" in {path[0]!r}" if path else ""
                 self._spoil(mark.columns, f"the model returns what it computes from it{where}")
 
@@ -297,6 +290,14 @@ class Flow(TorchFunctionMode):
 def mark_of(tensor: torch.Tensor) -> Mark | None:
     """What ``Flow`` knows of a tensor."""
     return getattr(tensor, _MARK, None)
+
+
+def is_cache(name: str) -> bool:
+    """Whether a class or an output of this name holds keys and values for the next call.
+
+    So it is in Hugging Face's models: ``DynamicCache``, ``past_key_values``.
+    """
+    return "cache" in name.lower() or name.startswith("past_key")
 
 
 def _set_mark(tensor: torch.Tensor, mark: Mark) -> None:

@@ -79,7 +79,7 @@ def divide(
     }
     for name, division in plan.divisions.items():
         module: Any = model.get_submodule(name)
-        if isinstance(module, nn.MultiheadAttention):
+        if name in attentions:
             module.forward = MethodType(_heads(DividedHeads(mesh, random)), module)
         elif name.rpartition(".")[0] not in attentions:  # its out_proj has no call of its own
             make = _column if division.kind == "column" else _row

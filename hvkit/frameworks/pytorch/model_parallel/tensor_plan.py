@@ -93,7 +93,7 @@ def prove(
             ``ColwiseParallel()``, ``RowwiseParallel()``).
 
     Raises:
-        HvkitError: the forward fails on the meta device, or returns a cache of divided keys.
+        HvkitError: the forward fails on the meta device.
         ValueError: ``words`` names no linear layer, or one that cannot be divided like that.
         TypeError: ``words`` has a value that is no such word.
     """
@@ -174,20 +174,22 @@ def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
     for name, module in model.named_modules():
         for p in module.parameters(recurse=False):
             users.setdefault(id(p), []).append(name)
-    found = {n: seen for n, seen in flow.linears.items() if seen.taken_from}
     inside_heads = {_child(n, "out_proj") for n in flow.heads}
+    found = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name not in inside_heads:
-            found.setdefault(name, Linear(unusable="the forward does not call it"))
-        for p in module.parameters(recurse=False) if name in found else ():
-            if others := [n for n in users[id(p)] if n != name]:
-                seen = flow.linears.get(others[0])
-                used = seen.unusable if seen and not found[name].taken_from else ""
-                found[name].unusable = used or f"it shares a parameter with {', '.join(others)}"
+        seen = flow.linears.get(name, Linear())
+        if name in inside_heads or not (seen.taken_from or isinstance(module, nn.Linear)):
+            continue
+        found[name] = seen
+        others = {n for p in module.parameters(recurse=False) for n in users[id(p)]} - {name}
+        if others:
+            seen.unusable = f"it shares a parameter with {', '.join(sorted(others))}"
+        elif not seen.taken_from:
+            seen.unusable = seen.unusable or "the forward does not call it"
     for name in flow.heads:
         if any(len(users[id(p)]) > 1 for p in model.get_submodule(name).parameters()):
             flow.heads[name] = "it shares a weight with another layer"
-    return {name: found[name] for name, _ in model.named_modules() if name in found}
+    return found
 
 
 def _groups(linears: Mapping[str, Linear], flow: Flow) -> list[_Group]:
