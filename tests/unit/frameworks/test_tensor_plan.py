@@ -156,6 +156,7 @@ def test_shares_that_a_view_separates():
     ("between", "why"),
     [
         (lambda m, x: x.flip(-1), "flip() has no rule"),
+        (lambda m, x: F.dropout(x, inplace=True), "dropout() in place changes"),
         (lambda m, x: F.layer_norm(x, (8,)), "layer_norm() combines elements along the divided"),
         (lambda m, x: x.softmax(-1), "softmax() combines elements along the divided dimension"),
         (lambda m, x: x - x.mean(), "mean() combines all elements"),
@@ -178,6 +179,10 @@ def test_a_share_of_a_share():
     assert "divides a share of a product in shares" in reason(
         lambda m, x: x.chunk(2, -1)[0].chunk(2, -1)[0], width=32
     )
+
+
+def test_shares_of_a_product_with_what_is_whole():
+    assert "share of a product" in reason(lambda m, x: (x * m.scale).chunk(2, -1)[0], width=16)
 
 
 def test_uses_in_different_shares():
@@ -217,6 +222,34 @@ def test_a_layer_that_does_more_than_multiply():
 
     model = nn.Sequential(Lora(4, 8), nn.ReLU(), nn.Linear(8, 4))
     assert "is not a product alone" in prove(model, (torch.ones(2, 4),), {}, 2).whole["0"]
+
+
+class Heads(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(*x.shape[:-1], 4, -1)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, unused=None):
+        return super().forward(x)
+
+
+def test_layers_of_a_class_of_its_own():
+    class Net(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            self.first, self.second = first, nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.second(self.first(x, *extra).flatten(1))
+
+    x, extra = torch.ones(2, 4), ()
+    why = prove(Net(Heads(4, 8)), (x,), {}, 2).whole["first"]
+    assert why == "its forward returns the product in another shape"
+    assert len(prove(Net(Scaled(4, 8)), (x,), {}, 2).divisions) == 2
+    extra = (None,)
+    why = prove(Net(Scaled(4, 8)), (x,), {}, 2).whole["first"]
+    assert why == "its forward takes or returns more than one tensor"
 
 
 def test_a_weight_computed_from_others():
@@ -322,3 +355,21 @@ def test_words_for_lengths_that_ranks_cannot_divide():
         prove(MLP(), (x,), {}, 3, {"0": "rowwise"})
     with pytest.raises(ValueError, match="its 32 outputs are no multiple of 3"):
         prove(MLP(), (x,), {}, 3, {"0": "colwise"})
+
+
+def test_words_that_would_mix_up_shares():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.other, self.last = nn.Linear(4, 16), nn.Linear(4, 16), nn.Linear(8, 4)
+
+        def forward(self, x):
+            a, b = (self.first(x) * self.other(x)).chunk(2, -1)
+            return self.last(a + b)
+
+    x = torch.ones(2, 4)
+    assert len(prove(Gated(), (x,), {}, 2, {"first": "colwise", "other": "colwise"}).divisions) == 2
+    with pytest.raises(ValueError, match="divides first and leaves other whole"):
+        prove(Gated(), (x,), {}, 2, {"first": "colwise"})
+    with pytest.raises(ValueError, match=r"cannot divide project: encoder\.layers\.0"):
+        prove(Encoder(), (torch.ones(2, 5, 20),), {}, 2, {"project": "colwise"})

@@ -100,7 +100,7 @@ class DividedActivations(TorchFunctionMode):
             args = ([t for t in args[0] if t.shape != (0,)], *args[1:])
         if len(leaves) > 1:
             args, kwargs = tree_map_only(torch.Tensor, self._as_whole, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        return tree_map_only(DTensor, self._plain_if_whole, func(*args, **kwargs))
 
     def _view(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
@@ -162,6 +162,12 @@ class DividedActivations(TorchFunctionMode):
         if isinstance(t, DTensor):
             return t
         return DTensor.from_local(t, self._mesh, [Replicate()], run_check=False)
+
+    def _plain_if_whole(self, t: DTensor) -> torch.Tensor:
+        """An activation that an operation has made whole again: a layer that is not divided."""
+        if _divided_by(t) is not None:
+            return t
+        return t.redistribute(self._mesh, [Replicate()]).to_local()
 
     def _divided(self, part: torch.Tensor, dim: int) -> DTensor:
         return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False)

@@ -61,7 +61,9 @@ class Linear:
         parts: of its output, as its users need them; more than one number is a contradiction.
         taken_from: for each call the columns that its input is computed from; empty for an input
             that is whole.
+        together: columns whose outputs meet its own while the number of parts is open.
         problem: why its output cannot be divided.
+        returned: where the model returns what it computes from the output.
         unusable: why its weight cannot be divided at all.
     """
 
@@ -69,7 +71,9 @@ class Linear:
     divisible: bool = True
     parts: set[int] = dataclasses.field(default_factory=set)
     taken_from: list[frozenset[str]] = dataclasses.field(default_factory=list)
+    together: set[str] = dataclasses.field(default_factory=set)
     problem: str = ""
+    returned: str = ""
     unusable: str = ""
 
 
@@ -153,9 +157,8 @@ class Flow(TorchFunctionMode):
         if weight is not None:
             self._multiply(weight, name, args, output)
         elif self._inside and self._inside[-1] in self._layers and name not in _LAYOUTS:
-            self._see(
-                self._inside[-1]
-            ).unusable = f"its forward calls {name}(), and is not a product alone"
+            why = f"its forward calls {name}(), and is not a product alone"
+            self._see(self._inside[-1]).unusable = why
         if weight is None and any(marks) and name not in _SIZES:
             self._follow(name, args, kwargs, leaves, marks, output)
         return output
@@ -169,12 +172,21 @@ class Flow(TorchFunctionMode):
                     enter = module.register_forward_pre_hook(
                         lambda *_, name=name: self._inside.append(name), prepend=True
                     )
-                    leave = module.register_forward_hook(
-                        lambda *_: self._inside.pop() and None, always_call=True
-                    )
+                    leave = module.register_forward_hook(self._left)
                     stack.callback(enter.remove)
                     stack.callback(leave.remove)
             yield
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A layer of a class of its own must return the product of its one input, as it is."""
+        seen = self.linears.get(self._inside.pop())
+        if seen is None or not seen.taken_from or type(module) is nn.Linear:
+            return
+        tensors = (*args, output)
+        if len(args) != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):
+            seen.unusable = "its forward takes or returns more than one tensor"
+        elif args[0].shape[:-1] != output.shape[:-1]:
+            seen.unusable = "its forward returns the product in another shape"
 
     def returned(self, output: Any) -> None:
         """Note which divided activations the model returns: they would have to be whole.
@@ -185,7 +197,9 @@ class Flow(TorchFunctionMode):
             mark = mark_of(tensor)
             if mark and not any(map(is_cache, path)):
                 where = f" in {path[0]!r}" if path else ""
-                self._spoil(mark.columns, f"the model returns what it computes from it{where}")
+                for column in mark.columns:
+                    seen = self._see(column)
+                    seen.returned = f"the model returns what it computes from it{where}"
 
     def _see(self, name: str) -> Linear:
         return self.linears.setdefault(name, Linear())
@@ -246,6 +260,9 @@ class Flow(TorchFunctionMode):
             return
         known = {mark.parts for mark in marks if mark}
         parts = step.parts
+        if known == {None}:
+            for column in columns:
+                self._see(column).together |= columns
         if len(known) > 1:
             parts = 1  # what is divided in parts is an open product, and the other is none
         elif known != {None}:

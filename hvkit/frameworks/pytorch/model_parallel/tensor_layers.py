@@ -106,8 +106,10 @@ def placements_of(model: nn.Module, plan: TensorPlan) -> dict[str, Placement]:
     return placements
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    return torch.matmul(x, weight) if transposed else F.linear(x, weight)
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def _column(mesh: DeviceMesh, division: Division) -> Callable[..., DTensor]:
@@ -119,10 +121,8 @@ def _column(mesh: DeviceMesh, division: Division) -> Callable[..., DTensor]:
                 f"a {type(self).__name__} layer, of which each rank of a tensor group holds a "
                 "part, was called outside the forward of its model: call the model itself"
             )
-        y = _product(for_all(input, mesh), self.weight, division.transposed)
         bias = getattr(self, "bias", None)
-        if bias is not None:
-            y = y + bias.to(y.dtype)
+        y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
         return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
 
     return forward
@@ -132,8 +132,8 @@ def _row(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
     """The forward of a layer with this rank's part of the inputs: all ranks get the sum."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        y = _product(part_for_this_rank(input, mesh), self.weight, division.transposed)
-        y = summed(y, mesh)
+        part = part_for_this_rank(input, mesh)
+        y = summed(_product(part, self.weight, None, division.transposed), mesh)
         bias = getattr(self, "bias", None)
         return y if bias is None else y + bias.to(y.dtype)
 

@@ -232,12 +232,19 @@ def _largest_first(model: nn.Module, groups: Sequence[_Group]) -> list[_Group]:
     return sorted(groups, key=lambda g: -sum(size[name] for name in g.columns | g.rows))
 
 
-def _column_problem(seen: Linear) -> str:
+def _column_problem(seen: Linear, returned: bool = False) -> str:
+    """Why the output of a layer cannot be divided, or an empty text.
+
+    Args:
+        returned: whether the model may return it: hvkit then makes it whole.
+    """
     if seen.unusable or seen.problem:
         return seen.unusable or seen.problem
     if len(seen.parts) > 1:
         return f"its output is used in {' and in '.join(map(str, sorted(seen.parts)))} shares"
-    return ""
+    if returned and seen.parts - {1}:
+        return seen.returned
+    return "" if returned else seen.returned
 
 
 def _row_problem(seen: Linear) -> str:
@@ -310,6 +317,13 @@ def _as_told(
             _require_divisible(model, name, kind, known[name], ways)
             parts = min(known[name].parts or {1}) if kind == "column" else 1
             divisions[name] = Division(kind, parts, known[name].transposed)
+    for name, division in divisions.items():
+        missing = known[name].together - divisions.keys() if division.parts > 1 else None
+        if missing:
+            raise ValueError(
+                f"plan= divides {name} and leaves {', '.join(sorted(missing))} whole, but both "
+                "outputs meet before they are split into shares: divide both or none"
+            )
     whole = {n: "plan= does not name it" for n in linears if n not in divisions}
     return TensorPlan(ways, divisions, whole, _share(model, divisions), ("",))
 
@@ -344,7 +358,7 @@ def _require_divisible(model: nn.Module, name: str, kind: str, seen: Linear, way
     problem = seen.unusable
     if not problem and length % ways:
         problem = f"its {length} {'in' if kind == 'row' else 'out'}puts are no multiple of {ways}"
-    if not problem and kind == "column" and (seen.parts - {1}) and _column_problem(seen):
-        problem = f"its shares would be mixed up: {_column_problem(seen)}"
+    elif kind == "column":
+        problem = _column_problem(seen, returned=True)
     if problem:
         raise ValueError(f"plan= cannot divide {name}: {problem}; leave it out of plan=")

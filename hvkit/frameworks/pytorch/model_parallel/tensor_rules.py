@@ -114,6 +114,8 @@ def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> 
 
 
 def _elementwise(call: Call) -> Step | str:
+    if call.name in ("dropout", "alpha_dropout") and call.argument(3, "inplace"):
+        return f"{call.name}() in place changes an activation that others may read"
     out = call.outputs[0].dim()
     places = {
         d + out - t.dim() for t, d in zip(call.inputs, call.dims, strict=True) if d is not None
