@@ -1,6 +1,7 @@
 """PyTorch: models whose linear layers are divided among the ranks of a tensor group."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -173,6 +174,11 @@ def test_a_copy_has_weights_of_its_own():
     assert torch.equal(average(x), expected)
 
 
+def test_the_arguments_of_the_forward_can_still_be_read():
+    model, _, _ = divided(GPT().double(), ids())
+    assert list(inspect.signature(model.forward).parameters) == ["ids", "targets"]
+
+
 def test_autocast():
     x = ids()
     reference = GPT()
@@ -198,7 +204,7 @@ ATTENTION = {
 @pytest.mark.parametrize("mask", [None, "added", "boolean", "of each head"])
 def test_multihead_attention(case, mask):
     options, call = ATTENTION[case]
-    length = {None: 5}.get(mask, 5)
+    length = 5
     reference = nn.MultiheadAttention(16, 4, **{"batch_first": True, **options}).double()
     first = reference.batch_first
     q, k, v = (
