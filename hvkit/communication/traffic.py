@@ -40,10 +40,10 @@ def traffic() -> dict[str, Sent]:
 
     ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round or
     exchanged with a parameter server. ``"batch norm"`` are statistics, ``"checks"`` fingerprints
-    and flags that show whether the ranks agree. ``"start"`` is rank 0's state at the start.
-    ``"objects"`` are Python objects and arrays: metrics, checkpoints, and what
-    ``hvkit.allgather``, ``allreduce`` and ``broadcast`` send. To count what some steps send, call
-    this before and after them. One process sends nothing.
+    and flags that show whether the ranks agree. ``"activations"`` are summed among ranks that
+    divide layers. ``"start"`` is rank 0's state at the start. ``"objects"`` are Python objects and
+    arrays: metrics, checkpoints, and what ``hvkit.allgather``, ``allreduce`` and ``broadcast``
+    send. To count what some steps send, call this before and after them. One process sends nothing.
 
     Returns:
         By purpose: bytes and messages that this rank has sent.

@@ -19,8 +19,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _torch_distributed():
+def torch_distributed():
     """Other tests run without it."""
+    process_group.start()
     yield
     process_group.stop()
 

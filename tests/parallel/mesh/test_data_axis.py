@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from mesh_models import GPT
 from mesh_training import (
     adamw,
     cross_entropy,
@@ -15,7 +16,6 @@ from mesh_training import (
     train,
     whole_state,
 )
-from models import GPT
 from ranks import same_on_all_ranks
 from torch import nn
 

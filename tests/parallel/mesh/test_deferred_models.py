@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from mesh_models import GPT
 from mesh_training import adamw, difference, distributed, of_this_rank, tokens, train, whole_state
-from models import GPT
 from ranks import shared_folder
 
 import hvkit

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from mesh_models import CNN, GPT
 from mesh_training import (
     adamw,
     difference,
@@ -15,7 +16,6 @@ from mesh_training import (
     train,
     whole_state,
 )
-from models import CNN, GPT
 from ranks import shared_folder
 
 import hvkit

@@ -3,8 +3,8 @@
 import functools
 
 import pytest
+from mesh_models import CNN, GPT, PassesTwo, ResNet
 from mesh_training import differences, images, tokens, vectors
-from models import CNN, GPT, PassesTwo, ResNet
 
 from hvkit.mesh import SCHEDULES
 

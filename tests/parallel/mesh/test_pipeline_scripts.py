@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from mesh_models import CNN, GPT, MLP, PassesTwo
 from mesh_training import (
     InMicroBatches,
     adamw,
@@ -21,7 +22,6 @@ from mesh_training import (
     vectors,
     whole_state,
 )
-from models import CNN, GPT, MLP, PassesTwo
 from ranks import error_of
 from torch import nn
 from torch.nn import functional as F

@@ -8,5 +8,6 @@
     parts             gathers the whole state, and loads a part of it
     gradient_norm     the norm of the gradients of all ranks, for clipping, and overflows
     pipeline/         stages that follow each other
+    tensor/           layers of which each rank has a part
     deferred/         models that no rank ever holds as a whole
 """

@@ -95,7 +95,8 @@ class OnMeta(TorchFunctionMode):
             return self.device
         if func in _MOVES and args[0].is_meta:
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
-            args = tuple(a for a in args if not isinstance(a, torch.device | str))
+            rest = (a for a in args[1:] if not isinstance(a, torch.device | str | int))
+            args = (args[0], *(a.dtype if isinstance(a, torch.Tensor) else a for a in rest))
             return func(*args, **kwargs) if func is _TO and (args[1:] or kwargs) else args[0]
         tensors = tensors_in((args, kwargs))
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):

@@ -82,6 +82,31 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Conv1D(nn.Module):
+    """A linear layer whose weight has the shape (in, out), as Hugging Face's GPT-2 has it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        shape = (*x.size()[:-1], self.outputs)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
+
+
+def gpt_of_conv1d():
+    """A GPT whose blocks multiply by ``Conv1D``."""
+    model = GPT()
+    for block in model.h:
+        for parent, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "0")):
+            old = getattr(parent, name)
+            setattr(parent, name, Conv1D(old.in_features, old.out_features))
+        block.mlp[2] = Conv1D(block.mlp[2].in_features, block.mlp[2].out_features)
+    return model
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -104,7 +129,7 @@ class LlamaBlock(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
         self.q_norm = RMSNorm(self.size) if head_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.size) if head_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.size) if head_norm else nn.Identity()
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
@@ -155,6 +180,27 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, angles.cos(), angles.sin())
         return self.lm_head(self.norm(x))
+
+
+class LearntInside(nn.Module):
+    """Attention with parameters between its products: for each head, for each of its features."""
+
+    def __init__(self, inputs=20, width=32, heads=4, length=5):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(inputs, 3 * width)
+        self.norm = nn.LayerNorm(width // heads)
+        self.turn = nn.Parameter(torch.randn(width // heads, width // heads))
+        self.positions = nn.Parameter(torch.randn(1, heads, length, length))
+        self.scale = nn.Parameter(torch.randn(width))
+        self.project = nn.Linear(width, 10)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.norm(q), k @ self.turn
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.positions)
+        return self.project(y.transpose(1, 2).flatten(2) * self.scale + self.scale.mean())
 
 
 class MLP(nn.Sequential):

@@ -1,0 +1,257 @@
+"""What the user's code does to activations that are divided among the ranks of a tensor group.
+
+Between a column layer and its row layer an activation is a ``DTensor``, so that sizes in the code
+are those of the whole. DTensor does most operations. Here is what it does not do, or would do by
+gathering: products that hold several tensors, attention, dropout, and whole tensors that meet a
+divided one, whose gradient must come out whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hvkit.communication.traffic import count, of_allreduce
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
+from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Call, Step, follow, viewed
+
+_active = threading.local()
+_VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
+_SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
+_ON_PARTS = {
+    *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
+    *("dropout", "alpha_dropout", "layer_norm", "rms_norm"),
+}
+_DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
+
+
+class _Copied(NamedTuple):
+    """The last activation that ``for_all`` was called with, and what it returned."""
+
+    whole: torch.Tensor
+    state: tuple[bool, int | None]
+    copy: torch.Tensor
+
+
+class DividedActivations(TorchFunctionMode):
+    """Operations on divided activations, inside the forward of a divided model.
+
+    Args:
+        mesh: the tensor group, of one dimension.
+        random: the random numbers of the group.
+    """
+
+    def __init__(self, mesh: DeviceMesh, random: SameRandomNumbers) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._random = random
+
+    @staticmethod
+    def active() -> bool:
+        """Whether this thread is inside such a forward."""
+        return bool(getattr(_active, "depth", 0))
+
+    def __enter__(self) -> DividedActivations:
+        _active.depth = getattr(_active, "depth", 0) + 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _active.depth -= 1
+        _active.last = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not any(isinstance(t, DTensor) for t in leaves):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        dim = _divided_by(args[0]) if args else None
+        if dim is not None and name in _VIEWS:
+            if (view := self._view(func, args, kwargs, dim)) is not None:
+                return view
+        elif dim is not None and name in _SPLITS:
+            if (shares := self._split(func, args, kwargs, dim)) is not None:
+                return shares
+        elif name in _ON_PARTS:
+            dims = [_divided_by(t) for t in leaves]
+            call = Call(name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
+            if any(d is not None for d in dims):
+                step = follow(call)
+                if isinstance(step, Step):
+                    return self._on_parts(func, args, kwargs, call, step)
+        if name == "cat":  # an empty tensor of no shape: a cache that holds nothing yet
+            args = ([t for t in args[0] if t.shape != (0,)], *args[1:])
+        if len(leaves) > 1:
+            args, kwargs = tree_map_only(torch.Tensor, self._as_whole, (tuple(args), kwargs))
+        return tree_map_only(DTensor, self._plain_if_whole, func(*args, **kwargs))
+
+    def _view(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
+    ) -> DTensor | None:
+        """A view of this rank's part; None where no dimension of it would be divided."""
+        whole: Any = args[0]
+        empty, *others = tree_map_only(torch.Tensor, _shape_of, list(args))
+        shape = list(func(empty, *others, **kwargs).shape)
+        step = viewed(whole.shape, dim, shape, self._mesh.size())
+        if step is None:
+            return None
+        shape[step.dim] //= self._mesh.size()
+        return self._divided(whole.to_local().reshape(shape), step.dim)
+
+    def _split(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
+    ) -> tuple[DTensor, ...] | None:
+        """Shares of a product: this rank's part is made up of a part of each of them.
+
+        None where the split is along another dimension.
+        """
+        whole: Any = args[0]
+        shares = func(_shape_of(whole), *args[1:], **kwargs)
+        if shares[0].shape[dim] == whole.shape[dim]:
+            return None
+        parts = whole.to_local().chunk(len(shares), dim)
+        return tuple(self._divided(part, dim) for part in parts)
+
+    def _on_parts(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        call: Call,
+        step: Step,
+    ) -> DTensor:
+        """Each rank computes with its part; the rules say that the parts are independent."""
+        first, dim = call.first
+        # Dimensions count from the right where tensors of fewer dimensions take part.
+        from_right = first.dim() - dim
+
+        def local(t: torch.Tensor) -> torch.Tensor:
+            if isinstance(t, DTensor) and _divided_by(t) is not None:
+                return t.to_local()
+            whole = self._as_whole(t)
+            at = t.dim() - from_right
+            if call.name == "scaled_dot_product_attention" and at >= 0 and t.shape[at] > 1:
+                return whole.redistribute(placements=[Shard(at)]).to_local()
+            return whole.to_local(grad_placements=[Partial()])
+
+        args, kwargs = tree_map_only(torch.Tensor, local, (tuple(args), kwargs))
+        if call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0:
+            with self._random.different(first.device):
+                return self._divided(func(*args, **kwargs), step.dim)
+        return self._divided(func(*args, **kwargs), step.dim)
+
+    def _as_whole(self, t: torch.Tensor) -> DTensor:
+        """A tensor that all ranks hold; the sum of the ranks' gradients is its gradient."""
+        if isinstance(t, DTensor):
+            return t
+        return DTensor.from_local(t, self._mesh, [Replicate()], run_check=False)
+
+    def _plain_if_whole(self, t: DTensor) -> torch.Tensor:
+        """An activation that an operation has made whole again: a layer that is not divided."""
+        if _divided_by(t) is not None:
+            return t
+        return t.redistribute(self._mesh, [Replicate()]).to_local()
+
+    def _divided(self, part: torch.Tensor, dim: int) -> DTensor:
+        return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False)
+
+
+def _shape_of(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape, and no memory."""
+    return torch.empty(t.shape, device="meta")
+
+
+def _divided_by(t: Any) -> int | None:
+    """The dimension by which a tensor is divided, or None."""
+    if isinstance(t, DTensor) and isinstance(t.placements[0], Shard):
+        return t.placements[0].dim
+    return None
+
+
+def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """An activation that all ranks hold, for a product with each rank's part of a weight.
+
+    Its gradient is the sum of the ranks' gradients. Layers that take the same activation one after
+    the other, as those of queries, keys and values, get the same tensor: one sum serves them all.
+    """
+    if isinstance(x, DTensor):
+        x = x.redistribute(mesh, [Replicate()]).to_local()
+    state = torch.is_grad_enabled(), None if x.is_inference() else x._version
+    last: _Copied | None = getattr(_active, "last", None)
+    if last is not None and last.whole is x and last.state == state:
+        return last.copy
+    copy: torch.Tensor = _ForAll.apply(x, mesh)  # type: ignore[no-untyped-call]
+    if DividedActivations.active():
+        _active.last = _Copied(x, state, copy)
+    return copy
+
+
+def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of the last dimension of an activation."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return x.redistribute(mesh, [Shard(x.dim() - 1)]).to_local()
+
+
+def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' tensors, on every rank, which all go on alike with it."""
+    total: torch.Tensor = _Summed.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return total
+
+
+def gathered(value: Any) -> Any:
+    """A value in which divided activations have become whole; a cache stays divided."""
+    return tree_map_only(
+        DTensor, lambda t: t.full_tensor(), value, is_leaf=lambda v: is_cache(type(v).__name__)
+    )
+
+
+class _ForAll(torch.autograd.Function):
+    """Megatron-LM's f: nothing in forward, a sum over the ranks in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradient, ctx.mesh), None
+
+
+class _Summed(torch.autograd.Function):
+    """Megatron-LM's g: a sum over the ranks in forward, nothing in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return _sum(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if x.is_meta:  # only shapes are wanted
+        return x.clone()
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.get_group())
+    count("activations", of_allreduce(total.nbytes, mesh.size()))
+    return total

@@ -1,0 +1,316 @@
+"""One forward on the meta device, in which divided activations are followed.
+
+Each product with a weight starts an activation that could be divided by its last dimension. A
+``TorchFunctionMode`` follows it through every operation, without tracing or export: the forward is
+the user's own. What is learnt is which product takes it (the pair could be divided), or which
+operation or use stands in the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Call, follow
+
+_MARK = "_hvkit_divided"
+# What may be read of a weight or of a divided activation: nothing of its size is in it.
+_HARMLESS = {
+    *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
+    *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
+    *("grad_fn", "is_mkldnn", "element_size", "is_inference", "__hash__", "__repr__"),
+}
+_SIZES = {
+    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
+}
+_LAYOUTS = {*_SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
+# Names that lead to a tensor in what a model returns, at most.
+_DEEPEST = 8
+_MULTI_HEAD = "multi_head_attention_forward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What is known of an activation that could be divided.
+
+    Attributes:
+        columns: the layers whose outputs it is computed from; divided all together or not at all.
+        dim: by which it would be divided.
+        parts: of the product; None as long as nothing has needed a number.
+    """
+
+    columns: frozenset[str]
+    dim: int
+    parts: int | None = None
+
+
+@dataclasses.dataclass
+class Linear:
+    """What the dry run has seen of a layer that multiplies by a weight.
+
+    Attributes:
+        transposed: its weight has the shape (in, out).
+        divisible: its output is a multiple of the number of ranks.
+        parts: of its output, as its users need them; more than one number is a contradiction.
+        taken_from: for each call the columns that its input is computed from; empty for an input
+            that is whole.
+        together: columns whose outputs meet its own while the number of parts is open.
+        problem: why its output cannot be divided.
+        returned: where the model returns what it computes from the output.
+        unusable: why its weight cannot be divided at all.
+    """
+
+    transposed: bool = False
+    divisible: bool = True
+    parts: set[int] = dataclasses.field(default_factory=set)
+    taken_from: list[frozenset[str]] = dataclasses.field(default_factory=list)
+    together: set[str] = dataclasses.field(default_factory=set)
+    problem: str = ""
+    returned: str = ""
+    unusable: str = ""
+
+
+class Flow(TorchFunctionMode):
+    """Follows the output of each linear layer.
+
+    Args:
+        layers: the modules that may be linear layers, by name, with their weight and bias on the
+            meta device.
+        heads: names of ``nn.MultiheadAttention`` modules, with their parameters.
+        ways: among how many ranks.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Sequence[nn.Parameter]],
+        heads: Mapping[str, nn.MultiheadAttention],
+        ways: int,
+    ) -> None:
+        super().__init__()
+        self.linears: dict[str, Linear] = {}
+        self.heads: dict[str, str] = {}
+        """The attention layers seen, with why they cannot be divided, or an empty text."""
+        self._layers = layers
+        self._heads = heads
+        self._ways = ways
+        self._owner = {id(p): name for name, held in layers.items() for p in held}
+        self._inside: list[str] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = _name(func)
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        marks = [mark_of(t) for t in leaves]
+        output = func(*args, **kwargs)
+        if name in _HARMLESS:
+            return output
+        if name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
+            self._attend(self._inside[-1], leaves, marks)
+            return output
+        weight = self._product(name, args, kwargs)
+        for t in leaves:
+            if id(t) in self._owner and self._owner[id(t)] != weight:
+                self._use_otherwise(self._owner[id(t)], name)
+        if weight is not None:
+            self._multiply(weight, name, args, output)
+        elif self._inside and self._inside[-1] in self._layers and name not in _LAYOUTS:
+            why = f"its forward calls {name}(), and is not a product alone"
+            self._see(self._inside[-1]).unusable = why
+        if weight is None and any(marks) and name not in _SIZES:
+            self._follow(name, args, kwargs, leaves, marks, output)
+        return output
+
+    @contextmanager
+    def entered(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Know in which layer an operation happens, while the context lasts."""
+        with ExitStack() as stack:
+            for name, module in modules.items():
+                if name in self._layers or name in self._heads:
+                    enter = module.register_forward_pre_hook(
+                        lambda *_, name=name: self._inside.append(name), prepend=True
+                    )
+                    leave = module.register_forward_hook(self._left)
+                    stack.callback(enter.remove)
+                    stack.callback(leave.remove)
+            yield
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A layer of a class of its own must return the product of its one input, as it is."""
+        seen = self.linears.get(self._inside.pop())
+        if seen is None or not seen.taken_from or type(module) is nn.Linear:
+            return
+        tensors = (*args, output)
+        if len(args) != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):
+            seen.unusable = "its forward takes or returns more than one tensor"
+        elif args[0].shape[:-1] != output.shape[:-1]:
+            seen.unusable = "its forward returns the product in another shape"
+
+    def returned(self, output: Any) -> None:
+        """Note which divided activations the model returns: they would have to be whole.
+
+        A cache of keys and values, which the model itself takes again, may hold divided ones.
+        """
+        for path, tensor in _tensors_in(output, ()):
+            mark = mark_of(tensor)
+            if mark and not any(map(is_cache, path)):
+                where = f" in {path[0]!r}" if path else ""
+                for column in mark.columns:
+                    seen = self._see(column)
+                    seen.returned = f"the model returns what it computes from it{where}"
+
+    def _see(self, name: str) -> Linear:
+        return self.linears.setdefault(name, Linear())
+
+    def _product(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        """The layer whose product this is, if its weight and bias are where they belong."""
+        if name == "linear":
+            weight = args[1] if len(args) > 1 else kwargs.get("weight")
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        elif name == "addmm" and len(args) == 3 and not kwargs:
+            bias, weight = args[0], args[2]
+        else:
+            return None
+        held = self._layers.get(owner := self._owner.get(id(weight), ""))
+        if held is None or not self._inside or self._inside[-1] != owner:
+            return None
+        used = [id(weight)] if bias is None else [id(weight), id(bias)]
+        return owner if [id(p) for p in held] == used else None
+
+    def _multiply(self, layer: str, name: str, args: Sequence[Any], output: torch.Tensor) -> None:
+        seen, factor = self._see(layer), args[1 if name == "addmm" else 0]
+        seen.transposed = name == "addmm"
+        mark = mark_of(factor)
+        seen.taken_from.append(frozenset())
+        if mark and mark.dim != factor.dim() - 1:
+            self._spoil(mark.columns, f"{layer} takes it with another dimension last")
+        elif mark:
+            self._decide(mark, 1)
+            seen.taken_from[-1] = mark.columns
+            if factor.shape[-1] % self._ways:
+                self._spoil(mark.columns, f"{layer} takes {factor.shape[-1]} features")
+        if output.shape[-1] % self._ways:
+            seen.divisible = False
+            seen.problem = (
+                f"its {output.shape[-1]} outputs are no multiple of the {self._ways} ranks"
+            )
+        else:
+            _set_mark(output, Mark(frozenset([layer]), output.dim() - 1))
+
+    def _follow(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+        marks: Sequence[Mark | None],
+        output: Any,
+    ) -> None:
+        columns = frozenset().union(*(mark.columns for mark in marks if mark))
+        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        dims = [mark.dim if mark else None for mark in marks]
+        if not outputs:
+            self._spoil(columns, f"{name}() takes it")
+            return
+        step = follow(Call(name, args, kwargs, leaves, dims, outputs, self._ways))
+        if isinstance(step, str):
+            self._spoil(columns, step)
+            return
+        known = {mark.parts for mark in marks if mark}
+        parts = step.parts
+        if known == {None}:
+            for column in columns:
+                self._see(column).together |= columns
+        if len(known) > 1:
+            parts = 1  # what is divided in parts is an open product, and the other is none
+        elif known != {None}:
+            if parts not in (None, 1):
+                self._spoil(columns, f"{name}() divides a share of a product in shares")
+                return
+            parts = 1
+        for mark in marks:
+            if mark and mark.parts is None and parts is not None:
+                self._decide(mark, parts)
+        for each in outputs:
+            _set_mark(each, Mark(columns, step.dim, None if parts is None else 1))
+
+    def _decide(self, mark: Mark, parts: int) -> None:
+        for column in mark.columns if mark.parts is None else ():
+            self._see(column).parts.add(parts)
+
+    def _spoil(self, columns: frozenset[str], problem: str) -> None:
+        for column in columns:
+            seen = self._see(column)
+            seen.problem = seen.problem or problem
+
+    def _use_otherwise(self, layer: str, name: str) -> None:
+        seen = self._see(layer)
+        where = f" of {self._inside[-1]}" if self._inside else ""
+        seen.unusable = seen.unusable or f"its weight or bias is also used in {name}(){where}"
+
+    def _attend(
+        self, layer: str, leaves: Sequence[torch.Tensor], marks: Sequence[Mark | None]
+    ) -> None:
+        module = self._heads[layer]
+        problem = self.heads.get(layer, "")
+        if module.num_heads % self._ways:
+            problem = f"its {module.num_heads} heads are no multiple of the {self._ways} ranks"
+        elif module.bias_k is not None or module.add_zero_attn:
+            problem = "add_bias_kv and add_zero_attn add a key that belongs to no rank"
+        for mark in filter(None, marks):
+            self._spoil(mark.columns, f"{layer} takes it, which divides its own heads")
+        self.heads[layer] = problem
+
+
+def mark_of(tensor: torch.Tensor) -> Mark | None:
+    """What ``Flow`` knows of a tensor."""
+    return getattr(tensor, _MARK, None)
+
+
+def is_cache(name: str) -> bool:
+    """Whether a class or an output of this name holds keys and values for the next call.
+
+    So it is in Hugging Face's models: ``DynamicCache``, ``past_key_values``.
+    """
+    return "cache" in name.lower() or name.startswith("past_key")
+
+
+def _set_mark(tensor: torch.Tensor, mark: Mark) -> None:
+    setattr(tensor, _MARK, mark)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Name of a function; of an attribute, if it reads one."""
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def _tensors_in(
+    value: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Every tensor in a value, also in objects that hold some, with the names that lead to it."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif len(path) > _DEEPEST or isinstance(value, nn.Module | str | type):
+        return
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors_in(each, (*path, str(key)))
+    elif isinstance(value, list | tuple | set):
+        for i, each in enumerate(value):
+            yield from _tensors_in(each, (*path, str(i)))
+    elif hasattr(value, "__dict__"):
+        for each in vars(value).values():
+            yield from _tensors_in(each, (*path, type(value).__name__))

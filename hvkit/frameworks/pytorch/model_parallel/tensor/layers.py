@@ -1,0 +1,178 @@
+"""A model whose linear layers are divided among the ranks of a tensor group.
+
+Parameters stay the objects they were, with this rank's part as their data: optimizers, gradient
+reducers and scalers see plain parameters. What a column layer returns is a ``DTensor`` until its
+row layer has summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
+    DividedActivations,
+    for_all,
+    gathered,
+    part_for_this_rank,
+    summed,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.attention import DividedHeads
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement, part_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import Division, TensorPlan
+from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
+
+_IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
+
+
+def divide(
+    model: nn.Module,
+    plan: TensorPlan,
+    mesh: DeviceMesh,
+    random: SameRandomNumbers | None = None,
+) -> dict[str, Placement]:
+    """Leave each rank its part of a model's weights, and make the forward use the parts.
+
+    A collective of the tensor group. All its ranks hold the same weights before, and get the same
+    inputs afterwards. Optimizers that hold state for the weights must divide it in the same way,
+    with ``part_of``; hooks on gradients are attached afterwards, as weights change their shape.
+
+    Args:
+        model: changed in place; its parameters stay the same objects.
+        plan: of ``prove``, the same on all ranks of the group.
+        mesh: the tensor group, of one dimension.
+        random: the random numbers of the group; by default new ones, from its first rank's.
+
+    Returns:
+        How each parameter that is divided is divided, by its name.
+
+    Raises:
+        ValueError: the mesh has not the ranks that the plan was made for.
+    """
+    if mesh.ndim != 1 or mesh.size() != plan.ways:
+        raise ValueError(
+            f"the plan divides a model among {plan.ways} ranks, and the mesh has the shape "
+            f"{tuple(mesh.shape)}: pass a mesh of one dimension with {plan.ways} ranks"
+        )
+    placements = placements_of(model, plan)
+    index, ways = mesh.get_local_rank(), mesh.size()
+    for name, placement in placements.items():
+        p = model.get_parameter(name)
+        p.data = part_of(p.data, placement, index, ways)
+        if p.grad is not None:
+            p.grad = part_of(p.grad, placement, index, ways)
+    if random is None:
+        held = (p.device for p in model.parameters() if not p.is_meta)
+        random = SameRandomNumbers(mesh.get_group(), next(held, torch.device("cpu")))
+    attentions = {
+        n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)
+    }
+    for name, division in plan.divisions.items():
+        module: Any = model.get_submodule(name)
+        if name in attentions:
+            module.forward = MethodType(_heads(DividedHeads(mesh, random)), module)
+        elif name.rpartition(".")[0] not in attentions:  # its out_proj has no call of its own
+            make = _column if division.kind == "column" else _row
+            module.forward = MethodType(make(mesh, division), module)
+    for name in {*plan.regions, ""}:
+        region: Any = model.get_submodule(name)
+        wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
+        region.forward = MethodType(wrapped, region)
+    return placements
+
+
+def placements_of(model: nn.Module, plan: TensorPlan) -> dict[str, Placement]:
+    """How a plan divides each parameter, by its name; what is not in it stays whole."""
+    placements = {}
+    for name, division in plan.divisions.items():
+        for which, p in model.get_submodule(name).named_parameters(recurse=False):
+            path = f"{name}.{which}" if name else which
+            if division.kind == "column":
+                dim = int(division.transposed and p.dim() == 2)
+                parts = _IN_PROJECTIONS.get(which, division.parts)
+                placements[path] = Placement(dim, parts)
+            elif which == "weight":
+                placements[path] = Placement(int(not division.transposed))
+    return placements
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def _column(mesh: DeviceMesh, division: Division) -> Callable[..., DTensor]:
+    """The forward of a layer with this rank's part of the outputs."""
+
+    def forward(self: Any, input: torch.Tensor) -> DTensor:
+        if not DividedActivations.active():
+            raise HvkitError(
+                f"a {type(self).__name__} layer, of which each rank of a tensor group holds a "
+                "part, was called outside the forward of its model: call the model itself"
+            )
+        bias = getattr(self, "bias", None)
+        y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
+        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+
+    return forward
+
+
+def _row(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
+    """The forward of a layer with this rank's part of the inputs: all ranks get the sum."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        part = part_for_this_rank(input, mesh)
+        y = summed(_product(part, self.weight, None, division.transposed), mesh)
+        bias = getattr(self, "bias", None)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    return forward
+
+
+def _heads(divided: DividedHeads) -> Callable[..., Any]:
+    @functools.wraps(nn.MultiheadAttention.forward)
+    def forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        return divided(self, *args, **kwargs)
+
+    return forward
+
+
+def _inside(
+    module: nn.Module, activations: DividedActivations, random: SameRandomNumbers | None
+) -> Callable[..., Any]:
+    """The forward of a module in which activations are divided.
+
+    The whole model also draws the group's random numbers, and returns whole tensors. Modules
+    inside it need this for themselves: gradient checkpointing calls them during backward.
+    """
+    before: Any = vars(module).get("forward")
+    plain: Any = type(module).forward
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A bound method is that of the model it was copied from, where this is a copy.
+        if before is None or isinstance(before, MethodType):
+            run = functools.partial(plain if before is None else before.__func__, self)
+        else:
+            run = before
+        if activations.active():
+            return run(*args, **kwargs)
+        with ExitStack() as stack:
+            if random is not None:
+                stack.enter_context(random)
+            stack.enter_context(activations)
+            output = run(*args, **kwargs)
+        return gathered(output) if random is not None else output
+
+    return forward

@@ -1,0 +1,53 @@
+"""Which part of a parameter each rank of a tensor group holds: arithmetic without collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor is divided.
+
+    Attributes:
+        dim: along which.
+        parts: of the tensor that are divided each by itself: 3 for fused queries, keys and values,
+            of which a rank holds a share of each.
+    """
+
+    dim: int
+    parts: int = 1
+
+
+def part_of(whole: torch.Tensor, placement: Placement, index: int, ways: int) -> torch.Tensor:
+    """The part that one rank holds.
+
+    Args:
+        whole: a multiple of ``parts * ways`` long along ``placement.dim``.
+        index: of the rank in its tensor group.
+        ways: ranks of the group.
+
+    Returns:
+        A new tensor, contiguous, ``1 / ways`` as long.
+
+    Raises:
+        ValueError: the length is no such multiple.
+    """
+    length = whole.shape[placement.dim]
+    if length % (placement.parts * ways):
+        raise ValueError(
+            f"a tensor of shape {tuple(whole.shape)} cannot be divided along dimension "
+            f"{placement.dim} among {ways} ranks in {placement.parts} part(s): its length must be "
+            f"a multiple of {placement.parts * ways}"
+        )
+    pieces = whole.chunk(placement.parts * ways, placement.dim)
+    return torch.cat(pieces[index::ways], placement.dim)
+
+
+def whole_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
+    """The whole tensor, from the parts of all ranks in the order of their index."""
+    shares = [part.chunk(placement.parts, placement.dim) for part in parts]
+    return torch.cat([share[i] for i in range(placement.parts) for share in shares], placement.dim)

@@ -1,0 +1,335 @@
+"""Where an operation leaves the dimension by which an activation is divided.
+
+Tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053) divides the output of one linear
+layer by its last dimension, and lets each rank compute with its part until another linear layer
+sums over that dimension. In between each operation must treat the parts independently of each
+other. The rules here say for one operation whether it does, and which dimension of its output is
+then the divided one. An operation without a rule is not divided.
+
+A product may hold several tensors one after the other, as the queries, keys and values of an
+attention layer. Each rank then has its part of each of them: the layer is divided in ``parts``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+class Step(NamedTuple):
+    """What an operation does to a divided activation.
+
+    Attributes:
+        dim: of the output, by which it is divided.
+        parts: of the product in which the activation began: None where the operation is right for
+            any number of them; else the number that it needs.
+    """
+
+    dim: int
+    parts: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation, as the rules see it.
+
+    Attributes:
+        name: of the function.
+        args, kwargs: its arguments.
+        inputs: the tensors among them.
+        dims: for each input the dimension by which it is divided, or None.
+        outputs: the tensors it returned.
+        ways: among how many ranks.
+    """
+
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    inputs: Sequence[torch.Tensor]
+    dims: Sequence[int | None]
+    outputs: Sequence[torch.Tensor]
+    ways: int
+
+    @property
+    def first(self) -> tuple[torch.Tensor, int]:
+        """The first divided input, and its dimension."""
+        return next((t, d) for t, d in zip(self.inputs, self.dims, strict=True) if d is not None)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument that may have been passed by position or by name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def all_divided_alike(self) -> bool:
+        """Whether every input is divided, by the same dimension, in equal parts."""
+        return len({*self.dims}) == 1 and all(
+            t.shape[d] % self.ways == 0
+            for t, d in zip(self.inputs, self.dims, strict=True)
+            if d is not None
+        )
+
+
+Rule = Callable[[Call], "Step | str"]
+
+
+def follow(call: Call) -> Step | str:
+    """Where the divided dimension is after an operation; else why it cannot be divided."""
+    rule = _RULES.get(call.name)
+    if rule is None:
+        return f"{call.name}() has no rule by which it could be divided"
+    return rule(call)
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument: ``add_``, ``__iadd__``."""
+    return name.endswith("_") and (not name.endswith("__") or name in _IN_PLACE)
+
+
+def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> Step | None:
+    """The dimension of a view that holds dimension ``dim`` of what is viewed, or None.
+
+    >>> viewed((2, 7, 96), 2, (2, 7, 4, 24), ways=2)
+    Step(dim=2, parts=1)
+    >>> viewed((2, 7, 96), 2, (2, 7, 3, 4, 8), ways=2)
+    Step(dim=3, parts=3)
+    """
+    if before[dim] % ways:
+        return None
+    outer, inner = math.prod(before[:dim]), math.prod(before[dim:])
+    for new, length in enumerate(after):
+        if math.prod(after[:new]) != outer or math.prod(after[new:]) != inner or length == 1:
+            continue
+        if length % ways == 0:
+            same = length == before[dim]
+            return Step(new, None if same else 1)
+        if new + 1 < len(after) and after[new + 1] % ways == 0:
+            inside = math.prod(after[new:]) == before[dim]  # the parts make up this dimension alone
+            return Step(new + 1, length) if inside else None
+        return None
+    return None
+
+
+def _elementwise(call: Call) -> Step | str:
+    if call.name in ("dropout", "alpha_dropout") and call.argument(3, "inplace"):
+        return f"{call.name}() in place changes an activation that others may read"
+    out = call.outputs[0].dim()
+    places = {
+        d + out - t.dim() for t, d in zip(call.inputs, call.dims, strict=True) if d is not None
+    }
+    if len(places) > 1:
+        return f"{call.name}() combines activations divided by different dimensions"
+    (place,) = places
+    whole = [t for t, d in zip(call.inputs, call.dims, strict=True) if d is None]
+    meets_whole = any(
+        place - (out - t.dim()) >= 0 and t.shape[place - (out - t.dim())] != 1 for t in whole
+    )
+    if meets_whole and writes_in_place(call.name) and call.dims[0] is None:
+        return f"{call.name}() writes a divided activation into one that is whole"
+    # A whole tensor of that length is in the order of the whole, not of parts.
+    return Step(place, 1 if meets_whole else None)
+
+
+def _view(call: Call) -> Step | str:
+    tensor, dim = call.first
+    found = viewed(tensor.shape, dim, call.outputs[0].shape, call.ways)
+    if found is None:
+        return (
+            f"{call.name}() from {tuple(tensor.shape)} to {tuple(call.outputs[0].shape)} leaves "
+            f"no dimension that {call.ways} ranks could divide"
+        )
+    return found
+
+
+def _split(call: Call) -> Step | str:
+    tensor, dim = call.first
+    along = call.argument(2, "dim", 0) % tensor.dim()
+    if along != dim:
+        return Step(dim)
+    lengths = {each.shape[dim] for each in call.outputs}
+    if len(lengths) > 1 or lengths.pop() % call.ways:
+        shares = [each.shape[dim] for each in call.outputs]
+        return (
+            f"{call.name}() cuts the product into {shares}: hvkit divides equal shares that are "
+            f"multiples of the number of ranks ({call.ways})"
+        )
+    return Step(dim, len(call.outputs))
+
+
+def _unbind(call: Call) -> Step | str:
+    tensor, dim = call.first
+    along = call.argument(1, "dim", 0) % tensor.dim()
+    return _takes_apart(call) if along == dim else Step(dim - (along < dim))
+
+
+def _takes_apart(call: Call) -> str:
+    return f"{call.name}() takes the divided dimension apart"
+
+
+def _transpose(call: Call) -> Step | str:
+    tensor, dim = call.first
+    a, b = (call.argument(1 + i, name) % tensor.dim() for i, name in enumerate(("dim0", "dim1")))
+    return Step({a: b, b: a}.get(dim, dim))
+
+
+def _matrix_transpose(call: Call) -> Step | str:
+    tensor, dim = call.first
+    last = tensor.dim() - 1
+    return Step({last: last - 1, last - 1: last}.get(dim, dim))
+
+
+def _permute(call: Call) -> Step | str:
+    tensor, dim = call.first
+    dims = call.argument(1, "dims")
+    order = dims if isinstance(dims, Sequence) else call.args[1:]
+    return Step([each % tensor.dim() for each in order].index(dim))
+
+
+def _attention(call: Call) -> Step | str:
+    query, dim = call.first
+    mask = call.argument(3, "attn_mask")
+    three = Call(call.name, (), {}, call.inputs[:3], call.dims[:3], call.outputs, call.ways)
+    if mask is not None and call.dims[3] is not None:
+        return f"{call.name}() has a mask that depends on a divided activation"
+    if not three.all_divided_alike() or dim >= query.dim() - 2:
+        return f"{call.name}() has heads that {call.ways} ranks cannot divide"
+    return Step(dim, 1)
+
+
+def _matmul(call: Call) -> Step | str:
+    tensor, dim = call.first
+    if len({t.dim() for t in call.inputs}) == 1 and call.all_divided_alike():
+        if dim < tensor.dim() - 2:
+            return Step(dim, 1)
+    elif call.dims[1:] == [None] and call.inputs[1].dim() == 2 and dim < tensor.dim() - 1:
+        return Step(dim, 1)
+    return f"{call.name}() sums over the divided dimension, and its other factor is no layer's"
+
+
+def _along_another(call: Call) -> Step | str:
+    """An operation along one dimension or several, which must not be the divided one."""
+    tensor, dim = call.first
+    along = call.argument(1, "dim")
+    if along is None or isinstance(along, bool):
+        return f"{call.name}() combines all elements"
+    dims = [each % tensor.dim() for each in (along if isinstance(along, Sequence) else [along])]
+    if dim in dims:
+        return f"{call.name}() combines elements along the divided dimension"
+    if call.outputs[0].dim() == tensor.dim():
+        return Step(dim)
+    return Step(dim - sum(each < dim for each in dims))
+
+
+def _normalize(call: Call) -> Step | str:
+    tensor, dim = call.first
+    shape = call.argument(1, "normalized_shape")
+    if dim >= tensor.dim() - len(shape) or any(d is not None for d in call.dims[1:]):
+        return f"{call.name}() combines elements along the divided dimension"
+    return Step(dim, 1)
+
+
+def _concatenate(call: Call) -> Step | str:
+    _, dim = call.first
+    kept = [(t, d) for t, d in zip(call.inputs, call.dims, strict=True) if t.shape != (0,)]
+    if {d for _, d in kept} != {dim}:
+        return f"{call.name}() combines a divided activation with one that is whole"
+    along = call.argument(1, "dim", 0) % kept[0][0].dim()
+    return _takes_apart(call) if along == dim else Step(dim, 1)
+
+
+def _expand(call: Call) -> Step | str:
+    tensor, dim = call.first
+    new = dim + call.outputs[0].dim() - tensor.dim()
+    same = call.outputs[0].shape[new] == tensor.shape[dim]
+    return Step(new, 1) if same else _takes_apart(call)
+
+
+def _unsqueeze(call: Call) -> Step | str:
+    _, dim = call.first
+    at = call.argument(1, "dim") % call.outputs[0].dim()
+    return Step(dim + (at <= dim))
+
+
+def _squeeze(call: Call) -> Step | str:
+    tensor, dim = call.first
+    along = call.argument(1, "dim")
+    gone = range(tensor.dim()) if along is None else tree_leaves(along)
+    lost = {each % tensor.dim() for each in gone if tensor.shape[each] == 1}
+    return Step(dim - sum(each < dim for each in lost))
+
+
+def _index(call: Call) -> Step | str:
+    tensor, dim = call.first
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if any(isinstance(each, torch.Tensor | list | bool) for each in index):
+        return f"{call.name}() picks elements by a tensor"
+    used = sum(each is not None and each is not Ellipsis for each in index)
+    rest = [slice(None)] * (tensor.dim() - used)
+    at = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
+    full = [*index[:at], *rest, *index[at + 1 :]]
+    old = new = 0
+    for each in full:
+        if each is None:
+            new += 1
+            continue
+        if old == dim:
+            whole = isinstance(each, slice) and each.indices(tensor.shape[dim]) == (
+                0,
+                tensor.shape[dim],
+                1,
+            )
+            return Step(new, None) if whole else _takes_apart(call)
+        old += 1
+        new += isinstance(each, slice)
+    raise AssertionError("every dimension of a tensor has an index")
+
+
+def _keeps_shape(call: Call) -> Step | str:
+    """``pad``, ``repeat_interleave`` and others that change other dimensions only."""
+    tensor, dim = call.first
+    out = call.outputs[0]
+    if out.dim() == tensor.dim() and out.shape[dim] == tensor.shape[dim]:
+        return Step(dim, 1)
+    return _takes_apart(call)
+
+
+_NAMES = """
+    abs add addcmul celu clamp clip cos div dropout elu erf exp float full_like gelu
+    hardsigmoid hardswish hardtanh leaky_relu lerp log1p logsigmoid masked_fill maximum
+    minimum mish mul multiply nan_to_num neg ones_like pow reciprocal relu relu6 rsqrt rsub
+    selu sigmoid silu sin softplus softsign sqrt square sub subtract tanh tanhshrink
+    true_divide where zeros_like
+"""
+_OPERATORS = ("add", "sub", "mul", "truediv", "pow")
+_IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
+_ELEMENTWISE = [
+    *(each for name in _NAMES.split() for each in (name, f"{name}_")),
+    *(f"__{kind}{name}__" for kind in ("", "r") for name in _OPERATORS),
+    *_IN_PLACE,
+    *("__neg__", "contiguous", "clone", "to", "type", "type_as", "half", "bfloat16", "double"),
+    *("alpha_dropout", "cuda", "cpu", "detach", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("__lt__", "__gt__", "__le__", "__ge__"),
+]
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(("view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"), _view),
+    **dict.fromkeys(("split", "chunk", "tensor_split", "split_with_sizes"), _split),
+    "unbind": _unbind,
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
+    **dict.fromkeys(("mT", "T", "t"), _matrix_transpose),
+    "permute": _permute,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), _matmul),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum"), _along_another),
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std"), _along_another),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
+    **dict.fromkeys(("expand", "expand_as"), _expand),
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "__getitem__": _index,
+    **dict.fromkeys(("pad", "repeat_interleave", "roll"), _keeps_shape),
+}

@@ -1,0 +1,423 @@
+"""PyTorch: models whose linear layers are divided among the ranks of a tensor group."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from mesh_models import CNN, GPT, MLP, Encoder, LearntInside, Llama, ResNet, SkipNet, gpt_of_conv1d
+from ranks import error_of, same_on_all_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hvkit
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import whole_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
+
+pytestmark = pytest.mark.usefixtures("torch_distributed")
+
+
+def ids(batch=4, length=8):
+    return torch.randint(64, (batch, length))
+
+
+def vectors(batch=6):
+    return torch.randn(batch, 20, dtype=torch.float64)
+
+
+def sequences(batch=3, length=5):
+    return torch.randn(batch, length, 20, dtype=torch.float64)
+
+
+def images(batch=4):
+    return torch.randn(batch, 1, 16, 16, dtype=torch.float64)
+
+
+def divided(model, *args, words=None, **kwargs):
+    """A copy of a model that all ranks divide; the plan, and how its parameters are divided."""
+    model = copy.deepcopy(model)
+    plan = prove(model, args, kwargs, hvkit.size(), words)
+    return model, plan, divide(model, plan, init_device_mesh("cpu", (hvkit.size(),)))
+
+
+def whole(model, placements, read=lambda p: p.detach()):
+    """All parameters of a divided model, whole; a collective."""
+    found = {}
+    for name, p in model.named_parameters():
+        mine = read(p).contiguous()
+        if name in placements:
+            parts = [torch.empty_like(mine) for _ in range(hvkit.size())]
+            dist.all_gather(parts, mine)
+            mine = whole_of(parts, placements[name])
+        found[name] = mine
+    return found
+
+
+def train(model, batches, optimizer=None):
+    """Losses, and by parameter the largest gradient of each element."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), 0.01)
+    losses, largest = [], {}
+    for x in batches:
+        optimizer.zero_grad()
+        y = model(x)
+        loss = y.square().mean() + y.flatten()[::7].mean()
+        loss.backward()
+        for name, p in model.named_parameters():
+            seen = largest.get(name, torch.zeros_like(p))
+            largest[name] = torch.maximum(seen, p.grad.abs())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, largest
+
+
+def furthest(found, model, largest):
+    """Largest difference to a model's weights; not where gradients are zero but for rounding.
+
+    AdamW makes steps of the learning rate from them, of either sign.
+    """
+    differences = [
+        (found[name] - p.detach())[largest[name] > 1e-12].abs()
+        for name, p in model.named_parameters()
+    ]
+    return max(float(each.max()) for each in differences if each.numel())
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "share"),
+    [
+        pytest.param(GPT, ids, 0.89, id="GPT"),
+        pytest.param(
+            lambda: GPT(tied=False, fused=False), ids, 0.83, id="GPT, untied, own attention"
+        ),
+        pytest.param(gpt_of_conv1d, ids, 0.89, id="GPT of Conv1D"),
+        pytest.param(Llama, ids, 0.78, id="Llama"),
+        pytest.param(lambda: Llama(head_norm=True), ids, 0.78, id="Qwen"),
+        pytest.param(LearntInside, sequences, 0.91, id="parameters inside"),
+        pytest.param(Encoder, sequences, 0.92, id="nn.TransformerEncoder"),
+        pytest.param(MLP, vectors, 0.82, id="MLP"),
+        pytest.param(SkipNet, vectors, 0.46, id="net with skips"),
+        pytest.param(CNN, images, 0.65, id="CNN"),
+        pytest.param(ResNet, images, 0.0, id="ResNet"),
+    ],
+)
+def test_weights_are_those_of_one_process(make, batch, share):
+    reference = make().double()
+    batches = [batch() for _ in range(20)]
+    model, plan, placements = divided(reference, batches[0])
+    assert plan.share == pytest.approx(share, abs=0.005)
+    sizes = [sum(p.numel() for p in each.parameters()) for each in (model, reference)]
+    rest = 1 - plan.share + plan.share / hvkit.size()
+    assert sizes[0] / sizes[1] == pytest.approx(rest, abs=0.005)
+    losses, _ = train(model, batches)
+    expected, largest = train(reference, batches)
+    assert losses == pytest.approx(expected, abs=1e-13)
+    assert furthest(whole(model, placements), reference, largest) <= 1e-11
+    undivided = [p.detach() for n, p in model.named_parameters() if n not in placements]
+    assert same_on_all_ranks(p.numpy() for p in undivided)
+    buffers = zip(model.buffers(), reference.buffers(), strict=True)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in buffers)
+
+
+def test_parameters_are_the_same_plain_objects_for_an_optimizer_made_before():
+    reference = MLP().double()
+    model = copy.deepcopy(reference)
+    before = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    batches = [vectors() for _ in range(3)]
+    plan = prove(model, (batches[0],), {}, hvkit.size())
+    placements = divide(model, plan, init_device_mesh("cpu", (hvkit.size(),)))
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    train(model, batches, optimizer)
+    _, largest = train(reference, batches)
+    assert furthest(whole(model, placements), reference, largest) <= 1e-11
+
+
+def test_gradients_and_outputs_are_plain_and_whole():
+    reference = GPT().double()
+    x = ids()
+    model, _, placements = divided(reference, x)
+    for each in (model, reference):
+        y = each(x)
+        assert type(y) is torch.Tensor
+        y.square().sum().backward()
+    gradients = whole(model, placements, lambda p: p.grad)
+    for name, p in reference.named_parameters():
+        assert type(model.get_parameter(name).grad) is torch.Tensor
+        assert torch.allclose(gradients[name], p.grad, rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation(context):
+    x, padding = sequences(), torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 5])
+    reference = Encoder(dropout=0.1).double().eval()
+    model, _, _ = divided(reference, x)
+    with context():
+        assert torch.allclose(model(x), reference(x), atol=1e-12)
+        assert torch.allclose(model(x, padding), reference(x, padding), atol=1e-12)
+
+
+def test_a_copy_has_weights_of_its_own():
+    x = vectors()
+    model, _, _ = divided(MLP().double(), x)
+    expected = model(x)
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert torch.equal(average(x), expected)
+
+
+def test_the_arguments_of_the_forward_can_still_be_read():
+    model, _, _ = divided(GPT().double(), ids())
+    assert list(inspect.signature(model.forward).parameters) == ["ids", "targets"]
+
+
+def test_autocast():
+    x = ids()
+    reference = GPT()
+    model, _, _ = divided(reference, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = model(x), reference(x)
+    assert y.dtype == expected.dtype
+    assert torch.allclose(y, expected, atol=0.05)
+    y.float().sum().backward()
+
+
+ATTENTION = {
+    "weights": ({}, {}),
+    "weights of each head": ({}, {"average_attn_weights": False}),
+    "no weights": ({}, {"need_weights": False}),
+    "length first": ({"batch_first": False}, {"need_weights": False}),
+    "no bias": ({"bias": False}, {"need_weights": False}),
+    "other keys": ({"kdim": 12, "vdim": 20}, {}),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+@pytest.mark.parametrize("mask", [None, "added", "boolean", "of each head"])
+def test_multihead_attention(case, mask):
+    options, call = ATTENTION[case]
+    length = 5
+    reference = nn.MultiheadAttention(16, 4, **{"batch_first": True, **options}).double()
+    first = reference.batch_first
+    q, k, v = (
+        torch.randn((3, n, d) if first else (n, 3, d), dtype=torch.float64)
+        for n, d in ((4, 16), (length, reference.kdim), (length, reference.vdim))
+    )
+    if mask is not None:
+        shape = (12, 4, length) if mask == "of each head" else (4, length)
+        call = {**call, "attn_mask": torch.randn(shape, dtype=torch.float64)}
+        if mask == "boolean":
+            call["attn_mask"] = call["attn_mask"] > 0.5
+            call["attn_mask"][:, 0] = False
+        call["key_padding_mask"] = torch.zeros(3, length, dtype=torch.bool)
+        call["key_padding_mask"][1, -1] = True
+        if mask != "boolean":
+            call["key_padding_mask"] = (
+                torch.zeros(3, length).double().masked_fill(call["key_padding_mask"], float("-inf"))
+            )
+    model, plan, placements = divided(reference, q, k, v, **call)
+    assert plan.share > 0.9
+    for each in (model, reference):
+        y, weights = each(q, k, v, **call)
+        (y.square().sum() + (0 if weights is None else weights.square().sum())).backward()
+    y, weights = model(q, k, v, **call)
+    expected, expected_weights = reference(q, k, v, **call)
+    assert torch.allclose(y, expected, atol=1e-12)
+    assert (weights is None) == (expected_weights is None)
+    assert weights is None or torch.allclose(weights, expected_weights, atol=1e-12)
+    gradients = whole(model, placements, lambda p: p.grad)
+    for name, p in reference.named_parameters():
+        assert torch.allclose(gradients[name], p.grad, atol=1e-10), name
+
+
+def test_multihead_attention_without_a_batch():
+    reference = nn.MultiheadAttention(16, 4).double()
+    x = torch.randn(5, 16, dtype=torch.float64)
+    model, _, _ = divided(reference, x, x, x)
+    for got, expected in zip(model(x, x, x), reference(x, x, x), strict=True):
+        assert torch.allclose(got, expected, atol=1e-12)
+
+
+def dropouts():
+    """Dropout on activations that all ranks hold, before and after a pair."""
+    layers = nn.Dropout(0.3), nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10), nn.Dropout(0.3)
+    return nn.Sequential(*layers).double()
+
+
+def test_dropout_of_whole_activations_is_that_of_one_process():
+    reference = dropouts()
+    batches = [vectors() for _ in range(5)]
+    torch.manual_seed(1 + hvkit.rank())
+    model, _, placements = divided(reference, batches[0])
+    train(model, batches)
+    own = torch.rand(())
+    assert len(set(hvkit.allgather(own.item()))) == hvkit.size()
+    torch.manual_seed(1)
+    _, largest = train(reference, batches)
+    assert furthest(whole(model, placements), reference, largest) <= 1e-11
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"), [(lambda: GPT(dropout=0.2), ids), (lambda: Encoder(dropout=0.2), sequences)]
+)
+def test_ranks_seeded_differently_keep_the_same_weights(make, batch):
+    reference = make().double()
+    batches = [batch() for _ in range(5)]
+    torch.manual_seed(1 + hvkit.rank())
+    model, _, placements = divided(reference, batches[0])
+    losses, _ = train(model, batches)
+    assert hvkit.allgather(losses) == [losses] * hvkit.size()
+    undivided = [p.detach() for n, p in model.named_parameters() if n not in placements]
+    assert same_on_all_ranks(p.numpy() for p in undivided)
+
+
+def test_ranks_drop_different_elements_of_their_parts():
+    kept = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(20, 64), nn.Linear(64, 10)
+
+        def forward(self, x):
+            h = F.dropout(self.first(x), 0.5)
+            if isinstance(h, DTensor):
+                kept.append((h.to_local() != 0).tolist())
+            return self.second(h)
+
+    x = vectors()
+    model, _, _ = divided(Net().double(), x)
+    model(x)
+    model(x)
+    assert len({str(each) for rank in hvkit.allgather(kept) for each in rank}) == 2 * hvkit.size()
+
+
+class Checkpointed(GPT):
+    """Computes each block again during backward."""
+
+    def forward(self, x):
+        h = self.drop(self.wte(x))
+        for block in self.h:
+            h = checkpoint(block, h, use_reentrant=False) if self.again else block(h)
+        return self.lm_head(self.ln_f(h))
+
+
+def test_gradient_checkpointing_drops_the_same_elements_again():
+    reference = Checkpointed(dropout=0.2).double()
+    x, gradients = ids(), []
+    for again in (False, True):
+        reference.again = again
+        torch.manual_seed(3 + hvkit.rank())
+        model, plan, _ = divided(reference, x)
+        assert len(plan.divisions) == 8
+        model(x).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+WORDS = {
+    "some pairs, and the last layer": {
+        "h.*.mlp.0": "colwise",
+        "h.*.mlp.2": RowwiseParallel(),
+        "h.0.attn.c_attn": ColwiseParallel(),
+        "h.0.attn.c_proj": "rowwise",
+        "lm_head": "colwise",
+    },
+    "halves of pairs": {"h.0.mlp.0": "colwise", "h.1.mlp.2": "rowwise"},
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_a_plan_in_words_of_parallelize_module(words):
+    reference = GPT(tied=False).double()
+    batches = [ids() for _ in range(5)]
+    model, plan, placements = divided(reference, batches[0], words=words)
+    assert len(plan.divisions) == (7 if "lm_head" in words else 2)
+    assert type(model(batches[0])) is torch.Tensor
+    train(model, batches)
+    _, largest = train(reference, batches)
+    assert furthest(whole(model, placements), reference, largest) <= 1e-11
+
+
+class KeyCache:
+    """Starts empty, as that of Hugging Face."""
+
+    def __init__(self):
+        self.keys = torch.tensor([], dtype=torch.float64)
+
+    def update(self, keys):
+        self.keys = torch.cat([self.keys, keys], dim=-2)
+        return self.keys
+
+
+class Decoder(nn.Module):
+    """One attention layer, called again with the keys of earlier calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(20, 32), nn.Linear(20, 32)
+        self.out = nn.Linear(32, 10)
+
+    def forward(self, x, cache=None):
+        cache = cache or KeyCache()
+        q, k = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k))
+        k = cache.update(k)
+        y = F.scaled_dot_product_attention(q, k, k)
+        return {"y": self.out(y.transpose(1, 2).flatten(2)), "cache": cache}
+
+
+def test_a_cache_of_keys():
+    reference = Decoder().double()
+    x = sequences()
+    model, plan, _ = divided(reference, x)
+    assert set(plan.divisions) == {"q", "k", "out"}
+    first, expected = model(x), reference(x)
+    for _ in range(2):
+        assert torch.allclose(first["y"], expected["y"], atol=1e-12)
+        first, expected = model(x, first["cache"]), reference(x, expected["cache"])
+    assert first["cache"].keys.to_local().shape == (3, 4 // hvkit.size(), 15, 8)
+    first["y"].sum().backward()
+
+
+def test_bytes_sent_are_the_sums_of_activations():
+    x = ids(batch=2, length=8)
+    model, _, _ = divided(GPT(layers=3, width=32).double(), x)
+    before = hvkit.traffic().get("activations", (0, 0))
+    model(x).sum().backward()
+    sent = hvkit.traffic()["activations"]
+    sums = 3 * 2 * 2  # layers; attention and MLP; forward and backward
+    assert sent[1] - before[1] == sums
+    each = 2 * (hvkit.size() - 1) * (2 * 8 * 32 * 8) // hvkit.size()
+    assert sent[0] - before[0] == sums * each
+
+
+def test_layers_that_take_the_same_activation_share_one_sum():
+    x = ids()
+    model, _, _ = divided(Llama(layers=1).double(), x)
+    before = hvkit.traffic().get("activations", (0, 0))[1]
+    model(x).sum().backward()
+    assert hvkit.traffic()["activations"][1] - before == 4
+
+
+def test_a_layer_outside_the_forward_of_its_model():
+    model, _, _ = divided(MLP().double(), vectors())
+    kind, text = error_of(lambda: model[0](vectors()))
+    assert kind is hvkit.HvkitError
+    assert "call the model itself" in text
+
+
+def test_a_mesh_of_another_size():
+    model = MLP().double()
+    plan = prove(model, (vectors(),), {}, 16)
+    mesh = init_device_mesh("cpu", (hvkit.size(),))
+    kind, text = error_of(lambda: divide(model, plan, mesh))
+    assert kind is ValueError
+    assert f"among 16 ranks, and the mesh has the shape ({hvkit.size()},)" in text
