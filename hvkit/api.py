@@ -78,6 +78,7 @@ def distribute(
     microbatches: int | None = None,
     schedule: str = "GPipe",
     stages: Sequence[str] | str = "flops",
+    plan: Mapping[str, Any] | None = None,
     _group: Group | None = None,
 ) -> tuple[Model, Optimizers]:
     """Train this model with its optimizer on all ranks together.
@@ -121,6 +122,8 @@ def distribute(
             mean over samples.
         stages: the modules after which to cut a pipeline, ``["blocks.3"]``; or what to balance,
             ``"flops"`` or ``"bytes"`` of weights.
+        plan: which linear layers ranks along the tensor axis divide, by name:
+            ``{"*.fc1": "colwise", "*.fc2": "rowwise"}``; None for all that hvkit proves it can.
 
     Returns:
         The same model and optimizer objects (or the lists) that were passed in.
@@ -164,7 +167,7 @@ def distribute(
         _refuse_contradictions(options)
         if not group.is_all_ranks:
             _refuse_in_group(options, engine, monitor)
-        in_mesh = _mesh_options(mesh, microbatches, schedule, stages)
+        in_mesh = _mesh_options(mesh, microbatches, schedule, stages, plan)
         if in_mesh:
             _refuse_in_mesh(in_mesh, options, monitor)
         if monitor is not None and not isinstance(monitor, Monitor):
@@ -343,14 +346,18 @@ def _refuse_in_group(options: Options, engine: str | None, monitor: Monitor | No
 
 
 def _mesh_options(
-    mesh: Mesh | None, microbatches: int | None, schedule: str, stages: Sequence[str] | str
+    mesh: Mesh | None,
+    microbatches: int | None,
+    schedule: str,
+    stages: Sequence[str] | str,
+    plan: Mapping[str, Any] | None,
 ) -> MeshOptions | None:
     """What was passed about a mesh; None if nothing.
 
     Raises:
         TypeError, ValueError: a wrong value, or one that needs a mesh.
     """
-    given = {"microbatches": microbatches, "schedule": schedule, "stages": stages}
+    given = {"microbatches": microbatches, "schedule": schedule, "stages": stages, "plan": plan}
     if mesh is None:
         for name, value in given.items():
             if value not in (None, "GPipe", "flops"):
@@ -376,6 +383,7 @@ def _mesh_options(
         check_count("microbatches", count),
         schedule,
         stages if isinstance(stages, str) else tuple(stages),
+        plan,
     )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hvkit import runtime
 from hvkit.communication.division import allow_groups
@@ -208,12 +208,14 @@ class MeshOptions:
         microbatches: parts of a batch that follow each other through a pipeline.
         schedule: in which order.
         stages: where to cut, or what to balance.
+        plan: which layers ranks of the tensor axis divide; None for all that can be.
     """
 
     position: MeshPosition = dataclasses.field(repr=False)
     microbatches: int
     schedule: str
     stages: tuple[str, ...] | str
+    plan: Mapping[str, Any] | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -15,29 +15,25 @@ def adamw(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
 
 
-def parts(pipeline=2):
-    """How many parts a global batch has."""
-    return hvkit.size() // pipeline
+def parts(together=2):
+    """How many parts a global batch has, if so many ranks hold a model together."""
+    return hvkit.size() // together
 
 
-def part(batch, number):
-    """A part of each tensor of a global batch."""
-    return [t[number :: parts()] for t in batch]
+def of_this_rank(data, together=2):
+    """This rank's part of each tensor of global batches."""
+    number, count = hvkit.rank() // together, parts(together)
+    return [[t[number::count] for t in batch] for batch in data]
 
 
-def of_this_rank(data):
-    return [part(batch, hvkit.rank() // 2) for batch in data]
-
-
-def tokens(steps=20, rows=8, length=16):
+def tokens(steps=20, rows=16, length=16):
     generator = torch.Generator().manual_seed(1)
-    shape = steps, 2, rows * parts(), length
+    shape = steps, 2, rows, length
     return list(torch.randint(0, 64, shape, generator=generator))
 
 
-def vectors(steps=20, rows=8, shape=(20,)):
+def vectors(steps=20, rows=16, shape=(20,)):
     generator = torch.Generator().manual_seed(1)
-    rows = rows * parts()
     return [
         (
             torch.randn(rows, *shape, generator=generator),
@@ -47,7 +43,7 @@ def vectors(steps=20, rows=8, shape=(20,)):
     ]
 
 
-def images(steps=20, rows=8):
+def images(steps=20, rows=16):
     return vectors(steps, rows, (1, 8, 8))
 
 
@@ -73,21 +69,22 @@ class InMicroBatches:
 
     Args:
         count: micro-batches of each part.
+        together: ranks that hold a model.
     """
 
-    def __init__(self, model, count=MICROBATCHES):
-        self.model, self.count = model, count
+    def __init__(self, model, count=MICROBATCHES, together=2):
+        self.model, self.count, self.parts = model, count, parts(together)
         self.parameters = model.parameters
 
     def __call__(self, x):
         outputs = torch.empty(0)
-        for number in range(parts()):
-            mine = x[number :: parts()]
+        for number in range(self.parts):
+            mine = x[number :: self.parts]
             sizes = sizes_of(len(mine), min(self.count, len(mine)))
             rows = torch.cat([self.model(each) for each in mine.split(sizes)])
             if not len(outputs):
                 outputs = rows.new_empty((len(x), *rows.shape[1:]))
-            outputs = outputs.index_put((torch.arange(number, len(x), parts()),), rows)
+            outputs = outputs.index_put((torch.arange(number, len(x), self.parts),), rows)
         return outputs
 
 
@@ -112,19 +109,36 @@ def whole_state(model, *optimizers):
     return {}
 
 
-def difference(found, expected):
-    """The largest difference of tensors by name, the same on every rank."""
-    mine = found and max(float((found[n] - t).abs().max()) for n, t in expected.items())
-    return hvkit.broadcast(mine)
+def difference(found, expected, counted=()):
+    """The largest difference of tensors by name, the same on every rank.
+
+    Args:
+        counted: by name, which elements count; all if there is no entry.
+    """
+    apart = {n: (found[n] - t).abs().double() for n, t in expected.items()} if found else {}
+    mine = [d[counted[n]] if n in counted else d for n, d in apart.items()]
+    return hvkit.broadcast(max((float(d.max()) for d in mine if d.numel()), default=0.0))
 
 
-def differences(make, data, *, optimizer=adamw, loss_of=cross_entropy, prepare=None, **options):
+def with_gradients(model, optimizer):
+    """By name, the elements of parameters whose gradient is more than rounding.
+
+    AdamW makes steps of full length of the others, as of the bias of keys in attention.
+    """
+    state = {n: optimizer.state.get(p, {}) for n, p in model.named_parameters()}
+    return {n: s["exp_avg_sq"] > 1e-20 for n, s in state.items() if "exp_avg_sq" in s}
+
+
+def differences(
+    make, data, *, optimizer=adamw, loss_of=cross_entropy, prepare=None, together=2, **options
+):
     """Of weights, losses and norms from those of one process, after some steps.
 
     Args:
         make: a model.
         data: global batches.
         prepare: called with the model first.
+        together: ranks that hold a model.
         options: of ``hvkit.distribute``, in place of a mesh with a pipeline of two ranks.
     """
     torch.manual_seed(0)
@@ -136,14 +150,16 @@ def differences(make, data, *, optimizer=adamw, loss_of=cross_entropy, prepare=N
         if prepare:
             prepare(each)
     options = {"mesh": hvkit.Mesh(pipeline=2), "microbatches": MICROBATCHES} | options
-    alone = InMicroBatches(reference, options["microbatches"])
-    expected = train(alone, optimizer(reference), data, loss_of)
+    alone = InMicroBatches(reference, options["microbatches"] or 1, together)
+    its = optimizer(reference)
+    expected = train(alone, its, data, loss_of)
     model, own = hvkit.distribute(model, optimizer(model), **options)
-    found = train(model, own, of_this_rank(data), loss_of)
+    found = train(model, own, of_this_rank(data, together), loss_of)
     pairs = list(zip(found, expected, strict=True))
     losses = [hvkit.average(loss) - theirs for (loss, _), (theirs, _) in pairs]
     norms = [norm - theirs for (_, norm), (_, theirs) in pairs]
     # Batch norm of several parts has the mean of their statistics.
-    of_one = reference.state_dict() if parts() == 1 else dict(reference.named_parameters())
-    weights = difference(whole_state(model, own), of_one)
+    alike = parts(together) == 1
+    of_one = reference.state_dict() if alike else dict(reference.named_parameters())
+    weights = difference(whole_state(model, own), of_one, with_gradients(reference, its))
     return weights, max(map(abs, losses)), max(map(abs, norms))

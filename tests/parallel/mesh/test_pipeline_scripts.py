@@ -318,7 +318,7 @@ def test_a_rank_with_another_batch_is_named():
 
 
 def test_bytes_between_stages():
-    rows, length, width = 8, 16, 32
+    rows, length, width = 16 // parts(), 16, 32
     model, own = distributed(SMALL())
     data = of_this_rank(tokens(3))
     train(model, own, data[:2])

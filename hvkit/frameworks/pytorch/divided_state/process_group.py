@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,6 +90,23 @@ def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     return init_device_mesh(kind, shape, mesh_dim_names=names)
 
 
+@functools.cache
+def _groups_of(rows: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+    start()
+    divide: Any = dist.new_subgroups_by_enumeration
+    mine: dist.ProcessGroup = divide([list(row) for row in rows])[0]
+    return mine
+
+
+def group_of(rows: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+    """This rank's group, of some that hold each rank once; a collective, the first time.
+
+    Raises:
+        LaunchError: as ``start``.
+    """
+    return _groups_of(tuple(rows))
+
+
 def started() -> bool:
     """Whether ``torch.distributed`` is the one that ``start`` has started."""
     return start.cache_info().currsize > 0
@@ -107,3 +126,4 @@ def stop() -> None:
         dist.destroy_process_group()
     start.cache_clear()
     device_mesh.cache_clear()
+    _groups_of.cache_clear()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from hvkit.communication.traffic import count, of_allreduce
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
-from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run, tensors_in
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, dry_run, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     GradientsOfAllRanks,
     watch_overflows,
@@ -30,6 +31,7 @@ from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
 from hvkit.frameworks.pytorch.model_parallel.parts import (
     LoadedBefore,
     ModelParts,
+    Shares,
     drop,
     gathered,
 )
@@ -48,10 +50,13 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     V_SHAPED,
     ScheduledPipeline,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
 from hvkit.frameworks.pytorch.refusals import mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.mesh import AXES, MeshOptions
+from hvkit.mesh import AXES, Axis, MeshOptions, rows
 
 
 class ParallelModel:
@@ -64,8 +69,8 @@ class ParallelModel:
         device: for this rank's part.
         name: the same on every rank, and no other model's.
         train: called when the model is divided, with this rank's parameters by name, and the
-            normalisation layers of its stages; returns what to call before each backward pass,
-            which returns what to call after it.
+            normalisation layers of its stages. In a pipeline it returns what to call before each
+            backward pass, which returns what to call after it.
         recipe: what makes the parameters; None if they are there.
     """
 
@@ -82,24 +87,28 @@ class ParallelModel:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
         self._train = train
-        self._groups = process_group.device_mesh(
+        self._axes = process_group.device_mesh(
             device.type, tuple(getattr(options.mesh, axis) for axis in AXES), AXES
         )
-        self._group = self._groups["pipeline"].get_group()
-        links = StageLinks(self._group, dist.get_process_group_ranks(self._group), device, name)
-        self._links = links
-        self._pipeline: Pipeline | ScheduledPipeline | None = None
+        self._links = self._links_of("pipeline")
+        # The ranks that compute on the same batch.
+        self._together = self._links_of("pipeline", "tensor")
+        self._run: Callable[[Any, Any], Any] | None = None
         self._parts: ModelParts | None = None
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._passes = 0
         self._recipe = recipe
         self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
-        self._own_forward = model.forward
         for p in model.parameters():
             mark_in_mesh(p)
         vars(model)["forward"] = self._forward
         vars(model)["__deepcopy__"] = self._refuse_copy
+
+    def _links_of(self, *axes: Axis) -> StageLinks:
+        group = process_group.group_of(rows(self._options.mesh, *axes))
+        ranks = self._options.position.members(*axes)
+        return StageLinks(group, ranks, self._device, self._name)
 
     def _refuse_copy(self, memo: Any) -> Any:
         raise ValueError(
@@ -110,15 +119,15 @@ class ParallelModel:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._passes += 1
-        self._links.step = self._passes
+        self._links.step = self._together.step = self._passes
         with self._links.in_call():
             self._require_same_batch(args, kwargs)
-            if self._pipeline is None:
-                self._pipeline = self._divide(args, kwargs)
-            return self._pipeline(args, kwargs)
+            if self._run is None:
+                self._run = self._divide(args, kwargs)
+            return self._run(args, kwargs)
 
     def _require_same_batch(self, args: Any, kwargs: Any) -> None:
-        """Raise on every rank unless all have the same batch; a collective of the pipeline.
+        """Raise on every rank unless all that compute together have the same batch; a collective.
 
         Raises:
             RanksDisagreeError: names the rank.
@@ -127,9 +136,9 @@ class ParallelModel:
         tensors = tensors_in((args, kwargs))
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise ValueError(
-                "an input of a model in a pipeline requires a gradient, which only the rank of the "
-                "first stage could compute: pass one module that contains both models to "
-                "hvkit.distribute, or detach the input"
+                "an input of a model in a mesh requires a gradient, which only some ranks could "
+                "compute: pass one module that contains both models to hvkit.distribute, or detach "
+                "the input"
             )
         mine = [
             self._passes,
@@ -140,24 +149,58 @@ class ParallelModel:
         # Numbers on a GPU are compared less often, because the host waits for them.
         often = self._passes & (self._passes - 1) == 0
         content = [checksum(t) for t in tensors if often or not t.is_cuda]
-        found = self._links.gather_numbers([_hash_of(mine), _hash_of(content)], self._group)
+        found = self._together.gather_numbers([_hash_of(mine), _hash_of(content)])
         for rank, theirs in enumerate(found.tolist()):
             if theirs != found[0].tolist():
                 what = "makes another call" if theirs[0] != found[0, 0] else "gets another batch"
-                ranks = self._links.ranks
+                ranks = self._together.ranks
                 raise RanksDisagreeError(
-                    f"forward pass {self._passes} of the pipeline of {ranks_text(ranks)}: rank "
-                    f"{ranks[rank]} {what} than rank {ranks[0]}. Ranks of one pipeline must "
-                    "get the same batches in the same order: divide data with "
+                    f"forward pass {self._passes} of {ranks_text(ranks)}, which hold one model "
+                    f"together: rank {ranks[rank]} {what} than rank {ranks[0]}. They must get the "
+                    "same batches in the same order: divide data with "
                     "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
                 )
 
-    def _divide(self, args: Any, kwargs: Any) -> Pipeline | ScheduledPipeline:
-        """Keep this rank's part of the model, and give up the rest."""
+    def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
+        """Keep this rank's part of the model, give up the rest, and return what runs it."""
         model, options = self._model, self._options
         first = divided(args, kwargs, options.microbatches)[0]
-        vars(model).pop("forward")
+        del vars(model)["forward"]
         found = dry_run(model, first.args, first.kwargs, self._device)
+        plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
+        stages = self._stages_of(outside_divided_layers(found, plan))
+        if options.position.rank == 0:
+            self._say(stages, plan)
+        rank = options.position.along("pipeline")
+        own = self._take_part(stages, rank)
+        placements: Mapping[str, Placement] = {}
+        if options.mesh.tensor > 1:
+            placements = divide(model, of_parameters(plan, own), self._axes["tensor"])
+        self._keep_state(stages, rank, own, placements)
+        norms = self._norms_of(stages, rank)
+        if options.mesh.pipeline == 1:
+            self._train(own, norms)
+            whole = model.forward
+            vars(model)["forward"] = self._forward
+            return lambda args, kwargs: whole(*args, **kwargs)
+        if options.microbatches > 1 and len(norms):
+            warn_once(
+                "batch norm in micro-batches",
+                f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
+                f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
+                "or use group norm, which does not depend on the batch",
+            )
+        staged = StagedForward(model, model.forward, stages, found, self._device)
+        vars(model)["forward"] = self._forward
+        around = functools.partial(self._before_backward, self._train(own, norms))
+        count = options.microbatches
+        pipeline = Pipeline(model, staged, stages, rank, self._links, count, around)
+        if options.schedule == GPIPE:
+            return pipeline
+        return ScheduledPipeline(pipeline, options.schedule, own)
+
+    def _stages_of(self, found: DryRun) -> Stages:
+        options = self._options
         per_rank = STAGES_PER_RANK[options.schedule]
         if per_rank > 1 and not isinstance(options.stages, str):
             per_rank, rest = divmod(len(options.stages) + 1, options.mesh.pipeline)
@@ -169,35 +212,13 @@ class ParallelModel:
                 )
         v_shaped = options.schedule in V_SHAPED
         rank_of = ranks_of_stages(options.mesh.pipeline, per_rank, v_shaped=v_shaped)
-        choice = options.stages if isinstance(options.stages, str) else list(options.stages)
-        stages = plan_stages(model, found, rank_of, choice)
-        if options.position.rank == 0:
+        return plan_stages(self._model, found, rank_of, options.stages)
+
+    def _say(self, stages: Stages, plan: TensorPlan) -> None:
+        if len(stages) > 1:
             logger.info(f"{stages.described()}")
-        rank = options.position.along("pipeline")
-        own = self._take_part(stages, rank)
-        staged = StagedForward(model, model.forward, stages, found, self._device)
-        vars(model)["forward"] = self._forward
-        norms = self._norms_of(stages, rank)
-        if options.microbatches > 1 and len(norms):
-            warn_once(
-                "batch norm in micro-batches",
-                f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
-                f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
-                "or use group norm, which does not depend on the batch",
-            )
-        around = self._train(own, norms)
-        pipeline = Pipeline(
-            model,
-            staged,
-            stages,
-            rank,
-            self._links,
-            options.microbatches,
-            functools.partial(self._before_backward, around),
-        )
-        if options.schedule == GPIPE:
-            return pipeline
-        return ScheduledPipeline(pipeline, options.schedule, own)
+        if plan.ways > 1:
+            logger.info(f"{plan}")
 
     def _take_part(self, stages: Stages, rank: int) -> dict[str, nn.Parameter]:
         """Give up what other stages hold, and return this rank's parameters by name."""
@@ -216,21 +237,38 @@ class ParallelModel:
             p.data = p.data.to(self._device)
         for p in named.values():
             mark_in_mesh(p)
-        holder = {name: stages.holders(name)[0] for name in named}
-        counted = [p for name, p in own.items() if holder[name] == rank]
-        group = self._groups["pipeline"].get_group()
-        gradients = GradientsOfAllRanks(named.values(), counted, group, self._name)
-        self._gradients = gradients
-        holder |= {name: stages.buffer_holder(name) for name, _ in self._model.named_buffers()}
-        position = self._options.position
-        collects = position.along("data") == position.along("shard") == 0
-        self._parts = ModelParts(self._model, holder, self._group, collects=collects)
+        return own
+
+    def _keep_state(
+        self,
+        stages: Stages,
+        rank: int,
+        own: Mapping[str, nn.Parameter],
+        placements: Mapping[str, Placement],
+    ) -> None:
+        """See to it that norms, scalers, saving and loading know of the parts of other ranks."""
+        position, model = self._options.position, self._model
+        holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
+        first = position.along("tensor") == 0
+        counted = [
+            p for name, p in own.items() if holder[name] == rank and (first or name in placements)
+        ]
+        everyone = self._together.group
+        # The model keeps it: a norm is looked for by the parameters.
+        self._gradients = GradientsOfAllRanks(model.parameters(), counted, everyone, self._name)
+        self._parts = ModelParts(
+            model,
+            holder | {name: stages.buffer_holder(name) for name, _ in model.named_buffers()},
+            self._links.group,
+            Shares(placements, self._axes["tensor"]),
+            collects=position.along("data") == 0,
+            sends=first and position.along("shard") == 0,
+        )
         for optimizer in self._optimizers:
             self._parts.attach(optimizer)
-            watch_overflows(gradients, optimizer)
+            watch_overflows(self._gradients, optimizer)
         if self._loaded is not None:
             self._loaded.load()
-        return own
 
     def _norms_of(self, stages: Stages, rank: int) -> nn.ModuleList:
         """The normalisation layers of this rank's stages."""
@@ -267,6 +305,35 @@ class ParallelModel:
     def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A context in which rank 0 holds an optimizer's whole state; a collective."""
         return nullcontext() if self._parts is None else gathered(optimizer)
+
+
+def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
+    """A dry run without the cuts between a column and its row layer, where ranks have parts."""
+    # A layer without a call of its own computes inside of the one that holds it.
+    inner = [name for name in plan.divisions if name not in found.calls]
+    whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
+    in_order = sorted(plan.divisions.keys() - whole, key=lambda name: found.calls[name])
+    begins: int | None = None
+    inside: list[tuple[int, int]] = []
+    for name in in_order:
+        if plan.divisions[name].kind == "row" and begins is not None:
+            inside.append((begins, found.calls[name]))
+            begins = None
+        elif plan.divisions[name].kind == "column" and begins is None:
+            begins = found.calls[name]
+    places = tuple(
+        place
+        for place in found.places
+        if not any(begin < place.time <= end for begin, end in inside)
+    )
+    return replace(found, places=places)
+
+
+def of_parameters(plan: TensorPlan, own: Mapping[str, nn.Parameter]) -> TensorPlan:
+    """The part of a plan for the layers whose parameters a rank holds."""
+    held = {name.rpartition(".")[0] for name in own}
+    divisions = {name: each for name, each in plan.divisions.items() if name in held}
+    return replace(plan, divisions=divisions)
 
 
 def checksum(t: torch.Tensor) -> int:

@@ -14,14 +14,64 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from hvkit.communication.traffic import count
+from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+    Placement,
+    part_of,
+    whole_of,
+)
 from hvkit.watch.calls import call, translated, waiting
 
 _HELD = "_hvkit_parts"
+
+
+class Shares:
+    """Which share of a parameter a rank has, and of what has its shape: all, for most.
+
+    Args:
+        placements: by parameter, how ranks of the tensor axis divide it.
+        tensor: their mesh.
+    """
+
+    def __init__(self, placements: Mapping[str, Placement], tensor: DeviceMesh) -> None:
+        self.placements, self._mesh = placements, tensor
+
+    def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The whole of what this rank has of a parameter; a collective of those that have some."""
+        if isinstance(own, DTensor):
+            own = own.full_tensor()
+        placement = self.placements.get(name)
+        if placement is None:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self._mesh.size())]
+        dist.all_gather(parts, own.contiguous(), group=self._mesh.get_group())
+        return whole_of(parts, placement)
+
+    def of(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a whole tensor.
+
+        Args:
+            name: of the parameter.
+            whole: it, or what has its shape.
+            like: what this rank has of the parameter.
+        """
+        placement = self.placements.get(name)
+        if placement is not None and whole.shape == self._whole_shape(placement, like):
+            ways, index = self._mesh.size(), self._mesh.get_local_rank()
+            whole = part_of(whole, placement, index, ways)
+        return part_like(whole, like) if whole.shape == like.shape else whole
+
+    def _whole_shape(self, placement: Placement, like: torch.Tensor) -> torch.Size:
+        shape = list(like.shape)
+        shape[placement.dim] *= self._mesh.size()
+        return torch.Size(shape)
 
 
 class ModelParts:
@@ -31,7 +81,9 @@ class ModelParts:
         model: on every rank.
         holder: by parameter and buffer, the rank along the pipeline that holds it.
         group: the ranks of the pipeline.
-        collects: whether this pipeline is the one with rank 0.
+        shares: of what this rank holds.
+        collects: whether this rank holds a part of the model that rank 0 collects.
+        sends: whether it sends what it holds; ranks with other shares of the same do not.
     """
 
     def __init__(
@@ -39,62 +91,75 @@ class ModelParts:
         model: nn.Module,
         holder: Mapping[str, int],
         group: dist.ProcessGroup,
+        shares: Shares,
         *,
         collects: bool,
+        sends: bool,
     ) -> None:
         self.holder = holder
         self._group = group
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank(group)
-        self._collects = collects
+        self._shares, self._collects, self._sends = shares, collects, sends
         # The whole state by name, on rank 0 inside ``gathered``.
         self._whole: dict[str, torch.Tensor] = {}
-        self._names = {p: name for name, p in model.named_parameters()}
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         for path, module in model.named_modules():
             hooked: Any = module
             prefix = f"{path}." if path else ""
             hooked.register_state_dict_post_hook(functools.partial(self._give_whole, prefix))
-            hooked.register_load_state_dict_pre_hook(_take_own)
+            hooked.register_load_state_dict_pre_hook(self._take_own)
 
     @property
-    def _is_first(self) -> bool:
-        return self._collects and self._rank == 0
+    def keeps_whole(self) -> bool:
+        """Whether this rank is the one that holds the whole state in ``gathered``."""
+        return self._collects and self._sends and self._rank == 0
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        whole = self._collected({name: t.detach() for name, t in tensors.items()}, self.holder)
-        if self._is_first:
-            self._whole = whole
+        self._whole = self._collected({n: t.detach() for n, t in tensors.items()}, self.holder)
         try:
             yield
         finally:
             self._whole = {}
 
     def _collected(self, things: Mapping[str, Any], holder: Mapping[str, int]) -> dict[str, Any]:
-        """Things of all ranks of the pipeline on rank 0, one at a time; empty on others.
+        """Things of all ranks on rank 0, one at a time; empty on others.
 
         Args:
-            things: by name; those that other ranks hold count there.
+            things: tensors, or states of parameters, by name; those that other ranks hold count
+                there.
             holder: by name, in the same order on every rank.
         """
-        if not self._collects:
-            return {}
-        found = {}
-        with call("hvkit.settled"), translated(), waiting(self._ranks):
-            for name, source in holder.items():
-                if source == self._rank == 0:
-                    found[name] = things[name]
-                elif source == self._rank:
-                    thing = _in_host_memory(things.get(name))
-                    count("objects", _bytes_of(thing))
-                    dist.send_object_list([thing], self._ranks[0], group=self._group)
-                elif self._rank == 0:
+        found: dict[str, Any] = {}
+        with call("hvkit.settled"), translated(), waiting():
+            for name, source in holder.items() if self._collects else ():
+                thing = None
+                if source == self._rank:
+                    thing = self._whole_of(name, things.get(name))
+                if not self._sends:
+                    continue
+                if source != self._rank == 0:
                     box: list[Any] = [None]
                     dist.recv_object_list(box, self._ranks[source], group=self._group)
-                    found[name] = box[0]
+                    thing = box[0]
+                elif source == self._rank != 0:
+                    count("objects", _bytes_of(thing))
+                    dist.send_object_list([thing], self._ranks[0], group=self._group)
+                if self._rank == 0:
+                    found[name] = thing
         return found
+
+    def _whole_of(self, name: str, thing: Any) -> Any:
+        """A tensor of a parameter whole, or those in a parameter's state, in host memory."""
+        if isinstance(thing, Mapping):
+            return {key: self._whole_of(name, value) for key, value in thing.items()}
+        if isinstance(thing, torch.Tensor):
+            whole = self._shares.whole(name, thing.detach()) if thing.dim() else thing.detach()
+            return whole.cpu()
+        return thing
 
     def _give_whole(
         self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
@@ -108,32 +173,54 @@ class ModelParts:
                 continue
             if whole in self._whole:
                 state[prefix + name] = self._whole[whole]
-            elif self.holder[whole] != self._rank:
+            elif (
+                self.holder[whole] != self._rank
+                or whole in self._shares.placements
+                or isinstance(state[prefix + name], DTensor)
+            ):
                 raise partial_state("state_dict()", module, "model")
+
+    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Before loading: take this rank's share, and leave out what other ranks hold."""
+        for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state.get(prefix + name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if held.is_meta:
+                state[prefix + name] = value.to("meta")
+            else:
+                state[prefix + name] = self._shares.of(self._names[held], value, held)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Keep the part of an optimizer's state that belongs to this rank's parameters."""
         held = _HeldState(optimizer, self)
         vars(optimizer)[_HELD] = held
-        for p in [p for p in optimizer.state if p.is_meta]:
-            del optimizer.state[p]
+        for p in list(optimizer.state):
+            if p.is_meta:
+                del optimizer.state[p]
+            else:
+                optimizer.state[p] = self.share_of_state(p, optimizer.state[p])
         optimizer.register_state_dict_pre_hook(held.refuse_partial_state)
+        optimizer.register_load_state_dict_pre_hook(held.take_own)
         optimizer.register_load_state_dict_post_hook(_drop_state_of_others)
         vars(optimizer)["__getstate__"] = held.refuse_copy
+
+    def share_of_state(self, p: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's share of a parameter's state."""
+        return {
+            key: self._shares.of(self._names[p], value, p)
+            if isinstance(value, torch.Tensor) and value.dim()
+            else value
+            for key, value in state.items()
+        }
 
     def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, Any]:
         """The state of all parameters on rank 0, empty on others; a collective."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbered = {str(i): p for i, p in enumerate(parameters)}
-        holder = {i: self.holder[self._names[p]] for i, p in numbered.items()}
-        mine = {i: optimizer.state[p] for i, p in numbered.items() if p in optimizer.state}
-        found = self._collected({i: mine.get(i) for i in numbered}, holder)
-        return {numbered[i]: state for i, state in found.items() if state is not None}
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether this rank holds the whole state in ``gathered``."""
-        return self._is_first
+        named = {self._names[p]: p for p in parameters}
+        mine = {name: optimizer.state.get(p) for name, p in named.items()}
+        found = self._collected(mine, {name: self.holder[name] for name in named})
+        return {named[name]: state for name, state in found.items() if state is not None}
 
 
 class _HeldState(PartOfState):
@@ -142,6 +229,17 @@ class _HeldState(PartOfState):
     def __init__(self, optimizer: Optimizer, parts: ModelParts) -> None:
         super().__init__(optimizer)
         self._parts = parts
+
+    def take_own(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Before loading: take this rank's shares."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {
+            i: values
+            if not isinstance(i, int) or parameters[i].is_meta
+            else self._parts.share_of_state(parameters[i], values)
+            for i, values in state["state"].items()
+        }
+        return {**state, "state": own}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -233,26 +331,10 @@ class LoadedBefore:
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
-def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: leave out what other ranks hold."""
-    for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
-        value = state.get(prefix + name)
-        if held.is_meta and isinstance(value, torch.Tensor):
-            state[prefix + name] = value.to("meta")
-
-
 def _drop_state_of_others(optimizer: Optimizer) -> None:
     """After loading: leave out the state of parameters that other ranks hold."""
     for p in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
         del optimizer.state[p]
-
-
-def _in_host_memory(thing: Any) -> Any:
-    if isinstance(thing, torch.Tensor):
-        return thing.detach().cpu()
-    if isinstance(thing, Mapping):
-        return {key: _in_host_memory(value) for key, value in thing.items()}
-    return thing
 
 
 def _bytes_of(thing: Any) -> int:

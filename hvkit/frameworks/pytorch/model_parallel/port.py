@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
-from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_parameter
+from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
@@ -43,8 +43,9 @@ class MeshPort(PyTorchPort):
                 f"mesh={self.mesh.mesh} takes one model, got {len(models)}: pass one module "
                 "that contains them"
             )
+        why_not = why_not_by_parameter if self.mesh.mesh.tensor == 1 else why_not_by_element
         for each in self.optimizers:
-            if why := why_not_by_parameter(each):
+            if why := why_not(each):
                 raise ValueError(
                     f"optimizer {type(each).__name__} cannot update a model whose parameters are "
                     f"on several ranks: {why}"
@@ -114,7 +115,10 @@ class MeshPort(PyTorchPort):
         if self.options.group.size > 1:
             self.parameters = own
             keeper = self._keep_weights_in_step(
-                hooks, name, self._averaged_statistics(norms), counts_passes=False
+                hooks,
+                name,
+                self._averaged_statistics(norms),
+                counts_passes=self.mesh.mesh.pipeline == 1,
             )
             record(self.models, [], keeper, self.options.group if keeper else None)
         return self._begin_pass

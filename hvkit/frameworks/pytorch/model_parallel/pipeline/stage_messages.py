@@ -173,12 +173,12 @@ class StageLinks:
             dist.broadcast_object_list(box, self.ranks[source], group=self.group)
         return box[0]
 
-    def gather_numbers(self, numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-        """Numbers of all ranks of a group, of shape ``(ranks, len(numbers))``."""
+    def gather_numbers(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Numbers of all ranks, of shape ``(ranks, len(numbers))``."""
         mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        everyone = [torch.empty_like(mine) for _ in self.ranks]
         with self.waiting():
-            dist.all_gather(everyone, mine, group=group)
+            dist.all_gather(everyone, mine, group=self.group)
         return torch.stack(everyone)
 
 

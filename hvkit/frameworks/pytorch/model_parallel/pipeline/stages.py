@@ -79,7 +79,7 @@ def plan_stages(
     model: nn.Module,
     found: DryRun,
     rank_of: Sequence[int],
-    choice: Sequence[str] | Balance = "flops",
+    choice: Sequence[str] | str = "flops",
 ) -> Stages:
     """Divide a model into stages.
 

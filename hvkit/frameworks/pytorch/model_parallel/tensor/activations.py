@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hvkit.communication.traffic import count, of_allreduce
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Call, Step, follow, viewed
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Followed, Operation, follow, viewed
 
 _active = threading.local()
 _VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
@@ -91,10 +91,10 @@ class DividedActivations(TorchFunctionMode):
                 return shares
         elif name in _ON_PARTS:
             dims = [_divided_by(t) for t in leaves]
-            call = Call(name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
+            call = Operation(name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
             if any(d is not None for d in dims):
                 step = follow(call)
-                if isinstance(step, Step):
+                if isinstance(step, Followed):
                     return self._on_parts(func, args, kwargs, call, step)
         if name == "cat":  # an empty tensor of no shape: a cache that holds nothing yet
             args = ([t for t in args[0] if t.shape != (0,)], *args[1:])
@@ -134,8 +134,8 @@ class DividedActivations(TorchFunctionMode):
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        call: Call,
-        step: Step,
+        call: Operation,
+        step: Followed,
     ) -> DTensor:
         """Each rank computes with its part; the rules say that the parts are independent."""
         first, dim = call.first

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Call, follow
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Operation, follow
 
 _MARK = "_hvkit_divided"
 # What may be read of a weight or of a divided activation: nothing of its size is in it.
@@ -224,7 +224,7 @@ class Flow(TorchFunctionMode):
         if not outputs:
             self._spoil(columns, f"{name}() takes it")
             return
-        step = follow(Call(name, args, kwargs, leaves, dims, outputs, self._ways))
+        step = follow(Operation(name, args, kwargs, leaves, dims, outputs, self._ways))
         if isinstance(step, str):
             self._spoil(columns, step)
             return

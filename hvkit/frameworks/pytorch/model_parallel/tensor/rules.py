@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 
-class Step(NamedTuple):
+class Followed(NamedTuple):
     """What an operation does to a divided activation.
 
     Attributes:
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class Operation:
     """One operation, as the rules see it.
 
     Attributes:
@@ -73,10 +73,10 @@ class Call:
         )
 
 
-Rule = Callable[[Call], "Step | str"]
+Rule = Callable[[Operation], "Followed | str"]
 
 
-def follow(call: Call) -> Step | str:
+def follow(call: Operation) -> Followed | str:
     """Where the divided dimension is after an operation; else why it cannot be divided."""
     rule = _RULES.get(call.name)
     if rule is None:
@@ -89,13 +89,13 @@ def writes_in_place(name: str) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name in _IN_PLACE)
 
 
-def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> Step | None:
+def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> Followed | None:
     """The dimension of a view that holds dimension ``dim`` of what is viewed, or None.
 
     >>> viewed((2, 7, 96), 2, (2, 7, 4, 24), ways=2)
-    Step(dim=2, parts=1)
+    Followed(dim=2, parts=1)
     >>> viewed((2, 7, 96), 2, (2, 7, 3, 4, 8), ways=2)
-    Step(dim=3, parts=3)
+    Followed(dim=3, parts=3)
     """
     if before[dim] % ways:
         return None
@@ -105,15 +105,15 @@ def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> 
             continue
         if length % ways == 0:
             same = length == before[dim]
-            return Step(new, None if same else 1)
+            return Followed(new, None if same else 1)
         if new + 1 < len(after) and after[new + 1] % ways == 0:
             inside = math.prod(after[new:]) == before[dim]  # the parts make up this dimension alone
-            return Step(new + 1, length) if inside else None
+            return Followed(new + 1, length) if inside else None
         return None
     return None
 
 
-def _elementwise(call: Call) -> Step | str:
+def _elementwise(call: Operation) -> Followed | str:
     if call.name in ("dropout", "alpha_dropout") and call.argument(3, "inplace"):
         return f"{call.name}() in place changes an activation that others may read"
     out = call.outputs[0].dim()
@@ -130,10 +130,10 @@ def _elementwise(call: Call) -> Step | str:
     if meets_whole and writes_in_place(call.name) and call.dims[0] is None:
         return f"{call.name}() writes a divided activation into one that is whole"
     # A whole tensor of that length is in the order of the whole, not of parts.
-    return Step(place, 1 if meets_whole else None)
+    return Followed(place, 1 if meets_whole else None)
 
 
-def _view(call: Call) -> Step | str:
+def _view(call: Operation) -> Followed | str:
     tensor, dim = call.first
     found = viewed(tensor.shape, dim, call.outputs[0].shape, call.ways)
     if found is None:
@@ -144,11 +144,11 @@ def _view(call: Call) -> Step | str:
     return found
 
 
-def _split(call: Call) -> Step | str:
+def _split(call: Operation) -> Followed | str:
     tensor, dim = call.first
     along = call.argument(2, "dim", 0) % tensor.dim()
     if along != dim:
-        return Step(dim)
+        return Followed(dim)
     lengths = {each.shape[dim] for each in call.outputs}
     if len(lengths) > 1 or lengths.pop() % call.ways:
         shares = [each.shape[dim] for each in call.outputs]
@@ -156,60 +156,60 @@ def _split(call: Call) -> Step | str:
             f"{call.name}() cuts the product into {shares}: hvkit divides equal shares that are "
             f"multiples of the number of ranks ({call.ways})"
         )
-    return Step(dim, len(call.outputs))
+    return Followed(dim, len(call.outputs))
 
 
-def _unbind(call: Call) -> Step | str:
+def _unbind(call: Operation) -> Followed | str:
     tensor, dim = call.first
     along = call.argument(1, "dim", 0) % tensor.dim()
-    return _takes_apart(call) if along == dim else Step(dim - (along < dim))
+    return _takes_apart(call) if along == dim else Followed(dim - (along < dim))
 
 
-def _takes_apart(call: Call) -> str:
+def _takes_apart(call: Operation) -> str:
     return f"{call.name}() takes the divided dimension apart"
 
 
-def _transpose(call: Call) -> Step | str:
+def _transpose(call: Operation) -> Followed | str:
     tensor, dim = call.first
     a, b = (call.argument(1 + i, name) % tensor.dim() for i, name in enumerate(("dim0", "dim1")))
-    return Step({a: b, b: a}.get(dim, dim))
+    return Followed({a: b, b: a}.get(dim, dim))
 
 
-def _matrix_transpose(call: Call) -> Step | str:
+def _matrix_transpose(call: Operation) -> Followed | str:
     tensor, dim = call.first
     last = tensor.dim() - 1
-    return Step({last: last - 1, last - 1: last}.get(dim, dim))
+    return Followed({last: last - 1, last - 1: last}.get(dim, dim))
 
 
-def _permute(call: Call) -> Step | str:
+def _permute(call: Operation) -> Followed | str:
     tensor, dim = call.first
     dims = call.argument(1, "dims")
     order = dims if isinstance(dims, Sequence) else call.args[1:]
-    return Step([each % tensor.dim() for each in order].index(dim))
+    return Followed([each % tensor.dim() for each in order].index(dim))
 
 
-def _attention(call: Call) -> Step | str:
+def _attention(call: Operation) -> Followed | str:
     query, dim = call.first
     mask = call.argument(3, "attn_mask")
-    three = Call(call.name, (), {}, call.inputs[:3], call.dims[:3], call.outputs, call.ways)
+    three = Operation(call.name, (), {}, call.inputs[:3], call.dims[:3], call.outputs, call.ways)
     if mask is not None and call.dims[3] is not None:
         return f"{call.name}() has a mask that depends on a divided activation"
     if not three.all_divided_alike() or dim >= query.dim() - 2:
         return f"{call.name}() has heads that {call.ways} ranks cannot divide"
-    return Step(dim, 1)
+    return Followed(dim, 1)
 
 
-def _matmul(call: Call) -> Step | str:
+def _matmul(call: Operation) -> Followed | str:
     tensor, dim = call.first
     if len({t.dim() for t in call.inputs}) == 1 and call.all_divided_alike():
         if dim < tensor.dim() - 2:
-            return Step(dim, 1)
+            return Followed(dim, 1)
     elif call.dims[1:] == [None] and call.inputs[1].dim() == 2 and dim < tensor.dim() - 1:
-        return Step(dim, 1)
+        return Followed(dim, 1)
     return f"{call.name}() sums over the divided dimension, and its other factor is no layer's"
 
 
-def _along_another(call: Call) -> Step | str:
+def _along_another(call: Operation) -> Followed | str:
     """An operation along one dimension or several, which must not be the divided one."""
     tensor, dim = call.first
     along = call.argument(1, "dim")
@@ -219,49 +219,49 @@ def _along_another(call: Call) -> Step | str:
     if dim in dims:
         return f"{call.name}() combines elements along the divided dimension"
     if call.outputs[0].dim() == tensor.dim():
-        return Step(dim)
-    return Step(dim - sum(each < dim for each in dims))
+        return Followed(dim)
+    return Followed(dim - sum(each < dim for each in dims))
 
 
-def _normalize(call: Call) -> Step | str:
+def _normalize(call: Operation) -> Followed | str:
     tensor, dim = call.first
     shape = call.argument(1, "normalized_shape")
     if dim >= tensor.dim() - len(shape) or any(d is not None for d in call.dims[1:]):
         return f"{call.name}() combines elements along the divided dimension"
-    return Step(dim, 1)
+    return Followed(dim, 1)
 
 
-def _concatenate(call: Call) -> Step | str:
+def _concatenate(call: Operation) -> Followed | str:
     _, dim = call.first
     kept = [(t, d) for t, d in zip(call.inputs, call.dims, strict=True) if t.shape != (0,)]
     if {d for _, d in kept} != {dim}:
         return f"{call.name}() combines a divided activation with one that is whole"
     along = call.argument(1, "dim", 0) % kept[0][0].dim()
-    return _takes_apart(call) if along == dim else Step(dim, 1)
+    return _takes_apart(call) if along == dim else Followed(dim, 1)
 
 
-def _expand(call: Call) -> Step | str:
+def _expand(call: Operation) -> Followed | str:
     tensor, dim = call.first
     new = dim + call.outputs[0].dim() - tensor.dim()
     same = call.outputs[0].shape[new] == tensor.shape[dim]
-    return Step(new, 1) if same else _takes_apart(call)
+    return Followed(new, 1) if same else _takes_apart(call)
 
 
-def _unsqueeze(call: Call) -> Step | str:
+def _unsqueeze(call: Operation) -> Followed | str:
     _, dim = call.first
     at = call.argument(1, "dim") % call.outputs[0].dim()
-    return Step(dim + (at <= dim))
+    return Followed(dim + (at <= dim))
 
 
-def _squeeze(call: Call) -> Step | str:
+def _squeeze(call: Operation) -> Followed | str:
     tensor, dim = call.first
     along = call.argument(1, "dim")
     gone = range(tensor.dim()) if along is None else tree_leaves(along)
     lost = {each % tensor.dim() for each in gone if tensor.shape[each] == 1}
-    return Step(dim - sum(each < dim for each in lost))
+    return Followed(dim - sum(each < dim for each in lost))
 
 
-def _index(call: Call) -> Step | str:
+def _index(call: Operation) -> Followed | str:
     tensor, dim = call.first
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if any(isinstance(each, torch.Tensor | list | bool) for each in index):
@@ -281,18 +281,18 @@ def _index(call: Call) -> Step | str:
                 tensor.shape[dim],
                 1,
             )
-            return Step(new, None) if whole else _takes_apart(call)
+            return Followed(new, None) if whole else _takes_apart(call)
         old += 1
         new += isinstance(each, slice)
     raise AssertionError("every dimension of a tensor has an index")
 
 
-def _keeps_shape(call: Call) -> Step | str:
+def _keeps_shape(call: Operation) -> Followed | str:
     """``pad``, ``repeat_interleave`` and others that change other dimensions only."""
     tensor, dim = call.first
     out = call.outputs[0]
     if out.dim() == tensor.dim() and out.shape[dim] == tensor.shape[dim]:
-        return Step(dim, 1)
+        return Followed(dim, 1)
     return _takes_apart(call)
 
 

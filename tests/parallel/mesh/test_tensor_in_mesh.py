@@ -1,0 +1,109 @@
+"""PyTorch: the tensor axis behind ``distribute``, alone and with the other axes."""
+
+import functools
+
+import pytest
+import torch
+from mesh_models import GPT, MLP, Encoder, Llama
+from mesh_training import (
+    adamw,
+    difference,
+    differences,
+    distributed,
+    of_this_rank,
+    tokens,
+    train,
+    vectors,
+    whole_state,
+    with_gradients,
+)
+from ranks import shared_folder
+
+import hvkit
+
+SEQUENCES = functools.partial(vectors, shape=(6, 20))
+MODELS = {
+    "GPT": (functools.partial(GPT, layers=4), tokens, 0.4),
+    "Llama": (functools.partial(Llama, layers=4), tokens, 0.35),
+    "encoder": (Encoder, SEQUENCES, 0.4),
+    "MLP": (MLP, vectors, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_the_model_of_one_process(name):
+    make, data_of, _ = MODELS[name]
+    mesh = hvkit.Mesh(tensor=2)
+    weights, losses, norms = differences(make, data_of(), mesh=mesh, microbatches=None)
+    assert weights < 1e-11
+    assert losses < 1e-12
+    assert norms < 1e-11
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_holds_a_part(name):
+    make, data_of, part = MODELS[name]
+    whole = sum(p.numel() for p in make().parameters())
+    model, optimizer = distributed(make(), mesh=hvkit.Mesh(tensor=2), microbatches=None)
+    train(model, optimizer, of_this_rank(data_of(1)))
+    mine = sum(p.numel() for p in model.parameters())
+    assert mine < whole * (1 - part + 0.05)
+    assert sum(state["exp_avg"].numel() for state in optimizer.state.values()) == mine
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("name", ["GPT", "Llama", "encoder"])
+def test_stages_of_divided_layers(name, schedule):
+    if hvkit.size() < 4:
+        pytest.skip("a pipeline of two stages of two ranks each")
+    make, data_of, _ = MODELS[name]
+    mesh = hvkit.Mesh(pipeline=2, tensor=2)
+    weights, losses, norms = differences(make, data_of(), mesh=mesh, schedule=schedule, together=4)
+    assert weights < 1e-11
+    assert losses < 1e-12
+    assert norms < 1e-11
+
+
+def test_a_plan_in_words():
+    make = functools.partial(GPT, layers=4, tied=False)
+    plan = {"h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise"}
+    mesh = hvkit.Mesh(tensor=2)
+    found = differences(make, tokens(6), mesh=mesh, microbatches=None, plan=plan)
+    assert max(found) < 1e-11
+
+
+def test_dropout_is_the_same_on_both_ranks():
+    torch.manual_seed(hvkit.rank())
+    make = functools.partial(GPT, layers=2, dropout=0.2)
+    model, optimizer = distributed(make(), mesh=hvkit.Mesh(tensor=2), microbatches=None)
+    train(model, optimizer, of_this_rank(tokens(5)))
+    whole = [p.detach() for n, p in model.named_parameters() if "ln_" in n]
+    everyone = hvkit.allgather(torch.cat(whole)[None])
+    together = everyone[hvkit.rank() // 2 * 2 :][:2]
+    assert torch.equal(together[0], together[1])
+
+
+def test_a_file_is_that_of_the_plain_model(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    data = tokens(6)
+    torch.manual_seed(0)
+    reference = GPT(layers=4)
+    alone = adamw(reference)
+    tensor = {"mesh": hvkit.Mesh(tensor=2), "microbatches": None}
+    for number, options in enumerate([tensor, {}, tensor]):
+        steps = data[2 * number : 2 * number + 2]
+        torch.manual_seed(number)
+        model, optimizer = distributed(GPT(layers=4), **options)
+        if number == 0:
+            model.load_state_dict(reference.state_dict())
+        checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+        if number == 2:  # also into a model that is divided already
+            train(model, optimizer, of_this_rank(data[:1]))
+        assert checkpoint.restore().step == 2 * number
+        train(model, optimizer, of_this_rank(steps))
+        train(reference, alone, steps)
+        checkpoint.save(epoch=0, step=2 * number + 2)
+    assert (
+        difference(whole_state(model), reference.state_dict(), with_gradients(reference, alone))
+        < 1e-11
+    )
