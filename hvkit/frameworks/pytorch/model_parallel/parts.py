@@ -313,8 +313,9 @@ class LoadedBefore:
             )
         return _IncompatibleKeys(sorted(missing), sorted(unexpected))
 
-    def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         self._states[optimizer] = {**state, "state": dict(state["state"])}
+        return {**state, "state": {}}
 
     def load(self) -> None:
         """Load it now."""
