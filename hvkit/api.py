@@ -419,8 +419,12 @@ def _refuse_in_mesh(in_mesh: MeshOptions, options: Options, monitor: Monitor | N
 
 def _in_data_group(options: Options, in_mesh: MeshOptions, engine: str | None) -> Options:
     """The options for the ranks that hold the same part of a model; a collective of all ranks."""
-    along_data = rows(in_mesh.mesh, "data")
-    group = Group(0, (runtime.rank(),)) if in_mesh.mesh.data == 1 else divide(along_data, engine)
+    mesh, position = in_mesh.mesh, in_mesh.position
+    if mesh.shard > 1 or mesh.data == 1:
+        # Horovod sends nothing in it.
+        group = Group(position.batch, position.members("data", "shard"))
+    else:
+        group = divide(rows(mesh, "data"), engine)
     return replace(options, mesh=in_mesh, group=group)
 
 

@@ -71,15 +71,15 @@ class DividedModels:
         before = [dict(model.named_parameters()) for model in models]
         self._device = next(iter(before[0].values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))
-        parts = [part for model in models for part in (*_units(model), model)]
+        parts = [part for model in models for part in (*units_of(model), model)]
         for number, part in enumerate(parts):
             each: Any = fully_shard(
                 part, mesh=mesh, reshard_after_forward=strategy.reshard_after_forward
             )
             each.set_custom_all_gather(
-                _CountedGather(name, functools.partial(self._order.append, number))
+                CountedGather(name, functools.partial(self._order.append, number))
             )
-            each.set_custom_reduce_scatter(_Scatter(name))
+            each.set_custom_reduce_scatter(CountedScatter(name))
         after = [dict(model.named_parameters()) for model in models]
         new: dict[torch.Tensor, nn.Parameter] = {
             p: now[n] for held, now in zip(before, after, strict=True) for n, p in held.items()
@@ -102,7 +102,7 @@ class DividedModels:
         for group in optimizer.param_groups:
             group["params"] = [new[p] for p in group["params"]]
         for p in [p for p in optimizer.state if p in new]:
-            optimizer.state[new[p]] = _parts_of(optimizer.state.pop(p), new[p])
+            optimizer.state[new[p]] = parts_of(optimizer.state.pop(p), new[p])
         vars(optimizer)[_SHARDS] = shards = _DividedState(optimizer)
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
@@ -209,7 +209,7 @@ class _DividedState(PartOfState):
             state.update(before)
 
 
-class _CountedGather(DefaultAllGather):
+class CountedGather(DefaultAllGather):
     """Gathers the weights of a part, counts the bytes, and lets the watcher see the wait.
 
     Args:
@@ -238,7 +238,7 @@ class _CountedGather(DefaultAllGather):
         return _waited(start, next(self._calls), f"{self._name}.weights", input_tensor)
 
 
-class _Scatter(DefaultReduceScatter):
+class CountedScatter(DefaultReduceScatter):
     """Sums gradients, counts the bytes, and lets the watcher see the wait."""
 
     def __init__(self, name: str) -> None:
@@ -294,7 +294,7 @@ def _part(whole: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:
     return distribute_tensor(whole.detach(), mesh, like.placements, src_data_rank=None)
 
 
-def _parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+def parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """The state of a parameter, with what has its shape divided like it."""
     return {
         key: part_like(value, parameter)
@@ -320,7 +320,7 @@ def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Before loading: take this rank's parts of a whole state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     divided = {
-        i: _parts_of(values, parameters[i])
+        i: parts_of(values, parameters[i])
         if isinstance(i, int) and i < len(parameters) and isinstance(values, dict)
         else values
         for i, values in state["state"].items()
@@ -356,7 +356,7 @@ def _require_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def _units(model: nn.Module) -> list[nn.Module]:
+def units_of(model: nn.Module) -> list[nn.Module]:
     """The parts that are gathered one at a time: elements of lists and sequences of layers.
 
     Not those that share a parameter with the rest of the model, and none inside another.

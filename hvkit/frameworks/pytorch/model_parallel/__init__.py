@@ -6,6 +6,7 @@
     parallel_model    divides a model when its first batch comes
     dry_run           a forward without weights: where the model can be cut, what it costs
     parts             gathers the whole state, and loads a part of it
+    shard_axis        weights of a stage, divided by ``fully_shard``
     gradient_norm     the norm of the gradients of all ranks, for clipping, and overflows
     pipeline/         stages that follow each other
     tensor/           layers of which each rank has a part

@@ -133,11 +133,24 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
                 "it cannot be clipped. To disable this error and scale the gradients by the "
                 "non-finite norm anyway, set `error_if_nonfinite=False`"
             )
-        clip_grads_with_norm_(held, max_norm, total, foreach)
+        if any(p.grad is not None and hasattr(p.grad, "to_local") for p in held):
+            _scale(held, max_norm, total)
+        else:
+            clip_grads_with_norm_(held, max_norm, total, foreach)
         kinds = [p.grad.dtype for p in held if p.grad is not None]
         return total.to(kinds[0]) if kinds else total
 
     return clip_grad_norm_
+
+
+@torch.no_grad()
+def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
+    """As ``clip_grads_with_norm_``, where some gradients are divided and others are not."""
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for p in dict.fromkeys(parameters):
+        if p.grad is not None:
+            own = _local(p.grad)
+            own.mul_(factor.to(own.device, own.dtype))
 
 
 def watch_overflows(gradients: GradientsOfAllRanks, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,10 +50,11 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     V_SHAPED,
     ScheduledPipeline,
 )
+from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
-from hvkit.frameworks.pytorch.refusals import mark_in_mesh
+from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
@@ -91,8 +92,14 @@ class ParallelModel:
             device.type, tuple(getattr(options.mesh, axis) for axis in AXES), AXES
         )
         self._links = self._links_of("pipeline")
-        # The ranks that compute on the same batch.
+        # The ranks that compute on the same batch, and those that compute at the same time.
         self._together = self._links_of("pipeline", "tensor")
+        shards = options.mesh.shard > 1
+        self._at_once = self._links_of(*AXES) if shards else self._together
+        # The ranks that hold parts of the same weights, which are no copies.
+        self._holders = self._links_of("shard", "pipeline", "tensor")
+        self._copies = self._links_of("data", "shard")
+        self._kept: list[nn.Parameter] = []
         self._run: Callable[[Any, Any], Any] | None = None
         self._parts: ModelParts | None = None
         # The parameters that several ranks of the pipeline hold, with these ranks.
@@ -119,11 +126,16 @@ class ParallelModel:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._passes += 1
-        self._links.step = self._together.step = self._passes
+        self._links.step = self._at_once.step = self._passes
         with self._links.in_call():
             self._require_same_batch(args, kwargs)
             if self._run is None:
+                hooks = set(self._model._forward_pre_hooks)
                 self._run = self._divide(args, kwargs)
+                # This call has begun without those that came with the division.
+                for number, hook in list(self._model._forward_pre_hooks.items()):
+                    if number not in hooks:
+                        args, kwargs = cast(Any, hook)(self._model, args, kwargs) or (args, kwargs)
             return self._run(args, kwargs)
 
     def _require_same_batch(self, args: Any, kwargs: Any) -> None:
@@ -149,17 +161,20 @@ class ParallelModel:
         # Numbers on a GPU are compared less often, because the host waits for them.
         often = self._passes & (self._passes - 1) == 0
         content = [checksum(t) for t in tensors if often or not t.is_cuda]
-        found = self._together.gather_numbers([_hash_of(mine), _hash_of(content)])
-        for rank, theirs in enumerate(found.tolist()):
-            if theirs != found[0].tolist():
-                what = "makes another call" if theirs[0] != found[0, 0] else "gets another batch"
-                ranks = self._together.ranks
-                raise RanksDisagreeError(
-                    f"forward pass {self._passes} of {ranks_text(ranks)}, which hold one model "
-                    f"together: rank {ranks[rank]} {what} than rank {ranks[0]}. They must get the "
-                    "same batches in the same order: divide data with "
-                    "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
-                )
+        found = self._at_once.gather_numbers([_hash_of(mine), _hash_of(content)]).tolist()
+        everyone = dict(zip(self._at_once.ranks, found, strict=True))
+        for ranks, number, what in (
+            (self._at_once.ranks, 0, "makes another call"),
+            (self._together.ranks, 1, "gets another batch"),
+        ):
+            for rank in ranks:
+                if everyone[rank][number] != everyone[ranks[0]][number]:
+                    raise RanksDisagreeError(
+                        f"forward pass {self._passes} of {ranks_text(ranks)}, which train one "
+                        f"model together: rank {rank} {what} than rank {ranks[0]}. They must get "
+                        "the same batches in the same order: divide data with "
+                        "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
+                    )
 
     def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
         """Keep this rank's part of the model, give up the rest, and return what runs it."""
@@ -176,6 +191,8 @@ class ParallelModel:
         placements: Mapping[str, Placement] = {}
         if options.mesh.tensor > 1:
             placements = divide(model, of_parameters(plan, own), self._axes["tensor"])
+        if options.mesh.shard > 1:
+            own = self._shard(own, stages)
         self._keep_state(stages, rank, own, placements)
         norms = self._norms_of(stages, rank)
         if options.mesh.pipeline == 1:
@@ -239,6 +256,19 @@ class ParallelModel:
             mark_in_mesh(p)
         return own
 
+    def _shard(self, own: dict[str, nn.Parameter], stages: Stages) -> dict[str, nn.Parameter]:
+        """Divide this rank's parameters along the shard axis."""
+        copies = self._options.mesh.data > 1
+        mesh = self._axes["data", "shard"] if copies else self._axes["shard"]
+        shared = [p for p, _ in self._shared]
+        cuts = [cut.module for cut in stages.cuts]
+        after = shard(self._model, own, shared, cuts, mesh, self._name)
+        follow(self._optimizers, own, after)
+        for p in after.values():
+            mark_in_mesh(p)
+        self._kept = [p for p in after.values() if not is_divided(p)]
+        return after
+
     def _keep_state(
         self,
         stages: Stages,
@@ -250,10 +280,15 @@ class ParallelModel:
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
         first = position.along("tensor") == 0
+        first_shard = position.along("shard") == 0
         counted = [
-            p for name, p in own.items() if holder[name] == rank and (first or name in placements)
+            p
+            for name, p in own.items()
+            if holder[name] == rank
+            and (first or name in placements)
+            and (first_shard or is_divided(p))
         ]
-        everyone = self._together.group
+        everyone = self._holders.group
         # The model keeps it: a norm is looked for by the parameters.
         self._gradients = GradientsOfAllRanks(model.parameters(), counted, everyone, self._name)
         self._parts = ModelParts(
@@ -262,7 +297,7 @@ class ParallelModel:
             self._links.group,
             Shares(placements, self._axes["tensor"]),
             collects=position.along("data") == 0,
-            sends=first and position.along("shard") == 0,
+            sends=first and first_shard,
         )
         for optimizer in self._optimizers:
             self._parts.attach(optimizer)
@@ -282,21 +317,29 @@ class ParallelModel:
     def _before_backward(self, around: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Prepare for the gradients of a backward pass; return what to call when they are there."""
         end = around()
-        before = [(p, group, p.grad) for p, group in self._shared]
-        for p, _, _ in before:
+        of_shared = dict(self._shared)
+        # What this pass contributes is added up apart from what earlier ones have.
+        before = {p: p.grad for p in dict.fromkeys([*of_shared, *self._kept])}
+        for p in before:
             p.grad = None
 
         def add_up() -> None:
-            for p, group, earlier in before:
-                # Each holder has what its stage has contributed in this pass.
+            for p, earlier in before.items():
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                count("gradients", of_allreduce(gradient.nbytes, group.size()))
-                with self._links.waiting():
-                    dist.all_reduce(gradient, group=group)
+                if p in of_shared:
+                    self._sum(gradient, of_shared[p])
+                if p in self._kept:
+                    self._sum(gradient, self._copies.group)
+                    gradient /= len(self._copies.ranks)
                 p.grad = gradient if earlier is None else earlier.add_(gradient)
             end()
 
         return add_up
+
+    def _sum(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
+        count("gradients", of_allreduce(gradient.nbytes, group.size()))
+        with self._links.waiting():
+            dist.all_reduce(gradient, group=group)
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 has the whole state dict of the model; a collective."""

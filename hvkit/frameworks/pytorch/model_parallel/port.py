@@ -112,7 +112,9 @@ class MeshPort(PyTorchPort):
         Returns:
             What to call before each backward pass, and what that returns after it.
         """
-        if self.options.group.size > 1:
+        if self.mesh.mesh.shard > 1:  # PyTorch averages the gradients
+            self._refuse_averages(norms)
+        elif self.options.group.size > 1:
             self.parameters = own
             keeper = self._keep_weights_in_step(
                 hooks,
@@ -122,6 +124,15 @@ class MeshPort(PyTorchPort):
             )
             record(self.models, [], keeper, self.options.group if keeper else None)
         return self._begin_pass
+
+    def _refuse_averages(self, norms: nn.ModuleList) -> None:
+        """Raise if statistics of batch norm would have to be averaged."""
+        if len(norms) and self.options.batch_norm == "average":
+            raise ValueError(
+                f"batch norm keeps statistics of each rank's own batches, which {self.mesh.mesh} "
+                'does not average along its shard axis: use group norm, or batch_norm="local", '
+                "and evaluate on all ranks"
+            )
 
     def _begin_pass(self) -> Callable[[], None]:
         if self.reducer is None:

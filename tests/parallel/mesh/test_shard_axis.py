@@ -1,0 +1,103 @@
+"""PyTorch: weights of a mesh divided along its shard axis too."""
+
+import functools
+
+import pytest
+from mesh_models import CNN, GPT, MLP
+from mesh_training import (
+    difference,
+    differences,
+    distributed,
+    images,
+    of_this_rank,
+    tokens,
+    train,
+    vectors,
+    whole_state,
+)
+from ranks import error_of, shared_folder
+
+import hvkit
+
+ALONE = hvkit.Mesh(shard=2) if hvkit.size() == 2 else hvkit.Mesh(shard=2, data=2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_trains_the_model_of_one_process(tied):
+    make = functools.partial(GPT, layers=4, tied=tied)
+    found = differences(make, tokens(), mesh=ALONE, microbatches=None, together=1)
+    assert max(found) < 1e-11
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_of_stages(tied, schedule):
+    if hvkit.size() < 4:
+        pytest.skip("two stages, and each on two ranks")
+    make = functools.partial(GPT, layers=4, tied=tied)
+    mesh = hvkit.Mesh(shard=2, pipeline=2)
+    found = differences(make, tokens(), mesh=mesh, schedule=schedule)
+    assert max(found) < 1e-11
+
+
+def test_shards_of_divided_layers():
+    if hvkit.size() < 4:
+        pytest.skip("two parts of layers, and each on two ranks")
+    make = functools.partial(GPT, layers=4, tied=False)
+    mesh = hvkit.Mesh(shard=2, tensor=2)
+    assert max(differences(make, tokens(), mesh=mesh, microbatches=None)) < 1e-11
+
+
+def test_each_rank_holds_its_shard():
+    model, optimizer = distributed(GPT(layers=4), mesh=ALONE, microbatches=None)
+    train(model, optimizer, of_this_rank(tokens(1), 1))
+    total = sum(p.numel() for p in model.parameters())
+    mine = sum(p.to_local().numel() for p in model.parameters())
+    state = sum(each["exp_avg"].to_local().numel() for each in optimizer.state.values())
+    assert mine == state
+    assert 0.45 < mine / total < 0.55
+
+
+def test_a_resumed_run_is_the_undisturbed_run(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory)
+    data = of_this_rank(tokens(6), 1)
+    make = functools.partial(distributed, mesh=ALONE, microbatches=None)
+    model, optimizer = make(GPT(layers=4))
+    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+    train(model, optimizer, data[:3])
+    checkpoint.save(epoch=0, step=3)
+    train(model, optimizer, data[3:])
+    undisturbed = whole_state(model)
+    for before in (0, 1):
+        model, optimizer = make(GPT(layers=4))
+        train(model, optimizer, data[:before])
+        assert hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore().step == 3
+        train(model, optimizer, data[3:])
+        assert difference(whole_state(model), undisturbed) == 0.0
+
+
+def test_refusals():
+    for text, make, options in (
+        ("PyTorch averages gradients", MLP, {"compression": "bf16"}),
+        ("PyTorch averages gradients", MLP, {"strategy": hvkit.LocalSGD(every=2)}),
+    ):
+        kind, message = error_of(
+            functools.partial(distributed, make(), mesh=ALONE, microbatches=None, **options)
+        )
+        assert kind is ValueError
+        assert text in message
+    model, optimizer = distributed(CNN(), mesh=ALONE, microbatches=None)
+    kind, message = error_of(lambda: train(model, optimizer, of_this_rank(images(1), 1)))
+    assert kind is ValueError
+    assert "batch norm keeps statistics" in message
+
+
+def test_ranks_that_call_another_number_of_times_are_named():
+    model, optimizer = distributed(MLP(), mesh=ALONE, microbatches=None)
+    data = of_this_rank(vectors(2), 1)
+    train(model, optimizer, data[:1])
+    if hvkit.rank() == 0:
+        model.eval()
+    kind, message = error_of(lambda: model(data[1][0]))
+    assert kind is hvkit.RanksDisagreeError
+    assert "makes another call" in message
