@@ -404,6 +404,16 @@ def _refuse_in_mesh(in_mesh: MeshOptions, options: Options, monitor: Monitor | N
             f"{options.strategy} does not work along the data axis of {mesh}, where ranks hold a "
             f"part of the model: use {known}"
         )
+    if mesh.shard > 1 and (options.strategy, options.compression) != (SYNCHRONOUS, None):
+        raise ValueError(
+            f"along the shard axis of {mesh} PyTorch averages gradients: leave out strategy= and "
+            "compression=, or use the data axis instead"
+        )
+    if mesh.shard > 1 and in_mesh.schedule not in ("GPipe", "1F1B"):
+        raise ValueError(
+            f"schedule={in_mesh.schedule!r} runs several stages on a rank, or computes gradients of "
+            f"weights apart, where PyTorch does not gather those of {mesh}: use 'GPipe' or '1F1B'"
+        )
     if options.on_nonfinite != "ignore":
         raise ValueError(
             f"on_nonfinite={options.on_nonfinite!r} looks at the gradients of a whole model, which "
