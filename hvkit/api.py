@@ -411,8 +411,9 @@ def _refuse_in_mesh(in_mesh: MeshOptions, options: Options, monitor: Monitor | N
         )
     if mesh.shard > 1 and in_mesh.schedule not in ("GPipe", "1F1B"):
         raise ValueError(
-            f"schedule={in_mesh.schedule!r} runs several stages on a rank, or computes gradients of "
-            f"weights apart, where PyTorch does not gather those of {mesh}: use 'GPipe' or '1F1B'"
+            f"schedule={in_mesh.schedule!r} runs several stages on a rank, or computes gradients "
+            f"of weights apart, where PyTorch does not gather those of {mesh}: use 'GPipe' or "
+            "'1F1B'"
         )
     if options.on_nonfinite != "ignore":
         raise ValueError(

@@ -60,6 +60,7 @@ class DividedModels:
         name: str,
         statistics: RunningStatistics | None,
     ) -> None:
+        process_group.require_gpus_of_their_own()
         process_group.start()
         models = list(map(_plain, models))
         self._name = name

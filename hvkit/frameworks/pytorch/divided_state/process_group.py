@@ -30,14 +30,8 @@ def start() -> None:
     """Start ``torch.distributed`` with Horovod's ranks; a collective, the first time.
 
     Raises:
-        LaunchError: a rank cannot reach rank 0, or several ranks share a GPU.
+        LaunchError: a rank cannot reach rank 0.
     """
-    if getattr(runtime.engine("torch"), "shared_gpu", False):
-        raise LaunchError(
-            "several ranks share a GPU, and NCCL, with which PyTorch gathers divided weights, "
-            "needs one for each rank: start one rank for each GPU, or use a strategy that leaves "
-            "the weights whole, such as hvkit.ShardedOptimizer()"
-        )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in all builds
 
     one_host = runtime.local_size() == runtime.size()
@@ -67,11 +61,33 @@ def start() -> None:
         store_of_all = TCPStore(reached, port, runtime.size(), False)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        # NCCL needs a GPU for each rank.
+        backend = "cpu:gloo,cuda:gloo" if ranks_share_gpus() else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, store=store_of_all, rank=runtime.rank(), world_size=runtime.size()
     )
     atexit.register(stop)
+
+
+def ranks_share_gpus() -> bool:
+    """Whether several ranks of this run use the same GPU, so that messages go through the host."""
+    return bool(getattr(runtime.engine("torch"), "shared_gpu", False))
+
+
+def require_gpus_of_their_own() -> None:
+    """Raise if ranks share a GPU: gloo does not gather and scatter what is there.
+
+    Raises:
+        LaunchError: with the fix.
+    """
+    if ranks_share_gpus():
+        raise LaunchError(
+            "several ranks share a GPU, and NCCL, with which PyTorch gathers divided weights, "
+            "needs one for each rank: start one rank for each GPU, or use a strategy that leaves "
+            "the weights whole, such as hvkit.ShardedOptimizer()"
+        )
 
 
 @functools.cache

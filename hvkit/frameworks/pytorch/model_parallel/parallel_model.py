@@ -88,6 +88,8 @@ class ParallelModel:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
         self._train = train
+        if options.mesh.shard > 1:
+            process_group.require_gpus_of_their_own()
         self._axes = process_group.device_mesh(
             device.type, tuple(getattr(options.mesh, axis) for axis in AXES), AXES
         )
@@ -115,7 +117,8 @@ class ParallelModel:
     def _links_of(self, *axes: Axis) -> StageLinks:
         group = process_group.group_of(rows(self._options.mesh, *axes))
         ranks = self._options.position.members(*axes)
-        return StageLinks(group, ranks, self._device, self._name)
+        through_host = process_group.ranks_share_gpus()
+        return StageLinks(group, ranks, self._device, self._name, through_host=through_host)
 
     def _refuse_copy(self, memo: Any) -> Any:
         raise ValueError(

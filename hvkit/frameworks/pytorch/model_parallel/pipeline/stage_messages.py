@@ -61,7 +61,7 @@ class Arriving:
             for work in self._works:
                 work.wait()
         self._works = []
-        return self._tensors
+        return [t.to(self._link.device) for t in self._tensors]
 
 
 class StageLinks:
@@ -72,6 +72,7 @@ class StageLinks:
         ranks: their numbers among all ranks, in the order of the pipeline.
         device: on which tensors arrive.
         name: of the model; the same on every rank.
+        through_host: whether tensors of a GPU travel through the host's memory.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class StageLinks:
         ranks: Sequence[int],
         device: torch.device,
         name: str,
+        *,
+        through_host: bool = False,
     ) -> None:
         self.group, self.ranks, self.device, self.name = group, tuple(ranks), device, name
+        self._carrier = torch.device("cpu") if through_host else device
         self.step = 0
         self._known: dict[Hashable, list[TensorSpec]] = {}
         # What was sent must stay in memory until it is there.
@@ -126,7 +130,7 @@ class StageLinks:
         """Start to send tensors whose shapes the other rank knows."""
         for t in tensors:
             count("activations", t.numel() * t.element_size())
-            self._start(t.detach().contiguous(), to)
+            self._start(t.detach().to(self._carrier).contiguous(), to)
 
     def _start(self, t: torch.Tensor, to: int) -> None:
         self._sending.append((dist.isend(t, self.ranks[to], group=self.group), t))
@@ -147,7 +151,7 @@ class StageLinks:
 
     def receive_plain(self, specs: Sequence[TensorSpec], source: int) -> Arriving:
         """Start to receive tensors of known shapes."""
-        tensors = [each.empty(self.device) for each in specs]
+        tensors = [each.empty(self._carrier) for each in specs]
         start = functools.partial(dist.irecv, src=self.ranks[source], group=self.group)
         return Arriving(tensors, [start(t) for t in tensors], self)
 
