@@ -83,7 +83,7 @@ KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 more-ranks: setup
 	$(call RANKS,3) $(FIRST) tests/parallel
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
-	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) tests/parallel/groups
+	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(FIRST) tests/parallel/groups tests/parallel/mesh
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
 	$(call RANKS,2) $(FIRST) --without-averaging \
 		tests/parallel/horovod_names/test_horovod_keras_equals_one_process.py \

@@ -7,6 +7,7 @@
 Parts:
     one      one rank through Horovod trains what a script without hvkit trains
     two      two ranks that share the GPU train what one process with twice the batch trains
+    mesh     two ranks that share the GPU hold a part of a model each
     sync     what the host waits for in a step
     speed    a step beside plain PyTorch and DDP on NCCL
     horovod  Horovod's own mean, and a step with its wrapper beside plain PyTorch
@@ -22,11 +23,12 @@ import subprocess
 import sys
 import time
 
+import gpu_meshes
 import gpu_steps
 import gpu_trainings
 import torch
 
-PARTS = ("one", "two", "sync", "speed", "horovod")
+PARTS = ("one", "two", "mesh", "sync", "speed", "horovod")
 LIMIT_S = 240
 
 
@@ -61,6 +63,9 @@ def part(name, flags):
     if name == "two":
         gpu_trainings.compare(device, flags.cases)
         return
+    if name == "mesh":
+        gpu_meshes.compare(device, flags.cases)
+        return
     if name == "horovod":
         gpu_trainings.means_of_one_rank(device)
         gpu_steps.speed(device, gpu_steps.PEERS_OF_HOROVOD, flags.rounds, flags.seconds)
@@ -77,7 +82,7 @@ def part(name, flags):
 def run(name, arguments, environ):
     """Run a part in processes of its own; returns its lines and what else it printed."""
     command = [sys.executable, __file__, *arguments, "--part", name]
-    if name == "two":
+    if name in ("two", "mesh"):
         command = ["hvkit", "run", "-np", "2", "--", *command[1:]]
     else:
         command = ["mpirun", "-np", "1", *command]
@@ -133,9 +138,13 @@ def main():
 
 def rows_of(name, lines, status):
     """What the table says of a part: pairs of texts."""
-    if name in ("one", "two"):
+    if name in ("one", "two", "mesh"):
         right = sum(line["right"] for line in lines if "right" in line)
-        ranks = {"one": "one rank", "two": "two ranks that share the GPU"}[name]
+        ranks = {
+            "one": "one rank",
+            "two": "two ranks that share the GPU",
+            "mesh": "two ranks that hold a model together",
+        }[name]
         yield f"trainings equal to one process, {ranks}", f"{right} of {len(lines)}, exit {status}"
     for line in lines:
         if "waits of" in line:

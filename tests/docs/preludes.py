@@ -103,6 +103,22 @@ def train_step(x, y):
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 """
+DEEP_NET = """
+def Net():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)])
+
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+def layers_of(model):
+    return list(model)
+
+
+steps = 4
+"""
+
 PRELUDES = {
     "README.md": PYTORCH + KERAS,
     "docs/index.md": PYTORCH,
@@ -156,6 +172,10 @@ model, optimizer = hvkit.distribute(model, optimizer)
 """
     + TRAIN_STEP,
     "docs/monitoring.md": PYTORCH + KERAS,
+    **{
+        f"docs/{page}.md": PYTORCH + DEEP_NET
+        for page in ("meshes", "meshes/pipelines", "meshes/tensor", "from-deepspeed")
+    },
     "docs/from-horovod.md": PYTORCH,
     "docs/from-ddp.md": PYTORCH
     + KERAS

@@ -138,8 +138,7 @@ def _patch_scaler() -> None:
     @functools.wraps(scaled_step)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         prepare(self, optimizer)
-        ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        if self.is_enabled() and ready and _OVERFLOWS in vars(optimizer):
+        if self.is_enabled() and _OVERFLOWS in vars(optimizer) and _is_ready(self, optimizer):
             self.unscale_(optimizer)
         plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
         function = vars(optimizer).get(_SCALED_STEP)
@@ -147,6 +146,11 @@ def _patch_scaler() -> None:
 
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]
     torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+
+
+def _is_ready(scaler: Any, optimizer: Optimizer) -> bool:
+    """Whether an enabled scaler has not unscaled the gradients of this step yet."""
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
 def hook_steps_of_parents(kind: type[Any]) -> None:
