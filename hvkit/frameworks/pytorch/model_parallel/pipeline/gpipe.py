@@ -269,7 +269,10 @@ class Pipeline:
         """
         training = {module: module.training for module in self._model.modules()}
         source, difference = self.stages.rank_of[self.last], None
+        caches = torch.is_autocast_cache_enabled()
         try:
+            # Weights that autocast casts here have no gradient, and must not be used again.
+            torch.set_autocast_cache_enabled(False)
             for module in training:
                 module.training = False
             parts = self.forward(batches)
@@ -278,6 +281,7 @@ class Pipeline:
                 found = joined([tensors_in(each) for each in parts.result], parts.sizes)
                 difference = _largest_difference(found, tensors_in(whole.result[0]))
         finally:
+            torch.set_autocast_cache_enabled(caches)
             for module, mode in training.items():
                 module.training = mode
         if text := self.links.object_from_rank(source, difference):
