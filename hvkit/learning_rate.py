@@ -75,7 +75,7 @@ def describe(rates: Sequence[tuple[float, Multiplier | None]], lr_scaling: str, 
         rates: for each optimizer or parameter group its rate, and the multiplier of its updates;
             None for the step length of LBFGS, which is never scaled.
         lr_scaling: the user's argument.
-        size: the number of ranks.
+        size: the number of ranks that each have batches of their own.
     """
     said = [_one_kind(rates, multiplier, lr_scaling, size) for _, multiplier in rates]
     return "; ".join(dict.fromkeys(said)) or "no learning rate"
@@ -95,6 +95,8 @@ def _one_kind(
 
     if multiplier is None:
         return f"step length {times(1)} of LBFGS, never scaled"
+    if multiplier.changes_nothing and size == 1:  # the ranks hold one model together
+        return f"learning rate {times(1)}"
     if multiplier.changes_nothing:
         return (
             f"learning rate {times(1)}, not scaled (the global batch is {size} times one rank's: "

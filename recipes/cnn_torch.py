@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader
 
 import hvkit
 
-hvkit.init()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -81,9 +80,12 @@ def train_and_evaluate(flags):
             collate_fn=to_tensors,
         ),
         seed=flags.seed,
+        mesh=flags.mesh,
     )
     test_loader = hvkit.shard(
-        DataLoader(ImageRows(data.test), flags.test_batch_size, collate_fn=to_tensors), exact=True
+        DataLoader(ImageRows(data.test), flags.test_batch_size, collate_fn=to_tensors),
+        exact=True,
+        mesh=flags.mesh,
     )
     steps = len(train_loader)
 
@@ -100,6 +102,8 @@ def train_and_evaluate(flags):
         compression=flags.compression,
         batch_norm=flags.batch_norm,
         monitor=monitor,
+        mesh=flags.mesh,
+        microbatches=flags.microbatches,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda epoch: common.rate_factor(flags.schedule, epoch, flags.epochs)
@@ -153,7 +157,8 @@ def measure(flags):
 
 
 def main():
-    flags = common.parse_cnn_flags(__doc__)
+    flags = common.parse_cnn_flags(__doc__, meshes=True)
+    hvkit.init()
     # distribute copies rank 0's weights to all ranks.
     torch.manual_seed(flags.seed + hvkit.rank())
     if flags.synthetic:

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 import hvkit
 
-hvkit.init()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -54,7 +53,8 @@ def evaluate(model, batches):
 
 
 def main():
-    flags = common.parse_flags(__doc__)
+    flags = common.parse_flags(__doc__, meshes=True)
+    hvkit.init()
     data = common.load_data(flags)
     train_loader = DataLoader(
         ImageRows(data.train),
@@ -63,11 +63,11 @@ def main():
         drop_last=True,
         collate_fn=to_tensors,
     )
-    train_loader = hvkit.shard(train_loader, seed=flags.seed)
+    train_loader = hvkit.shard(train_loader, seed=flags.seed, mesh=flags.mesh)
     test_loader = DataLoader(
         ImageRows(data.test), batch_size=flags.test_batch_size, collate_fn=to_tensors
     )
-    test_loader = hvkit.shard(test_loader, exact=True)
+    test_loader = hvkit.shard(test_loader, exact=True, mesh=flags.mesh)
 
     # Each rank draws its own dropout; distribute copies rank 0's weights to all ranks.
     torch.manual_seed(flags.seed + hvkit.rank())
@@ -81,6 +81,8 @@ def main():
         compression=flags.compression,
         lr_scaling="linear",
         monitor=monitor,
+        mesh=flags.mesh,
+        microbatches=flags.microbatches,
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=common.MNIST_DECAY)
 

@@ -49,7 +49,9 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
         problem = ValueError(
             f"rows must hold each rank from 0 to {runtime.size() - 1} once, got {list(rows)}"
         )
-    elif runtime.size() > 1 and os.environ.get(_VARIABLE) != "1":
+    elif any(1 < len(group) < runtime.size() for group in groups) and (
+        os.environ.get(_VARIABLE) != "1"
+    ):
         problem = LaunchError(
             "groups of ranks need a Horovod that was started for them: make the groups before the "
             "first call of hvkit.rank() and the like, on every rank, or set "

@@ -1,4 +1,4 @@
-"""The command-line flags of the recipes: those of MNIST, and those of the CNN recipes."""
+"""The command-line flags of the recipes for images: those of MNIST, and of the CNN recipes."""
 
 import argparse
 import ast
@@ -13,6 +13,7 @@ import hvkit.compression as compression_kinds
 from common.schedule import SCHEDULES
 from hvkit import strategies
 from hvkit.compression import BY_NAME, Compression
+from hvkit.mesh import AXES, position_in
 from hvkit.strategies.strategy import Strategy, strategies_in
 
 T = TypeVar("T", int, float)
@@ -24,18 +25,25 @@ STRATEGIES = [*strategies_in(strategies)]
 COMPRESSIONS = [name for name in compression_kinds.__all__ if name in hvkit.__all__]
 
 
-class Flags(argparse.Namespace):
-    """The flags of all recipes, as ``parse_flags`` returns them."""
+class CommonFlags(argparse.Namespace):
+    """The flags of all recipes. Those of Keras leave ``mesh`` and ``microbatches`` None."""
 
     batch_size: int
     test_batch_size: int
-    epochs: int
     lr: float
-    momentum: float
     seed: int
     strategy: Strategy
     compression: str | Compression
     log_interval: int
+    mesh: hvkit.Mesh | None = None
+    microbatches: int | None = None
+
+
+class Flags(CommonFlags):
+    """The flags of the recipes for images, as ``parse_flags`` returns them."""
+
+    epochs: int
+    momentum: float
     data_dir: Path | None
     dataset: str
     output_dir: Path | None
@@ -121,10 +129,38 @@ def compression(text: str) -> str | Compression:
     return described(text, COMPRESSIONS, words=tuple(BY_NAME))  # type: ignore[no-any-return]
 
 
-def parse_flags(description: str, argv: Sequence[str] | None = None) -> Flags:
-    """Read the flags of an MNIST recipe from ``argv``, by default from the command line."""
+def mesh(text: str) -> hvkit.Mesh:
+    """The argparse type of ``--mesh``: ``pipeline=2,data=2``."""
+    lengths: dict[str, int] = {}
+    for setting in text.split(","):
+        axis, _, number = (part.strip() for part in setting.partition("="))
+        if axis not in AXES or axis in lengths or not number.removeprefix("-").isdecimal():
+            raise argparse.ArgumentTypeError(
+                f"must be AXIS=RANKS,... with each of the axes {', '.join(AXES)} at most once, as "
+                f"in pipeline=2,data=2, got {setting!r}"
+            )
+        lengths[axis] = int(number)
+    try:
+        return hvkit.Mesh(**lengths)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_flags(
+    description: str, argv: Sequence[str] | None = None, *, meshes: bool = False
+) -> Flags:
+    """Read the flags of an MNIST recipe from ``argv``, by default from the command line.
+
+    Args:
+        description: of the recipe, for its help.
+        argv: the words after the script's name.
+        meshes: whether the recipe can divide its model: it then has ``--mesh``. Call this before
+            ``hvkit.init``, because Horovod must know when it starts that there is a mesh.
+    """
     parser = Parser(description)
     add_training_flags(parser, batch_size=32, epochs=8, lr=0.02)
+    if meshes:
+        add_mesh_flags(parser)
     add_data_flags(parser, "mnist", "MNIST", "MNIST's four IDX files, plain or .gz")
     flags = parser.parse_args(argv, namespace=Flags())
     check(parser, flags)
@@ -132,13 +168,23 @@ def parse_flags(description: str, argv: Sequence[str] | None = None) -> Flags:
 
 
 def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) -> None:
-    """Add the flags for training, with these defaults."""
+    """Add the flags for training on images, with these defaults."""
     flag = parser.add_argument
     flag("--batch-size", type=POSITIVE, default=batch_size, help="images a step, per rank")
     flag("--test-batch-size", type=POSITIVE, default=500, help="test images at once, per rank")
     flag("--epochs", type=POSITIVE, default=epochs, help="passes over the training images")
     flag("--lr", type=RATE, default=lr, help="learning rate of one rank; N ranks use N times it")
     flag("--momentum", type=FRACTION, default=0.9, help="momentum of SGD")
+    add_distribute_flags(parser)
+    flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
+    flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")
+    flag("--output-dir", type=Path, help="folder for a record of the run: hvkit report shows it")
+    flag("--dry-run", action="store_true", help=f"one epoch of images for {DRY_RUN_STEPS} steps")
+
+
+def add_distribute_flags(parser: Parser) -> None:
+    """Add the two choices of every ``hvkit.distribute``."""
+    flag = parser.add_argument
     flag(
         "--strategy",
         type=strategy,
@@ -153,10 +199,33 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
         metavar="NAME[:key=value,...]",
         help=f"how it travels: {', '.join([*BY_NAME, *COMPRESSIONS])}, as in TopK:ratio=0.01",
     )
-    flag("--seed", type=SEED, default=1, help="seed of initial weights, image order and dropout")
-    flag("--log-interval", type=POSITIVE, default=100, help="steps between reports of the loss")
-    flag("--output-dir", type=Path, help="folder for a record of the run: hvkit report shows it")
-    flag("--dry-run", action="store_true", help=f"one epoch of images for {DRY_RUN_STEPS} steps")
+
+
+def add_mesh_flags(parser: Parser) -> None:
+    """Add the flags that divide the model among ranks."""
+    flag = parser.add_argument
+    flag(
+        "--mesh",
+        type=mesh,
+        metavar="AXIS=RANKS,...",
+        help=f"divide the model, as in pipeline=2,data=2; axes: {', '.join(AXES)}",
+    )
+    flag(
+        "--microbatches",
+        type=POSITIVE,
+        help="parts of a batch in a pipeline; four for each stage if not given",
+    )
+
+
+def check_mesh(parser: Parser, flags: CommonFlags) -> None:
+    """Reject a mesh that the ranks cannot form, and what needs a pipeline without one."""
+    try:
+        pipeline = 1 if flags.mesh is None else position_in(flags.mesh).mesh.pipeline
+    except ValueError as error:
+        parser.error(f"--mesh: {error}")
+    # One process holds all of the model in any mesh.
+    if flags.microbatches is not None and pipeline == 1 and (not flags.mesh or hvkit.size() > 1):
+        parser.error(f"--microbatches {flags.microbatches} needs a pipeline: add --mesh pipeline=2")
 
 
 def add_data_flags(parser: Parser, key: str, name: str, files: str) -> None:
@@ -172,6 +241,12 @@ def add_data_flags(parser: Parser, key: str, name: str, files: str) -> None:
 
 def check(parser: Parser, flags: Flags) -> None:
     """Reject flags that contradict each other; apply ``--dry-run`` to the others."""
+    check_mesh(parser, flags)
+    if flags.mesh is not None and flags.output_dir is not None:
+        parser.error(
+            "--output-dir records with hvkit.Monitor, which does not know models in a mesh yet: "
+            "drop --output-dir or --mesh"
+        )
     if flags.dataset == "digits" and flags.data_dir is not None:
         parser.error(
             f"--dataset digits does not read --data-dir {flags.data_dir}: drop one of the two"
@@ -208,10 +283,14 @@ class CnnFlags(Flags):
     steps_per_round: int
 
 
-def parse_cnn_flags(description: str, argv: Sequence[str] | None = None) -> CnnFlags:
-    """Read the flags of a CNN recipe from ``argv``, by default from the command line."""
+def parse_cnn_flags(
+    description: str, argv: Sequence[str] | None = None, *, meshes: bool = False
+) -> CnnFlags:
+    """Read the flags of a CNN recipe, as ``parse_flags`` does those of an MNIST recipe."""
     parser = Parser(description)
     add_training_flags(parser, batch_size=64, epochs=10, lr=0.05)
+    if meshes:
+        add_mesh_flags(parser)
     add_data_flags(parser, "cifar10", "CIFAR-10", "CIFAR-10's binary files, plain or .gz")
     _add_recipe_flags(parser)
     _add_synthetic_flags(parser)
@@ -280,3 +359,5 @@ def _check_synthetic(parser: Parser, flags: CnnFlags) -> None:
             flag = "--no-augment" if name == "augment" else f"--{name.replace('_', '-')}"
             how = "has no effect with" if flags.synthetic else "needs"
             parser.error(f"{flag} {how} --synthetic")
+    if flags.synthetic and flags.mesh is not None:
+        parser.error("--synthetic measures ranks that hold the whole model: drop it or --mesh")

@@ -7,9 +7,10 @@ from dataclasses import replace
 import hvkit
 from common import sources
 from common.cifar10 import Cifar10
-from common.flags import DRY_RUN_STEPS, CnnFlags, Flags
+from common.flags import DRY_RUN_STEPS, CnnFlags, CommonFlags, Flags
 from common.images import DataError, Dataset
 from common.mnist import Mnist
+from hvkit.mesh import position_in
 
 
 def load_data(flags: Flags) -> Dataset:
@@ -29,18 +30,28 @@ def load_data(flags: Flags) -> Dataset:
     assert data is not None
     digest = data.digest()
     digest_of_0, origin_of_0 = hvkit.broadcast((digest, data.origin))
-    step = flags.batch_size * hvkit.size()
+    parts = parts_of_a_batch(flags)
+    step = flags.batch_size * parts
     if digest != digest_of_0:
         problem = f"its images ({data.origin}) are not those of rank 0 ({origin_of_0})"
     elif len(data.train) < step:
         problem = (
             f"{len(data.train)} training images are too few for one step of {step}, "
-            f"{flags.batch_size} on each of {hvkit.size()} ranks: use a smaller --batch-size"
+            f"{flags.batch_size} on each of {parts} {_holders(flags)}: use a smaller --batch-size"
         )
-    elif len(data.test) < hvkit.size():
-        problem = f"{len(data.test)} test images are too few for {hvkit.size()} ranks"
+    elif len(data.test) < parts:
+        problem = f"{len(data.test)} test images are too few for {parts} {_holders(flags)}"
     stop_if_any(problem)
     return replace(data, train=data.train.first(DRY_RUN_STEPS * step)) if flags.dry_run else data
+
+
+def parts_of_a_batch(flags: CommonFlags) -> int:
+    """How many batches make a step: one a rank, or one for the ranks that hold a model together."""
+    return hvkit.size() if flags.mesh is None else position_in(flags.mesh).batches
+
+
+def _holders(flags: CommonFlags) -> str:
+    return "ranks" if flags.mesh is None else "parts of the mesh"
 
 
 def _try_to_load(

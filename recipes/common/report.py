@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import hvkit
 from common.flags import Flags
 from common.images import Dataset
-from common.ranks import on_terminal, say
+from common.ranks import on_terminal, parts_of_a_batch, say
 from hvkit.communication.traffic import Sent
 
 T = TypeVar("T")
@@ -71,7 +71,9 @@ class Report:
         )
         self._task = self._bar.add_task("", total=self.steps)
         say(f"{len(data.train)} training and {len(data.test)} test images: {data.origin}")
-        say(f"{hvkit.size()} x {flags.batch_size} images a step, {self.steps} steps an epoch")
+        self._images_per_step = flags.batch_size * parts_of_a_batch(flags)
+        parts = f"{parts_of_a_batch(flags)} x {flags.batch_size}"
+        say(f"{parts} images a step, {self.steps} steps an epoch")
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +135,7 @@ class Report:
     def show_epoch(self, test_loss: float, test_accuracy: float) -> None:
         """Report an epoch of ``fit``, whose results the monitor records itself."""
         self._bar.stop()
-        images = self._step * self._flags.batch_size * hvkit.size()
+        images = self._step * self._images_per_step
         self._images += images
         self._seconds += self._epoch_seconds
         rate = images / self._epoch_seconds

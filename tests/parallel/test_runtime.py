@@ -16,6 +16,7 @@ from ranks import error_of
 import hvkit
 from hvkit import runtime
 from hvkit.communication import collectives, engines, large_objects, point_to_point
+from hvkit.communication.division import divide
 from hvkit.communication.encoding import sendable
 
 
@@ -279,3 +280,10 @@ def test_both_frameworks_engines_run_in_one_process():
 def test_an_unknown_framework_is_an_error():
     with pytest.raises(ValueError, match="'jax'"):
         hvkit.init("jax")
+
+
+def test_all_ranks_together_and_ranks_of_their_own_are_groups_of_any_horovod(monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
+    everyone = range(hvkit.size())
+    assert divide([tuple(everyone)]).is_all_ranks
+    assert divide([(rank,) for rank in everyone]).members == (hvkit.rank(),)

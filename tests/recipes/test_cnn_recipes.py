@@ -65,6 +65,15 @@ def test_two_ranks_learn_and_resume_where_they_were(start, tmp_path, cifar):
 
 
 @MORE
+def test_ranks_of_a_pipeline_augment_their_images_equally(start, cifar):
+    mesh = "--mesh", "pipeline=2", "--microbatches", "2"
+    files = "--data-dir", str(cifar.parent), "--epochs", "1"
+    run = start(MPIRUN, "cnn_torch", *files, *mesh, output_dir=None)
+    assert "1 x 64 images a step, 4 steps an epoch" in run.out
+    assert "epoch 1/1: test accuracy" in run.out
+
+
+@MORE
 def test_two_ranks_learn_in_a_custom_loop_of_tensorflow(start, tmp_path, cifar):
     folder = tmp_path / "checkpoints"
     learns(start, HOROVODRUN, "cnn_tf", flags_for(cifar, folder), cifar)

@@ -1,5 +1,7 @@
 """The MNIST recipes end to end, on the bundled digits and on made-up files."""
 
+import re
+
 import numpy as np
 import pytest
 from cases import MORE, cases
@@ -21,6 +23,17 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
     assert monitored.tests[-1]["test_accuracy"] >= 0.95, run.out
     assert (monitored.ranks, monitored.epochs, len(monitored.tests)) == (2, 8, 8)
     assert "epoch 8/8: test accuracy" in run.out
+    assert run.said_more_than_once == []
+
+
+def test_a_pipeline_learns_the_digits_and_tests_all_of_them(start):
+    flags = *DIGITS, "--epochs", "1", "--mesh", "pipeline=2"
+    run = start(MPIRUN, "mnist_torch", *flags, output_dir=None)
+    assert "1 x 32 images a step, 44 steps an epoch" in run.out
+    accuracy = float(re.search(r"test accuracy (\S+),", run.out)[1])
+    assert accuracy >= 0.8
+    # Both ranks count all images: their mean is that of a whole number of them.
+    assert 360 * accuracy == pytest.approx(round(360 * accuracy), abs=0.02)
     assert run.said_more_than_once == []
 
 

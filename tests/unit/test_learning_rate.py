@@ -43,4 +43,6 @@ def test_rates_are_described_by_what_multiplies_them():
         "learning rate 0.1, not scaled (the global batch is 4 times one rank's: "
         'lr_scaling="linear" would use 0.4)'
     )
+    # Of ranks that train one model together, on the same batches.
+    assert describe([(0.1, make_multiplier("linear", 1, 0))], "linear", 1) == "learning rate 0.1"
     assert describe([], "linear", 4) == "no learning rate"

@@ -41,6 +41,7 @@ def test_defaults_suit_every_recipe():
         (["--compression", "fp8"], "must be one of none, fp16, bf16, int8, PowerSGD, TopK"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         (["--learning-rate", "3"], "unrecognized arguments: --learning-rate 3"),
+        (["--mesh", "pipeline=2"], "unrecognized arguments: --mesh pipeline=2"),
     ],
 )
 def test_a_wrong_flag_is_an_error_that_names_the_value_and_what_is_accepted(
@@ -70,6 +71,48 @@ def test_a_compression_is_a_word_or_a_name_with_settings():
     assert flags("--compression", "int8").compression == "int8"
     assert flags("--compression", "TopK:ratio=0.01").compression == hvkit.TopK(0.01)
     assert flags("--compression", "powersgd").compression == hvkit.PowerSGD()
+
+
+def in_meshes(*arguments):
+    return common.parse_flags("A recipe.", arguments, meshes=True)
+
+
+def test_a_mesh_is_the_lengths_of_its_axes():
+    assert in_meshes().mesh is None
+    assert in_meshes("--mesh", "pipeline=2,data=3").mesh == hvkit.Mesh(pipeline=2, data=3)
+    assert in_meshes("--mesh", "data=1, tensor=-1").mesh == hvkit.Mesh(data=1, tensor=-1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["pipe=2"], "each of the axes data, shard, pipeline, tensor at most once, as in"),
+        (["pipeline=two"], "got 'pipeline=two'"),
+        (["pipeline"], "got 'pipeline'"),
+        (["pipeline=2,pipeline=2"], "got 'pipeline=2'"),
+        (["pipeline=0"], "pipeline of a Mesh must be a positive number of ranks"),
+        (["pipeline=2", "--output-dir", "x"], "drop --output-dir or --mesh"),
+    ],
+)
+def test_a_wrong_mesh_is_an_error_that_names_the_axes(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as end:
+        in_meshes("--mesh", *arguments)
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parse", [in_meshes, lambda *words: common.parse_gpt_flags("", words)])
+def test_microbatches_need_a_pipeline(parse, capsys):
+    assert parse("--mesh", "pipeline=2", "--microbatches", "4").microbatches == 4
+    with pytest.raises(SystemExit):
+        parse("--microbatches", "4")
+    assert "--microbatches 4 needs a pipeline: add --mesh pipeline=2" in capsys.readouterr().err
+
+
+def test_heads_of_the_gpt_divide_its_width(capsys):
+    with pytest.raises(SystemExit):
+        common.parse_gpt_flags("", ["--width", "64", "--heads", "3"])
+    assert "--heads must divide --width, got 3 heads" in capsys.readouterr().err
 
 
 def test_a_dry_run_is_one_epoch():

@@ -1,0 +1,67 @@
+"""The command-line flags of the GPT recipe."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.flags import (
+    FRACTION,
+    POSITIVE,
+    RATE,
+    SEED,
+    CommonFlags,
+    Parser,
+    add_distribute_flags,
+    add_mesh_flags,
+    check_mesh,
+)
+from hvkit.mesh import SCHEDULES
+
+
+class GptFlags(CommonFlags):
+    """The flags of the GPT recipe, as ``parse_gpt_flags`` returns them."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+    dropout: float
+    steps: int
+    checkpoint_dir: Path | None
+    save_every: int
+    keep: int
+    schedule: str
+
+
+def parse_gpt_flags(description: str, argv: Sequence[str] | None = None) -> GptFlags:
+    """Read the flags of the GPT recipe; call it before ``hvkit.init``, as ``parse_flags``."""
+    parser = Parser(description)
+    flag = parser.add_argument
+    flag("--layers", type=POSITIVE, default=4, help="blocks of attention and MLP")
+    flag("--width", type=POSITIVE, default=64, help="numbers that stand for a character")
+    flag("--heads", type=POSITIVE, default=4, help="heads of each attention")
+    flag("--length", type=POSITIVE, default=64, help="characters that the model looks at")
+    flag("--dropout", type=FRACTION, default=0.0, help="share of activations that are dropped")
+    flag("--batch-size", type=POSITIVE, default=32, help="lines of --length a step, per rank")
+    flag("--test-batch-size", type=POSITIVE, default=64, help="held-out lines at once, per rank")
+    flag("--steps", type=POSITIVE, default=300, help="updates of the weights")
+    flag("--lr", type=RATE, default=0.01, help="learning rate at its highest")
+    add_distribute_flags(parser)
+    add_mesh_flags(parser)
+    flag(
+        "--schedule",
+        choices=SCHEDULES,
+        default="GPipe",
+        help="order of the micro-batches in a pipeline",
+    )
+    flag("--checkpoint-dir", type=Path, help="folder to save to, and to resume from")
+    flag("--save-every", type=POSITIVE, default=100, help="steps between checkpoints")
+    flag("--keep", type=POSITIVE, default=3, help="checkpoints to keep")
+    flag("--seed", type=SEED, default=1, help="seed of initial weights, order and dropout")
+    flag("--log-interval", type=POSITIVE, default=50, help="steps between reports of the loss")
+    flags = parser.parse_args(argv, namespace=GptFlags())
+    check_mesh(parser, flags)
+    if flags.width % flags.heads:
+        parser.error(
+            f"--heads must divide --width, got {flags.heads} heads and a width of {flags.width}"
+        )
+    return flags

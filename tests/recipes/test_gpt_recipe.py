@@ -1,0 +1,58 @@
+"""The GPT recipe end to end, in the meshes that two ranks can form and in none."""
+
+import re
+import shutil
+
+import pytest
+from cases import MORE, cases
+from launching import ALONE, MPIRUN
+
+SMALL = (
+    *("--layers", "2", "--width", "32", "--heads", "2", "--length", "32", "--steps", "60"),
+    *("--log-interval", "30", "--test-batch-size", "256"),
+)
+PIPELINE = "--mesh pipeline=2 --batch-size 16"
+OTHERS = [
+    "--mesh tensor=2 --batch-size 16",
+    "--mesh data=2 --batch-size 8",
+    "--mesh shard=2 --batch-size 8",
+    "--batch-size 8",
+    f"{PIPELINE} --schedule 1F1B --microbatches 2",
+]
+
+
+def gpt(start, launcher, *flags):
+    return start(launcher, "gpt_torch", *SMALL, *flags, output_dir=None)
+
+
+def held_out(run):
+    """The loss on the held-out text."""
+    return float(re.search(r"^held-out loss (\S+)$", run.out, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize("flags", cases([PIPELINE, *OTHERS]))
+def test_two_ranks_train_the_model_of_one_process(start, flags):
+    alone, together = gpt(start, ALONE, "--batch-size", "16"), gpt(start, MPIRUN, *flags.split())
+    of_frequencies = float(re.search(r"frequency: (\S+)$", alone.out, re.MULTILINE)[1])
+    assert held_out(alone) < of_frequencies - 0.2
+    assert held_out(together) == pytest.approx(held_out(alone), abs=2e-3)
+    assert ("stage 1 (rank 1 of the pipeline)" in together.err) == ("pipeline=2" in flags)
+    assert together.said_more_than_once == []
+    assert len(re.findall("^sampled: ", together.out, re.MULTILINE)) == 1
+
+
+@MORE
+def test_a_run_in_a_pipeline_is_resumed_by_one_process(start, tmp_path):
+    folder = tmp_path / "checkpoints"
+    saved = ("--checkpoint-dir", str(folder), "--save-every", "30")
+    whole = gpt(start, MPIRUN, *PIPELINE.split(), *saved)
+    shutil.rmtree(folder / "step-000000060")
+    resumed = gpt(start, ALONE, "--batch-size", "16", *saved)
+    assert "step 30/60" not in resumed.out
+    assert held_out(resumed) == pytest.approx(held_out(whole), abs=2e-3)
+
+
+@MORE
+def test_a_mesh_of_another_number_of_ranks_is_told_once_for_all(start):
+    run = start(MPIRUN, "gpt_torch", "--mesh", "pipeline=3", output_dir=None, fails=True)
+    assert run.err.count("--mesh: Mesh(data=-1, pipeline=3, tensor=1, shard=1) needs a number") == 1
