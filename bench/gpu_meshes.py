@@ -68,16 +68,6 @@ def train(model, optimizer, data, dtype=None, scaler=None):
 # how far weights may be from those of one process, relative to the largest of each tensor.
 CASES = {
     "GPT, GPipe": (gpt, of_text, sgd, {}, {"pipeline": 2}, TWO_STAGES, 2e-3),
-    "GPT, 1F1B": (gpt, of_text, sgd, {}, {"pipeline": 2}, TWO_STAGES | {"schedule": "1F1B"}, 2e-3),
-    "GPT, zero bubble": (
-        gpt,
-        of_text,
-        sgd,
-        {},
-        {"pipeline": 2},
-        TWO_STAGES | {"schedule": "ZBVZeroBubble"},
-        2e-3,
-    ),
     "GPT, GPipe, bfloat16": (
         gpt,
         of_text,

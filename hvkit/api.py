@@ -113,15 +113,16 @@ def distribute(
             FloatingPointError on all, ``"skip"`` leaves the step out; both name the rank.
         monitor: records the learning rate and gradients' norm, and each step of Keras's ``fit``.
         mesh: ``hvkit.Mesh(pipeline=2, data=2)`` divides the model as well, among the ranks along
-            the pipeline axis; ranks along the data axis train with ``strategy``. In PyTorch.
+            the pipeline axis; ranks along the data axis train with ``strategy``. In PyTorch, and
+            for Sequential and Functional models of Keras on TensorFlow.
         microbatches: parts of a batch that follow each other through a pipeline; None for four for
             each stage.
         schedule: in which order: ``"GPipe"``, all forward and then all backward; or one of
             PyTorch's, ``"1F1B"``, ``"LoopedBFS"``, ``"Interleaved1F1B"``,
             ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"``, ``"DualPipeV"``, for a loss that is a
             mean over samples.
-        stages: the modules after which to cut a pipeline, ``["blocks.3"]``; or what to balance,
-            ``"flops"`` or ``"bytes"`` of weights.
+        stages: the modules or layers after which to cut a pipeline, ``["blocks.3"]``; or what to
+            balance, ``"flops"`` or ``"bytes"`` of weights.
         plan: which linear layers ranks along the tensor axis divide, by name:
             ``{"*.fc1": "colwise", "*.fc2": "rowwise"}``; None for all that hvkit proves it can.
 
@@ -496,6 +497,14 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
         ValueError: there is none.
     """
     if engine_of("keras") == "tensorflow":
+        if options.mesh:
+            from hvkit.frameworks.keras.pipeline.refusals import refuse_axes
+
+            refuse_axes(options.mesh.mesh)
+        if options.mesh and options.mesh.mesh.pipeline > 1:
+            from hvkit.frameworks.keras.pipeline.port import KerasMeshPort
+
+            return KerasMeshPort(models, optimizers, options)
         from hvkit.frameworks.keras.port import KerasPort
 
         return KerasPort(models, optimizers, options)

@@ -71,10 +71,25 @@ class ModelPart(Part):
 
     def load_own(self, arrays: Arrays) -> None:
         self._check_built()
-        _assign(self._all() | self._statistics() | self._seeds(), arrays)
+        own = self._seeds()
+        if not self._is_divided:
+            own |= self._all() | self._statistics()
+        _assign(own, arrays)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether each rank holds the layers of its stage of a pipeline."""
+        record = record_of(self.model)
+        return record is not None and record.gathered is not None
+
+    def gathered(self) -> AbstractContextManager[None]:
+        record = record_of(self.model)
+        return record.gathered() if record and record.gathered else super().gathered()
 
     def _own(self) -> dict[str, Any]:
         self._check_built()
+        if self._is_divided:  # the file has what forward passes learn, from the ranks that hold it
+            return self._seeds()
         return (self._all() if self.is_local else self._statistics()) | self._seeds()
 
     def _all(self) -> dict[str, Any]:
@@ -93,7 +108,7 @@ class ModelPart(Part):
         return compared_in(self.model)
 
     def may_differ(self) -> tuple[list[Compared], list[Rows]]:
-        return buffers.compared_in(self.model)
+        return ([], []) if self._is_divided else buffers.compared_in(self.model)
 
     def _check_built(self) -> None:
         if not has_weights(self.model):
@@ -258,6 +273,12 @@ class CallbackPart(Part):
             if hasattr(self._callback, name)
         }
         weights = getattr(self._callback, "best_weights", None) or []
+        if weights and getattr(self._callback.model, "is_in_parts", False):
+            raise ValueError(
+                f"{self.name}: {self._kind} keeps on each rank the best weights of its stage of a "
+                "pipeline, which a checkpoint cannot save: leave it out of the checkpoint, or pass "
+                "restore_best_weights=False"
+            )
         texts = {_COUNTED: counted, _DTYPES: [array.dtype.name for array in weights]}
         with path.open("wb") as file:
             np.savez(

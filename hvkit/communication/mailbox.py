@@ -36,6 +36,13 @@ class Envelope(NamedTuple):
     bytes: int
 
 
+class Sending(NamedTuple):
+    """An array that is on its way: it must stay in memory until it has gone."""
+
+    array: NDArray[Any]
+    requests: list[Any]
+
+
 class Mailbox:
     """Sends this rank's messages and receives those to it; to create one is a collective.
 
@@ -66,10 +73,22 @@ class Mailbox:
             tag: a number from 0.
             purpose: as in ``hvkit.traffic``.
         """
+        self.finish(self.start_to_send(array, to, tag, purpose))
+
+    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
+        """Start to send an array, and return what ``finish`` waits for; the rest as in ``send``."""
+        self.require_mpi()
+        requests = []
         for piece in _pieces(array):
             count(purpose, piece.nbytes)
-            self.require_mpi()
-            self._finish(self._communicator.Isend([piece, self._mpi.BYTE], dest=to, tag=tag))
+            data = [piece, self._mpi.BYTE]
+            requests.append(self._communicator.Isend(data, dest=to, tag=tag))
+        return Sending(array, requests)
+
+    def finish(self, sending: Sending) -> None:
+        """Wait until an array has gone."""
+        for request in sending.requests:
+            self._finish(request)
 
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
         """Wait for an array of this length from a rank."""

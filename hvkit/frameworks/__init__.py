@@ -4,6 +4,7 @@
 
     pytorch/       averages gradients before loss.backward() returns
     keras/         Keras 3: on TensorFlow it averages inside optimizer.apply, on PyTorch as above
+    stage_division where pipelines of both are cut; it imports neither
 
 TensorFlow and PyTorch are imported only when the script's model is theirs.
 

@@ -12,7 +12,8 @@ On TensorFlow, gradients are averaged inside the optimizer's own update::
     ├── checks             do all ranks hold the same weights, and different data?
     ├── graph_refusals     updates inside XLA and tf.distribute
     ├── traced_steps       steps of fit in the timeline of a run
-    └── collectives/       collectives in eager code and in graphs; used by most of the above
+    ├── collectives/       collectives in eager code and in graphs; used by most of the above
+    └── pipeline/          models of which each rank of a pipeline holds some layers
 
 On PyTorch, PyTorch's port does most of it::
 

@@ -57,6 +57,13 @@ class RoundsOfFit(Protocol):
         """Have all ranks hold the same weights, as at the end of training; a collective."""
 
 
+class Parts(Protocol):
+    """What ``fit`` needs of a model of which each rank holds a part."""
+
+    def show_to(self, callback: Any) -> None:
+        """Let a callback that saves the model, or keeps its weights, do so in parts."""
+
+
 class Epoch:
     """Whether ``fit`` is inside an epoch; all ranks have to end it after the same step.
 
@@ -66,6 +73,7 @@ class Epoch:
         group: the ranks that train the model.
         rounds: for strategies whose ranks train local weights.
         watching: returns callbacks of the port's own, called after all others.
+        parts: of a model of which each rank holds a part.
     """
 
     def __init__(
@@ -75,8 +83,10 @@ class Epoch:
         group: Group,
         rounds: RoundsOfFit | None = None,
         watching: Callable[[], list[Any]] = list,
+        parts: Parts | None = None,
     ) -> None:
         self._averagers = averagers
+        self.parts = parts
         self.watching = watching
         self.make_alike = make_alike
         self.group = group
@@ -137,6 +147,9 @@ def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: kera
         given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
     if epoch is None:
         return given
+    if epoch.parts:
+        for each in given:
+            epoch.parts.show_to(each)
     first = [Settled(epoch.rounds)] if epoch.rounds else []
     return [*first, *given, InStep(given, epoch, *first), *epoch.watching()]
 

@@ -18,7 +18,7 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.callbacks import Averager, Epoch, RoundsOfFit, for_this_rank
+from hvkit.frameworks.keras.callbacks import Averager, Epoch, Parts, RoundsOfFit, for_this_rank
 from hvkit.frameworks.keras.metric_results import over_all_ranks
 from hvkit.watch.calls import call_within, translated
 
@@ -30,6 +30,8 @@ def share_results(
     group: Group,
     rounds: RoundsOfFit | None = None,
     watching: Callable[[], list[Any]] = list,
+    parts: Parts | None = None,
+    same_part: Group | None = None,
 ) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
@@ -43,13 +45,15 @@ def share_results(
         rounds: for strategies whose ranks train local weights. ``evaluate`` then uses the weights
             that the ranks would agree on, with which they also leave ``fit``.
         watching: returns callbacks for ``fit``, called after all others.
+        parts: of a model of which each rank holds a part.
+        same_part: the ranks whose batches differ, if these are not all of the group.
     """
-    epoch = Epoch(averagers, make_alike, group, rounds, watching)
+    epoch = Epoch(averagers, make_alike, group, rounds, watching, parts)
     read = model._get_metrics_result_or_logs
 
     def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
         epoch.end()
-        return over_all_ranks(model, read, logs, group)
+        return over_all_ranks(model, read, logs, same_part or group)
 
     model._get_metrics_result_or_logs = read_from_all_ranks
     model.fit = _on_this_rank(model, model.fit, epoch)

@@ -132,7 +132,7 @@ class OptimizerShards:
         """Keep this rank's part of a state that was made before."""
         variables = optimizer._trainable_variables
         self.owner_of(variables)
-        for slot, variable in _slots_of(optimizer, variables):
+        for slot, variable in slots_of(optimizer, variables):
             self._slots.append((slot, variable))
         self._refuse_shared_state(optimizer)
         self._fold()
@@ -247,7 +247,7 @@ def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
         )
 
 
-def _slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
     """The optimizer's variables with the state of single weights, and these weights.
 
     Keras does not note which belong together. An equal optimizer, built for the same weights,

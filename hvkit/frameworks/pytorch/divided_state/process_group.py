@@ -84,9 +84,10 @@ def require_gpus_of_their_own() -> None:
     """
     if ranks_share_gpus():
         raise LaunchError(
-            "several ranks share a GPU, and NCCL, with which PyTorch gathers divided weights, "
-            "needs one for each rank: start one rank for each GPU, or use a strategy that leaves "
-            "the weights whole, such as hvkit.ShardedOptimizer()"
+            "several ranks share a GPU, and NCCL, with which PyTorch gathers divided weights and "
+            "runs its schedules, needs one for each rank: start one rank for each GPU, or use a "
+            "strategy that leaves the weights whole, such as hvkit.ShardedOptimizer(), or a "
+            'pipeline with schedule="GPipe"'
         )
 
 

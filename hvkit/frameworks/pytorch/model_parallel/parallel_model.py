@@ -31,7 +31,7 @@ from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
 from hvkit.frameworks.pytorch.model_parallel.parts import (
     LoadedBefore,
     ModelParts,
-    Shares,
+    PartsOfParameters,
     drop,
     gathered,
 )
@@ -88,7 +88,7 @@ class ParallelModel:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
         self._train = train
-        if options.mesh.shard > 1:
+        if options.mesh.shard > 1 or options.schedule != GPIPE:
             process_group.require_gpus_of_their_own()
         self._axes = process_group.device_mesh(
             device.type, tuple(getattr(options.mesh, axis) for axis in AXES), AXES
@@ -298,7 +298,7 @@ class ParallelModel:
             model,
             holder | {name: stages.buffer_holder(name) for name, _ in model.named_buffers()},
             self._links.group,
-            Shares(placements, self._axes["tensor"]),
+            PartsOfParameters(placements, self._axes["tensor"]),
             collects=position.along("data") == 0,
             sends=first and first_shard,
         )

@@ -32,7 +32,7 @@ from hvkit.watch.calls import call, translated, waiting
 _HELD = "_hvkit_parts"
 
 
-class Shares:
+class PartsOfParameters:
     """Which share of a parameter a rank has, and of what has its shape: all, for most.
 
     Args:
@@ -91,7 +91,7 @@ class ModelParts:
         model: nn.Module,
         holder: Mapping[str, int],
         group: dist.ProcessGroup,
-        shares: Shares,
+        shares: PartsOfParameters,
         *,
         collects: bool,
         sends: bool,

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import samples_in
+from hvkit.frameworks.stage_division import sizes_of
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,6 @@ def divided(args: Any, kwargs: Any, count: int, *, even: bool = False) -> list[M
     ]
     rows = [tree_unflatten([column[i] for column in columns], spec) for i in range(count)]
     return [MicroBatch(some, named, size) for (some, named), size in zip(rows, sizes, strict=True)]
-
-
-def sizes_of(samples: int, count: int) -> list[int]:
-    """The numbers of samples of so many micro-batches."""
-    return [samples // count + (i < samples % count) for i in range(count)]
 
 
 def joined(outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import CutPlace, DryRun
+from hvkit.frameworks.stage_division import balanced_cuts
 
 Balance = Literal["flops", "bytes"]
 BALANCES = get_args(Balance)
@@ -104,6 +105,11 @@ def plan_stages(
                     f"{_listed(found.places)}"
                 )
         cuts = sorted((by_name[name] for name in choice), key=lambda cut: cut.time)
+        if len(cuts) != len(rank_of) - 1:
+            raise ValueError(
+                f"stages={list(choice)} makes {len(cuts) + 1} stages, but the pipeline has "
+                f"{len(rank_of)}: name {len(rank_of) - 1} module(s)"
+            )
     times = [cut.time for cut in cuts]
 
     def stage_at(time: int) -> int:
@@ -142,9 +148,7 @@ def _listed(places: Sequence[CutPlace]) -> str:
 def _balanced(
     found: DryRun, sizes: Mapping[str, int], stages: int, balance: Balance | str
 ) -> list[CutPlace]:
-    """The cuts that make the largest stage smallest, by dynamic programming.
-
-    Of cuts that are equal in this, those with the fewest bytes between stages.
+    """The cuts that make the largest stage smallest.
 
     Raises:
         ValueError: there are too few places.
@@ -178,16 +182,4 @@ def _balanced(
         )
 
     costs = {(i, j): cost(i, j) for j in range(1, last + 1) for i in range(j)}
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
-    for _ in range(stages):
-        best = {
-            j: min(
-                (max(worst, costs[i, j]), sent + crossing[j], (*chosen, j))
-                for i, (worst, sent, chosen) in best.items()
-                if i < j
-            )
-            for j in range(1, last + 1)
-            if any(i < j for i in best)
-        }
-    *chosen, _ = best[last][2]
-    return [places[j - 1] for j in chosen]
+    return [places[j - 1] for j in balanced_cuts(stages, costs, crossing)]

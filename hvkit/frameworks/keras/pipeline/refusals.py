@@ -1,0 +1,100 @@
+"""What cannot be in a pipeline of Keras on TensorFlow, with the reason and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+from hvkit.frameworks.keras.optimizers import updating
+from hvkit.frameworks.keras.synchronised_norm import made_synchronised
+from hvkit.frameworks.keras.trials import why_not_by_variable
+from hvkit.mesh import Mesh
+from hvkit.strategies.synchronous import Synchronous
+from hvkit.sync.port import Options
+
+
+def refuse_axes(mesh: Mesh) -> None:
+    """Raise for axes that do not work with Keras on TensorFlow.
+
+    Raises:
+        ValueError: names the axis, and what to use.
+    """
+    if mesh.tensor > 1:
+        raise ValueError(
+            f"{mesh} divides layers along its tensor axis, which Keras on TensorFlow cannot do: "
+            "set KERAS_BACKEND to torch or jax before Keras is imported, or use the pipeline axis"
+        )
+    if mesh.shard > 1:
+        raise ValueError(
+            f"{mesh} divides weights along its shard axis by PyTorch's fully_shard: with Keras on "
+            "TensorFlow, use the pipeline axis, or hvkit.ShardedOptimizer() without a mesh"
+        )
+
+
+def refuse_models(models: Sequence[Any], options: Options) -> None:
+    """Raise for models that cannot be cut, or compute something else in micro-batches.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    assert options.mesh is not None
+    if len(models) > 1:
+        raise ValueError(
+            f"mesh={options.mesh.mesh} takes one model, got {len(models)}: pass one Functional "
+            "model that contains them"
+        )
+    if not isinstance(options.strategy, Synchronous):
+        raise ValueError(
+            f"{options.strategy} does not work with pipelines of Keras on TensorFlow yet: use "
+            "hvkit.Synchronous(), or Keras on PyTorch"
+        )
+    (model,) = models
+    _refuse_own_call(model)
+    if layers := made_synchronised(model):
+        raise ValueError(
+            f"layer {layers[0].name!r} has synchronized=True, but in micro-batches batch norm "
+            "cannot use all samples of a batch: leave synchronized out"
+        )
+    for layer in model._flatten_layers():
+        if getattr(layer, "activity_regularizer", None) is not None:
+            raise ValueError(
+                f"layer {layer.name!r} has an activity_regularizer, a sum over the samples of a "
+                "micro-batch and not of the batch: leave it out, or return what it needs as an "
+                "output of the model and compute it in the loss"
+            )
+
+
+def _refuse_own_call(model: Any) -> None:
+    """Raise for a model whose layers Keras does not know as a graph."""
+    kind = type(model)
+    known = (isinstance(model, keras.Sequential) and kind.call is keras.Sequential.call) or (
+        isinstance(model, Functional) and kind.call is Functional.call
+    )
+    if not known:
+        raise ValueError(
+            f"{kind.__name__} {model.name!r} has a call() of its own, in which Keras cannot see "
+            "where it can be cut: a pipeline on TensorFlow takes Sequential models and Functional "
+            "ones, keras.Model(inputs, outputs). Make one of its layers, or run Keras on PyTorch "
+            '(KERAS_BACKEND="torch"), where a pipeline cuts any model'
+        )
+
+
+def refuse_optimizers_in_parts(optimizers: Sequence[Any]) -> None:
+    """Raise for optimizers that do not update each weight on its own.
+
+    Raises:
+        ValueError: names the optimizer, and what it does.
+    """
+    for each in updating(optimizers):
+        kind = type(each).__name__
+        if kind == "ScheduleFreeAdamW" or (reason := why_not_by_variable(each)):
+            why = (
+                "it changes all weights when it is built" if kind == "ScheduleFreeAdamW" else reason
+            )
+            raise ValueError(
+                f"optimizer {kind} cannot update a model whose layers are on several ranks: {why}. "
+                "Use an optimizer such as keras.optimizers.AdamW"
+            )
