@@ -511,6 +511,12 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
     if engine_of("keras") == "torch":
         from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 
+        if options.mesh and options.mesh.mesh != Mesh(options.mesh.mesh.data):
+            raise ValueError(
+                f"{options.mesh.mesh} divides models of PyTorch, and of Keras on TensorFlow, but "
+                "not of Keras on PyTorch, whose calls go around the modules' forward: use "
+                'hvkit.FullyShard(), or KERAS_BACKEND="tensorflow"'
+            )
         return KerasOnPyTorchPort(models, optimizers, options)
     backend = sys.modules["keras"].backend.backend()
     raise ValueError(

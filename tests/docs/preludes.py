@@ -173,7 +173,7 @@ model, optimizer = hvkit.distribute(model, optimizer)
     + TRAIN_STEP,
     "docs/monitoring.md": PYTORCH + KERAS,
     **{
-        f"docs/{page}.md": PYTORCH + DEEP_NET
+        f"docs/{page}.md": PYTORCH + KERAS + DEEP_NET
         for page in ("meshes", "meshes/pipelines", "meshes/tensor", "from-deepspeed")
     },
     "docs/from-horovod.md": PYTORCH,

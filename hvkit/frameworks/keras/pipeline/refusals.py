@@ -25,7 +25,7 @@ def refuse_axes(mesh: Mesh) -> None:
     if mesh.tensor > 1:
         raise ValueError(
             f"{mesh} divides layers along its tensor axis, which Keras on TensorFlow cannot do: "
-            "set KERAS_BACKEND to torch or jax before Keras is imported, or use the pipeline axis"
+            "write the model as a torch.nn.Module, or use the pipeline axis"
         )
     if mesh.shard > 1:
         raise ValueError(
@@ -49,7 +49,7 @@ def refuse_models(models: Sequence[Any], options: Options) -> None:
     if not isinstance(options.strategy, Synchronous):
         raise ValueError(
             f"{options.strategy} does not work with pipelines of Keras on TensorFlow yet: use "
-            "hvkit.Synchronous(), or Keras on PyTorch"
+            "hvkit.Synchronous(), or write the model as a torch.nn.Module"
         )
     (model,) = models
     _refuse_own_call(model)
@@ -77,8 +77,8 @@ def _refuse_own_call(model: Any) -> None:
         raise ValueError(
             f"{kind.__name__} {model.name!r} has a call() of its own, in which Keras cannot see "
             "where it can be cut: a pipeline on TensorFlow takes Sequential models and Functional "
-            "ones, keras.Model(inputs, outputs). Make one of its layers, or run Keras on PyTorch "
-            '(KERAS_BACKEND="torch"), where a pipeline cuts any model'
+            "ones, keras.Model(inputs, outputs). Make one of its layers, or write it as a "
+            "torch.nn.Module, which a pipeline cuts as it is"
         )
 
 

@@ -62,10 +62,11 @@ class Stages:
         """A line for each stage, for the log."""
         lines = []
         for stage, rank in enumerate(self.rank_of):
+            where = "" if rank == stage else f" (rank {rank} of the pipeline)"
             cut = f"; cut after {self.cuts[stage].module}" if stage < len(self.cuts) else ""
             lines.append(
-                f"stage {stage} (rank {rank} of the pipeline): {self.flops[stage]:.0%} of the "
-                f"FLOPs, {self.nbytes[stage] / 1e6:.3g} MB of weights{cut}"
+                f"stage {stage}{where}: {self.flops[stage]:.0%} of the FLOPs, "
+                f"{self.nbytes[stage] / 1e6:.3g} MB of weights{cut}"
             )
         return "\n    ".join(lines)
 
