@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hvkit.checkpoint.saved_object import (
     LOCAL,
     NOT_IN_FILE,
+    SEED,
     Arrays,
     ContentReader,
     Part,
@@ -33,6 +34,8 @@ from hvkit.sync.port import Record, Warmup
 
 # The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
+# Prefix of the names of arrays with random numbers that some ranks draw together.
+_NUMBERS = f"{SEED}numbers-"
 
 
 class TorchPart(Part):
@@ -92,7 +95,8 @@ class TorchPart(Part):
 
     def own(self) -> Arrays:
         if not self.is_local:
-            return {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
+            buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
+            return buffers | self._numbers()
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
@@ -103,8 +107,16 @@ class TorchPart(Part):
         """The name of the array with a rank's whole state, in a round of local weights."""
         return f"{LOCAL if self.model is None else NOT_IN_FILE}state"
 
+    def _numbers(self) -> Arrays:
+        """Where random numbers go on that the model keeps apart from the global generators."""
+        numbers = self.record.numbers if self.record else None
+        return {f"{_NUMBERS}{i}": each for i, each in enumerate(numbers.numbers if numbers else ())}
+
     def load_own(self, arrays: Arrays) -> None:
-        rest = dict(arrays)
+        rest = {name: array for name, array in arrays.items() if not name.startswith(_NUMBERS)}
+        states = [array for name, array in sorted(arrays.items()) if name not in rest]
+        if states and self.record and self.record.numbers:
+            self.record.numbers.numbers = states
         if (state := rest.pop(self._whole(), None)) is not None:
             self._load_state(state.data)
         if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):

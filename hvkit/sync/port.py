@@ -51,6 +51,13 @@ class Warmup(Protocol):
     steps_done: int
 
 
+class RandomNumbers(Protocol):
+    """Random numbers that some ranks draw together."""
+
+    numbers: list[np.ndarray[Any, Any]]
+    """Where they go on, by generator; empty if there are none. May be set."""
+
+
 @dataclass(frozen=True)
 class Record:
     """What ``distribute`` attached to one optimizer, or to a model."""
@@ -59,6 +66,8 @@ class Record:
     """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
     gathered: Callable[[], AbstractContextManager[None]] | None = None
     """A context in which rank 0 has its whole state, if it is divided; a collective."""
+    numbers: RandomNumbers | None = None
+    """Random numbers that a model keeps apart from the global generators; None if none."""
     local: bool = False
     """Whether the ranks train local weights, so that its state differs; ``record`` sets it."""
 

@@ -107,3 +107,25 @@ def test_a_file_is_that_of_the_plain_model(tmp_path_factory):
         difference(whole_state(model), reference.state_dict(), with_gradients(reference, alone))
         < 1e-11
     )
+
+
+def test_a_resumed_run_is_the_undisturbed_run(tmp_path_factory):
+    """With dropout, whose numbers both ranks draw together."""
+    folder = shared_folder(tmp_path_factory)
+    data = of_this_rank(tokens(6))
+    make = functools.partial(GPT, layers=2, dropout=0.2)
+    tensor = {"mesh": hvkit.Mesh(tensor=2), "microbatches": None}
+    torch.manual_seed(hvkit.rank())
+    model, optimizer = distributed(make(), **tensor)
+    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+    train(model, optimizer, data[:3])
+    checkpoint.save(epoch=0, step=3)
+    train(model, optimizer, data[3:])
+    undisturbed = whole_state(model)
+    for before in (0, 1):
+        torch.manual_seed(9)
+        model, optimizer = distributed(make(), **tensor)
+        train(model, optimizer, data[:before])
+        assert hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore().step == 3
+        train(model, optimizer, data[3:])
+        assert difference(whole_state(model), undisturbed) == 0.0

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,6 +55,7 @@ from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -107,6 +109,9 @@ class ParallelModel:
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._passes = 0
+        # Of the tensor axis, and what was loaded of it before the model is divided.
+        self._random: SameRandomNumbers | None = None
+        self._numbers: list[np.ndarray[Any, Any]] = []
         self._recipe = recipe
         self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
         for p in model.parameters():
@@ -193,7 +198,10 @@ class ParallelModel:
         own = self._take_part(stages, rank)
         placements: Mapping[str, Placement] = {}
         if options.mesh.tensor > 1:
-            placements = divide(model, of_parameters(plan, own), self._axes["tensor"])
+            tensor = self._axes["tensor"]
+            self._random = SameRandomNumbers(tensor.get_group(), self._device)
+            placements = divide(model, of_parameters(plan, own), tensor, self._random)
+            self.numbers = self._numbers
         if options.mesh.shard > 1:
             own = self._shard(own, stages)
         self._keep_state(stages, rank, own, placements)
@@ -343,6 +351,17 @@ class ParallelModel:
         count("gradients", of_allreduce(gradient.nbytes, group.size()))
         with self._links.waiting():
             dist.all_reduce(gradient, group=group)
+
+    @property
+    def numbers(self) -> list[np.ndarray[Any, Any]]:
+        """Where the random numbers go on that ranks of the tensor axis draw together."""
+        return [state.numpy() for state in self._random.state] if self._random else []
+
+    @numbers.setter
+    def numbers(self, states: list[np.ndarray[Any, Any]]) -> None:
+        self._numbers = states
+        if self._random and len(states) == len(self._random.state):
+            self._random.state = [torch.from_numpy(state.copy()) for state in states]
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 has the whole state dict of the model; a collective."""

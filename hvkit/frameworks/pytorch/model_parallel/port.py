@@ -90,7 +90,10 @@ class MeshPort(PyTorchPort):
         # The model keeps it; a record must not lead to the model.
         held: Any = weakref.proxy(parallel)
         records: list[tuple[Any, Record]] = [
-            (self.model, Record(gathered=functools.partial(ParallelModel.gathered, held)))
+            (
+                self.model,
+                Record(gathered=functools.partial(ParallelModel.gathered, held), numbers=held),
+            )
         ]
         whole = functools.partial(ParallelModel.optimizer_gathered, held)
         return records + self._attach(hooks, whole), None
