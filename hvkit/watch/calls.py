@@ -88,6 +88,7 @@ class _ThreadRecord:
         self.waits = 0
         self.ranks: tuple[int, ...] = ()
         self.since = time.monotonic()
+        self.wait_begun = self.since
         # Counts the beginnings and ends of calls and waits.
         self.turns = 0
 
@@ -219,14 +220,38 @@ def waiting(ranks: tuple[int, ...] = ()) -> Iterator[None]:
     now.ranks = ranks  # before others may see that it waits
     now.waits += 1
     now.turns += 1
-    begun = now.since = time.monotonic()
+    now.since = time.monotonic()
+    if now.waits == 1:
+        now.wait_begun = now.since
     try:
         yield
     finally:
         now.waits -= 1
         now.since = time.monotonic()
         if observers and not now.waits:
-            mark(WAITING, begun, now.since)
+            mark(WAITING, now.wait_begun, now.since)
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """Wraps work inside of ``waiting`` that is no wait: code of others may wait, work, and wait."""
+    now = _this_thread()
+    waits, ranks = now.waits, now.ranks
+    if not waits:
+        yield
+        return
+    now.waits = 0
+    now.turns += 1
+    now.since = time.monotonic()
+    if observers:
+        mark(WAITING, now.wait_begun, now.since)
+    try:
+        yield
+    finally:
+        now.ranks = ranks
+        now.waits = waits
+        now.turns += 1
+        now.wait_begun = now.since = time.monotonic()
 
 
 class Members(Protocol):

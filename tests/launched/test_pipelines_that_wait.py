@@ -43,5 +43,5 @@ def test_a_rank_that_leaves_a_batch_out_is_named(tmp_path):
     inside = "if step == 5 and hvkit.rank() == 1: x = next(batches)"
     status, said, _ = run(SCRIPT.format(inside=inside, schedule="GPipe"), tmp_path, 2)
     assert status != 0
-    assert "RanksDisagreeError: forward pass 6 of the pipeline of ranks 0-1" in said
+    assert "RanksDisagreeError: forward pass 6 of ranks 0-1" in said
     assert "rank 1 gets another batch than rank 0" in said

@@ -103,9 +103,9 @@ class _Trial:
         self._random = torch.Generator().manual_seed(0)
         models = [list(_of_each_kind(group["params"])) for group in optimizer.param_groups]
         values = [[self._like(p) for p in group] for group in models]
-        self._whole = _copied(optimizer, models, values)
+        self._whole = copied(optimizer, models, values)
         self._ranks = [
-            _copied(optimizer, models, [[self._part(v, rank) for v in group] for group in values])
+            copied(optimizer, models, [[self._part(v, rank) for v in group] for group in values])
             for rank in range(_RANKS)
         ]
 
@@ -196,10 +196,10 @@ def _of_each_kind(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from [p] * _RANKS
 
 
-def _copied(
+def copied(
     optimizer: Optimizer, models: list[list[torch.Tensor]], values: list[list[torch.Tensor]]
 ) -> Optimizer:
-    """A copy of an optimizer, which updates other parameters.
+    """A copy of an optimizer, which updates other parameters; without hooks, and not distributed.
 
     Args:
         optimizer: stays as it is.

@@ -5,6 +5,7 @@
     port              the steps of ``distribute``
     parallel_model    divides a model when its first batch comes
     dry_run           a forward without weights: where the model can be cut, what it costs
+    forecast          what each rank will hold, and how long it will wait
     parts             gathers the whole state, and loads a part of it
     shard_axis        weights of a stage, divided by ``fully_shard``
     gradient_norm     the norm of the gradients of all ranks, for clipping, and overflows

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,6 +53,21 @@ class CutPlace:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A tensor that autograd keeps for backward.
+
+    Attributes:
+        time: when an operation kept it.
+        storage: the number of its memory, which several operations may keep.
+        nbytes: of this memory.
+    """
+
+    time: int
+    storage: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class DryRun:
     """What a dry run has found.
 
@@ -59,17 +75,19 @@ class DryRun:
         places: where the model can be cut, in the order of forward.
         reads: by parameter, when it is used.
         calls: by module, when its first call began.
-        saved: when tensors were kept for backward, with their bytes.
+        saved: what is kept for backward, without parameters.
         flops: of the whole forward.
         samples: of the batch that it ran with.
+        nbytes: of its result.
     """
 
     places: tuple[CutPlace, ...]
     reads: Mapping[str, tuple[int, ...]]
     calls: Mapping[str, int]
-    saved: tuple[tuple[int, int], ...]
+    saved: tuple[Kept, ...]
     flops: int
     samples: int
+    nbytes: int
 
 
 class OnMeta(TorchFunctionMode):
@@ -115,6 +133,11 @@ def _to_meta(t: torch.Tensor) -> torch.Tensor:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of nested lists, dicts and the like, in order."""
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all elements of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class _Flow(TorchFunctionMode):
@@ -216,8 +239,8 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         ValueError: the forward looks at a value that depends on weights.
     """
     flow, flops = _Flow(), FlopCounterMode(display=False)
-    calls, saved = _Calls(flow, flops), _Saved(flow)
     meta, names = on_meta(model)
+    calls, saved = _Calls(flow, flops), _Saved(flow, meta.values())
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     hooks = calls.follow(model)
     try:
@@ -225,6 +248,7 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is))
+            stack.enter_context(_fused_attention(saved, device))
             for mode in (uncompiled(), OnMeta(device), flow, flops):
                 stack.enter_context(mode)
             with explaining_meta():
@@ -239,9 +263,10 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         places=tuple(_places(flow, calls)),
         reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
         calls=calls.begun,
-        saved=tuple(saved.found.values()),
+        saved=tuple(saved.found),
         flops=flops.get_total_flops(),
         samples=samples_in(args, kwargs),
+        nbytes=bytes_of(tensors_in(out)),
     )
 
 
@@ -303,24 +328,66 @@ def explaining_meta() -> Iterator[None]:
 
 
 class _Saved:
-    """What autograd keeps for backward: each storage once."""
+    """What autograd keeps for backward.
 
-    def __init__(self, flow: _Flow) -> None:
+    Args:
+        flow: its clock.
+        parameters: which are in memory anyway, also where a view of one is kept.
+    """
+
+    def __init__(self, flow: _Flow, parameters: Iterable[nn.Parameter]) -> None:
         self._flow = flow
-        self.found: dict[int, tuple[int, int]] = {}
+        self._parameters = {p.untyped_storage()._cdata for p in parameters}
+        self.found: list[Kept] = []
+        # The number of a storage is used again when nobody holds it.
         self._alive: list[Any] = []
 
     def keep(self, t: torch.Tensor) -> torch.Tensor:
-        if not isinstance(t, nn.Parameter) and t.is_meta:
-            storage = t.untyped_storage()
-            if storage._cdata not in self.found:
-                self.found[storage._cdata] = self._flow.time, storage.nbytes()
-                self._alive.append(storage)
+        storage = t.untyped_storage()
+        if t.is_meta and storage._cdata not in self._parameters:
+            self.found.append(Kept(self._flow.time, storage._cdata, storage.nbytes()))
+            self._alive.append(storage)
         return t
 
 
 def _as_it_is(t: torch.Tensor) -> torch.Tensor:
     return t
+
+
+@contextmanager
+def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
+    """Has attention keep what the kernels of a device keep: on meta, PyTorch takes its slow path.
+
+    That one keeps the products of all queries and keys. The result is kept by what takes it, in
+    the same memory, because kernels lay it out so.
+    """
+    module: Any = functional
+    own = module.scaled_dot_product_attention
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        run = functools.partial(own, query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        if dropout_p and device.type == "cpu":  # the slow path is the only one there
+            return cast(torch.Tensor, run())
+        # Of nested hooks the innermost ones count.
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            out = cast(torch.Tensor, run())
+        for t in (query, key, value) if out.requires_grad else ():
+            saved.keep(t)
+        return out
+
+    module.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        module.scaled_dot_product_attention = own
 
 
 def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
@@ -340,7 +407,7 @@ def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
             each.module,
             each.time,
             each.flops,
-            sum(t.numel() * t.element_size() for t in tensors),
+            bytes_of(tensors),
             structure_of(each.output),
             calls.begun[each.module],
             all(hasattr(t, _BORN) for t in tensors),

@@ -7,6 +7,7 @@ what makes it.
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,16 @@ from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, dry_run, tensors_in
+from hvkit.frameworks.pytorch.model_parallel.forecast import (
+    Memory,
+    bubble,
+    divided_memory,
+    forecast,
+    memory_of_rank,
+    parameter_bytes,
+    table,
+    too_large,
+)
 from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     GradientsOfAllRanks,
     watch_overflows,
@@ -47,12 +58,13 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
+    SPLIT_BACKWARD,
     STAGES_PER_RANK,
     V_SHAPED,
     ScheduledPipeline,
 )
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
@@ -60,6 +72,9 @@ from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
+
+# The first pass also prepares the others.
+_TIMED_FROM, _TIMED_TO = 2, 22
 
 
 class ParallelModel:
@@ -135,7 +150,7 @@ class ParallelModel:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._passes += 1
         self._links.step = self._at_once.step = self._passes
-        with self._links.in_call():
+        with self._links.in_call(), self._links.times.passing():
             self._require_same_batch(args, kwargs)
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
@@ -144,6 +159,7 @@ class ParallelModel:
                 for number, hook in list(self._model._forward_pre_hooks.items()):
                     if number not in hooks:
                         args, kwargs = cast(Any, hook)(self._model, args, kwargs) or (args, kwargs)
+            self._say_waits()
             return self._run(args, kwargs)
 
     def _require_same_batch(self, args: Any, kwargs: Any) -> None:
@@ -192,8 +208,7 @@ class ParallelModel:
         found = dry_run(model, first.args, first.kwargs, self._device)
         plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
         stages = self._stages_of(outside_divided_layers(found, plan))
-        if options.position.rank == 0:
-            self._say(stages, plan)
+        self._say(stages, plan)
         rank = options.position.along("pipeline")
         own = self._take_part(stages, rank)
         placements: Mapping[str, Placement] = {}
@@ -243,10 +258,55 @@ class ParallelModel:
         return plan_stages(self._model, found, rank_of, options.stages)
 
     def _say(self, stages: Stages, plan: TensorPlan) -> None:
+        """Log how the model is divided, and what this will take; a collective."""
+        members, options = self._together.ranks, self._options
+        mine = memory_of_rank(self._device, self._model)
+        found = self._together.gather_numbers([mine.place, mine.nbytes, mine.divided])
+        if options.position.rank:
+            return
         if len(stages) > 1:
             logger.info(f"{stages.described()}")
         if plan.ways > 1:
             logger.info(f"{plan}")
+        placements = placements_of(self._model, plan)
+
+        def shape_of(name: str, p: nn.Parameter) -> list[int]:
+            shape = list(p.shape)
+            if name in placements:
+                shape[placements[name].dim] //= plan.ways
+            if shape and len(stages.holders(name)) == 1:  # others stay whole
+                shape[0] = math.ceil(shape[0] / options.mesh.shard)
+            return shape
+
+        parameters = parameter_bytes(self._model, self._optimizers, shape_of)
+        ranks = forecast(stages, parameters, options.schedule, options.microbatches)
+        memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
+        names = " and ".join(dict.fromkeys(type(each).__name__ for each in self._optimizers))
+        lines = table(ranks, memories, members, names)
+        if len(ranks) > 1:
+            share = bubble(len(ranks), len(ranks[0].stages), options.microbatches)
+            less = "at most " if options.schedule in SPLIT_BACKWARD else ""
+            lines += (
+                f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
+                f"forward and backward passes: {options.schedule}, {options.microbatches} "
+                "micro-batches"
+            )
+        logger.info(f"a training step needs\n    {lines}")
+        if text := too_large(ranks, memories, members):
+            logger.warning(text)
+
+    def _say_waits(self) -> None:
+        """Log once how long the first rank of a pipeline has waited for others."""
+        times, mesh = self._links.times, self._options.mesh
+        if self._passes == _TIMED_FROM:
+            times.begin()
+        # With a GPU the host runs ahead, and waits elsewhere.
+        counts = mesh.pipeline > 1 and self._device.type == "cpu"
+        if self._passes == _TIMED_TO and counts and self._options.position.rank == 0:
+            logger.info(
+                f"rank 0 has waited for other stages {times.bubble:.0%} of the time in forward and "
+                f"backward passes {_TIMED_FROM} to {_TIMED_TO - 1}"
+            )
 
     def _take_part(self, stages: Stages, rank: int) -> dict[str, nn.Parameter]:
         """Give up what other stages hold, and return this rank's parameters by name."""
@@ -373,7 +433,10 @@ class ParallelModel:
 
 
 def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
-    """A dry run without the cuts between a column and its row layer, where ranks have parts."""
+    """A dry run that knows of the activations between a column and its row layer.
+
+    Ranks have parts of these: the model cannot be cut there, and autograd keeps less.
+    """
     # A layer without a call of its own computes inside of the one that holds it.
     inner = [name for name in plan.divisions if name not in found.calls]
     whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
@@ -391,7 +454,14 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
         for place in found.places
         if not any(begin < place.time <= end for begin, end in inside)
     )
-    return replace(found, places=places)
+    # What a layer takes is kept by the first operation of its call.
+    saved = tuple(
+        replace(each, nbytes=each.nbytes // plan.ways)
+        if any(begin + 1 < each.time <= end + 1 for begin, end in inside)
+        else each
+        for each in found.saved
+    )
+    return replace(found, places=places, saved=saved)
 
 
 def of_parameters(plan: TensorPlan, own: Mapping[str, nn.Parameter]) -> TensorPlan:

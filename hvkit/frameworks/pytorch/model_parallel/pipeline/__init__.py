@@ -6,6 +6,7 @@
     staged_forward      runs one stage through the model's own forward
     microbatches        divides a batch, and joins results
     stage_messages      tensors from stage to stage
+    stage_times         how long a rank computes, and how long it waits
     gpipe               ``model(x)`` runs all forward, ``backward()`` all backward
     torch_schedules     the same in the order of one of PyTorch's schedules
     deferred_outputs    what ``model(x)`` gives then: tensors that wait for ``backward()``

@@ -133,7 +133,8 @@ class Pipeline:
             arriving = self._receive_all(stage, batches, done)
             for i, batch in enumerate(batches):
                 entry, received = enter(*arriving(i))
-                output = self.staged.run(stage, received, batch)
+                with self.links.times.computing("forward", i, stage):
+                    output = self.staged.run(stage, received, batch)
                 tensors = tensors_in(output)
                 if torch.is_grad_enabled():
                     given = [entry.all_specs, list(map(TensorSpec.of, tensors))]
@@ -219,19 +220,25 @@ class Pipeline:
                 "call backward() once"
             )
         end = self.around_backward()
+        with self.links.times.passing():
+            self._run_backward(done, gradients)
+        end()
+
+    def _run_backward(self, done: Pass, gradients: list[list[torch.Tensor | None]]) -> None:
         passed: dict[int, list[torch.Tensor]] = {}
         for stage in reversed(self.mine):
             arriving = self._receive_gradients(stage, done, gradients, passed)
             for i in range(len(done.batches)):
                 each = done.computed.pop((stage, i))
-                run_backward([t for t in each.output if t.requires_grad], arriving(i))
-                back = each.entry.gradients()
+                theirs = arriving(i)
+                with self.links.times.computing("backward", i, stage):
+                    run_backward([t for t in each.output if t.requires_grad], theirs)
+                    back = each.entry.gradients()
                 if stage and self.stages.rank_of[stage - 1] == self.rank:
                     passed[i] = back
                 elif stage:
                     self.links.send_plain(back, self.stages.rank_of[stage - 1])
         self.links.flush()
-        end()
 
     def _receive_gradients(
         self,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hvkit.communication.traffic import count
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
 from hvkit.watch.calls import call, translated, waiting
 
 # Bytes of the message with shapes.
@@ -73,6 +74,10 @@ class StageLinks:
         device: on which tensors arrive.
         name: of the model; the same on every rank.
         through_host: whether tensors of a GPU travel through the host's memory.
+
+    Attributes:
+        step: the number of the pass.
+        times: of the passes.
     """
 
     def __init__(
@@ -86,7 +91,7 @@ class StageLinks:
     ) -> None:
         self.group, self.ranks, self.device, self.name = group, tuple(ranks), device, name
         self._carrier = torch.device("cpu") if through_host else device
-        self.step = 0
+        self.step, self.times = 0, StageTimes()
         self._known: dict[Hashable, list[TensorSpec]] = {}
         # What was sent must stay in memory until it is there.
         self._sending: list[tuple[Any, torch.Tensor]] = []

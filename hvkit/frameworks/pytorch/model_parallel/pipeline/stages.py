@@ -30,6 +30,8 @@ class Stages:
         flops: by stage, the share of forward, from 0 to 1.
         nbytes: by stage, of its parameters.
         saved: by stage, bytes that autograd keeps for backward, for a micro-batch.
+        given: by stage, bytes of what it gives to the next one, for a micro-batch; of the last one,
+            of the model's result.
     """
 
     cuts: tuple[CutPlace, ...]
@@ -39,6 +41,7 @@ class Stages:
     flops: tuple[float, ...]
     nbytes: tuple[int, ...]
     saved: tuple[int, ...]
+    given: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.rank_of)
@@ -66,9 +69,15 @@ class Stages:
             cut = f"; cut after {self.cuts[stage].module}" if stage < len(self.cuts) else ""
             lines.append(
                 f"stage {stage}{where}: {self.flops[stage]:.0%} of the FLOPs, "
-                f"{self.nbytes[stage] / 1e6:.3g} MB of weights{cut}"
+                f"{megabytes(self.nbytes[stage])} MB of weights{cut}"
             )
         return "\n    ".join(lines)
+
+
+def megabytes(nbytes: int) -> str:
+    """Bytes as a number of 10^6 bytes, in three digits: ``0.412``, ``41.2``; from 100 on whole."""
+    number = nbytes / 1e6
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def ranks_of_stages(ranks: int, per_rank: int, *, v_shaped: bool) -> tuple[int, ...]:
@@ -126,8 +135,10 @@ def plan_stages(
     for name, stages in of_parameter.items():
         for stage in stages:
             nbytes[stage] += sizes[name]
-    for time, size in found.saved:
-        saved[stage_at(time)] += size
+    # What a stage passes on may be kept by the next one as well, on another rank.
+    kept = {(stage_at(each.time), each.storage): each.nbytes for each in found.saved}
+    for (stage, _), size in kept.items():
+        saved[stage] += size
     return Stages(
         cuts=tuple(cuts),
         rank_of=tuple(rank_of),
@@ -139,6 +150,7 @@ def plan_stages(
         ),
         nbytes=tuple(nbytes),
         saved=tuple(saved),
+        given=(*(cut.nbytes for cut in cuts), found.nbytes),
     )
 
 

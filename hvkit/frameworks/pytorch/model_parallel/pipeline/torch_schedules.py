@@ -37,6 +37,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import divided, joined
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
 from hvkit.main_rank import warn_once
 
 GPIPE = "GPipe"
@@ -129,7 +130,8 @@ class ScheduledPipeline:
             i = int(number)
             evaluate = run.evaluator(tensors_in(output), i)
             assert run.root is not None
-            with autocast_as(run.autocast):
+            computing = pipeline.links.times.computing("loss", i, pipeline.last)
+            with computing, autocast_as(run.autocast):
                 loss = evaluate(run.root)
                 with torch.no_grad():
                     found.append([evaluate(node).detach() for node in run.singles])
@@ -140,7 +142,8 @@ class ScheduledPipeline:
         schedule = self._schedule_for(run)
         self._loss_of = loss_of
         end = pipeline.around_backward()
-        with pipeline.links.in_call(), pipeline.links.waiting():
+        links = pipeline.links
+        with links.in_call(), links.times.passing(), links.waiting():
             schedule.step(
                 mb=numbers,
                 target=numbers if is_last else None,
@@ -223,7 +226,8 @@ class ScheduledPipeline:
                 used = pipeline.stages.of_parameter
                 own = [p for name, p in self._parameters.items() if stage in used[name]]
                 stages.append(
-                    PipelineStage(
+                    _TimedStage(
+                        pipeline.links.times,
                         _StageModule(self, stage, own),
                         stage,
                         len(pipeline.stages),
@@ -287,6 +291,31 @@ class _StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, mb: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = vars(self)
         return tuple(tensors_in(own["_of"].run_stage(own["_stage"], received, int(mb))))
+
+
+class _TimedStage(PipelineStage):
+    """A stage of PyTorch's schedules that notes when it computes.
+
+    Args:
+        times: of this rank.
+        args, kwargs: of a ``PipelineStage``.
+    """
+
+    def __init__(self, times: StageTimes, *args: Any, **kwargs: Any) -> None:
+        self._times = times
+        super().__init__(*args, **kwargs)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._times.computing("forward", fwd_chunk_id, self.stage_index):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._times.computing("backward", bwd_chunk_id, self.stage_index):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._times.computing("backward of weights", bwd_chunk_id, self.stage_index):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class Entered(torch.autograd.Function):

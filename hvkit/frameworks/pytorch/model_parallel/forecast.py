@@ -1,0 +1,350 @@
+"""What each rank of a divided model will hold in a training step, and how long it will wait.
+
+Arithmetic on what a dry run has found; only ``state_bytes`` and ``memory_of_rank`` look at
+optimizers and at the machine. Not counted: what libraries hold, what the script computes from the
+model's result, the state of strategies of the data axis, layers whose weights are gathered along
+the shard axis for a moment, and inputs of layers under ``torch.utils.checkpoint``.
+
+Source of the bubble: Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM" (2021).
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit import runtime
+from hvkit.frameworks.pytorch.divided_state.trials import copied
+from hvkit.frameworks.pytorch.model_parallel.dry_run import bytes_of, tensors_in
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages, megabytes
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
+from hvkit.host.cpus import free_memory
+
+# Elements along each dimension of a parameter in a trial of an optimizer.
+_LENGTH = 4
+# Arguments of PyTorch's optimizers that choose how they compute.
+_KERNELS = ("fused", "foreach", "capturable")
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """What a rank holds for a parameter, in bytes.
+
+    Attributes:
+        weights: of its part of the parameter.
+        gradients: of this part; 0 if it is frozen.
+        state: of the optimizers.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+
+
+@dataclass(frozen=True)
+class RankForecast:
+    """What a rank will hold in a training step, in bytes.
+
+    Attributes:
+        stages: of the model that it has.
+        weights, gradients: of its parameters.
+        state: of the optimizers for them.
+        activations: what autograd keeps for backward, of all micro-batches at once.
+        outputs: of its stages for these, and of the model for the batch, with their gradients.
+    """
+
+    stages: tuple[int, ...]
+    weights: int
+    gradients: int
+    state: int
+    activations: int
+    outputs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.state + self.activations + self.outputs
+
+    def described(self, optimizer: str) -> str:
+        """A sum as text.
+
+        Args:
+            optimizer: the name of what holds the state.
+        """
+        parts = {
+            "gradients": self.gradients,
+            optimizer: self.state,
+            "activations": self.activations,
+            "outputs": self.outputs,
+        }
+        terms = [f"{megabytes(self.weights)} MB weights"]
+        terms += [f"{megabytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes]
+        return f"{' + '.join(terms)} = {in_words(self.total)}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that a rank may use.
+
+    Attributes:
+        place: a number for the host or the GPU that it belongs to.
+        nbytes: of it.
+        divided: whether these are this rank's share among those that use it.
+    """
+
+    place: int
+    nbytes: int
+    divided: bool = True
+
+
+def in_words(nbytes: int) -> str:
+    """Bytes as text: ``412 MB``, ``1.7 GB``."""
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{megabytes(nbytes)} MB"
+
+
+def bubble(ranks: int, per_rank: int, microbatches: int) -> float:
+    """The share of its passes in which a rank waits for others, if stages take equally long.
+
+    Zero-bubble schedules wait less.
+
+    Args:
+        ranks: of the pipeline.
+        per_rank: stages of each.
+        microbatches: of a batch.
+
+    Returns:
+        From 0 to 1.
+    """
+    return (ranks - 1) / (per_rank * microbatches + ranks - 1)
+
+
+def kept_at_once(schedule: str, ranks: int, rank: int, per_rank: int, microbatches: int) -> int:
+    """For how many pairs of a stage and a micro-batch a rank keeps activations at once, at most.
+
+    The first batch of each shape takes GPipe, which keeps all; there is no gradient or optimizer
+    state then, but what that batch makes.
+
+    Args:
+        schedule: its name.
+        ranks: of the pipeline.
+        rank: along it.
+        per_rank: stages of each.
+        microbatches: of a batch.
+    """
+    everything = per_rank * microbatches
+    if schedule == "1F1B":
+        return min(everything, ranks - rank)
+    if schedule == "Interleaved1F1B":
+        # As PyTorch counts what goes forward before the first backward.
+        in_a_round = microbatches // max(1, microbatches // ranks)
+        return min(everything, (per_rank - 1) * in_a_round + 2 * (ranks - 1 - rank) + 1)
+    # With backward in two parts PyTorch still holds the last ones of the batch before.
+    return everything + per_rank * (schedule in SPLIT_BACKWARD)
+
+
+def forecast(
+    stages: Stages, parameters: Mapping[str, ParameterBytes], schedule: str, microbatches: int
+) -> list[RankForecast]:
+    """What each rank of the pipeline axis will hold, at most.
+
+    Args:
+        stages: of the model.
+        parameters: by name, what a rank holds that has it.
+        schedule: its name.
+        microbatches: of a batch.
+    """
+    ranks = max(stages.rank_of) + 1
+    found = []
+    for rank in range(ranks):
+        mine = stages.of_rank(rank)
+        own = [each for name, each in parameters.items() if rank in stages.holders(name)]
+        kept = kept_at_once(schedule, ranks, rank, len(mine), microbatches)
+        found.append(
+            RankForecast(
+                tuple(mine),
+                sum(each.weights for each in own),
+                sum(each.gradients for each in own),
+                sum(each.state for each in own),
+                _largest([stages.saved[stage] for stage in mine], kept, microbatches),
+                0 if ranks == 1 else _outputs(stages, mine, kept, schedule, microbatches),
+            )
+        )
+    return found
+
+
+def _outputs(
+    stages: Stages, mine: Sequence[int], kept: int, schedule: str, microbatches: int
+) -> int:
+    """Bytes of outputs, and of their gradients, that a rank holds at once."""
+    last = len(stages) - 1
+    # The last stage's gradients are parts of those of the whole result.
+    of_stages = [stages.given[stage] * (1 if stage == last else 2) for stage in mine]
+    # GPipe gives the result of the whole batch to every rank.
+    whole = microbatches if schedule == "GPipe" else int(last in mine)
+    return _largest(of_stages, kept, microbatches) + 2 * whole * stages.given[last]
+
+
+def _largest(sizes: Sequence[int], count: int, each: int) -> int:
+    """The largest sum of ``count`` numbers, each taken ``each`` times; then again the largest."""
+    total = 0
+    for size in sorted(sizes, reverse=True):
+        taken = min(count, each)
+        total, count = total + taken * size, count - taken
+    return total + count * max(sizes)
+
+
+def parameter_bytes(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    shape_of: Callable[[str, nn.Parameter], Sequence[int]],
+) -> dict[str, ParameterBytes]:
+    """What a rank holds for each parameter that it has, by name.
+
+    Args:
+        model: with its whole parameters, also on the meta device.
+        optimizers: of it.
+        shape_of: the shape of a rank's part of a parameter, by its name.
+    """
+    shapes: dict[torch.Tensor, Sequence[int]] = {
+        p: shape_of(name, p) for name, p in model.named_parameters()
+    }
+    state: dict[torch.Tensor, int] = {}
+    for optimizer in optimizers:
+        state |= state_bytes(optimizer, shapes)
+    found = {}
+    for name, p in model.named_parameters():
+        size = math.prod(shapes[p]) * p.element_size()
+        trained = p.requires_grad
+        found[name] = ParameterBytes(size, size * trained, state.get(p, 0) * trained)
+    return found
+
+
+def state_bytes(
+    optimizer: Optimizer, shapes: Mapping[torch.Tensor, Sequence[int]]
+) -> dict[torch.Tensor, int]:
+    """The bytes of what an optimizer keeps for parameters after a step.
+
+    A copy of it makes a step on parameters without memory; if it looks at values, on small ones.
+
+    Args:
+        optimizer: stays as it is.
+        shapes: of its parameters, or of parts of them.
+    """
+    groups = [[p for p in group["params"] if p in shapes] for group in optimizer.param_groups]
+    whole = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
+    small = [[torch.zeros([_LENGTH] * p.dim(), dtype=p.dtype) for p in ps] for ps in groups]
+    tried = whole
+    try:
+        found = _after_a_step(optimizer, tried)
+    except Exception:  # of any type: what optimizers of others do is not known
+        tried = small
+        try:
+            found = _after_a_step(optimizer, tried)
+        except Exception:  # most keep two numbers for each weight, as Adam does
+            found = [[2 * bytes_of([t]) for t in ts] for ts in small]
+    return {
+        p: n * math.prod(shapes[p]) // max(t.numel(), 1)
+        for ps, ns, ts in zip(groups, found, tried, strict=True)
+        for p, n, t in zip(ps, ns, ts, strict=True)
+    }
+
+
+def _after_a_step(optimizer: Optimizer, values: list[list[torch.Tensor]]) -> list[list[int]]:
+    """By group and parameter, the bytes of the state of a copy that updates these values."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        twin = copied(optimizer, values, values)
+        for group in twin.param_groups:
+            # They keep the same state, but need values, or a GPU.
+            group.update({key: False for key in _KERNELS if key in group})
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        twin.step()
+    state: Mapping[Any, Any] = twin.state
+    return [
+        [bytes_of(tensors_in(dict(state.get(p, {})))) for p in group["params"]]
+        for group in twin.param_groups
+    ]
+
+
+def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
+    """The memory that this rank may use, with what the model's parameters take now.
+
+    Args:
+        device: on which this rank trains. All ranks of a host have equal shares of its memory.
+        model: before it is divided.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        gpu = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
+        return Memory(gpu, free + torch.cuda.memory_reserved(device), divided=False)
+    held = bytes_of(p for p in model.parameters() if p.device == device)
+    host = zlib.crc32(socket.gethostname().encode())
+    return Memory(host, free_memory() // runtime.local_size() + held)
+
+
+def divided_memory(memories: Sequence[Memory]) -> list[Memory]:
+    """The same, with equal shares of a GPU for those of the ranks that use it."""
+    places = [memory.place for memory in memories]
+    return [
+        memory
+        if memory.divided
+        else Memory(memory.place, memory.nbytes // places.count(memory.place))
+        for memory in memories
+    ]
+
+
+def table(
+    ranks: Sequence[RankForecast], memories: Sequence[Memory], members: Sequence[int], state: str
+) -> str:
+    """A line for each rank of the pipeline axis.
+
+    Args:
+        ranks: by rank along the pipeline.
+        memories: of the members.
+        members: the ranks of the pipeline and tensor axes, in their order.
+        state: the name of the optimizers.
+    """
+    lines = []
+    each = len(members) // len(ranks)
+    for number, rank in enumerate(ranks):
+        own = slice(number * each, (number + 1) * each)
+        held = f"rank{'s' * (each > 1)} {', '.join(map(str, members[own]))}"
+        if len(ranks) > 1:
+            which = ", ".join(map(str, rank.stages))
+            held = f"stage{'s' * (len(rank.stages) > 1)} {which} on {held}"
+        room = min(memory.nbytes for memory in memories[own])
+        lines.append(f"{held}: {rank.described(state)} of {in_words(room)}")
+    return "\n    ".join(lines)
+
+
+def too_large(
+    ranks: Sequence[RankForecast], memories: Sequence[Memory], members: Sequence[int]
+) -> str:
+    """What will not fit where, as a sentence; empty if all fits.
+
+    Args:
+        ranks, memories, members: as for ``table``.
+    """
+    each = len(members) // len(ranks)
+    for place in dict.fromkeys(memory.place for memory in memories):
+        there = [i for i, memory in enumerate(memories) if memory.place == place]
+        needed = sum(ranks[i // each].total for i in there)
+        room = sum(memories[i].nbytes for i in there)
+        if needed > room:
+            which = ", ".join(str(members[i]) for i in there)
+            return (
+                f"a training step of rank{'s' * (len(there) > 1)} {which} needs "
+                f"{in_words(needed)}, but there are {in_words(room)}: divide the model among more "
+                'ranks, balance it with stages="bytes", take smaller batches, or '
+                'schedule="1F1B", which keeps the activations of fewer micro-batches'
+            )
+    return ""

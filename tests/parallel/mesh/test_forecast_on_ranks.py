@@ -1,0 +1,204 @@
+"""PyTorch: ranks of a pipeline hold what they were said to hold before, and log it."""
+
+import functools
+import re
+
+import pytest
+import torch
+from mesh_models import CNN, GPT, Encoder, Llama
+from mesh_training import adamw, distributed, images, of_this_rank, tokens, train, vectors
+from torch import nn
+
+import hvkit
+from hvkit.frameworks.pytorch.model_parallel import parallel_model
+from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
+from hvkit.mesh import SCHEDULES
+from hvkit.watch.spans import observe
+
+LARGER = {"width": 64, "vocab": 128}
+MODELS = {
+    "GPT": (functools.partial(GPT, layers=4, **LARGER), tokens),
+    "untied GPT": (functools.partial(GPT, layers=4, tied=False, **LARGER), tokens),
+    "unfused GPT": (functools.partial(GPT, layers=4, fused=False, **LARGER), tokens),
+    "Llama": (functools.partial(Llama, layers=4), tokens),
+    "long GPT": (
+        functools.partial(GPT, layers=4, length=128),
+        functools.partial(tokens, rows=4, length=128),
+    ),
+    "GPT with dropout": (functools.partial(GPT, layers=4, dropout=0.1), tokens),
+    "encoder": (Encoder, functools.partial(vectors, shape=(32, 20))),
+    "CNN": (CNN, images),
+}
+
+
+class KeptActivations:
+    """Counts what autograd keeps for backward in the stages of this rank, without weights.
+
+    Attributes:
+        peak: bytes at once.
+    """
+
+    def __init__(self, monkeypatch):
+        self.peak = self._now = 0
+        self._holders = {}
+        self._weights = set()
+        own = StagedForward.run
+
+        def run(staged, *args):
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+                return own(staged, *args)
+
+        monkeypatch.setattr(StagedForward, "run", run)
+
+    def begin(self, model):
+        held = (*model.parameters(), *model.buffers())
+        self._weights = {t.untyped_storage().data_ptr() for t in held if not t.is_meta}
+        self.peak = 0
+
+    def _keep(self, t):
+        storage = t.untyped_storage()
+        counts = not t.is_meta and storage.data_ptr() not in self._weights
+        return KeptTensor(self, t, (storage.data_ptr(), storage.nbytes()) if counts else None)
+
+    def change(self, key, by):
+        before = self._holders.get(key, 0)
+        self._holders[key] = before + by
+        self._now += (bool(self._holders[key]) - bool(before)) * key[1]
+        self.peak = max(self.peak, self._now)
+
+
+class KeptTensor:
+    def __init__(self, of, tensor, key):
+        self.of, self.tensor, self.key = of, tensor, key
+        if key:
+            of.change(key, 1)
+
+    def __del__(self):
+        if self.key:
+            self.of.change(self.key, -1)
+
+
+@pytest.fixture
+def predicted(monkeypatch):
+    """Rank 0's forecasts of all ranks of the pipeline, as they are made."""
+    made = []
+    own = parallel_model.forecast
+
+    def forecast(*args):
+        made[:] = own(*args)
+        return made
+
+    monkeypatch.setattr(parallel_model, "forecast", forecast)
+    return made
+
+
+def own_of(predicted):
+    """This rank's forecast."""
+    return hvkit.broadcast(list(predicted))[hvkit.rank() % 2]
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, "momentum", "plain"])
+def test_parameters_gradients_and_state_are_exactly_those(predicted, make_optimizer):
+    momentum = {"momentum": 0.9, "plain": 0.0}
+
+    def optimizer_of(model):
+        if callable(make_optimizer):
+            return make_optimizer(model)
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=momentum[make_optimizer])
+
+    model = GPT(layers=4)
+    model.h[1].requires_grad_(False)
+    model, optimizer = distributed(model, optimizer_of)
+    train(model, optimizer, of_this_rank(tokens(2)))
+    mine, held = own_of(predicted), [p for p in model.parameters() if not p.is_meta]
+    assert mine.weights == sum(p.nbytes for p in held)
+    assert mine.gradients == sum(p.grad.nbytes for p in held if p.grad is not None)
+    state = [t for p in held for t in optimizer.state.get(p, {}).values()]
+    assert mine.state == sum(t.nbytes for t in state if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_activations_are_those_that_autograd_keeps(predicted, monkeypatch, name, schedule):
+    make, data = MODELS[name]
+    kept = KeptActivations(monkeypatch)
+    model, optimizer = distributed(make(), schedule=schedule)
+    batches = of_this_rank(data(4))
+    train(model, optimizer, batches[:2])  # the first one takes GPipe
+    kept.begin(model)
+    train(model, optimizer, batches[2:])
+    assert own_of(predicted).activations == pytest.approx(kept.peak, rel=0.15)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[2:])
+def test_other_schedules_keep_at_most_that(predicted, monkeypatch, schedule):
+    make, data = MODELS["GPT"]
+    kept = KeptActivations(monkeypatch)
+    model, optimizer = distributed(make(), schedule=schedule)
+    batches = of_this_rank(data(4))
+    train(model, optimizer, batches[:2])
+    kept.begin(model)
+    train(model, optimizer, batches[2:])
+    assert 0 < kept.peak < 1.02 * own_of(predicted).activations
+
+
+def test_ranks_that_divide_layers_hold_parts(predicted):
+    mesh = hvkit.Mesh(tensor=2)
+    model, optimizer = distributed(GPT(layers=2), mesh=mesh, microbatches=None)
+    train(model, optimizer, of_this_rank(tokens(2)))
+    mine = hvkit.broadcast(list(predicted))[0]
+    assert mine.weights == sum(p.nbytes for p in model.parameters())
+    assert mine.gradients == mine.weights
+    state = [t for each in optimizer.state.values() for t in each.values()]
+    assert mine.state == sum(t.nbytes for t in state)
+
+
+def test_it_is_logged(capfd):
+    capfd.readouterr()
+    model, optimizer = distributed(nn.Sequential(GPT(layers=4)))
+    train(model, optimizer, of_this_rank(tokens(22)))
+    logged = capfd.readouterr().err
+    number = r"[\d.]+"
+    lines = [
+        rf"stage {stage} on rank {stage}: {number} MB weights \+ {number} gradients \+ "
+        rf"{number} AdamW \+ {number} activations \+ {number} outputs = {number} MB of {number} GB"
+        for stage in (0, 1)
+    ]
+    said = [
+        *lines,
+        "each rank waits for other stages 20% of the time in forward and backward passes: GPipe, 4 "
+        "micro-batches",
+        r"rank 0 has waited for other stages \d+% of the time",
+    ]
+    assert [bool(re.search(each, logged)) for each in said] == [hvkit.is_main()] * len(said)
+
+
+def test_a_model_that_does_not_fit_is_named(monkeypatch, capfd):
+    small = parallel_model.Memory(hvkit.rank(), 100_000)
+    monkeypatch.setattr(parallel_model, "memory_of_rank", lambda *_: small)
+    capfd.readouterr()
+    model, _ = distributed(GPT(layers=4))
+    model(of_this_rank(tokens(1))[0][0])
+    warned = "a training step of rank 0 needs" in capfd.readouterr().err
+    assert warned == hvkit.is_main()
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_timeline_shows_the_schedule(schedule):
+    model, optimizer = distributed(GPT(layers=4), schedule=schedule)
+    data = of_this_rank(tokens(2))
+    train(model, optimizer, data[:1])
+    seen = []
+    observe(seen.append)
+    try:
+        train(model, optimizer, data[1:])
+    finally:
+        observe(seen.append, on=False)
+    stage = hvkit.rank() % 2
+    shown = [s.name for s in seen if re.fullmatch(rf"(for|back)ward \d of stage {stage}", s.name)]
+    order = {
+        "GPipe": "f0 f1 f2 f3 b0 b1 b2 b3",
+        "1F1B": "f0 b0 f1 b1 f2 b2 f3 b3" if stage else "f0 f1 b0 f2 b1 f3 b2 b3",
+    }[schedule]
+    names = {"f": "forward", "b": "backward"}
+    assert shown == [f"{names[each[0]]} {each[1]} of stage {stage}" for each in order.split()]
