@@ -169,7 +169,7 @@ def distribute(
         if not group.is_all_ranks:
             _refuse_in_group(options, engine, monitor)
         in_mesh = _mesh_options(mesh, microbatches, schedule, stages, plan)
-        if in_mesh:
+        if in_mesh and group.size > 1:
             _refuse_in_mesh(in_mesh, options, monitor)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
@@ -377,6 +377,8 @@ def _mesh_options(
             f"microbatches={count} with schedule={schedule!r} must be a multiple of the "
             f"{position.mesh.pipeline} ranks of the pipeline"
         )
+    if position.mesh == Mesh(runtime.size()):  # each rank holds all of the model, as without a mesh
+        return None
     if not isinstance(stages, str) and not all(isinstance(each, str) for each in stages):
         raise TypeError(f"stages must hold the names of modules, got {stages!r}")
     return MeshOptions(

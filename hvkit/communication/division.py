@@ -53,8 +53,8 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
         os.environ.get(_VARIABLE) != "1"
     ):
         problem = LaunchError(
-            "groups of ranks need a Horovod that was started for them: make the groups before the "
-            "first call of hvkit.rank() and the like, on every rank, or set "
+            "groups of ranks need a Horovod that was started for them: make the hvkit.Mesh before "
+            "the first call of hvkit.init(), hvkit.rank() and the like, on every rank, or set "
             f"{_VARIABLE}=1 in the environment of all ranks"
         )
     raise_together(problem, "distribute")

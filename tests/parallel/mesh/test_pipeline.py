@@ -31,11 +31,20 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MODELS)
+def each_schedule():
+    """Every schedule with every model; on more than two ranks those with a GPT."""
+    for schedule in SCHEDULES:
+        for name in MODELS:
+            marks = [] if name == "tied GPT" else [pytest.mark.every_combination]
+            yield pytest.param(name, schedule, marks=marks, id=f"{name}-{schedule}")
+
+
+@pytest.mark.parametrize(("name", "schedule"), each_schedule())
 def test_it_trains_the_model_of_one_process(name, schedule):
-    make, data = MODELS[name]
-    weights, losses, norms = differences(make, data(), schedule=schedule)
+    make, data_of = MODELS[name]
+    # Each of them takes its own path from the second batch on.
+    data = data_of(20 if schedule in ("GPipe", "1F1B") else 8)
+    weights, losses, norms = differences(make, data, schedule=schedule)
     assert weights < 1e-11
     assert losses < 1e-13
     assert norms < 1e-12
