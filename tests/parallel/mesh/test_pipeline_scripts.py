@@ -7,6 +7,7 @@ import pytest
 import torch
 from mesh_models import CNN, GPT, MLP, Encoder, PassesTwo
 from mesh_training import (
+    MICROBATCHES,
     InMicroBatches,
     adamw,
     both,
@@ -399,3 +400,112 @@ def test_a_forward_that_looks_at_what_weights_give_is_refused():
     model, _ = distributed(LooksAtValues())
     with pytest.raises(ValueError, match="looks at a value that depends on its weights"):
         model(vectors(1)[0][0])
+
+
+class WithLateNoise(PassesTwo):
+    """Random in evaluation, too."""
+
+    def forward(self, x):
+        return super().forward(x) + 1e-2 * torch.randn(len(x), 1)
+
+
+def test_random_results_cannot_be_compared():
+    """They train, and the comparison draws nothing from the script's generator."""
+    model, own = distributed(WithLateNoise())
+    torch.manual_seed(3)
+    model(vectors(1, 8)[0][0])
+    drawn = torch.randn(1)
+    torch.manual_seed(3)
+    if hvkit.rank() % 2:
+        for _ in range(MICROBATCHES):
+            torch.randn(2, 1)
+    assert torch.equal(torch.randn(1), drawn)
+    train(model, own, of_this_rank(vectors(2)))
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_padding_that_begins_later_is_noticed(first):
+    """Inside the model, and outside of it with a schedule of PyTorch's."""
+    data = [(x, y.clone()) for x, y in tokens(8)]
+    for _, y in data[first:]:
+        y[: len(y) // 3, 4:] = -100
+    data = of_this_rank(data)
+
+    def loss_inside():
+        model, own = distributed(GPT(layers=4))
+        for x, y in data:
+            _, loss = model(x, y)
+            loss.backward()
+            own.step()
+
+    def loss_outside():
+        model, own = distributed(GPT(layers=4), schedule="1F1B")
+        train(model, own, data)
+
+    kind, text = error_of(loss_inside)
+    assert kind is ValueError
+    assert "another result than for the whole batch" in text
+    kind, text = error_of(loss_outside)
+    assert kind is ValueError
+    assert "must be a mean over samples" in text
+
+
+class Masked(PassesTwo):
+    """Takes a matrix that has nothing to do with the samples."""
+
+    def forward(self, x, matrix):
+        return super().forward(x) @ matrix
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_an_input_that_is_as_long_as_the_batch_by_chance(schedule):
+    (reference, its), (model, own) = both(Masked, schedule=schedule)
+    matrix = torch.randn(10, 10)
+    for rows in (16, 10 * parts(), 16):
+        for x, y in vectors(2, rows):
+            mine = of_this_rank([(x, y)])[0]
+            for each, optimizer, batch in ((reference, its, (x, y)), (model, own, mine)):
+                optimizer.zero_grad()
+                cross_entropy(each(batch[0], matrix), batch[1]).backward()
+                optimizer.step()
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+def test_one_from_the_first_batch_on_is_refused():
+    model, _ = distributed(Masked())
+    with pytest.raises(ValueError, match="whole batch of 10 samples, but not a micro-batch of 3"):
+        model(torch.ones(10, 20), torch.randn(10, 10))
+    # Not the plain forward, without the other ranks.
+    with pytest.raises(ValueError, match="but not a micro-batch of 3"):
+        model(torch.ones(10, 20), torch.randn(10, 10))
+
+
+class Transposes(PassesTwo):
+    """Passes on a tensor that is not contiguous."""
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, both):
+            return self.linear(both[0]).t().clone().t(), both[1]
+
+
+def test_tensors_that_are_not_contiguous():
+    assert max(differences(Transposes, vectors(4), schedule="1F1B")) < 1e-11
+
+
+def test_modules_of_other_stages_outside_of_forward():
+    model, own = distributed(MLP())
+    train(model, own, of_this_rank(vectors(1)))
+    other = model[-1] if hvkit.rank() % 2 == 0 else model[0]
+    kind, text = error_of(lambda: other(torch.ones(2, other.in_features)))
+    assert kind is ValueError
+    assert "another rank of the pipeline has its weights" in text
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused():
+    kind, text = error_of(lambda: distributed(torch.compile(MLP(), backend="eager")))
+    assert kind is ValueError
+    assert "compile its blocks" in text

@@ -25,7 +25,12 @@ from hvkit.communication.traffic import count, of_allreduce
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, dry_run, tensors_in
+from hvkit.frameworks.pytorch.model_parallel.dry_run import (
+    DryRun,
+    dry_run,
+    samples_in,
+    tensors_in,
+)
 from hvkit.frameworks.pytorch.model_parallel.forecast import (
     Memory,
     bubble,
@@ -48,7 +53,7 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
     gathered,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import divided
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider, MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
@@ -75,6 +80,10 @@ from hvkit.mesh import AXES, Axis, MeshOptions, rows
 
 # The first pass also prepares the others.
 _TIMED_FROM, _TIMED_TO = 2, 22
+
+
+# Times the mean share of a stage that is worth a warning.
+_UNEVEN = 1.5
 
 
 class ParallelModel:
@@ -124,6 +133,7 @@ class ParallelModel:
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._passes = 0
+        self._divider = Divider()
         # Of the tensor axis, and what was loaded of it before the model is divided.
         self._random: SameRandomNumbers | None = None
         self._numbers: list[np.ndarray[Any, Any]] = []
@@ -131,6 +141,8 @@ class ParallelModel:
         self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
         for p in model.parameters():
             mark_in_mesh(p)
+        # A script may have replaced the forward of the instance itself.
+        self._of_instance = vars(model).get("forward")
         vars(model)["forward"] = self._forward
         vars(model)["__deepcopy__"] = self._refuse_copy
 
@@ -154,13 +166,23 @@ class ParallelModel:
             self._require_same_batch(args, kwargs)
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
-                self._run = self._divide(args, kwargs)
+                self._show_own_forward()
+                try:
+                    self._run = self._divide(args, kwargs)
+                finally:  # also after an error: the plain forward would train without the others
+                    vars(self._model)["forward"] = self._forward
                 # This call has begun without those that came with the division.
                 for number, hook in list(self._model._forward_pre_hooks.items()):
                     if number not in hooks:
                         args, kwargs = cast(Any, hook)(self._model, args, kwargs) or (args, kwargs)
             self._say_waits()
             return self._run(args, kwargs)
+
+    def _show_own_forward(self) -> None:
+        """Take back what replaces the model's forward."""
+        del vars(self._model)["forward"]
+        if self._of_instance is not None:
+            vars(self._model)["forward"] = self._of_instance
 
     def _require_same_batch(self, args: Any, kwargs: Any) -> None:
         """Raise on every rank unless all that compute together have the same batch; a collective.
@@ -203,16 +225,30 @@ class ParallelModel:
     def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
         """Keep this rank's part of the model, give up the rest, and return what runs it."""
         model, options = self._model, self._options
-        first = divided(args, kwargs, options.microbatches)[0]
-        del vars(model)["forward"]
-        found = dry_run(model, first.args, first.kwargs, self._device)
+        count = options.microbatches if options.mesh.pipeline > 1 else 1
+        first = self._divider(args, kwargs, count)[0]
+        found = self._dry_run(first, args, kwargs)
         plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
         stages = self._stages_of(outside_divided_layers(found, plan))
         self._say(stages, plan)
+        chosen = not isinstance(options.stages, str)
+        if not chosen and (largest := max(stages.flops)) > _UNEVEN / len(stages):
+            warn_once(
+                "uneven stages",
+                f"one of {len(stages)} stages takes {largest:.0%} of the FLOPs: the model can be "
+                f"cut only after {', '.join(place.module for place in found.places)}. Where a "
+                "skip connection passes by a module, `x = x + block(x)`, move it into the module",
+            )
         rank = options.position.along("pipeline")
         own = self._take_part(stages, rank)
         placements: Mapping[str, Placement] = {}
         if options.mesh.tensor > 1:
+            if not plan.divisions:
+                warn_once(
+                    "tensor axis without effect",
+                    f"{options.mesh} divides no layer of {type(model).__name__} along its tensor "
+                    "axis, so its ranks all compute the same: use the data, shard or pipeline axis",
+                )
             tensor = self._axes["tensor"]
             self._random = SameRandomNumbers(tensor.get_group(), self._device)
             placements = divide(model, of_parameters(plan, own), tensor, self._random)
@@ -224,7 +260,6 @@ class ParallelModel:
         if options.mesh.pipeline == 1:
             self._train(own, norms)
             whole = model.forward
-            vars(model)["forward"] = self._forward
             return lambda args, kwargs: whole(*args, **kwargs)
         if options.microbatches > 1 and len(norms):
             warn_once(
@@ -234,13 +269,33 @@ class ParallelModel:
                 "or use group norm, which does not depend on the batch",
             )
         staged = StagedForward(model, model.forward, stages, found, self._device)
-        vars(model)["forward"] = self._forward
         around = functools.partial(self._before_backward, self._train(own, norms))
-        count = options.microbatches
-        pipeline = Pipeline(model, staged, stages, rank, self._links, count, around)
+        pipeline = Pipeline(model, staged, stages, rank, self._links, count, self._divider, around)
         if options.schedule == GPIPE:
             return pipeline
         return ScheduledPipeline(pipeline, options.schedule, own)
+
+    def _dry_run(self, first: MicroBatch, args: Any, kwargs: Any) -> DryRun:
+        """Run the model's forward without weights, for the first micro-batch.
+
+        Raises:
+            ValueError: it takes the whole batch, but no micro-batch.
+        """
+        model, samples = self._model, samples_in(args, kwargs)
+        try:
+            return dry_run(model, first.args, first.kwargs, self._device)
+        except Exception as error:  # of any type: it is the model's
+            if first.samples == samples:
+                raise
+            dry_run(model, args, kwargs, self._device)  # raises what has nothing to do with it
+            raise ValueError(
+                f"the model takes the whole batch of {samples} samples, but not a micro-batch of "
+                f"{first.samples}: {type(error).__name__}: {error}. A pipeline divides each input "
+                f"whose first dimension is as long as the batch, here {samples}, and leaves the "
+                "others whole. Inputs of samples, also states of recurrent layers, must have the "
+                "batch as their first dimension, and others, such as masks, must not be as long: "
+                "make those a buffer of the model, or expand them to the batch"
+            ) from error
 
     def _stages_of(self, found: DryRun) -> Stages:
         options = self._options

@@ -37,6 +37,12 @@ class MeshPort(PyTorchPort):
     ) -> None:
         assert options.mesh is not None
         self.mesh = options.mesh
+        if any(hasattr(model, "_orig_mod") for model in models):
+            raise ValueError(
+                f"torch.compile(model) compiles the whole model, of which each rank of "
+                f"{self.mesh.mesh} runs a part: compile its blocks instead, "
+                "`for block in model.blocks: block.compile()`"
+            )
         super().__init__(models, optimizers, options)
         if len(models) > 1:
             raise ValueError(

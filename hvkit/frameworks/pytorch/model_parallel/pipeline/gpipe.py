@@ -23,9 +23,10 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     with_tensors,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
+    Divider,
     MicroBatch,
-    divided,
     gradients_of_parts,
+    ignored_unevenly,
     joined,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import (
@@ -35,6 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.main_rank import warn_once
 
 # How far apart the outputs of a batch and of its micro-batches may be, relative to the largest.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -85,6 +87,7 @@ class Pipeline:
         rank: along the pipeline.
         links: to the other ranks.
         microbatches: how many a batch is divided into.
+        divide: divides it.
         around_backward: called before backward, and returns what to call after it.
     """
 
@@ -96,6 +99,7 @@ class Pipeline:
         rank: int,
         links: StageLinks,
         microbatches: int,
+        divide: Divider,
         around_backward: Callable[[], Callable[[], None]],
     ) -> None:
         self.staged, self.stages, self.rank, self.links = staged, stages, rank, links
@@ -107,7 +111,10 @@ class Pipeline:
         # By stage and shapes of a micro-batch: what a stage receives and gives.
         self.specs: dict[tuple[int, Hashable], list[list[TensorSpec]]] = {}
         self._results: dict[Hashable, tuple[Any, list[TensorSpec]]] = {}
-        self._compared = microbatches == 1
+        self.divide = divide
+        # Calls in several micro-batches, and whether one with targets left out was compared.
+        self._calls = 0
+        self._compared_ignored = False
 
     def __call__(self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None) -> Any:
         """The result of the model's forward for a batch; a collective of the pipeline.
@@ -116,9 +123,8 @@ class Pipeline:
             args, kwargs: of the call.
             batches: its micro-batches; None for those of a batch that need not be equal.
         """
-        batches = batches or divided(args, kwargs, self.microbatches)
-        if not self._compared and len(batches) > 1:
-            self._compared = True
+        batches = batches or self.divide(args, kwargs, self.microbatches)
+        if len(batches) > 1 and self._compares(args, kwargs, batches):
             self._require_independent_samples(args, kwargs, batches)
         done = self.forward(batches)
         result, tensors = self._on_all_ranks(done)
@@ -263,35 +269,65 @@ class Pipeline:
         ]
         return lambda i: arriving[i].wait()
 
+    def _compares(self, args: Any, kwargs: Any, batches: Sequence[MicroBatch]) -> bool:
+        """Whether to compare the micro-batches of this call with the whole batch.
+
+        The first ones are. A model that computes its loss may give another mean later, where
+        padding begins: then also after 2, 4, 8, ... calls, and where targets are left out first.
+        """
+        self._calls += 1
+        known = self.result_of(batches)
+        if self._calls == 1 or known is None or all(spec.shape for spec in known[1]):
+            return self._calls == 1
+        ignored = not self._compared_ignored and ignored_unevenly(
+            tensors_in((args, kwargs)), [batch.samples for batch in batches]
+        )
+        self._compared_ignored |= ignored
+        return ignored or self._calls & (self._calls - 1) == 0
+
     @torch.no_grad()
     def _require_independent_samples(
         self, args: Any, kwargs: Any, batches: list[MicroBatch]
     ) -> None:
-        """Compare what micro-batches give with what the whole batch gives, once; a collective.
+        """Compare what micro-batches give with what the whole batch gives; a collective.
 
         Layers are in evaluation meanwhile: then dropout and batch norm do not depend on the batch.
+        A model whose results are random even then cannot be compared.
 
         Raises:
             ValueError: the results differ.
         """
         training = {module: module.training for module in self._model.modules()}
-        source, difference = self.stages.rank_of[self.last], None
+        source, found = self.stages.rank_of[self.last], None
+        devices = [self.links.device] if self.links.device.type == "cuda" else []
         caches = torch.is_autocast_cache_enabled()
         try:
             # Weights that autocast casts here have no gradient, and must not be used again.
             torch.set_autocast_cache_enabled(False)
             for module in training:
                 module.training = False
-            parts = self.forward(batches)
-            whole = self.forward(divided(args, kwargs, 1))
+            with torch.random.fork_rng(devices):
+                parts, *whole = (
+                    self.forward(each)
+                    for each in (batches, *(self.divide(args, kwargs, 1) for _ in range(2)))
+                )
             if self.rank == source:
-                found = joined([tensors_in(each) for each in parts.result], parts.sizes)
-                difference = _largest_difference(found, tensors_in(whole.result[0]))
+                once, again = (tensors_in(each.result[0]) for each in whole)
+                mean = joined([tensors_in(each) for each in parts.result], parts.sizes)
+                found = _largest_difference(mean, once), _largest_difference(again, once)
         finally:
             torch.set_autocast_cache_enabled(caches)
             for module, mode in training.items():
                 module.training = mode
-        if text := self.links.object_from_rank(source, difference):
+        text, by_chance = self.links.object_from_rank(source, found)
+        if text and by_chance:
+            warn_once(
+                "random results",
+                "the model's results are random in evaluation, too, so hvkit cannot see whether "
+                "micro-batches give the result of the whole batch: its samples must not depend on "
+                "each other, and its inputs have the batch as their first dimension",
+            )
+        elif text:
             raise ValueError(
                 f"in {len(batches)} micro-batches the model gives another result than for the "
                 f"whole batch: {text}. Its samples must not depend on each other, its inputs must "

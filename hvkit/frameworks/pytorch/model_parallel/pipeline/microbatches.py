@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,31 +27,73 @@ class MicroBatch:
     samples: int
 
 
-def divided(args: Any, kwargs: Any, count: int, *, even: bool = False) -> list[MicroBatch]:
-    """Micro-batches of a call's arguments, of sizes that differ by at most one sample.
+class Divider:
+    """Divides the calls of one model into micro-batches.
 
-    Every tensor whose first dimension is as long as the batch is divided along it; all else is the
-    same in each. There are fewer if the batch has fewer samples.
+    Every tensor whose first dimension is as long as the batch is divided along it. But an argument
+    that has once had another length there, such as a mask, has that length by chance.
+    """
+
+    def __init__(self) -> None:
+        # The places among the arguments, of those that are the same in each micro-batch.
+        self._whole: set[tuple[str, int]] = set()
+
+    def __call__(
+        self, args: Any, kwargs: Any, count: int, *, even: bool = False
+    ) -> list[MicroBatch]:
+        """Micro-batches, of sizes that differ by at most one sample.
+
+        There are fewer if the batch has fewer samples.
+
+        Args:
+            args, kwargs: of the call. The first tensor that has dimensions has the batch first.
+            count: how many micro-batches.
+            even: have the largest number of them, up to ``count``, with equal sizes.
+        """
+        flat, spec = tree_flatten((args, kwargs))
+        samples = samples_in(args, kwargs)
+        count = min(count, samples)
+        if even:
+            count = next(m for m in range(count, 0, -1) if samples % m == 0)
+        sizes, call = sizes_of(samples, count), str(spec)
+        columns: list[Sequence[Any]] = []
+        for i, t in enumerate(flat):
+            if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] != samples:
+                self._whole.add((call, i))
+            of_samples = isinstance(t, torch.Tensor) and t.dim() and (call, i) not in self._whole
+            columns.append(torch.split(t, sizes) if of_samples else [t] * count)
+        rows = [tree_unflatten([column[i] for column in columns], spec) for i in range(count)]
+        return [
+            MicroBatch(some, named, size) for (some, named), size in zip(rows, sizes, strict=True)
+        ]
+
+
+def ignored_unevenly(
+    targets: Iterable[torch.Tensor], sizes: Sequence[int], index: int | None = None
+) -> bool:
+    """Whether micro-batches have different numbers of targets that a loss leaves out.
+
+    Then the mean over micro-batches of their mean losses is not that of the batch.
 
     Args:
-        args, kwargs: of the call. The first tensor that has dimensions has the batch first.
-        count: how many micro-batches.
-        even: have the largest number of them, up to ``count``, with equal sizes.
+        targets: of the whole batch, samples first; those that are no integers do not count.
+        sizes: of the micro-batches.
+        index: of the targets to leave out; None for all that are negative.
     """
-    flat, spec = tree_flatten((args, kwargs))
-    samples = samples_in(args, kwargs)
-    count = min(count, samples)
-    if even:
-        count = next(m for m in range(count, 0, -1) if samples % m == 0)
-    sizes = sizes_of(samples, count)
-    columns = [
-        torch.split(t, sizes)
-        if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == samples
-        else [t] * count
-        for t in flat
-    ]
-    rows = [tree_unflatten([column[i] for column in columns], spec) for i in range(count)]
-    return [MicroBatch(some, named, size) for (some, named), size in zip(rows, sizes, strict=True)]
+    samples = sum(sizes)
+    for t in targets:
+        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool or not t.dim():
+            continue
+        if not t.numel() or t.shape[0] % samples:
+            continue
+        out = (t < 0) if index is None else (t == index)
+        rows = t.shape[0] // samples
+        shares = [
+            float(part.double().mean()) for part in torch.split(out, [n * rows for n in sizes])
+        ]
+        if max(shares) > min(shares):
+            return True
+    return False
 
 
 def joined(outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:

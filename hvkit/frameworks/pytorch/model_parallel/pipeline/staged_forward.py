@@ -8,6 +8,7 @@ ends, the forward is left.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -69,7 +70,11 @@ class StagedForward:
         self._received: Sequence[torch.Tensor] = ()
         self._before: _Before | None = None
         self._shapes: dict[Hashable, Any] = {}
+        self._running = False
         modules = dict(model.named_modules())
+        for name, module in modules.items():
+            if any(p.is_meta for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(functools.partial(self._refuse_outside, name))
         for number, cut in enumerate(stages.cuts):
             self._cut(modules[cut.module], number, cut)
         for place in self._skipped(found):
@@ -86,7 +91,7 @@ class StagedForward:
         Raises:
             ValueError: the forward needs more of earlier stages than what they have given.
         """
-        self._stage, self._received = stage, received
+        self._stage, self._received, self._running = stage, received, True
         try:
             with ExitStack() as stack:
                 if stage:
@@ -95,6 +100,8 @@ class StagedForward:
                 output = self._forward(*batch.args, **batch.kwargs)
         except StageEnd as end:
             output = end.output
+        finally:
+            self._running = False
         if any(t.is_meta for t in tensors_in(output)):
             raise ValueError(
                 f"stage {stage} uses something of an earlier stage that the cut after "
@@ -102,6 +109,15 @@ class StagedForward:
                 "which a module keeps a result: choose other cuts with stages=[...]"
             )
         return output
+
+    def _refuse_outside(self, name: str, module: nn.Module, args: Any) -> None:
+        """Before a call of a module of another rank's stage."""
+        if not self._running:
+            raise ValueError(
+                f"{name} was called outside of the model's forward, but another rank of the "
+                "pipeline has its weights: call the model itself, with an argument that chooses "
+                "what its forward does"
+            )
 
     def _cut(self, module: nn.Module, number: int, cut: CutPlace) -> None:
         """Leave the forward after this module in stage ``number``, and enter it in the next."""

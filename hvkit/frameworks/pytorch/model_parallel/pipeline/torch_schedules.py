@@ -9,6 +9,7 @@ Megatron-LM" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional as F
 
 from hvkit.communication.traffic import count
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
@@ -35,7 +37,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import (
     autocast_state,
     same_memory,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import divided, joined
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import ignored_unevenly, joined
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
 from hvkit.main_rank import warn_once
@@ -55,6 +57,10 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Those in which the last stage is on the first rank."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Those that compute the gradients of weights apart from those of inputs."""
+
+_LOSSES = (F.cross_entropy, F.nll_loss)
+# Their index of targets that they leave out.
+_IGNORED = -100
 
 
 class ScheduledPipeline:
@@ -78,11 +84,12 @@ class ScheduledPipeline:
         self._loss_of: Callable[[Any, torch.Tensor], torch.Tensor]
         # By what was computed from outputs: whether each number is a sum over samples.
         self._sums: dict[tuple[str, ...], list[bool | None]] = {}
+        self._steps = 0
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Deferred outputs, or those of GPipe."""
         pipeline = self._pipeline
-        batches = divided(args, kwargs, pipeline.microbatches, even=True)
+        batches = pipeline.divide(args, kwargs, pipeline.microbatches, even=True)
         if not torch.is_grad_enabled() or not self._fits(len(batches)):
             return pipeline(args, kwargs)
         found = pipeline.result_of(batches)
@@ -121,6 +128,10 @@ class ScheduledPipeline:
         """Run forward and backward of all micro-batches; the values of single numbers follow."""
         pipeline, self._now = self._pipeline, run
         kind = run.kind()
+        self._steps += 1
+        # A loss that was a mean over samples is none where padding begins.
+        if self._steps & (self._steps - 1) == 0 or _ignores_unevenly(run):
+            self._sums.pop(kind, None)
         found: list[list[torch.Tensor]] = []
         outputs: list[list[torch.Tensor]] = []
         is_last = pipeline.last in pipeline.mine
@@ -180,9 +191,10 @@ class ScheduledPipeline:
             if sums[root] is not False:
                 raise ValueError(
                     f"with schedule={self._schedule!r} the loss must be a mean over samples, but "
-                    "the mean over micro-batches is another one than that of the whole batch, as "
-                    "with a sum, or where ignore_index leaves out other numbers of samples: take "
-                    'the mean over samples, or use schedule="GPipe", which takes any loss'
+                    "the mean over micro-batches is another one than that of the whole batch: as "
+                    "with a sum, also one that is divided by the length of the batch, or where "
+                    "ignore_index leaves out other numbers of samples. Use .mean(), or "
+                    'schedule="GPipe", which takes any loss'
                 )
             self._sums[kind] = sums
         sums = self._sums[kind]
@@ -256,6 +268,19 @@ class ScheduledPipeline:
             return self._pipeline.staged.run(stage, entered, run.batches[number])
 
 
+def _ignores_unevenly(run: DeferredRun) -> bool:
+    """Whether a loss leaves out other numbers of targets in each micro-batch."""
+    sizes = [batch.samples for batch in run.batches]
+    for node in run.nodes:
+        given = inspect.signature(node.function).bind_partial if node.function in _LOSSES else None
+        if given is not None:
+            bound = given(*node.args, **node.kwargs).arguments
+            targets = tensors_in(bound.get("target"))
+            if ignored_unevenly(targets, sizes, bound.get("ignore_index", _IGNORED)):
+                return True
+    return False
+
+
 def _root(run: DeferredRun) -> Recorded:
     assert run.root is not None
     return run.root
@@ -290,7 +315,8 @@ class _StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, mb: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = vars(self)
-        return tuple(tensors_in(own["_of"].run_stage(own["_stage"], received, int(mb))))
+        given = tensors_in(own["_of"].run_stage(own["_stage"], received, int(mb)))
+        return tuple(t.contiguous() for t in given)  # as PyTorch's messages need them
 
 
 class _TimedStage(PipelineStage):
@@ -327,7 +353,7 @@ class Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+        return gradient.contiguous()
 
 
 _entered: Callable[[torch.Tensor], torch.Tensor] = Entered.apply
