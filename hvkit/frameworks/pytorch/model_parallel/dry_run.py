@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 # When a tensor came to depend on a parameter, as an attribute of it.
@@ -194,7 +194,8 @@ class _Ended:
     module: str
     time: int
     flops: int
-    output: Any
+    tensors: list[torch.Tensor]
+    structure: Any
 
 
 class _Calls:
@@ -222,7 +223,28 @@ class _Calls:
 
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         flops = self._flops.get_total_flops()
-        self.ended.append(_Ended(name, self._flow.time, flops, output))
+        if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
+            return  # a number, say, that may be another one in the next call
+        if not _recomputed_from_within(module):
+            tensors, structure = tensors_in(output), structure_of(output)
+            self.ended.append(_Ended(name, self._flow.time, flops, tensors, structure))
+
+
+def _recomputed_from_within(module: nn.Module) -> bool:
+    """Whether the call of a module that ends now is a part of what a checkpoint computes again.
+
+    It is none if the checkpoint computes this module and nothing else.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            function = frame.f_locals.get("function")
+            while isinstance(function, functools.partial):
+                function = function.func
+            if function is not None:
+                return getattr(function, "__self__", function) is not module
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> DryRun:
@@ -246,12 +268,14 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(attributes_kept(list(model.modules())))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is))
             stack.enter_context(_fused_attention(saved, device))
             for mode in (uncompiled(), OnMeta(device), flow, flops):
                 stack.enter_context(mode)
             with explaining_meta():
+                args, kwargs = copied_call(args, kwargs)
                 out = torch.func.functional_call(
                     model, {**meta, **buffers}, args, kwargs, tie_weights=False
                 )
@@ -268,6 +292,37 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         samples=samples_in(args, kwargs),
         nbytes=bytes_of(tensors_in(out)),
     )
+
+
+def call_key(args: Any, kwargs: Any) -> Hashable:
+    """The arguments of a call without the values of tensors."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return str(spec), tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, int | float | str | bool | None)
+        else repr(type(leaf))
+        for leaf in leaves
+    )
+
+
+def copied_call(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call with copies of tensors, which a forward may change in place."""
+    some, named = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    return some, named
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts attributes of modules back that a forward sets meanwhile: counters, caches."""
+    before = [(module, dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -394,7 +449,7 @@ def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
     """Where all that is used later and depends on a parameter is the output of one call."""
     found: list[CutPlace] = []
     for each in calls.ended:
-        tensors = tensors_in(each.output)
+        tensors = each.tensors
         crossing = flow.crossing(each.time)
         if (
             calls.count[each.module] != 1
@@ -408,7 +463,7 @@ def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
             each.time,
             each.flops,
             bytes_of(tensors),
-            structure_of(each.output),
+            each.structure,
             calls.begun[each.module],
             all(hasattr(t, _BORN) for t in tensors),
         )

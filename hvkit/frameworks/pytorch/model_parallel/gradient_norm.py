@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -32,6 +32,8 @@ class GradientsOfAllRanks:
         counted: this rank's, without those that another rank counts.
         group: the ranks that hold the model together.
         name: of the model, for waits.
+        device: of the model.
+        replaced: by a parameter that a script may still hold, the one in its place.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class GradientsOfAllRanks:
         counted: Iterable[torch.Tensor],
         group: dist.ProcessGroup,
         name: str,
+        device: torch.device,
+        replaced: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
-        self._all = set(parameters)
+        self._device, self._replaced = device, dict(replaced)
+        self._all = set(parameters) | self._replaced.keys()
         self._counted = set(counted)
         self._group = group
         self._ranks = tuple(dist.get_process_group_ranks(group))
@@ -53,6 +58,10 @@ class GradientsOfAllRanks:
         """Whether one of these is a parameter of the model."""
         return any(p in self._all for p in parameters)
 
+    def current(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Parameters with new ones in place of those that a script has kept."""
+        return [self._replaced.get(p, p) for p in parameters]
+
     @torch.no_grad()
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm of the gradients of parameters on all ranks, in float64; a collective."""
@@ -62,7 +71,7 @@ class GradientsOfAllRanks:
             if p.grad is not None and (p in self._counted or p not in self._all)
         ]
         norms = [_local(g).double().norm(norm_type) for g in gradients]
-        device = norms[0].device if norms else torch.device("cpu")
+        device = self._device
         found = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
         if math.isinf(norm_type):
             return self._reduce(found.max().to(device), dist.ReduceOp.MAX)
@@ -126,6 +135,7 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         model = of(held)
         if model is None:
             return plain(held, max_norm, norm_type, error_if_nonfinite, foreach)
+        held = model.current(held)
         total = model.norm(held, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(

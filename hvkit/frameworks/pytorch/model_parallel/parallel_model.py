@@ -27,6 +27,7 @@ from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     DryRun,
+    call_key,
     dry_run,
     samples_in,
     tensors_in,
@@ -54,6 +55,7 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider, MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
@@ -128,10 +130,15 @@ class ParallelModel:
         self._holders = self._links_of("shard", "pipeline", "tensor")
         self._copies = self._links_of("data", "shard")
         self._kept: list[nn.Parameter] = []
+        # What the script may still hold, by the new parameter.
+        self._replaced: dict[torch.Tensor, nn.Parameter] = {}
         self._run: Callable[[Any, Any], Any] | None = None
         self._parts: ModelParts | None = None
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._pipeline: Pipeline | None = None
+        # Of the current pass, the same on all ranks that compute on the same batch.
+        self._seed = 0
         self._passes = 0
         self._divider = Divider()
         # Of the tensor axis, and what was loaded of it before the model is divided.
@@ -176,6 +183,8 @@ class ParallelModel:
                     if number not in hooks:
                         args, kwargs = cast(Any, hook)(self._model, args, kwargs) or (args, kwargs)
             self._say_waits()
+            if self._pipeline is not None:
+                self._pipeline.seed = self._seed
             return self._run(args, kwargs)
 
     def _show_own_forward(self) -> None:
@@ -202,13 +211,15 @@ class ParallelModel:
             self._passes,
             torch.is_grad_enabled(),
             self._model.training,
-            *((tuple(t.shape), t.dtype) for t in tensors),
+            call_key(args, kwargs),
         ]
         # Numbers on a GPU are compared less often, because the host waits for them.
         often = self._passes & (self._passes - 1) == 0
         content = [checksum(t) for t in tensors if often or not t.is_cuda]
-        found = self._at_once.gather_numbers([_hash_of(mine), _hash_of(content)]).tolist()
+        numbers = _hash_of(mine), _hash_of(content), new_seed()
+        found = self._at_once.gather_numbers(numbers).tolist()
         everyone = dict(zip(self._at_once.ranks, found, strict=True))
+        self._seed = everyone[self._together.ranks[0]][2]
         for ranks, number, what in (
             (self._at_once.ranks, 0, "makes another call"),
             (self._together.ranks, 1, "gets another batch"),
@@ -228,7 +239,7 @@ class ParallelModel:
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         first = self._divider(args, kwargs, count)[0]
         found = self._dry_run(first, args, kwargs)
-        plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
+        plan = self._proven(first)
         stages = self._stages_of(outside_divided_layers(found, plan))
         self._say(stages, plan)
         chosen = not isinstance(options.stages, str)
@@ -268,12 +279,46 @@ class ParallelModel:
                 f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
                 "or use group norm, which does not depend on the batch",
             )
-        staged = StagedForward(model, model.forward, stages, found, self._device)
+        staged = StagedForward(
+            model, model.forward, stages, found, self._device, self._begin_numbers
+        )
         around = functools.partial(self._before_backward, self._train(own, norms))
-        pipeline = Pipeline(model, staged, stages, rank, self._links, count, self._divider, around)
+        pipeline = self._pipeline = Pipeline(
+            model, staged, stages, rank, self._links, count, self._divider, around
+        )
         if options.schedule == GPIPE:
             return pipeline
         return ScheduledPipeline(pipeline, options.schedule, own)
+
+    def _proven(self, first: MicroBatch) -> TensorPlan:
+        """Which layers ranks of the tensor axis divide, in training and in evaluation alike.
+
+        Raises:
+            ValueError: the forward takes other paths in evaluation.
+        """
+        model, options = self._model, self._options
+        plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
+        if plan.ways == 1 or not plan.divisions:
+            return plan
+        modes = {module: module.training for module in model.modules()}
+        try:
+            model.train(not model.training)
+            other = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        if other.divisions != plan.divisions:
+            apart = sorted(
+                name
+                for name in plan.divisions.keys() | other.divisions.keys()
+                if plan.divisions.get(name) != other.divisions.get(name)
+            )
+            raise ValueError(
+                f"{', '.join(apart)} can be divided along the tensor axis in training or in "
+                "evaluation, but not in both, since the forward uses them in other ways: name the "
+                'layers to divide, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}'
+            )
+        return plan
 
     def _dry_run(self, first: MicroBatch, args: Any, kwargs: Any) -> DryRun:
         """Run the model's forward without weights, for the first micro-batch.
@@ -390,6 +435,7 @@ class ParallelModel:
         cuts = [cut.module for cut in stages.cuts]
         after = shard(self._model, own, shared, cuts, mesh, self._name)
         follow(self._optimizers, own, after)
+        self._replaced = {p: after[name] for name, p in own.items()}
         for p in after.values():
             mark_in_mesh(p)
         self._kept = [p for p in after.values() if not is_divided(p)]
@@ -416,7 +462,9 @@ class ParallelModel:
         ]
         everyone = self._holders.group
         # The model keeps it: a norm is looked for by the parameters.
-        self._gradients = GradientsOfAllRanks(model.parameters(), counted, everyone, self._name)
+        self._gradients = GradientsOfAllRanks(
+            model.parameters(), counted, everyone, self._name, self._device, self._replaced
+        )
         self._parts = ModelParts(
             model,
             holder | {name: stages.buffer_holder(name) for name, _ in model.named_buffers()},
@@ -445,12 +493,16 @@ class ParallelModel:
         end = around()
         of_shared = dict(self._shared)
         # What this pass contributes is added up apart from what earlier ones have.
-        before = {p: p.grad for p in dict.fromkeys([*of_shared, *self._kept])}
+        added = dict.fromkeys([*of_shared, *self._kept])
+        before = {p: p.grad for p in added if p.requires_grad}
         for p in before:
             p.grad = None
 
         def add_up() -> None:
             for p, earlier in before.items():
+                if not self._has_gradient(p, of_shared.get(p)):
+                    p.grad = earlier
+                    continue
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
                 if p in of_shared:
                     self._sum(gradient, of_shared[p])
@@ -462,10 +514,24 @@ class ParallelModel:
 
         return add_up
 
+    def _has_gradient(self, p: nn.Parameter, holders: dist.ProcessGroup | None) -> bool:
+        """Whether any rank that adds to the gradient of a parameter has one; a collective."""
+        found = torch.tensor([float(p.grad is not None)], device=self._device)
+        groups = [group for group in (holders, self._copies.group) if group is not None]
+        for group in groups if p in set(self._kept) else groups[:1]:
+            with self._links.waiting():
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return bool(found)
+
     def _sum(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         count("gradients", of_allreduce(gradient.nbytes, group.size()))
         with self._links.waiting():
             dist.all_reduce(gradient, group=group)
+
+    def _begin_numbers(self) -> None:
+        """Let ranks of the tensor axis go on from the numbers that all stages share."""
+        if self._random is not None:
+            self._random.begin()
 
     @property
     def numbers(self) -> list[np.ndarray[Any, Any]]:
@@ -527,13 +593,16 @@ def of_parameters(plan: TensorPlan, own: Mapping[str, nn.Parameter]) -> TensorPl
 
 
 def checksum(t: torch.Tensor) -> int:
-    """A number that depends on all values of a tensor, but not on their order."""
+    """A number that depends on the values of a tensor, and on the order of its samples."""
     data = t.detach().contiguous().flatten()
     if not data.numel():
         return 0
     size = data.numel() * data.element_size()
     words = data.view(torch.uint8).view(torch.int32 if size % 4 == 0 else torch.uint8)
-    return int(words.sum(dtype=torch.int64))
+    samples = t.shape[0] if t.dim() else 1
+    rows = words.view(samples, -1).sum(1, dtype=torch.int64) if len(words) % samples == 0 else words
+    places = torch.arange(1, len(rows) + 1, device=rows.device)
+    return int((rows * places).sum(dtype=torch.int64))
 
 
 def _hash_of(things: Sequence[Any]) -> int:

@@ -4,6 +4,7 @@
 
     stages              which stage holds what
     staged_forward      runs one stage through the model's own forward
+    shared_numbers      random numbers that all stages draw alike
     microbatches        divides a batch, and joins results
     stage_messages      tensors from stage to stage
     stage_times         how long a rank computes, and how long it waits

@@ -9,6 +9,7 @@ this batch takes GPipe.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import OnMeta, tensors_in
+from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import autocast_as, autocast_state
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 
 # What reads a property, and needs no value.
@@ -62,6 +64,9 @@ class Recorded:
         function: with ``args`` and ``kwargs``, among which are deferred tensors.
         dtype: of it.
         single: whether it is a single number.
+        grad: whether autograd was on.
+        autocast: as it was, by kind of device.
+        lengths: of the deferred tensors among the arguments, along their first dimension.
     """
 
     output: int | None = None
@@ -70,6 +75,9 @@ class Recorded:
     kwargs: Any = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     single: bool = False
+    grad: bool = True
+    autocast: Sequence[tuple[bool, torch.dtype]] = ()
+    lengths: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -83,6 +91,8 @@ class DeferredRun:
         samples: of the batch.
         key: what shapes between stages depend on.
         autocast: as it was at the call, by kind of device.
+        modes: whether each module was in training.
+        seed: of the random numbers that all stages draw alike.
         nodes: what the script has made, in order.
         root: what ``backward()`` was called on.
         values: of single numbers, after ``backward()``; None before.
@@ -96,6 +106,8 @@ class DeferredRun:
     samples: int
     key: Hashable
     autocast: Sequence[tuple[bool, torch.dtype]]
+    modes: Sequence[bool]
+    seed: int
     nodes: list[Recorded] = field(default_factory=list)
     root: Recorded | None = None
     values: Mapping[Recorded, torch.Tensor] | None = None
@@ -116,8 +128,12 @@ class DeferredRun:
         return [node for node in self.nodes if node.single]
 
     def kind(self) -> tuple[str, ...]:
-        """What was computed, without the values."""
-        return tuple(getattr(node.function, "__name__", "output") for node in self.nodes)
+        """What was computed, without the values of tensors."""
+        return tuple(
+            f"{getattr(node.function, '__name__', 'output')} "
+            f"{tree_map_only(torch.Tensor, _without_values, (node.args, node.kwargs))}"
+            for node in self.nodes
+        )
 
     def evaluator(
         self, outputs: Sequence[torch.Tensor], part: int | None
@@ -130,13 +146,17 @@ class DeferredRun:
         """
         memo: dict[Recorded, torch.Tensor] = {}
 
-        def of_part(t: torch.Tensor) -> torch.Tensor:
+        def of_part(node: Recorded, t: torch.Tensor) -> torch.Tensor:
             if isinstance(t, Deferred):
                 return evaluate(t.node)
-            if part is not None and t.dim() and t.shape[0] % self.samples == 0:
-                rows = t.shape[0] // self.samples
-                sizes = [batch.samples * rows for batch in self.batches]
-                return torch.split(t, sizes)[part]
+            length = t.shape[0] if t.dim() else 0
+            # A tensor of samples, or one as long as what is computed from them, such as targets
+            # of each position.
+            if part is not None and (length == self.samples or length in node.lengths):
+                rows, rest = divmod(length, self.samples)
+                if rows and not rest:
+                    sizes = [batch.samples * rows for batch in self.batches]
+                    return torch.split(t, sizes)[part]
             return t
 
         def evaluate(node: Recorded) -> torch.Tensor:
@@ -145,8 +165,11 @@ class DeferredRun:
                     assert node.output is not None
                     memo[node] = outputs[node.output]
                 else:
-                    args, kwargs = tree_map_only(torch.Tensor, of_part, (node.args, node.kwargs))
-                    memo[node] = _not_in_place(node.function, args, kwargs)
+                    give = functools.partial(of_part, node)
+                    args, kwargs = tree_map_only(torch.Tensor, give, (node.args, node.kwargs))
+                    grad = torch.is_grad_enabled() and node.grad
+                    with torch.set_grad_enabled(grad), autocast_as(node.autocast):
+                        memo[node] = _not_in_place(node.function, args, kwargs)
             return memo[node]
 
         return evaluate
@@ -168,14 +191,26 @@ class DeferredRun:
                     'use schedule="GPipe", which gives all values at once'
                 )
             return self.values[t.node]
-        if self.whole is None:
-            self.whole = self.runner.run_now(self)
-            self._evaluate = self.evaluator(self.whole, None)
+        self.make_known()
         assert self._evaluate is not None
         return self._evaluate(t.node)
 
+    def make_known(self) -> None:
+        """Run the batch by GPipe, unless that is done."""
+        if self.whole is not None:
+            return
+        self.whole = self.runner.run_now(self)
+        self._evaluate = self.evaluator(self.whole, None)
+        with torch.enable_grad():
+            for node in self.nodes:  # before the script changes one in place
+                self._evaluate(node)
+
     def backward(self, root: Recorded) -> None:
-        """Train on the batch."""
+        """Train on the batch.
+
+        Raises:
+            RuntimeError: for the second time.
+        """
         if self.values is not None:
             raise RuntimeError(
                 "backward() a second time through a pipeline: add the losses, and call it once"
@@ -184,11 +219,19 @@ class DeferredRun:
         self.runner.run_backward(self)
 
 
+def _without_values(t: torch.Tensor) -> str:
+    return f"{t.dim()} dimensions, {t.dtype}"
+
+
+def _is_in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return own or name == "__setitem__"
+
+
 def _not_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function; one that changes its first argument gets a copy of it."""
-    name = getattr(function, "__name__", "")
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    if in_place:
+    if _is_in_place(function):
         args = (args[0].clone(), *args[1:])
     return function(*args, **kwargs)
 
@@ -222,7 +265,7 @@ class Deferred(torch.Tensor):
         first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, Deferred))
         run, name = first.run, getattr(func, "__name__", "")
         if func is torch.Tensor.backward and run.whole is None:
-            return run.backward(args[0].node)
+            return _backward(run, *args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
             return first.meta.is_floating_point()
         if name in _WITHOUT_VALUE:
@@ -232,7 +275,7 @@ class Deferred(torch.Tensor):
             try:
                 return _record(run, first.device, func, args, kwargs)
             except (RuntimeError, NotImplementedError):
-                pass  # its shape depends on values, as that of a selection by a mask
+                pass  # its shape depends on values, as that of a selection by a mask, or the like
         known = tree_map_only(torch.Tensor, _known, (args, kwargs))
         return func(*known[0], **known[1])
 
@@ -241,8 +284,42 @@ def _known(t: torch.Tensor) -> torch.Tensor:
     return t.run.known(t) if isinstance(t, Deferred) else t
 
 
+def _backward(
+    run: DeferredRun,
+    root: Deferred,
+    gradient: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``Tensor.backward`` of a deferred loss.
+
+    Raises:
+        ValueError: for arguments that a schedule has no use for.
+    """
+    if create_graph or inputs is not None:
+        raise ValueError(
+            "backward() of a pipeline with a schedule of PyTorch's takes neither create_graph=True "
+            'nor inputs=: use schedule="GPipe"'
+        )
+    run.backward((root if gradient is None else root * gradient).node)
+
+
 def _record(run: DeferredRun, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
-    """The deferred result of a function."""
+    """The deferred result of a function.
+
+    Raises:
+        NotImplementedError: it cannot be deferred.
+    """
+    tensors = tensors_in((args, kwargs))
+    in_place = _is_in_place(func)
+    # A change in place may be seen through views, and the gradient of another leaf is needed on all
+    # ranks.
+    if in_place and not (isinstance(args[0], Deferred) and args[0].node.single):
+        raise NotImplementedError
+    if any(t.requires_grad for t in tensors if not isinstance(t, Deferred)):
+        raise NotImplementedError
+    lengths = frozenset(t.shape[0] for t in tensors if isinstance(t, Deferred) and t.dim())
     # Those of earlier batches have values by now.
     args, kwargs = tree_map_only(
         Deferred, lambda t: t if t.run is run else _known(t), (args, kwargs)
@@ -254,9 +331,28 @@ def _record(run: DeferredRun, device: torch.device, func: Any, args: Any, kwargs
         if tensors_in(out):
             raise NotImplementedError
         return out
-    node = Recorded(None, func, args, kwargs, out.dtype, single=not out.dim())
+    node = Recorded(
+        None,
+        func,
+        args,
+        kwargs,
+        out.dtype,
+        single=not out.dim(),
+        grad=torch.is_grad_enabled(),
+        autocast=autocast_state(),
+        lengths=lengths,
+    )
     run.nodes.append(node)
-    return Deferred(out, device, run, node)
+    result = Deferred(out, device, run, node)
+    if in_place:  # the script's own name for it goes on with the new value
+        node.args = (_copy_of(args[0]), *args[1:])
+        args[0].node, args[0].meta = node, out
+    return result
+
+
+def _copy_of(t: Deferred) -> Deferred:
+    """A deferred tensor that stays what it is now."""
+    return Deferred(t.meta, t.device, t.run, t.node)
 
 
 def _meta_of(t: torch.Tensor) -> torch.Tensor:
@@ -273,7 +369,7 @@ def weighted_values(
         sums: whether a number is a sum over samples rather than a mean.
     """
     return [
-        torch.stack(column).sum() if is_sum else torch.stack(column).mean()
+        torch.stack(column).double().sum() if is_sum else torch.stack(column).double().mean()
         for column, is_sum in zip(zip(*found, strict=True), sums, strict=True)
     ]
 
@@ -282,6 +378,8 @@ def means_or_sums(
     found: Sequence[Sequence[torch.Tensor]], whole: Sequence[torch.Tensor]
 ) -> list[bool | None]:
     """Whether each number is a sum over samples, a mean (False), or neither (None).
+
+    Zeros could be both: integers are then sums, others means.
 
     Args:
         found: by micro-batch, each number.
@@ -293,5 +391,6 @@ def means_or_sums(
         near = _TOLERANCE * max(float(value.abs()), float(stacked.abs().max()), 1e-30)
         by_mean = abs(float(stacked.mean()) - float(value)) <= near
         by_sum = abs(float(stacked.sum()) - float(value)) <= near
-        kinds.append(False if by_mean else True if by_sum else None)
+        both = by_mean and by_sum and not column[0].is_floating_point()
+        kinds.append(True if both else False if by_mean else True if by_sum else None)
     return kinds

@@ -10,14 +10,21 @@ Parallelism" (2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
+    Slot,
+    attributes_kept,
+    call_key,
+    copied_call,
     structure_of,
     tensors_in,
     with_tensors,
@@ -104,7 +111,8 @@ class Pipeline:
     ) -> None:
         self.staged, self.stages, self.rank, self.links = staged, stages, rank, links
         self.microbatches = microbatches
-        self._model = model
+        self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
         self.around_backward = around_backward
         self.mine = stages.of_rank(rank)
         self.last = len(stages) - 1
@@ -112,6 +120,8 @@ class Pipeline:
         self.specs: dict[tuple[int, Hashable], list[list[TensorSpec]]] = {}
         self._results: dict[Hashable, tuple[Any, list[TensorSpec]]] = {}
         self.divide = divide
+        # Of the next pass; the same on all ranks of the pipeline.
+        self.seed = 0
         # Calls in several micro-batches, and whether one with targets left out was compared.
         self._calls = 0
         self._compared_ignored = False
@@ -126,21 +136,26 @@ class Pipeline:
         batches = batches or self.divide(args, kwargs, self.microbatches)
         if len(batches) > 1 and self._compares(args, kwargs, batches):
             self._require_independent_samples(args, kwargs, batches)
-        done = self.forward(batches)
+        done = self.forward(batches, self.seed)
         result, tensors = self._on_all_ranks(done)
         if torch.is_grad_enabled() and any(done.trained):
             tensors = list(_results_for(_anchor(), self, done, *tensors))
         return with_tensors(result, tensors)
 
-    def forward(self, batches: list[MicroBatch]) -> Pass:
-        """Run this rank's stages, one after the other, for all micro-batches."""
+    def forward(self, batches: list[MicroBatch], seed: int) -> Pass:
+        """Run this rank's stages, one after the other, for all micro-batches.
+
+        Args:
+            batches: they.
+            seed: of the random numbers that all stages draw alike.
+        """
         done = Pass(batches)
         for stage in self.mine:
             arriving = self._receive_all(stage, batches, done)
             for i, batch in enumerate(batches):
                 entry, received = enter(*arriving(i))
                 with self.links.times.computing("forward", i, stage):
-                    output = self.staged.run(stage, received, batch)
+                    output = self.staged.run(stage, received, batch, seed + i)
                 tensors = tensors_in(output)
                 if torch.is_grad_enabled():
                     given = [entry.all_specs, list(map(TensorSpec.of, tensors))]
@@ -178,9 +193,35 @@ class Pipeline:
         return give
 
     def key(self, batch: MicroBatch) -> Hashable:
-        """What the shapes of all that stages give depend on."""
-        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in((batch.args, batch.kwargs)))
-        return torch.is_grad_enabled(), self._model.training, autocast_state(), shapes
+        """What the shapes of all that stages give depend on, and which gradients come back."""
+        return (
+            torch.is_grad_enabled(),
+            self.modes(),
+            tuple(p.requires_grad for p in self._parameters),
+            autocast_state(),
+            call_key(batch.args, batch.kwargs),
+        )
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in training."""
+        return tuple(module.training for module in self._modules)
+
+    @contextmanager
+    def in_modes(self, modes: Sequence[bool]) -> Iterator[None]:
+        """Put each module in training or evaluation for a while."""
+        now = self.modes()
+        if now == tuple(modes):
+            yield
+            return
+        self._set_modes(modes)
+        try:
+            yield
+        finally:
+            self._set_modes(now)
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        for module, mode in zip(self._modules, modes, strict=True):
+            module.training = mode
 
     def _stage_key(self, stage: int, batch: MicroBatch) -> Hashable:
         return stage, self.key(batch)
@@ -195,9 +236,10 @@ class Pipeline:
         whole: list[torch.Tensor] = []
         if self.rank == source:
             whole = joined([tensors_in(each) for each in done.result], done.sizes)
-        if key not in self._results:
+        if key not in self._results or holds_values(self._results[key][0]):
             known = None
             if self.rank == source:
+                refuse_other_results(done.result[0])
                 trained = [t.requires_grad for t in tensors_in(done.result[0])]
                 specs = [
                     TensorSpec(tuple(t.shape), t.dtype, grad)
@@ -297,19 +339,21 @@ class Pipeline:
         Raises:
             ValueError: the results differ.
         """
-        training = {module: module.training for module in self._model.modules()}
         source, found = self.stages.rank_of[self.last], None
         devices = [self.links.device] if self.links.device.type == "cuda" else []
         caches = torch.is_autocast_cache_enabled()
         try:
             # Weights that autocast casts here have no gradient, and must not be used again.
             torch.set_autocast_cache_enabled(False)
-            for module in training:
-                module.training = False
-            with torch.random.fork_rng(devices):
+            evaluation = [False] * len(self._modules)
+            with (
+                torch.random.fork_rng(devices),
+                self.in_modes(evaluation),
+                attributes_kept(self._modules),
+            ):
                 parts, *whole = (
-                    self.forward(each)
-                    for each in (batches, *(self.divide(args, kwargs, 1) for _ in range(2)))
+                    self.forward(self.divide(*copied_call(args, kwargs), count=count), seed)
+                    for seed, count in enumerate((len(batches), 1, 1))
                 )
             if self.rank == source:
                 once, again = (tensors_in(each.result[0]) for each in whole)
@@ -317,8 +361,6 @@ class Pipeline:
                 found = _largest_difference(mean, once), _largest_difference(again, once)
         finally:
             torch.set_autocast_cache_enabled(caches)
-            for module, mode in training.items():
-                module.training = mode
         text, by_chance = self.links.object_from_rank(source, found)
         if text and by_chance:
             warn_once(
@@ -343,12 +385,34 @@ def _largest_difference(found: list[torch.Tensor], whole: list[torch.Tensor]) ->
         if mine.shape != theirs.shape:
             return f"output {number} is of shape {tuple(mine.shape)}, not {tuple(theirs.shape)}"
         if not mine.is_floating_point() or not mine.numel():
+            if not torch.equal(mine, theirs):
+                return f"output {number} holds other integers"
             continue
         scale = theirs.double().abs().max()
         relative = float((mine.double() - theirs.double()).abs().max() / scale.clamp(min=1e-30))
         if relative > _TOLERANCE.get(mine.dtype, _TOLERANCE_OF_FEW_BITS):
             return f"output {number} by {relative:.1e} of its largest value"
     return None
+
+
+def holds_values(structure: Any) -> bool:
+    """Whether a result has values that are no tensors, and may differ from call to call."""
+    return any(leaf is not None and not isinstance(leaf, Slot) for leaf in tree_leaves(structure))
+
+
+def refuse_other_results(result: Any) -> None:
+    """Raise for results in which tensors are hidden.
+
+    Raises:
+        ValueError: names the class.
+    """
+    for leaf in tree_leaves(result):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            raise ValueError(
+                f"the model returns a {type(leaf).__name__}, in which PyTorch sees no tensors, so "
+                "the stages of a pipeline cannot pass them on: return a tensor, tuple, list or "
+                "dict, or register the class with torch.utils._pytree.register_pytree_node"
+            )
 
 
 def _handed_on(tensors: list[torch.Tensor]) -> tuple[list[TensorSpec], list[torch.Tensor]]:
@@ -369,6 +433,15 @@ def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
     )
+
+
+def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
+    """Autocast as ``autocast_state`` has found it."""
+    stack = ExitStack()
+    for kind, (enabled, dtype) in zip(("cpu", "cuda"), state, strict=True):
+        if enabled or torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+    return stack
 
 
 class _StageInput:

@@ -121,6 +121,11 @@ def joined(outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> l
                         "or be a single number"
                     )
             found.append(torch.cat([t.detach() for t in column]))
+        elif not column[0].is_floating_point():
+            raise ValueError(
+                "the model returns a single integer, such as a count, of which micro-batches give "
+                "several: return a tensor with an entry for each sample"
+            )
         else:
             parts = [t.detach() * (n / total) for t, n in zip(column, sizes, strict=True)]
             found.append(torch.stack(parts).sum(0).to(column[0].dtype))

@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     CutPlace,
     DryRun,
     OnMeta,
+    call_key,
     explaining_meta,
     tensors_in,
     uncompiled,
     with_tensors,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import SharedNumbers
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 
 
@@ -53,6 +55,7 @@ class StagedForward:
         stages: of it.
         found: by the dry run.
         device: of this rank's parameters.
+        seeded: called when random numbers begin with a seed that all stages share.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class StagedForward:
         stages: Stages,
         found: DryRun,
         device: torch.device,
+        seeded: Callable[[], None],
     ) -> None:
         self._forward = forward
         self._stages = stages
@@ -75,18 +79,22 @@ class StagedForward:
         for name, module in modules.items():
             if any(p.is_meta for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(functools.partial(self._refuse_outside, name))
+        self._numbers = SharedNumbers(device, _on_one_rank(model, stages), seeded)
         for number, cut in enumerate(stages.cuts):
             self._cut(modules[cut.module], number, cut)
         for place in self._skipped(found):
             self._skip(modules[place.module], stages.of_module[place.module])
 
-    def run(self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch) -> Any:
+    def run(
+        self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch, seed: int
+    ) -> Any:
         """What a stage gives for a micro-batch: the arguments of the next one, or the result.
 
         Args:
             stage: one of this rank's.
             received: the tensors that the stage before has given; none for the first stage.
             batch: the arguments of the model.
+            seed: of the random numbers that all stages draw alike.
 
         Raises:
             ValueError: the forward needs more of earlier stages than what they have given.
@@ -94,6 +102,7 @@ class StagedForward:
         self._stage, self._received, self._running = stage, received, True
         try:
             with ExitStack() as stack:
+                stack.enter_context(self._numbers.drawn(seed))
                 if stage:
                     self._before = _Before(self._device)
                     stack.enter_context(self._before)
@@ -124,6 +133,8 @@ class StagedForward:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._running:  # a checkpoint computes it again
+                return own(*args, **kwargs)
             if self._stage == number + 1:
                 assert self._before is not None
                 self._before.end()
@@ -133,7 +144,7 @@ class StagedForward:
             return own(*args, **kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._stage == number:
+            if self._running and self._stage == number:
                 raise StageEnd(output)
 
         module.forward = forward
@@ -154,7 +165,7 @@ class StagedForward:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._stage > stage:
+            if self._running and self._stage > stage:
                 return self._shape_of(module, own, args, kwargs)
             return own(*args, **kwargs)
 
@@ -162,7 +173,7 @@ class StagedForward:
 
     def _shape_of(self, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a module of an earlier stage returns, on the meta device."""
-        key = (id(module), module.training, *map(_shape_key, tree_leaves((args, kwargs))))
+        key = (id(module), module.training, call_key(args, kwargs))
         if key not in self._shapes:
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
             buffers = {name: b.clone() for name, b in module.named_buffers()}
@@ -175,10 +186,18 @@ class StagedForward:
         return self._shapes[key]
 
 
-def _shape_key(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, int | float | str | bool | None) else id(type(leaf))
+def _on_one_rank(model: nn.Module, stages: Stages) -> list[nn.Module]:
+    """The largest modules without a cut inside."""
+    cuts = [cut.module for cut in stages.cuts]
+
+    def spans(name: str) -> bool:
+        return not name or any(cut.startswith(f"{name}.") for cut in cuts)
+
+    return [
+        module
+        for name, module in model.named_modules()
+        if not spans(name) and spans(name.rpartition(".")[0])
+    ]
 
 
 # PyTorch's list of the modes that are active, the innermost last.
@@ -198,7 +217,7 @@ class _Before:
 
     def end(self) -> None:
         """The stage begins. A mode that the forward itself has entered since then stays."""
-        if _modes()[-1] is self._mode:
+        if _modes()[-1:] == [self._mode]:
             self._stack.close()
         else:
             self._mode.active = False

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import (
     Pipeline,
+    autocast_as,
     autocast_state,
     same_memory,
 )
@@ -85,6 +85,8 @@ class ScheduledPipeline:
         # By what was computed from outputs: whether each number is a sum over samples.
         self._sums: dict[tuple[str, ...], list[bool | None]] = {}
         self._steps = 0
+        # The last deferred batch, until its backward pass.
+        self._latest: DeferredRun | None = None
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Deferred outputs, or those of GPipe."""
@@ -96,7 +98,12 @@ class ScheduledPipeline:
         if found is None:  # the first of its shape, which shows the shapes of all stages
             return pipeline(args, kwargs, batches)
         structure, specs = found
-        run = DeferredRun(
+        if self._latest is not None and self._latest.values is None:
+            # One backward pass may need both: the same on every rank, so not by what is alive.
+            self._latest.make_known()
+            self._latest = None
+            return pipeline(args, kwargs, batches)
+        run = self._latest = DeferredRun(
             self,
             args,
             kwargs,
@@ -104,6 +111,8 @@ class ScheduledPipeline:
             samples_in(args, kwargs),
             pipeline.key(batches[0]),
             autocast_state(),
+            pipeline.modes(),
+            pipeline.seed,
         )
         metas = [each.empty("meta") for each in specs]
         return with_tensors(structure, run.outputs(metas, pipeline.links.device))
@@ -122,6 +131,7 @@ class ScheduledPipeline:
 
     def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
         """The outputs of the whole batch, by GPipe; the script needs a value already."""
+        self._pipeline.seed = run.seed
         return tensors_in(self._pipeline(run.args, run.kwargs, run.batches))
 
     def run_backward(self, run: DeferredRun) -> None:
@@ -162,6 +172,7 @@ class ScheduledPipeline:
                 return_outputs=False,
             )
         self._count(run)
+        self._latest = None
         end()
         self._share_values(run, kind, found, outputs)
 
@@ -181,7 +192,7 @@ class ScheduledPipeline:
         if kind not in self._sums:
             kinds = None
             if found:
-                with torch.no_grad(), autocast_as(run.autocast):
+                with torch.no_grad():
                     sizes = [batch.samples for batch in run.batches]
                     evaluate = run.evaluator(joined(outputs, sizes), None)
                     whole = [evaluate(node).detach() for node in run.singles]
@@ -263,9 +274,10 @@ class ScheduledPipeline:
         """What a stage gives for a micro-batch of the current batch."""
         run = self._now
         assert run is not None
-        with autocast_as(run.autocast):
+        with autocast_as(run.autocast), self._pipeline.in_modes(run.modes):
             entered = [_entered(t) if t.requires_grad else t for t in received]
-            return self._pipeline.staged.run(stage, entered, run.batches[number])
+            batch, seed = run.batches[number], run.seed + number
+            return self._pipeline.staged.run(stage, entered, batch, seed)
 
 
 def _ignores_unevenly(run: DeferredRun) -> bool:
@@ -288,15 +300,6 @@ def _root(run: DeferredRun) -> Recorded:
 
 def _like(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
     return tuple(each.empty("meta").requires_grad_(each.trained) for each in specs)
-
-
-def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
-    """Autocast as ``autocast_state`` has found it."""
-    stack = ExitStack()
-    for kind, (enabled, dtype) in zip(("cpu", "cuda"), state, strict=True):
-        if enabled or torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
-    return stack
 
 
 class _StageModule(nn.Module):

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.dry_run import OnMeta, on_meta
+from hvkit.frameworks.pytorch.model_parallel.dry_run import (
+    OnMeta,
+    attributes_kept,
+    copied_call,
+    on_meta,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 
 Words = Mapping[str, Any]
@@ -143,10 +148,12 @@ def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], w
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
+            attributes_kept(list(modules.values())),
             flow.entered(modules),
             OnMeta(device),
             flow,
         ):
+            args, kwargs = copied_call(tuple(args), dict(kwargs))
             output = torch.func.functional_call(
                 model, {**meta, **buffers}, tuple(args), dict(kwargs), tie_weights=False
             )

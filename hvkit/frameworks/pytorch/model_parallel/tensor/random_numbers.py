@@ -60,6 +60,10 @@ class SameRandomNumbers:
             self._common = [generator.get_state() for generator in self._generators]
             self._set(self._own)
 
+    def begin(self) -> None:
+        """Go on from where the generators are now, which must be the same on all ranks."""
+        self._common = [generator.get_state() for generator in self._generators]
+
     @property
     def state(self) -> list[torch.Tensor]:
         """Where the numbers go on: of the CPU, then of the CUDA device. May be set to resume."""
