@@ -7,7 +7,6 @@ import pytest
 import torch
 from mesh_models import CNN, GPT, MLP, Encoder, PassesTwo
 from mesh_training import (
-    MICROBATCHES,
     InMicroBatches,
     adamw,
     both,
@@ -402,25 +401,143 @@ def test_a_forward_that_looks_at_what_weights_give_is_refused():
         model(vectors(1)[0][0])
 
 
-class WithLateNoise(PassesTwo):
-    """Random in evaluation, too."""
+class Denoiser(PassesTwo):
+    """Predicts the noise that it has added: all stages must have the same."""
 
     def forward(self, x):
-        return super().forward(x) + 1e-2 * torch.randn(len(x), 1)
+        noise = torch.randn(x.shape)
+        h = super().forward(x + noise)
+        return ((h - noise[:, :10]) ** 2).mean(1)
 
 
-def test_random_results_cannot_be_compared():
-    """They train, and the comparison draws nothing from the script's generator."""
-    model, own = distributed(WithLateNoise())
-    torch.manual_seed(3)
-    model(vectors(1, 8)[0][0])
-    drawn = torch.randn(1)
-    torch.manual_seed(3)
-    if hvkit.rank() % 2:
-        for _ in range(MICROBATCHES):
-            torch.randn(2, 1)
-    assert torch.equal(torch.randn(1), drawn)
-    train(model, own, of_this_rank(vectors(2)))
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_noise_of_the_forward_is_the_same_on_all_stages(schedule):
+    torch.manual_seed(hvkit.rank())
+    model, own = distributed(
+        Denoiser(), lambda m: torch.optim.Adam(m.parameters(), 1e-2), schedule=schedule
+    )
+    x = of_this_rank(vectors(1))[0][0]
+    losses = []
+    for _ in range(60):
+        own.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        own.step()
+        losses.append(float(loss))
+    # Other noise on the last stage would leave a loss of one.
+    assert losses[-1] < 0.6
+
+
+class Timed(PassesTwo):
+    """Takes and returns values that are no tensors."""
+
+    def forward(self, x, scale=1.0, hidden=False):
+        h = super().forward(x) * scale
+        return {"logits": h, "scale": scale, "hidden": h * 2 if hidden else None}
+
+
+def test_values_that_are_no_tensors_may_change():
+    (reference, its), (model, own) = both(Timed)
+    for step, (x, y) in enumerate(vectors(6)):
+        mine = of_this_rank([(x, y)])[0]
+        named = {"scale": 1.0 + step % 3, "hidden": step % 2 == 1}
+        for each, optimizer, batch in ((reference, its, (x, y)), (model, own, mine)):
+            optimizer.zero_grad()
+            result = each(batch[0], **named)
+            assert result["scale"] == named["scale"]
+            loss = cross_entropy(result["logits"] / result["scale"], batch[1])
+            loss = loss if result["hidden"] is None else loss + result["hidden"].mean()
+            loss.backward()
+            optimizer.step()
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+def in_place(outputs, y):
+    outputs[:, 4] = -1e3
+    return F.cross_entropy(outputs, y % 4)
+
+
+def without_gradient(outputs, y):
+    with torch.no_grad():
+        weights = outputs.softmax(1).max(1).values
+    return (F.cross_entropy(outputs, y, reduction="none") * weights).mean()
+
+
+@pytest.mark.parametrize("loss_of", [in_place, without_gradient])
+def test_what_a_loss_may_do_with_deferred_outputs(loss_of):
+    assert max(differences(PassesTwo, vectors(6), loss_of=loss_of, schedule="1F1B")) < 1e-11
+
+
+def test_evaluation_between_a_deferred_forward_and_its_backward():
+    make = functools.partial(GPT, layers=4, dropout=0.3)
+    found = []
+    for look in (False, True):
+        torch.manual_seed(0)
+        model, own = distributed(make(), schedule="1F1B")
+        for x, y in of_this_rank(tokens(4)):
+            own.zero_grad()
+            loss = cross_entropy(model(x), y)
+            if look:
+                model.eval()
+            (loss * 2).backward(torch.tensor(0.5))
+            model.train()
+            own.step()
+        found.append(whole_state(model))
+    assert difference(found[0], found[1]) == 0.0
+
+
+def test_two_forward_passes_before_one_backward():
+    (reference, its), (model, own) = both(PassesTwo, schedule="1F1B")
+    data = vectors(6)
+    for (x, y), (v, z) in zip(data[::2], data[1::2], strict=True):
+        first, second = of_this_rank([(x, y), (v, z)])
+        for each, optimizer, one, two in (
+            (reference, its, (x, y), (v, z)),
+            (model, own, first, second),
+        ):
+            optimizer.zero_grad()
+            (cross_entropy(each(one[0]), one[1]) + cross_entropy(each(two[0]), two[1])).backward()
+            optimizer.step()
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+def test_a_frozen_tied_weight_stays():
+    def freeze(model):
+        model.wte.weight.requires_grad_(False)
+
+    assert max(differences(SMALL, tokens(6), prepare=freeze)) < 1e-11
+
+
+class CheckpointedParts(nn.Module):
+    """Checkpoints around more than one module, with places to cut inside."""
+
+    def __init__(self, width=20):
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B"])
+def test_checkpoints_with_places_to_cut_inside(schedule):
+    assert max(differences(CheckpointedParts, vectors(6), schedule=schedule)) < 1e-11
+
+
+def test_a_layer_that_is_unfrozen_later():
+    (reference, its), (model, own) = both(SMALL)
+    data = tokens(6)
+    for each, optimizer, batches in ((reference, its, data), (model, own, of_this_rank(data))):
+        each.wpe.requires_grad_(False)
+        train(each, optimizer, batches[:3])
+        each.wpe.requires_grad_(True)
+        train(each, optimizer, batches[3:])
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
 @pytest.mark.parametrize("first", [2, 5])

@@ -1,10 +1,13 @@
 """PyTorch: weights of a mesh divided along its shard axis too."""
 
+import copy
 import functools
 
 import pytest
 from mesh_models import CNN, GPT, MLP
 from mesh_training import (
+    adamw,
+    cross_entropy,
     difference,
     differences,
     distributed,
@@ -16,6 +19,7 @@ from mesh_training import (
     whole_state,
 )
 from ranks import error_of, shared_folder
+from torch import nn
 
 import hvkit
 
@@ -27,6 +31,25 @@ def test_it_trains_the_model_of_one_process(tied):
     make = functools.partial(GPT, layers=4, tied=tied)
     found = differences(make, tokens(), mesh=ALONE, microbatches=None, together=1)
     assert max(found) < 1e-11
+
+
+def test_a_model_without_parts_and_parameters_kept_from_before():
+    """All weights are gathered together, and clipping gets what the script has listed early."""
+    reference = MLP()
+    model = copy.deepcopy(reference)
+    its = adamw(reference)
+    model, own = distributed(model, mesh=ALONE, microbatches=None)
+    kept = {id(model): list(model.parameters()), id(reference): list(reference.parameters())}
+    data = vectors(6)
+    for (x, y), mine in zip(data, of_this_rank(data, 1), strict=True):
+        norms = []
+        for each, optimizer, batch in ((reference, its, (x, y)), (model, own, mine)):
+            optimizer.zero_grad()
+            (cross_entropy(each(batch[0]), batch[1]) * 50).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(kept[id(each)], 0.1)))
+            optimizer.step()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])

@@ -152,6 +152,8 @@ class ParallelModel:
         self._of_instance = vars(model).get("forward")
         vars(model)["forward"] = self._forward
         vars(model)["__deepcopy__"] = self._refuse_copy
+        # PyTorch runs hooks that come during a call only if there was one when it began.
+        model.register_forward_hook(_nothing)
 
     def _links_of(self, *axes: Axis) -> StageLinks:
         group = process_group.group_of(rows(self._options.mesh, *axes))
@@ -241,7 +243,8 @@ class ParallelModel:
         found = self._dry_run(first, args, kwargs)
         plan = self._proven(first)
         stages = self._stages_of(outside_divided_layers(found, plan))
-        self._say(stages, plan)
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            self._say(stages, plan)
         chosen = not isinstance(options.stages, str)
         if not chosen and (largest := max(stages.flops)) > _UNEVEN / len(stages):
             warn_once(
@@ -551,6 +554,10 @@ class ParallelModel:
     def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A context in which rank 0 holds an optimizer's whole state; a collective."""
         return nullcontext() if self._parts is None else gathered(optimizer)
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that is there."""
 
 
 def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:

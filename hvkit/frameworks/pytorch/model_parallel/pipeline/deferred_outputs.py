@@ -199,7 +199,8 @@ class DeferredRun:
         """Run the batch by GPipe, unless that is done."""
         if self.whole is not None:
             return
-        self.whole = self.runner.run_now(self)
+        with torch.enable_grad(), autocast_as(self.autocast):
+            self.whole = self.runner.run_now(self)
         self._evaluate = self.evaluator(self.whole, None)
         with torch.enable_grad():
             for node in self.nodes:  # before the script changes one in place

@@ -39,10 +39,12 @@ class SharedNumbers:
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
         self._seeded = seeded
-        self._before: list[torch.Tensor] = []
+        # What was before each call that is running: a module may be called for its shapes inside.
+        self._before: list[list[torch.Tensor]] = []
         for module in modules:
             module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
+            # Also after an error: checkpoints leave modules by one.
+            module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def drawn(self, seed: int) -> Iterator[None]:
@@ -60,11 +62,11 @@ class SharedNumbers:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         seed = int(torch.randint(_LARGEST_SEED, (), device="cpu"))
-        self._before = self._states()
+        self._before.append(self._states())
         self._seed(seed)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._set(self._before)
+        self._set(self._before.pop())
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]

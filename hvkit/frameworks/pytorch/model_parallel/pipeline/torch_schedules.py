@@ -131,8 +131,9 @@ class ScheduledPipeline:
 
     def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
         """The outputs of the whole batch, by GPipe; the script needs a value already."""
-        self._pipeline.seed = run.seed
-        return tensors_in(self._pipeline(run.args, run.kwargs, run.batches))
+        pipeline, self._pipeline.seed = self._pipeline, run.seed
+        with pipeline.in_modes(run.modes):
+            return tensors_in(pipeline(run.args, run.kwargs, run.batches))
 
     def run_backward(self, run: DeferredRun) -> None:
         """Run forward and backward of all micro-batches; the values of single numbers follow."""
