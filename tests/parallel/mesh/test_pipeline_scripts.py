@@ -626,3 +626,28 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
     kind, text = error_of(lambda: distributed(torch.compile(MLP(), backend="eager")))
     assert kind is ValueError
     assert "compile its blocks" in text
+
+
+class Remembers(PassesTwo):
+    """Its own buffer is changed at the end of forward, and another at the beginning."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first_mean", torch.zeros(()))
+        self.register_buffer("last_mean", torch.zeros(10))
+
+    def forward(self, x):
+        self.first_mean.mul_(0.5).add_(x.mean())
+        result = super().forward(x)
+        self.last_mean.mul_(0.5).add_(result.detach().mean(0))
+        return result
+
+
+def test_buffers_are_those_of_the_stage_that_changes_them():
+    if parts() > 1:
+        pytest.skip("statistics of several parts differ")
+    (reference, its), (model, own) = both(Remembers)
+    data = vectors(5)
+    train(InMicroBatches(reference), its, data)
+    train(model, own, data)
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11

@@ -75,6 +75,7 @@ class DryRun:
         places: where the model can be cut, in the order of forward.
         reads: by parameter, when it is used.
         calls: by module, when its first call began.
+        writes: by buffer that is changed in place, when it is last.
         saved: what is kept for backward, without parameters.
         flops: of the whole forward.
         samples: of the batch that it ran with.
@@ -84,6 +85,7 @@ class DryRun:
     places: tuple[CutPlace, ...]
     reads: Mapping[str, tuple[int, ...]]
     calls: Mapping[str, int]
+    writes: Mapping[str, int]
     saved: tuple[Kept, ...]
     flops: int
     samples: int
@@ -155,6 +157,8 @@ class _Flow(TorchFunctionMode):
         self.time = 0
         self.uses: list[tuple[int, int, torch.Tensor]] = []
         self.reads: dict[torch.Tensor, list[int]] = {}
+        self.buffers: dict[int, str] = {}
+        self.writes: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.time += 1
@@ -169,6 +173,8 @@ class _Flow(TorchFunctionMode):
                     setattr(t, _BORN, self.time - 1)
                 self.uses.append((self.time, getattr(t, _BORN), t))
                 depends = True
+        if args and is_in_place(func) and (name := self.buffers.get(id(args[0]))) is not None:
+            self.writes[name] = self.time
         out = func(*args, **(kwargs or {}))
         for t in tensors_in(out) if depends else ():
             changed_in_place = any(t is each for each in inputs)
@@ -264,6 +270,7 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
     meta, names = on_meta(model)
     calls, saved = _Calls(flow, flops), _Saved(flow, meta.values())
     buffers = {name: b.clone() for name, b in model.named_buffers()}
+    flow.buffers = {id(b): name for name, b in buffers.items()}
     hooks = calls.follow(model)
     try:
         with ExitStack() as stack:
@@ -287,11 +294,19 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         places=tuple(_places(flow, calls)),
         reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
         calls=calls.begun,
+        writes=flow.writes,
         saved=tuple(saved.found),
         flops=flops.get_total_flops(),
         samples=samples_in(args, kwargs),
         nbytes=bytes_of(tensors_in(out)),
     )
+
+
+def is_in_place(function: Any) -> bool:
+    """Whether a function changes its first argument."""
+    name = getattr(function, "__name__", "")
+    own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return own or name == "__setitem__"
 
 
 def call_key(args: Any, kwargs: Any) -> Hashable:

@@ -17,7 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import OnMeta, tensors_in
+from hvkit.frameworks.pytorch.model_parallel.dry_run import (
+    OnMeta,
+    is_in_place,
+    tensors_in,
+)
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import autocast_as, autocast_state
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 
@@ -224,15 +228,9 @@ def _without_values(t: torch.Tensor) -> str:
     return f"{t.dim()} dimensions, {t.dtype}"
 
 
-def _is_in_place(function: Any) -> bool:
-    name = getattr(function, "__name__", "")
-    own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return own or name == "__setitem__"
-
-
 def _not_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function; one that changes its first argument gets a copy of it."""
-    if _is_in_place(function):
+    if is_in_place(function):
         args = (args[0].clone(), *args[1:])
     return function(*args, **kwargs)
 
@@ -313,7 +311,7 @@ def _record(run: DeferredRun, device: torch.device, func: Any, args: Any, kwargs
         NotImplementedError: it cannot be deferred.
     """
     tensors = tensors_in((args, kwargs))
-    in_place = _is_in_place(func)
+    in_place = is_in_place(func)
     # A change in place may be seen through views, and the gradient of another leaf is needed on all
     # ranks.
     if in_place and not (isinstance(args[0], Deferred) and args[0].node.single):

@@ -342,6 +342,7 @@ class Pipeline:
         source, found = self.stages.rank_of[self.last], None
         devices = [self.links.device] if self.links.device.type == "cuda" else []
         caches = torch.is_autocast_cache_enabled()
+        buffers = {b: b.clone() for module in self._modules for b in module.buffers(recurse=False)}
         try:
             # Weights that autocast casts here have no gradient, and must not be used again.
             torch.set_autocast_cache_enabled(False)
@@ -361,6 +362,8 @@ class Pipeline:
                 found = _largest_difference(mean, once), _largest_difference(again, once)
         finally:
             torch.set_autocast_cache_enabled(caches)
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
         text, by_chance = self.links.object_from_rank(source, found)
         if text and by_chance:
             warn_once(

@@ -26,6 +26,7 @@ class Stages:
         rank_of: by stage, the rank along the pipeline axis that holds it.
         of_parameter: by name, the stages that use a parameter, in ascending order. One that none
             uses is the first stage's.
+        of_buffer: by name, the stage that changes a buffer last, of those that a forward changes.
         of_module: by name, the stage in which a module's first call begins.
         flops: by stage, the share of forward, from 0 to 1.
         nbytes: by stage, of its parameters.
@@ -37,6 +38,7 @@ class Stages:
     cuts: tuple[CutPlace, ...]
     rank_of: tuple[int, ...]
     of_parameter: Mapping[str, tuple[int, ...]]
+    of_buffer: Mapping[str, int]
     of_module: Mapping[str, int]
     flops: tuple[float, ...]
     nbytes: tuple[int, ...]
@@ -56,6 +58,8 @@ class Stages:
 
     def buffer_holder(self, buffer: str) -> int:
         """The rank of the pipeline axis whose value of a buffer counts."""
+        if buffer in self.of_buffer:
+            return self.rank_of[self.of_buffer[buffer]]
         module = buffer.rpartition(".")[0]
         while module and module not in self.of_module:
             module = module.rpartition(".")[0]
@@ -143,6 +147,7 @@ def plan_stages(
         cuts=tuple(cuts),
         rank_of=tuple(rank_of),
         of_parameter=of_parameter,
+        of_buffer={name: stage_at(time) for name, time in found.writes.items()},
         # A call that begins right after a cut has not computed anything yet.
         of_module={name: stage_at(begun + 1) for name, begun in found.calls.items()},
         flops=tuple(
