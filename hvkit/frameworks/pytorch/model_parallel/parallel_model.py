@@ -421,11 +421,17 @@ class ParallelModel:
                 ranks = [self._links.ranks[each] for each in holders]
                 group = dist.new_group(ranks, use_local_synchronization=True)
                 self._shared.append((p, group))
+        # Recurrent layers hold weak references, for which PyTorch exchanges no tensors.
+        recurrent = [m for m in self._model.modules() if isinstance(m, nn.RNNBase)]
+        for module in recurrent:
+            module._flat_weight_refs = []
         drop([p for name, p in named.items() if name not in own])
         if self._recipe is not None:
             self._recipe.make([p for p in own.values() if p.is_meta], self._device)
         for p in own.values():
             p.data = p.data.to(self._device)
+        for module in recurrent:
+            cast(Any, module)._init_flat_weights()
         for p in named.values():
             mark_in_mesh(p)
         return own

@@ -199,6 +199,11 @@ class DeferredRun:
         assert self._evaluate is not None
         return self._evaluate(t.node)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the batch has not run at all."""
+        return self.values is None and self.whole is None
+
     def make_known(self) -> None:
         """Run the batch by GPipe, unless that is done."""
         if self.whole is not None:
@@ -225,7 +230,7 @@ class DeferredRun:
 
 
 def _without_values(t: torch.Tensor) -> str:
-    return f"{t.dim()} dimensions, {t.dtype}"
+    return f"{tuple(t.shape)} {t.dtype}"
 
 
 def _not_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -98,10 +98,12 @@ class ScheduledPipeline:
         if found is None:  # the first of its shape, which shows the shapes of all stages
             return pipeline(args, kwargs, batches)
         structure, specs = found
-        if self._latest is not None and self._latest.values is None:
+        earlier, self._latest = self._latest, None
+        if earlier is not None and earlier.waits:
             # One backward pass may need both: the same on every rank, so not by what is alive.
-            self._latest.make_known()
-            self._latest = None
+            seed = pipeline.seed
+            earlier.make_known()
+            pipeline.seed = seed
             return pipeline(args, kwargs, batches)
         run = self._latest = DeferredRun(
             self,

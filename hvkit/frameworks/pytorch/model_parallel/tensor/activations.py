@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvkit.communication.traffic import count, of_allreduce
+from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Followed, Operation, follow, viewed
@@ -82,6 +83,8 @@ class DividedActivations(TorchFunctionMode):
         if not any(isinstance(t, DTensor) for t in leaves):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name in _OF_ELEMENTS and any(map(is_fused, leaves)):
+            raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(args[0]) if args else None
         if dim is not None and name in _VIEWS:
             if (view := self._view(func, args, kwargs, dim)) is not None:
@@ -217,9 +220,42 @@ def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def gathered(value: Any) -> Any:
-    """A value in which divided activations have become whole; a cache stays divided."""
-    return tree_map_only(
-        DTensor, lambda t: t.full_tensor(), value, is_leaf=lambda v: is_cache(type(v).__name__)
+    """A value in which divided activations have become whole; a cache stays divided.
+
+    Raises:
+        HvkitError: a fused product is among them, whose parts are not in their order.
+    """
+
+    def whole(t: DTensor) -> torch.Tensor:
+        if is_fused(t):
+            raise _not_proven("the model returns it")
+        return t.full_tensor()
+
+    return tree_map_only(DTensor, whole, value, is_leaf=lambda v: is_cache(type(v).__name__))
+
+
+# What a rank cannot do with its part of a fused product, in which parts of several tensors follow
+# each other.
+_OF_ELEMENTS = frozenset({"__getitem__", "select", "narrow", "index_select", "flip", "roll", "cat"})
+_FUSED = "_hvkit_fused"
+
+
+def mark_fused(product: DTensor) -> DTensor:
+    """Remember that a product holds several tensors, each of which is divided by itself."""
+    setattr(product, _FUSED, True)
+    return product
+
+
+def is_fused(t: torch.Tensor) -> bool:
+    """Whether ``mark_fused`` got this tensor."""
+    return hasattr(t, _FUSED)
+
+
+def _not_proven(use: str) -> HvkitError:
+    return HvkitError(
+        "a product of several tensors, such as fused queries, keys and values, is divided along "
+        f"the tensor axis, but {use}, which the first call of the model did not do: call it with "
+        "the same arguments in the same way, or name the layers to divide with plan="
     )
 
 

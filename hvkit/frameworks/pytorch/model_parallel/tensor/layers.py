@@ -24,6 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     DividedActivations,
     for_all,
     gathered,
+    mark_fused,
     part_for_this_rank,
     summed,
 )
@@ -123,7 +124,8 @@ def _column(mesh: DeviceMesh, division: Division) -> Callable[..., DTensor]:
             )
         bias = getattr(self, "bias", None)
         y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
-        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+        product = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+        return mark_fused(product) if division.parts > 1 else product
 
     return forward
 
