@@ -26,6 +26,7 @@ def stages(rank_of, of_parameter, saved, given):
         cuts=(),
         rank_of=rank_of,
         of_parameter=of_parameter,
+        of_buffer={},
         of_module={},
         flops=(),
         nbytes=(),
