@@ -239,12 +239,13 @@ class ParallelModel:
         """Keep this rank's part of the model, give up the rest, and return what runs it."""
         model, options = self._model, self._options
         count = options.microbatches if options.mesh.pipeline > 1 else 1
-        first = self._divider(args, kwargs, count)[0]
+        batches = self._divider(args, kwargs, count)
+        first = batches[0]
         found = self._dry_run(first, args, kwargs)
         plan = self._proven(first)
         stages = self._stages_of(outside_divided_layers(found, plan))
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            self._say(stages, plan)
+            self._say(stages, plan, len(batches))
         chosen = not isinstance(options.stages, str)
         if not chosen and (largest := max(stages.flops)) > _UNEVEN / len(stages):
             warn_once(
@@ -360,7 +361,7 @@ class ParallelModel:
         rank_of = ranks_of_stages(options.mesh.pipeline, per_rank, v_shaped=v_shaped)
         return plan_stages(self._model, found, rank_of, options.stages)
 
-    def _say(self, stages: Stages, plan: TensorPlan) -> None:
+    def _say(self, stages: Stages, plan: TensorPlan, microbatches: int) -> None:
         """Log how the model is divided, and what this will take; a collective."""
         members, options = self._together.ranks, self._options
         mine = memory_of_rank(self._device, self._model)
@@ -382,16 +383,16 @@ class ParallelModel:
             return shape
 
         parameters = parameter_bytes(self._model, self._optimizers, shape_of)
-        ranks = forecast(stages, parameters, options.schedule, options.microbatches)
+        ranks = forecast(stages, parameters, options.schedule, microbatches)
         memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
         names = " and ".join(dict.fromkeys(type(each).__name__ for each in self._optimizers))
         lines = table(ranks, memories, members, names)
         if len(ranks) > 1:
-            share = bubble(len(ranks), len(ranks[0].stages), options.microbatches)
+            share = bubble(len(ranks), len(ranks[0].stages), microbatches)
             less = "at most " if options.schedule in SPLIT_BACKWARD else ""
             lines += (
                 f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
-                f"forward and backward passes: {options.schedule}, {options.microbatches} "
+                f"forward and backward passes: {options.schedule}, {microbatches} "
                 "micro-batches"
             )
         logger.info(f"a training step needs\n    {lines}")
