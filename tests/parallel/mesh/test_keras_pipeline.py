@@ -681,7 +681,7 @@ def with_synchronised(**_):
         (residual, {"stages": ["branch"]}, "cannot be cut after 'branch', only after first, skip"),
         (residual, {"stages": ["first", "skip"]}, "names 2 cuts, but a pipeline of 2 stages has 1"),
         (residual, {"stages": "layers"}, "stages must be 'flops' or 'bytes', or a list of"),
-        (residual, {"strategy": hvkit.LocalSGD(2)}, "use hvkit.Synchronous(), or Keras on PyTorch"),
+        (residual, {"strategy": hvkit.LocalSGD(2)}, "or write the model as a torch.nn.Module"),
     ],
 )
 def test_what_cannot_be_in_a_pipeline_is_refused_with_the_reason(make, options, message):
@@ -694,7 +694,7 @@ def test_what_cannot_be_in_a_pipeline_is_refused_with_the_reason(make, options, 
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"tensor": 2}, "set KERAS_BACKEND to torch or jax"),
+        ({"tensor": 2}, "write the model as a torch.nn.Module, or use the pipeline axis"),
         ({"shard": 2}, "hvkit.ShardedOptimizer() without a mesh"),
     ],
 )
