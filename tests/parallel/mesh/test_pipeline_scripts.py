@@ -130,6 +130,8 @@ def test_a_loss_of_padded_samples_inside_the_model_is_refused():
 
 
 def test_a_loss_of_padded_samples_is_right_outside_of_the_model():
+    if parts() > 1:
+        pytest.skip("the mean over parts of the data is another one, as without a mesh")
     loss_of = functools.partial(cross_entropy_of_some)
     assert max(differences(SMALL, padded(), loss_of=loss_of)) < 1e-11
 
