@@ -36,7 +36,7 @@ def test_two_ranks_train_the_model_of_one_process(start, flags):
     of_frequencies = float(re.search(r"frequency: (\S+)$", alone.out, re.MULTILINE)[1])
     assert held_out(alone) < of_frequencies - 0.2
     assert held_out(together) == pytest.approx(held_out(alone), abs=2e-3)
-    assert ("stage 1 (rank 1 of the pipeline)" in together.err) == ("pipeline=2" in flags)
+    assert ("stage 1: " in together.err) == ("pipeline=2" in flags)
     assert together.said_more_than_once == []
     assert len(re.findall("^sampled: ", together.out, re.MULTILINE)) == 1
 
