@@ -194,11 +194,6 @@ def picture(mesh: Mesh, hosts: Sequence[str]) -> str:
     return "\n    ".join([head, *text])
 
 
-def without_data(mesh: Mesh) -> Mesh:
-    """The part of the mesh that holds one whole model."""
-    return dataclasses.replace(mesh, data=1)
-
-
 @dataclass(frozen=True)
 class MeshOptions:
     """The arguments of ``hvkit.distribute`` about a mesh.

@@ -82,8 +82,6 @@ from hvkit.mesh import AXES, Axis, MeshOptions, rows
 
 # The first pass also prepares the others.
 _TIMED_FROM, _TIMED_TO = 2, 22
-
-
 # Times the mean share of a stage that is worth a warning.
 _UNEVEN = 1.5
 

@@ -154,8 +154,7 @@ class ScheduledPipeline:
             i = int(number)
             evaluate = run.evaluator(tensors_in(output), i)
             assert run.root is not None
-            computing = pipeline.links.times.computing("loss", i, pipeline.last)
-            with computing, autocast_as(run.autocast):
+            with pipeline.links.times.computing("loss", i, pipeline.last):
                 loss = evaluate(run.root)
                 with torch.no_grad():
                     found.append([evaluate(node).detach() for node in run.singles])
