@@ -78,7 +78,6 @@ class DryRun:
         writes: by buffer that is changed in place, when it is last.
         saved: what is kept for backward, without parameters.
         flops: of the whole forward.
-        samples: of the batch that it ran with.
         nbytes: of its result.
     """
 
@@ -88,7 +87,6 @@ class DryRun:
     writes: Mapping[str, int]
     saved: tuple[Kept, ...]
     flops: int
-    samples: int
     nbytes: int
 
 
@@ -297,7 +295,6 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         writes=flow.writes,
         saved=tuple(saved.found),
         flops=flops.get_total_flops(),
-        samples=samples_in(args, kwargs),
         nbytes=bytes_of(tensors_in(out)),
     )
 
