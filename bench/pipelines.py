@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel import parallel_model
+from hvkit.frameworks.pytorch.model_parallel import division
 from hvkit.frameworks.pytorch.model_parallel.forecast import bubble
 
 RANKS, MICROBATCHES = 2, 4
@@ -91,8 +91,8 @@ def in_pipeline(model, optimizer):
 def memory_on_ranks():
     """Train under the limit; rank 0 prints each rank's peak and what was predicted, in bytes."""
     predicted = []
-    predict = parallel_model.forecast
-    parallel_model.forecast = lambda *args: predicted.extend(predict(*args)) or predicted
+    predict = division.forecast
+    division.forecast = lambda *args: predicted.extend(predict(*args)) or predicted
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     hvkit.init("torch")
     # Libraries are loaded, and their buffers there, before the model that is measured.

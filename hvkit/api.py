@@ -9,21 +9,20 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from hvkit import runtime, strategies
-from hvkit.argument_checks import advise_on_extra_arguments, check_count
+from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_one_of
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.division import divide
 from hvkit.communication.group import Group, all_ranks, refuse_in_group
 from hvkit.compression import BY_NAME, Compression, CompressionName
 from hvkit.errors import ranks_text
 from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.mesh import SCHEDULES, Mesh, MeshOptions, picture, position_in, rows
+from hvkit.mesh import Mesh, MeshOptions, picture
+from hvkit.mesh_arguments import in_data_group, mesh_options, refuse_in_mesh
 from hvkit.monitor.monitor import Monitor
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
@@ -31,7 +30,7 @@ from hvkit.strategies.local_sgd import LocalSGD
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.sharded_optimizer import ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds, Strategy, strategies_in
-from hvkit.strategies.synchronous import Synchronous
+from hvkit.strategies.synchronous import SYNCHRONOUS, Synchronous
 from hvkit.sync.distributed_objects import is_distributed, keepers_of, record, record_of
 from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
 from hvkit.sync.port import (
@@ -49,8 +48,6 @@ from hvkit.watch.calls import call_within, named
 
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
-
-SYNCHRONOUS = Synchronous()
 
 
 @named("hvkit.distribute")
@@ -159,18 +156,18 @@ def distribute(
             accumulate=check_count("accumulate", accumulate),
             warmup_steps=length_of_warmup(warmup_steps, warmup_epochs, steps_per_epoch),
             compression=_compression(compression),
-            batch_norm=_one_of("batch_norm", batch_norm, BATCH_NORMS),
+            batch_norm=check_one_of("batch_norm", batch_norm, BATCH_NORMS),
             check_every=(None if check_every is None else check_count("check_every", check_every)),
-            on_nonfinite=_one_of("on_nonfinite", on_nonfinite, ACTIONS),
+            on_nonfinite=check_one_of("on_nonfinite", on_nonfinite, ACTIONS),
             strategy=_checked(strategy),
             group=group,
         )
         _refuse_contradictions(options)
         if not group.is_all_ranks:
             _refuse_in_group(options, engine, monitor)
-        in_mesh = _mesh_options(mesh, microbatches, schedule, stages, plan)
+        in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
         if in_mesh and group.size > 1:
-            _refuse_in_mesh(in_mesh, options, monitor)
+            refuse_in_mesh(in_mesh, options, monitor)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not models:
@@ -184,7 +181,7 @@ def distribute(
     raise_together(problem, group=group)
     assert options is not None
     if in_mesh and group.size > 1:
-        options = _in_data_group(options, in_mesh, engine)
+        options = in_data_group(options, in_mesh, engine)
     try:
         multiplier = make_multiplier(lr_scaling, options.group.size, options.warmup_steps)
         port = _port_for(framework, models, optimizers, options)
@@ -346,102 +343,6 @@ def _refuse_in_group(options: Options, engine: str | None, monitor: Monitor | No
         )
 
 
-def _mesh_options(
-    mesh: Mesh | None,
-    microbatches: int | None,
-    schedule: str,
-    stages: Sequence[str] | str,
-    plan: Mapping[str, Any] | None,
-) -> MeshOptions | None:
-    """What was passed about a mesh; None if nothing.
-
-    Raises:
-        TypeError, ValueError: a wrong value, or one that needs a mesh.
-    """
-    given = {"microbatches": microbatches, "schedule": schedule, "stages": stages, "plan": plan}
-    if mesh is None:
-        for name, value in given.items():
-            if value not in (None, "GPipe", "flops"):
-                raise ValueError(f"{name}={value!r} needs a mesh: pass mesh=hvkit.Mesh(pipeline=2)")
-        return None
-    position = position_in(mesh)
-    count = 4 * position.mesh.pipeline if microbatches is None else microbatches
-    if microbatches is not None and position.mesh.pipeline == 1 < runtime.size():
-        raise ValueError(
-            f"microbatches={microbatches} needs a pipeline, but {position.mesh} has none: pass "
-            "hvkit.Mesh(pipeline=2)"
-        )
-    _one_of("schedule", schedule, SCHEDULES)
-    if schedule != "GPipe" and count % position.mesh.pipeline:
-        raise ValueError(
-            f"microbatches={count} with schedule={schedule!r} must be a multiple of the "
-            f"{position.mesh.pipeline} ranks of the pipeline"
-        )
-    if position.mesh == Mesh(runtime.size()):  # each rank holds all of the model, as without a mesh
-        return None
-    if not isinstance(stages, str) and not all(isinstance(each, str) for each in stages):
-        raise TypeError(f"stages must hold the names of modules, got {stages!r}")
-    return MeshOptions(
-        position,
-        check_count("microbatches", count),
-        schedule,
-        stages if isinstance(stages, str) else tuple(stages),
-        plan,
-    )
-
-
-# What works among ranks that hold the same part of a model.
-_IN_MESHES = (Synchronous, LocalSGD, DiLoCo)
-
-
-def _refuse_in_mesh(in_mesh: MeshOptions, options: Options, monitor: Monitor | None) -> None:
-    """Raise for what does not work yet where a model is divided.
-
-    Raises:
-        ValueError: with the reason.
-    """
-    mesh = in_mesh.mesh
-    if not isinstance(options.strategy, _IN_MESHES):
-        known = ", ".join(each.__name__ for each in _IN_MESHES)
-        raise ValueError(
-            f"{options.strategy} does not work along the data axis of {mesh}, where ranks hold a "
-            f"part of the model: use {known}"
-        )
-    if mesh.shard > 1 and (options.strategy, options.compression) != (SYNCHRONOUS, None):
-        raise ValueError(
-            f"along the shard axis of {mesh} PyTorch averages gradients: leave out strategy= and "
-            "compression=, or use the data axis instead"
-        )
-    if mesh.shard > 1 and in_mesh.schedule not in ("GPipe", "1F1B"):
-        raise ValueError(
-            f"schedule={in_mesh.schedule!r} runs several stages on a rank, or computes gradients "
-            f"of weights apart, where PyTorch does not gather those of {mesh}: use 'GPipe' or "
-            "'1F1B'"
-        )
-    if options.on_nonfinite != "ignore":
-        raise ValueError(
-            f"on_nonfinite={options.on_nonfinite!r} looks at the gradients of a whole model, which "
-            f'no rank of {mesh} has: use on_nonfinite="ignore"'
-        )
-    if options.batch_norm == "sync":
-        raise ValueError(
-            f'batch_norm="sync" does not work in micro-batches, as in {mesh}: use "average"'
-        )
-    if monitor is not None:
-        raise ValueError(f"hvkit.Monitor does not know gradients of several ranks, as in {mesh}")
-
-
-def _in_data_group(options: Options, in_mesh: MeshOptions, engine: str | None) -> Options:
-    """The options for the ranks that hold the same part of a model; a collective of all ranks."""
-    mesh, position = in_mesh.mesh, in_mesh.position
-    if mesh.shard > 1 or mesh.data == 1:
-        # Horovod sends nothing in it.
-        group = Group(position.batch, position.members("data", "shard"))
-    else:
-        group = divide(rows(mesh, "data"), engine)
-    return replace(options, mesh=in_mesh, group=group)
-
-
 def _refuse_nonfinite(options: Options) -> None:
     if options.on_nonfinite == "ignore":
         return
@@ -541,12 +442,6 @@ def _refuse(model: Any) -> NoReturn:
     raise TypeError(
         f"model must be a torch.nn.Module or a keras.Model, or a list of them, got {kind}{hint}"
     )
-
-
-def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
-    if value not in accepted:
-        raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
-    return str(value)
 
 
 def _refuse_second_call(models: Sequence[object], optimizers: Sequence[object]) -> None:

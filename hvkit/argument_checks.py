@@ -99,3 +99,14 @@ def check_number(
             wanted.remove("finite")
         raise ValueError(f"{name} must be {' and '.join(wanted)}, got {value}")
     return number
+
+
+def check_one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
+    """The value, which must be one of some words.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
+    return str(value)

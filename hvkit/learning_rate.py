@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hvkit.argument_checks import check_count, check_number
+from hvkit.argument_checks import check_count, check_number, check_one_of
 
 LRScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS = get_args(LRScaling)
@@ -61,8 +61,7 @@ def make_multiplier(lr_scaling: str, size: int, warmup_steps: int) -> Multiplier
     Raises:
         ValueError: unknown ``lr_scaling``.
     """
-    if lr_scaling not in LR_SCALINGS:
-        raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}; got {lr_scaling!r}")
+    check_one_of("lr_scaling", lr_scaling, LR_SCALINGS)
     full = {"none": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[lr_scaling]
     first = 1.0 / size if lr_scaling == "none" else 1.0
     return Multiplier(full, first if warmup_steps else full, warmup_steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from hvkit.argument_checks import check_one_of
 from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Flow, Rounds, State, Vector
@@ -46,10 +47,7 @@ class Gossip(Rounds):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.topology not in TOPOLOGIES:
-            raise ValueError(
-                f"topology must be one of {', '.join(TOPOLOGIES)}; got {self.topology!r}"
-            )
+        check_one_of("topology", self.topology, TOPOLOGIES)
 
     def check(self, compression: Compression | None) -> None:
         if compression is not None:

@@ -23,3 +23,7 @@ class Synchronous(Averaging):
     for the ring, Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in
     TensorFlow" (2018).
     """
+
+
+SYNCHRONOUS = Synchronous()
+"""The default."""

@@ -10,7 +10,7 @@ from mesh_training import adamw, distributed, images, of_this_rank, tokens, trai
 from torch import nn
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel import parallel_model
+from hvkit.frameworks.pytorch.model_parallel import division
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.mesh import SCHEDULES
 from hvkit.watch.spans import observe
@@ -82,13 +82,13 @@ class KeptTensor:
 def predicted(monkeypatch):
     """Rank 0's forecasts of all ranks of the pipeline, as they are made."""
     made = []
-    own = parallel_model.forecast
+    own = division.forecast
 
     def forecast(*args):
         made[:] = own(*args)
         return made
 
-    monkeypatch.setattr(parallel_model, "forecast", forecast)
+    monkeypatch.setattr(division, "forecast", forecast)
     return made
 
 
@@ -174,8 +174,8 @@ def test_it_is_logged(capfd):
 
 
 def test_a_model_that_does_not_fit_is_named(monkeypatch, capfd):
-    small = parallel_model.Memory(hvkit.rank(), 100_000)
-    monkeypatch.setattr(parallel_model, "memory_of_rank", lambda *_: small)
+    small = division.Memory(hvkit.rank(), 100_000)
+    monkeypatch.setattr(division, "memory_of_rank", lambda *_: small)
     capfd.readouterr()
     model, _ = distributed(GPT(layers=4))
     model(of_this_rank(tokens(1))[0][0])

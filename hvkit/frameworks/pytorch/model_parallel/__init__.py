@@ -3,7 +3,8 @@
 ::
 
     port              the steps of ``distribute``
-    parallel_model    divides a model when its first batch comes
+    parallel_model    a model that is divided when its first batch comes
+    division          decides from that batch how
     dry_run           a forward without weights: where the model can be cut, what it costs
     forecast          what each rank will hold, and how long it will wait
     parts             gathers the whole state, and loads a part of it

@@ -7,11 +7,9 @@ what makes it.
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -25,22 +23,10 @@ from hvkit.communication.traffic import count, of_allreduce
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
+from hvkit.frameworks.pytorch.model_parallel.division import decide, log_division, of_parameters
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    DryRun,
     call_key,
-    dry_run,
-    samples_in,
     tensors_in,
-)
-from hvkit.frameworks.pytorch.model_parallel.forecast import (
-    Memory,
-    bubble,
-    divided_memory,
-    forecast,
-    memory_of_rank,
-    parameter_bytes,
-    table,
-    too_large,
 )
 from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     GradientsOfAllRanks,
@@ -54,26 +40,20 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
     gathered,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider, MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
     Stages,
-    plan_stages,
-    ranks_of_stages,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
-    SPLIT_BACKWARD,
-    STAGES_PER_RANK,
-    V_SHAPED,
     ScheduledPipeline,
 )
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
@@ -82,8 +62,6 @@ from hvkit.mesh import AXES, Axis, MeshOptions, rows
 
 # The first pass also prepares the others.
 _TIMED_FROM, _TIMED_TO = 2, 22
-# Times the mean share of a stage that is worth a warning.
-_UNEVEN = 1.5
 
 
 class ParallelModel:
@@ -239,29 +217,22 @@ class ParallelModel:
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
-        found = self._dry_run(first, args, kwargs)
-        plan = self._proven(first)
-        stages = self._stages_of(outside_divided_layers(found, plan))
+        division = decide(model, options, self._device, first, args, kwargs)
+        found, plan, stages = division.found, division.plan, division.stages
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            self._say(stages, plan, len(batches))
-        chosen = not isinstance(options.stages, str)
-        if not chosen and (largest := max(stages.flops)) > _UNEVEN / len(stages):
-            warn_once(
-                "uneven stages",
-                f"one of {len(stages)} stages takes {largest:.0%} of the FLOPs: the model can be "
-                f"cut only after {', '.join(place.module for place in found.places)}. Where a "
-                "skip connection passes by a module, `x = x + block(x)`, move it into the module",
+            log_division(
+                division,
+                model,
+                self._optimizers,
+                options,
+                self._device,
+                self._together,
+                len(batches),
             )
         rank = options.position.along("pipeline")
         own = self._take_part(stages, rank)
         placements: Mapping[str, Placement] = {}
         if options.mesh.tensor > 1:
-            if not plan.divisions:
-                warn_once(
-                    "tensor axis without effect",
-                    f"{options.mesh} divides no layer of {type(model).__name__} along its tensor "
-                    "axis, so its ranks all compute the same: use the data, shard or pipeline axis",
-                )
             tensor = self._axes["tensor"]
             self._random = SameRandomNumbers(tensor.get_group(), self._device)
             placements = divide(model, of_parameters(plan, own), tensor, self._random)
@@ -291,111 +262,6 @@ class ParallelModel:
         if options.schedule == GPIPE:
             return pipeline
         return ScheduledPipeline(pipeline, options.schedule, own)
-
-    def _proven(self, first: MicroBatch) -> TensorPlan:
-        """Which layers ranks of the tensor axis divide, in training and in evaluation alike.
-
-        Raises:
-            ValueError: the forward takes other paths in evaluation.
-        """
-        model, options = self._model, self._options
-        plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
-        if plan.ways == 1 or not plan.divisions:
-            return plan
-        modes = {module: module.training for module in model.modules()}
-        try:
-            model.train(not model.training)
-            other = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        if other.divisions != plan.divisions:
-            apart = sorted(
-                name
-                for name in plan.divisions.keys() | other.divisions.keys()
-                if plan.divisions.get(name) != other.divisions.get(name)
-            )
-            raise ValueError(
-                f"{', '.join(apart)} can be divided along the tensor axis in training or in "
-                "evaluation, but not in both, since the forward uses them in other ways: name the "
-                'layers to divide, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}'
-            )
-        return plan
-
-    def _dry_run(self, first: MicroBatch, args: Any, kwargs: Any) -> DryRun:
-        """Run the model's forward without weights, for the first micro-batch.
-
-        Raises:
-            ValueError: it takes the whole batch, but no micro-batch.
-        """
-        model, samples = self._model, samples_in(args, kwargs)
-        try:
-            return dry_run(model, first.args, first.kwargs, self._device)
-        except Exception as error:  # of any type: it is the model's
-            if first.samples == samples:
-                raise
-            dry_run(model, args, kwargs, self._device)  # raises what has nothing to do with it
-            raise ValueError(
-                f"the model takes the whole batch of {samples} samples, but not a micro-batch of "
-                f"{first.samples}: {type(error).__name__}: {error}. A pipeline divides each input "
-                f"whose first dimension is as long as the batch, here {samples}, and leaves the "
-                "others whole. Inputs of samples, also states of recurrent layers, must have the "
-                "batch as their first dimension, and others, such as masks, must not be as long: "
-                "make those a buffer of the model, or expand them to the batch"
-            ) from error
-
-    def _stages_of(self, found: DryRun) -> Stages:
-        options = self._options
-        per_rank = STAGES_PER_RANK[options.schedule]
-        if per_rank > 1 and not isinstance(options.stages, str):
-            per_rank, rest = divmod(len(options.stages) + 1, options.mesh.pipeline)
-            if rest or per_rank < 2:
-                raise ValueError(
-                    f"stages={list(options.stages)} makes {len(options.stages) + 1} stages, but "
-                    f"schedule={options.schedule!r} needs the same number, at least two, for each "
-                    f"of the {options.mesh.pipeline} ranks of a pipeline"
-                )
-        v_shaped = options.schedule in V_SHAPED
-        rank_of = ranks_of_stages(options.mesh.pipeline, per_rank, v_shaped=v_shaped)
-        return plan_stages(self._model, found, rank_of, options.stages)
-
-    def _say(self, stages: Stages, plan: TensorPlan, microbatches: int) -> None:
-        """Log how the model is divided, and what this will take; a collective."""
-        members, options = self._together.ranks, self._options
-        mine = memory_of_rank(self._device, self._model)
-        found = self._together.gather_numbers([mine.place, mine.nbytes, mine.divided])
-        if options.position.rank:
-            return
-        if len(stages) > 1:
-            logger.info(f"{stages.described()}")
-        if plan.ways > 1:
-            logger.info(f"{plan}")
-        placements = placements_of(self._model, plan)
-
-        def shape_of(name: str, p: nn.Parameter) -> list[int]:
-            shape = list(p.shape)
-            if name in placements:
-                shape[placements[name].dim] //= plan.ways
-            if shape and len(stages.holders(name)) == 1:  # others stay whole
-                shape[0] = math.ceil(shape[0] / options.mesh.shard)
-            return shape
-
-        parameters = parameter_bytes(self._model, self._optimizers, shape_of)
-        ranks = forecast(stages, parameters, options.schedule, microbatches)
-        memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
-        names = " and ".join(dict.fromkeys(type(each).__name__ for each in self._optimizers))
-        lines = table(ranks, memories, members, names)
-        if len(ranks) > 1:
-            share = bubble(len(ranks), len(ranks[0].stages), microbatches)
-            less = "at most " if options.schedule in SPLIT_BACKWARD else ""
-            lines += (
-                f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
-                f"forward and backward passes: {options.schedule}, {microbatches} "
-                "micro-batches"
-            )
-        logger.info(f"a training step needs\n    {lines}")
-        if text := too_large(ranks, memories, members):
-            logger.warning(text)
 
     def _say_waits(self) -> None:
         """Log once how long the first rank of a pipeline has waited for others."""
@@ -563,45 +429,6 @@ class ParallelModel:
 
 def _nothing(*_: Any) -> None:
     """A hook that is there."""
-
-
-def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
-    """A dry run that knows of the activations between a column and its row layer.
-
-    Ranks have parts of these: the model cannot be cut there, and autograd keeps less.
-    """
-    # A layer without a call of its own computes inside of the one that holds it.
-    inner = [name for name in plan.divisions if name not in found.calls]
-    whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
-    in_order = sorted(plan.divisions.keys() - whole, key=lambda name: found.calls[name])
-    begins: int | None = None
-    inside: list[tuple[int, int]] = []
-    for name in in_order:
-        if plan.divisions[name].kind == "row" and begins is not None:
-            inside.append((begins, found.calls[name]))
-            begins = None
-        elif plan.divisions[name].kind == "column" and begins is None:
-            begins = found.calls[name]
-    places = tuple(
-        place
-        for place in found.places
-        if not any(begin < place.time <= end for begin, end in inside)
-    )
-    # What a layer takes is kept by the first operation of its call.
-    saved = tuple(
-        replace(each, nbytes=each.nbytes // plan.ways)
-        if any(begin + 1 < each.time <= end + 1 for begin, end in inside)
-        else each
-        for each in found.saved
-    )
-    return replace(found, places=places, saved=saved)
-
-
-def of_parameters(plan: TensorPlan, own: Mapping[str, nn.Parameter]) -> TensorPlan:
-    """The part of a plan for the layers whose parameters a rank holds."""
-    held = {name.rpartition(".")[0] for name in own}
-    divisions = {name: each for name, each in plan.divisions.items() if name in held}
-    return replace(plan, divisions=divisions)
 
 
 def checksum(t: torch.Tensor) -> int:

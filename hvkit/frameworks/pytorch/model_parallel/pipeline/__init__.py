@@ -6,6 +6,8 @@
     staged_forward      runs one stage through the model's own forward
     shared_numbers      random numbers that all stages draw alike
     microbatches        divides a batch, and joins results
+    sample_independence  whether micro-batches give what the whole batch gives
+    stage_gradients     where autograd enters and leaves a stage
     stage_messages      tensors from stage to stage
     stage_times         how long a rank computes, and how long it waits
     gpipe               ``model(x)`` runs all forward, ``backward()`` all backward

@@ -22,8 +22,11 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     is_in_place,
     tensors_in,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import autocast_as, autocast_state
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
+    autocast_as,
+    autocast_state,
+)
 
 # What reads a property, and needs no value.
 _WITHOUT_VALUE = frozenset(

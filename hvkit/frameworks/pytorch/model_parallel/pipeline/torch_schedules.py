@@ -31,13 +31,13 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     means_or_sums,
     weighted_values,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import (
-    Pipeline,
+from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import ignored_unevenly, joined
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     autocast_as,
     autocast_state,
     same_memory,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import ignored_unevenly, joined
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
 from hvkit.main_rank import warn_once
@@ -111,7 +111,7 @@ class ScheduledPipeline:
             kwargs,
             batches,
             samples_in(args, kwargs),
-            pipeline.key(batches[0]),
+            pipeline.keys(batches)[0],
             autocast_state(),
             pipeline.modes(),
             pipeline.seed,

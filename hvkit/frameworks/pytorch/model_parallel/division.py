@@ -1,0 +1,265 @@
+"""Decides from a model's first batch how the ranks of a mesh divide it, and logs that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, dry_run, samples_in
+from hvkit.frameworks.pytorch.model_parallel.forecast import (
+    Memory,
+    bubble,
+    divided_memory,
+    forecast,
+    memory_of_rank,
+    parameter_bytes,
+    table,
+    too_large,
+)
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
+    Stages,
+    plan_stages,
+    ranks_of_stages,
+)
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
+    SPLIT_BACKWARD,
+    STAGES_PER_RANK,
+    V_SHAPED,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
+from hvkit.log import logger
+from hvkit.main_rank import warn_once
+from hvkit.mesh import MeshOptions
+
+# Times the mean share of a stage that is worth a warning.
+_UNEVEN = 1.5
+
+
+@dataclass(frozen=True)
+class ModelDivision:
+    """How ranks divide a model; the same on every rank.
+
+    Attributes:
+        found: by the dry run.
+        plan: of layers along the tensor axis.
+        stages: along the pipeline axis.
+    """
+
+    found: DryRun
+    plan: TensorPlan
+    stages: Stages
+
+
+def decide(
+    model: nn.Module,
+    options: MeshOptions,
+    device: torch.device,
+    first: MicroBatch,
+    args: Any,
+    kwargs: Any,
+) -> ModelDivision:
+    """How to divide a model.
+
+    Args:
+        model: whole, or made without memory.
+        options: about the mesh.
+        device: for this rank's part.
+        first: the first micro-batch of the first batch.
+        args, kwargs: of the call with the whole batch.
+
+    Raises:
+        ValueError: it cannot be divided; says why.
+    """
+    found = _dry_run(model, device, first, args, kwargs)
+    plan = _proven(model, options, first)
+    stages = _stages_of(model, options, outside_divided_layers(found, plan))
+    chosen = not isinstance(options.stages, str)
+    if not chosen and (largest := max(stages.flops)) > _UNEVEN / len(stages):
+        warn_once(
+            "uneven stages",
+            f"one of {len(stages)} stages takes {largest:.0%} of the FLOPs: the model can be "
+            f"cut only after {', '.join(place.module for place in found.places)}. Where a "
+            "skip connection passes by a module, `x = x + block(x)`, move it into the module",
+        )
+    if plan.ways > 1 and not plan.divisions:
+        warn_once(
+            "tensor axis without effect",
+            f"{options.mesh} divides no layer of {type(model).__name__} along its tensor "
+            "axis, so its ranks all compute the same: use the data, shard or pipeline axis",
+        )
+    return ModelDivision(found, plan, stages)
+
+
+def _dry_run(
+    model: nn.Module, device: torch.device, first: MicroBatch, args: Any, kwargs: Any
+) -> DryRun:
+    """Run the model's forward without weights, for the first micro-batch.
+
+    Raises:
+        ValueError: it takes the whole batch, but no micro-batch.
+    """
+    samples = samples_in(args, kwargs)
+    try:
+        return dry_run(model, first.args, first.kwargs, device)
+    except Exception as error:  # of any type: it is the model's
+        if first.samples == samples:
+            raise
+        dry_run(model, args, kwargs, device)  # raises what has nothing to do with it
+        raise ValueError(
+            f"the model takes the whole batch of {samples} samples, but not a micro-batch of "
+            f"{first.samples}: {type(error).__name__}: {error}. A pipeline divides each input "
+            f"whose first dimension is as long as the batch, here {samples}, and leaves the "
+            "others whole. Inputs of samples, also states of recurrent layers, must have the "
+            "batch as their first dimension, and others, such as masks, must not be as long: "
+            "make those a buffer of the model, or expand them to the batch"
+        ) from error
+
+
+def _proven(model: nn.Module, options: MeshOptions, first: MicroBatch) -> TensorPlan:
+    """Which layers ranks of the tensor axis divide, in training and in evaluation alike.
+
+    Raises:
+        ValueError: the forward takes other paths in evaluation.
+    """
+    plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
+    if plan.ways == 1 or not plan.divisions:
+        return plan
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train(not model.training)
+        other = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if other.divisions != plan.divisions:
+        apart = sorted(
+            name
+            for name in plan.divisions.keys() | other.divisions.keys()
+            if plan.divisions.get(name) != other.divisions.get(name)
+        )
+        raise ValueError(
+            f"{', '.join(apart)} can be divided along the tensor axis in training or in "
+            "evaluation, but not in both, since the forward uses them in other ways: name the "
+            'layers to divide, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}'
+        )
+    return plan
+
+
+def _stages_of(model: nn.Module, options: MeshOptions, found: DryRun) -> Stages:
+    per_rank = STAGES_PER_RANK[options.schedule]
+    if per_rank > 1 and not isinstance(options.stages, str):
+        per_rank, rest = divmod(len(options.stages) + 1, options.mesh.pipeline)
+        if rest or per_rank < 2:
+            raise ValueError(
+                f"stages={list(options.stages)} makes {len(options.stages) + 1} stages, but "
+                f"schedule={options.schedule!r} needs the same number, at least two, for each "
+                f"of the {options.mesh.pipeline} ranks of a pipeline"
+            )
+    v_shaped = options.schedule in V_SHAPED
+    rank_of = ranks_of_stages(options.mesh.pipeline, per_rank, v_shaped=v_shaped)
+    return plan_stages(model, found, rank_of, options.stages)
+
+
+def log_division(
+    division: ModelDivision,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: MeshOptions,
+    device: torch.device,
+    links: StageLinks,
+    microbatches: int,
+) -> None:
+    """Log how a model is divided, and what a training step will need; a collective.
+
+    Args:
+        division: of the model.
+        model: before it is divided.
+        optimizers: of it.
+        options: about the mesh.
+        device: for this rank's part.
+        links: to the ranks that compute on the same batch.
+        microbatches: of a batch.
+    """
+    stages, plan = division.stages, division.plan
+    mine = memory_of_rank(device, model)
+    found = links.gather_numbers([mine.place, mine.nbytes, mine.divided])
+    if options.position.rank:
+        return
+    if len(stages) > 1:
+        logger.info(f"{stages.described()}")
+    if plan.ways > 1:
+        logger.info(f"{plan}")
+    placements = placements_of(model, plan)
+
+    def shape_of(name: str, p: nn.Parameter) -> list[int]:
+        shape = list(p.shape)
+        if name in placements:
+            shape[placements[name].dim] //= plan.ways
+        if shape and len(stages.holders(name)) == 1:  # others stay whole
+            shape[0] = math.ceil(shape[0] / options.mesh.shard)
+        return shape
+
+    parameters = parameter_bytes(model, optimizers, shape_of)
+    ranks = forecast(stages, parameters, options.schedule, microbatches)
+    memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
+    names = " and ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
+    lines = table(ranks, memories, links.ranks, names)
+    if len(ranks) > 1:
+        share = bubble(len(ranks), len(ranks[0].stages), microbatches)
+        less = "at most " if options.schedule in SPLIT_BACKWARD else ""
+        lines += (
+            f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
+            f"forward and backward passes: {options.schedule}, {microbatches} "
+            "micro-batches"
+        )
+    logger.info(f"a training step needs\n    {lines}")
+    if text := too_large(ranks, memories, links.ranks):
+        logger.warning(text)
+
+
+def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
+    """A dry run that knows of the activations between a column and its row layer.
+
+    Ranks have parts of these: the model cannot be cut there, and autograd keeps less.
+    """
+    # A layer without a call of its own computes inside of the one that holds it.
+    inner = [name for name in plan.divisions if name not in found.calls]
+    whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
+    in_order = sorted(plan.divisions.keys() - whole, key=lambda name: found.calls[name])
+    begins: int | None = None
+    inside: list[tuple[int, int]] = []
+    for name in in_order:
+        if plan.divisions[name].kind == "row" and begins is not None:
+            inside.append((begins, found.calls[name]))
+            begins = None
+        elif plan.divisions[name].kind == "column" and begins is None:
+            begins = found.calls[name]
+    places = tuple(
+        place
+        for place in found.places
+        if not any(begin < place.time <= end for begin, end in inside)
+    )
+    # What a layer takes is kept by the first operation of its call.
+    saved = tuple(
+        replace(each, nbytes=each.nbytes // plan.ways)
+        if any(begin + 1 < each.time <= end + 1 for begin, end in inside)
+        else each
+        for each in found.saved
+    )
+    return replace(found, places=places, saved=saved)
+
+
+def of_parameters(plan: TensorPlan, own: Mapping[str, nn.Parameter]) -> TensorPlan:
+    """The part of a plan for the layers whose parameters a rank holds."""
+    held = {name.rpartition(".")[0] for name in own}
+    divisions = {name: each for name, each in plan.divisions.items() if name in held}
+    return replace(plan, divisions=divisions)

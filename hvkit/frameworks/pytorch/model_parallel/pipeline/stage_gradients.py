@@ -1,0 +1,112 @@
+"""Where autograd enters and leaves the stages of a pipeline: gradients caught, backward begun.
+
+Also the settings of autocast, under which a stage must compute as the script's forward would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
+
+
+class StageInput:
+    """Catches the gradients of what a stage receives.
+
+    Received tensors are no leaves for autograd, since a stage may begin with an operation in place.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+        self.all_specs = list(specs)
+        self.specs = [each for each in specs if each.trained]
+        self.tensors = [t for t, each in zip(tensors, specs, strict=True) if each.trained]
+        self.caught: list[torch.Tensor | None] = [None] * len(self.specs)
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of each tensor that gets one; zeros if the stage has not used it."""
+        return [
+            torch.zeros(each.shape, dtype=each.dtype, device=self._device) if g is None else g
+            for g, each in zip(self.caught, self.specs, strict=True)
+        ]
+
+
+class _Received(torch.autograd.Function):
+    """The received tensors that need a gradient, as results of an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, entry: StageInput) -> Any:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        tensors, entry.tensors = entry.tensors, []
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.entry.caught = list(gradients)
+        return None, None
+
+
+_received_by: Callable[..., tuple[torch.Tensor, ...]] = _Received.apply
+
+
+def enter(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
+) -> tuple[StageInput, list[torch.Tensor]]:
+    """The input of a stage, and what catches its gradients.
+
+    Args:
+        specs: of the tensors.
+        tensors: new ones, which nobody else holds.
+    """
+    entry = StageInput(specs, tensors)
+    if not entry.specs or not torch.is_grad_enabled():
+        return entry, list(tensors)
+    trained = iter(_received_by(anchor(), entry))
+    return entry, [
+        next(trained) if each.trained else t for each, t in zip(specs, tensors, strict=True)
+    ]
+
+
+def anchor() -> torch.Tensor:
+    """Makes autograd record an operation that has no inputs."""
+    return torch.empty(0, requires_grad=True)
+
+
+def handed_on(tensors: list[torch.Tensor]) -> tuple[list[TensorSpec], list[torch.Tensor]]:
+    """A stage's output as the input of the next one on the same rank."""
+    return list(map(TensorSpec.of, tensors)), [t.detach() for t in tensors]
+
+
+def run_backward(outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """``backward()`` from those outputs that have a gradient."""
+    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def same_memory(t: torch.Tensor) -> torch.Tensor:
+    """The same values in the same memory, but for autograd no view."""
+    alias: torch.Tensor = torch.empty(0, dtype=t.dtype, device=t.device)
+    return alias.set_(t)  # type: ignore[call-overload,no-any-return]
+
+
+def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
+    """Whether autocast is on, and its dtype, for each kind of device."""
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
+    """Autocast as ``autocast_state`` has found it."""
+    stack = ExitStack()
+    for kind, (enabled, dtype) in zip(("cpu", "cuda"), state, strict=True):
+        if enabled or torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+    return stack
