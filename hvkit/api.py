@@ -167,7 +167,7 @@ def distribute(
             _refuse_in_group(options, engine, monitor)
         in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
         if in_mesh and group.size > 1:
-            refuse_in_mesh(in_mesh, options, monitor)
+            refuse_in_mesh(in_mesh, options)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not models:
@@ -202,7 +202,8 @@ def distribute(
         )
     if monitor is not None:  # before averaging wraps the optimizers: it looks at the means
         paced = not isinstance(strategy, ParameterServer)
-        monitor.attach(models, optimizers, equal_steps=paced)
+        position = options.mesh.position if options.mesh else None
+        monitor.attach(models, optimizers, equal_steps=paced, position=position)
     if group.size > 1:
         if in_mesh:
             hosts = collectives.gather("distribute", socket.gethostname())

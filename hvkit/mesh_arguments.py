@@ -11,7 +11,6 @@ from hvkit.argument_checks import check_count, check_one_of
 from hvkit.communication.division import divide
 from hvkit.communication.group import Group
 from hvkit.mesh import SCHEDULES, Mesh, MeshOptions, position_in, rows
-from hvkit.monitor.monitor import Monitor
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.local_sgd import LocalSGD
 from hvkit.strategies.synchronous import SYNCHRONOUS, Synchronous
@@ -66,7 +65,7 @@ def mesh_options(
 _IN_MESHES = (Synchronous, LocalSGD, DiLoCo)
 
 
-def refuse_in_mesh(in_mesh: MeshOptions, options: Options, monitor: Monitor | None) -> None:
+def refuse_in_mesh(in_mesh: MeshOptions, options: Options) -> None:
     """Raise for what does not work yet where a model is divided.
 
     Raises:
@@ -99,8 +98,6 @@ def refuse_in_mesh(in_mesh: MeshOptions, options: Options, monitor: Monitor | No
         raise ValueError(
             f'batch_norm="sync" does not work in micro-batches, as in {mesh}: use "average"'
         )
-    if monitor is not None:
-        raise ValueError(f"hvkit.Monitor does not know gradients of several ranks, as in {mesh}")
 
 
 def in_data_group(options: Options, in_mesh: MeshOptions, engine: str | None) -> Options:

@@ -21,7 +21,7 @@ from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report
 from hvkit.log import logger
 from hvkit.monitor.host_load import HostLoad
-from hvkit.monitor.records import Means, detached, length_of
+from hvkit.monitor.records import Means, detached, length_of, of_whole_model
 from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_times import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
@@ -34,6 +34,8 @@ from hvkit.wording import in_short
 
 if TYPE_CHECKING:
     import keras
+
+    from hvkit.mesh import MeshPosition
 
 Batch = TypeVar("Batch")
 
@@ -128,6 +130,8 @@ class Monitor:
         self._load: HostLoad | None = None
         self._gradients: Any = None
         self._equal_steps = True
+        # How many ranks compute on the same samples, and whether other ranks' gradients are copies.
+        self._together, self._counts = 1, True
         self._skipped = skipped_steps.number
         self.closed = False
         # In a notebook, the error of an earlier cell.
@@ -202,7 +206,7 @@ class Monitor:
             waited = self._wait_for_all()
             step = step and step.waiting(waited)
         if step is not None:
-            self._rows.append(step)
+            self._rows.append(step._replace(samples=step.samples / self._together))
         if recorded:
             self._record()
             self._clock.begin()
@@ -248,7 +252,12 @@ class Monitor:
         return self._callbacks[model]
 
     def attach(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, equal_steps: bool
+        self,
+        models: Sequence[Any],
+        optimizers: Sequence[Any],
+        *,
+        equal_steps: bool,
+        position: MeshPosition | None = None,
     ) -> None:
         """Record the learning rate and the norm of the gradients; ``distribute`` calls this.
 
@@ -258,6 +267,7 @@ class Monitor:
             models: the models that are trained together.
             optimizers: the optimizers that update them.
             equal_steps: whether all ranks take equally many steps.
+            position: of this rank in the mesh that divides the models, if any.
 
         Raises:
             ValueError: other models were attached before, or the monitor is closed.
@@ -271,6 +281,9 @@ class Monitor:
                 "own, for each further call"
             )
         self._equal_steps = equal_steps
+        if position is not None:
+            self._together = len(position.members("pipeline", "tensor"))
+            self._counts = position.along("data") == 0
         self._open()
         gradients: Any
         if framework_of(models[0]) == "keras":
@@ -388,6 +401,7 @@ class Monitor:
             "rows": [list(step) for step in self._rows],
             "metrics": self._means.read(),
             "load": self._load.read() if self._load else None,
+            "optimizer": self._gradients.read() if self._gradients and self._counts else {},
         }
         if took := sum(step.duration for step in self._rows):
             report(speed=round(sum(step.samples for step in self._rows) / took, 3))
@@ -397,7 +411,7 @@ class Monitor:
         self._means.clear()
         if self._file is not None:
             self._write_logs()
-            optimizer = {} if self._gradients is None else self._gradients.read()
+            optimizer = of_whole_model([each["optimizer"] for each in everyone])
             self._file.record(self._step, self._epoch, everyone, optimizer)
 
     def _open(self) -> None:

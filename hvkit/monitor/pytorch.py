@@ -19,15 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.gradients.backward_passes import outermost_pass
+from hvkit.frameworks.pytorch.model_parallel import gradient_norm
 from hvkit.frameworks.pytorch.optimizers import after_unscaling, stepping_in
 from hvkit.frameworks.pytorch.step_hooks import closure_of
-from hvkit.watch.spans import REDUCTION, Span, observe
+from hvkit.watch.spans import PASS, REDUCTION, Span, observe
 
 if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor
-
-# Norms that differ by less are the same up to rounding.
-_ROUNDING = 1e-5
 
 
 class Gradients:
@@ -80,9 +78,11 @@ class Gradients:
                         self._hooks.append(hook)
 
     def read(self) -> dict[str, float]:
-        """``learning_rate`` of the first parameter group, and ``gradient_norm`` over all.
+        """``learning_rate`` of the first parameter group; ``gradient_norm`` of this rank's part.
 
-        ``applied_gradient_norm`` is the norm at the update, if the script has changed gradients.
+        ``applied_gradient_norm`` is the norm at the update, which differs from it if the script has
+        changed gradients. The norms of all ranks make up those of the model: only rank 0 has some,
+        unless the model is divided.
         """
         values: dict[str, float] = {}
         groups = [group for each in self._optimizers for group in each.param_groups]
@@ -92,10 +92,8 @@ class Gradients:
         averaged = [self._averaged.get(i, self._applied.get(i)) for i in self._stepped]
         applied = [self._applied.get(i, self._averaged.get(i)) for i in self._stepped]
         if any(each is not None for each in averaged):
-            norm, used = _together(averaged), _together(applied)
-            values["gradient_norm"] = norm
-            if abs(norm - used) > _ROUNDING * max(norm, used):
-                values["applied_gradient_norm"] = used
+            values["gradient_norm"] = _together(averaged)
+            values["applied_gradient_norm"] = _together(applied)
         return values
 
     def _begin_pass(self, number: int) -> None:
@@ -110,9 +108,10 @@ class Gradients:
             # After the callbacks that are queued by the end of the pass, which average gradients.
             queue(lambda: queue(lambda: self._measure(number)))
 
-    def _reduced(self) -> None:
-        """After a reduction: measure again if a pass inside another has ended before it."""
-        if self._nested:
+    def _completed(self, span: Span) -> None:
+        """After a reduction, or a pass through all stages: gradients that were measured are not
+        the last ones, if passes inside another have ended before."""
+        if self._nested or span.name == PASS:
             self._nested = False
             for number in self._passes:
                 self._measure(number)
@@ -152,8 +151,8 @@ def _arrival(reference: weakref.ref[Gradients], number: int) -> Callable[[torch.
 
 def _after_reduction(reference: weakref.ref[Gradients]) -> Callable[[Span], None]:
     def see(span: Span) -> None:
-        if span.name == REDUCTION and (gradients := reference()) is not None:
-            gradients._reduced()
+        if span.name in (REDUCTION, PASS) and (gradients := reference()) is not None:
+            gradients._completed(span)
 
     return see
 
@@ -164,15 +163,23 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _norm(optimizer: Optimizer) -> torch.Tensor | None:
-    """The norm of the gradients as they are; None if there are none, or on other ranks than 0."""
-    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-    divided = any(isinstance(each, DTensor) for each in gradients)
-    # Averaged gradients are the same on all ranks; the norm of divided ones is a collective.
-    if not gradients or (runtime.rank() != 0 and not divided):
+    """The norm of the gradients as they are that count on this rank; None if there are none.
+
+    Those that all ranks hold count on rank 0.
+    """
+    parameters = _parameters(optimizer)
+    if (in_mesh := gradient_norm.of(parameters)) is not None:
+        return in_mesh.own_norm(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    own = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for each in gradients
+        if isinstance(each, DTensor) or runtime.rank() == 0
+    ]
+    if not own:
         return None
-    values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-    norm = torch.nn.utils.get_total_norm(values)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    values = [each.coalesce().values() if each.is_sparse else each for each in own]
+    return torch.nn.utils.get_total_norm(values)
 
 
 def _together(norms: Sequence[torch.Tensor | None]) -> float:

@@ -48,6 +48,30 @@ class Means:
         self._counts.clear()
 
 
+# Norms that differ by less are the same up to rounding.
+_ROUNDING = 1e-5
+
+
+def of_whole_model(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The learning rate, and norms of a model's gradients from those of the ranks' parts.
+
+    ``applied_gradient_norm`` is left out where it is that before the script changed gradients.
+
+    Args:
+        everyone: by rank, what it knows of its optimizers.
+    """
+    found = {name: everyone[0][name] for name in ("learning_rate",) if name in everyone[0]}
+    for name in ("gradient_norm", "applied_gradient_norm"):
+        parts = [each[name] for each in everyone if name in each]
+        if parts:
+            found[name] = math.hypot(*parts)
+    if (applied := found.get("applied_gradient_norm")) is not None:
+        norm = found["gradient_norm"]
+        if abs(norm - applied) <= _ROUNDING * max(norm, applied):
+            del found["applied_gradient_norm"]
+    return found
+
+
 def described(
     about: Mapping[str, Any],
     found: StepShares,

@@ -31,6 +31,9 @@ WAITING = "waiting"
 REDUCTION = "averaging gradients"
 """The rest of averaging, after a backward pass of PyTorch has computed its gradients."""
 
+PASS = "the model's forward or backward pass"
+"""Of a model of which each rank has a part."""
+
 DATA = "data"
 """Loading a batch, from its request on."""
 

@@ -356,7 +356,6 @@ def test_refusals():
     refused("must be one of", schedule="zero")
     refused("must be a multiple of the 2 ranks", schedule="1F1B", microbatches=3)
     refused("needs a pipeline", mesh=hvkit.Mesh(tensor=2, pipeline=1), microbatches=3)
-    refused("hvkit.Monitor", monitor=hvkit.Monitor("unused"))
     refused("Gossip", strategy=hvkit.Gossip())
     refused("on_nonfinite", on_nonfinite="skip")
     refused("needs a mesh", mesh=None, microbatches=2)

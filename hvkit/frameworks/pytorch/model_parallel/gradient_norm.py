@@ -65,18 +65,28 @@ class GradientsOfAllRanks:
     @torch.no_grad()
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm of the gradients of parameters on all ranks, in float64; a collective."""
+        mine = self.own_norm(parameters, norm_type)
+        if math.isinf(norm_type):
+            return self._reduce(mine, dist.ReduceOp.MAX)
+        return self._reduce(mine**norm_type, dist.ReduceOp.SUM) ** (1 / norm_type)
+
+    @torch.no_grad()
+    def own_norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of this rank's part of these gradients, in float64.
+
+        What several ranks hold counts on one of them, so that the norms of all ranks make up the
+        norm of all gradients.
+        """
         gradients = [
             p.grad
             for p in dict.fromkeys(parameters)
             if p.grad is not None and (p in self._counted or p not in self._all)
         ]
         norms = [_local(g).double().norm(norm_type) for g in gradients]
-        device = self._device
-        found = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
-        if math.isinf(norm_type):
-            return self._reduce(found.max().to(device), dist.ReduceOp.MAX)
-        total = self._reduce((found**norm_type).sum().to(device), dist.ReduceOp.SUM)
-        return total ** (1 / norm_type)
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return whole.to(self._device)
 
     def any_overflow(self, optimizer: int, scaler: Any) -> None:
         """Let a ``GradScaler`` know of overflows on all ranks; a collective.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hvkit.communication.traffic import count
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
 from hvkit.watch.calls import call, translated, waiting
+from hvkit.watch.spans import PASS
 
 # Bytes of the message with shapes.
 _HEADER = 8192
@@ -99,7 +100,7 @@ class StageLinks:
     @contextmanager
     def in_call(self) -> Iterator[None]:
         """Surrounds a forward or backward pass, for messages about waits."""
-        with call("the model's forward or backward pass", self.step, self.name):
+        with call(PASS, self.step, self.name):
             yield
 
     @contextmanager

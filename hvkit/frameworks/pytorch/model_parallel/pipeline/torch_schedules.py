@@ -164,18 +164,19 @@ class ScheduledPipeline:
 
         schedule = self._schedule_for(run)
         self._loss_of = loss_of
-        end = pipeline.around_backward()
         links = pipeline.links
-        with links.in_call(), links.times.passing(), links.waiting():
-            schedule.step(
-                mb=numbers,
-                target=numbers if is_last else None,
-                losses=[] if is_last else None,
-                return_outputs=False,
-            )
-        self._count(run)
-        self._latest = None
-        end()
+        with links.in_call():
+            end = pipeline.around_backward()
+            with links.times.passing(), links.waiting():
+                schedule.step(
+                    mb=numbers,
+                    target=numbers if is_last else None,
+                    losses=[] if is_last else None,
+                    return_outputs=False,
+                )
+            self._count(run)
+            self._latest = None
+            end()
         self._share_values(run, kind, found, outputs)
 
     def _share_values(
