@@ -89,11 +89,6 @@ def refuse_in_mesh(in_mesh: MeshOptions, options: Options) -> None:
             f"of weights apart, where PyTorch does not gather those of {mesh}: use 'GPipe' or "
             "'1F1B'"
         )
-    if options.on_nonfinite != "ignore":
-        raise ValueError(
-            f"on_nonfinite={options.on_nonfinite!r} looks at the gradients of a whole model, which "
-            f'no rank of {mesh} has: use on_nonfinite="ignore"'
-        )
     if options.batch_norm == "sync":
         raise ValueError(
             f'batch_norm="sync" does not work in micro-batches, as in {mesh}: use "average"'

@@ -51,6 +51,11 @@ def refuse_models(models: Sequence[Any], options: Options) -> None:
             f"{options.strategy} does not work with pipelines of Keras on TensorFlow yet: use "
             "hvkit.Synchronous(), or write the model as a torch.nn.Module"
         )
+    if options.on_nonfinite != "ignore":
+        raise ValueError(
+            f"on_nonfinite={options.on_nonfinite!r} looks at the gradients of a whole model, which "
+            f'no rank of {options.mesh.mesh} has: use on_nonfinite="ignore"'
+        )
     (model,) = models
     _refuse_own_call(model)
     if layers := made_synchronised(model):

@@ -142,34 +142,15 @@ class NonFinite:
                 self._spoilt[i] = weakref.ref(mean), mean._version
 
     def attach(self, optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
-        """Let a step that is skipped find no gradients, so that it changes nothing.
+        """Let a step that is skipped find no gradients.
 
         Args:
             optimizers: one that updates some of the parameters, and those inside it.
             hooks: around their steps.
         """
-        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        skip_steps(self._action, optimizers, hooks, self._skips_step)
 
-        def take_away(optimizer: Optimizer) -> None:
-            if not self._skips_step():
-                return
-            groups = [group for each in optimizers for group in each.param_groups]
-            for p in (p for group in groups for p in group["params"]):
-                if p.grad is not None:
-                    held.append((p, p.grad))
-                    p.grad = None
-
-        def put_back(optimizer: Optimizer) -> None:
-            for p, gradient in held:
-                if p.grad is None:  # else it is newer
-                    p.grad = gradient
-            held.clear()
-
-        hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=put_back, failed=put_back))
-        for each in optimizers:
-            around_scaled_steps(each, self._refuse_scaled_step)
-
-    def _skips_step(self) -> bool:
+    def _skips_step(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's step that begins now changes nothing; rank 0 logs that it does.
 
         A backward pass may also leave gradients that no optimizer uses, as a generator's loss does
@@ -182,15 +163,46 @@ class NonFinite:
             self._text = ""
         return self._skips
 
-    def _refuse_scaled_step(self, scaler: Any, step: Callable[[], Any]) -> Any:
-        """Raise if gradients overflow on purpose; otherwise step.
 
-        Raises:
-            ValueError: a ``GradScaler`` finds the largest scale by overflows.
-        """
+def skip_steps(
+    action: str,
+    optimizers: Sequence[Optimizer],
+    hooks: UpdateHooks,
+    skips: Callable[[Optimizer], bool],
+) -> None:
+    """Let steps that are skipped find no gradients, so that they change nothing.
+
+    Args:
+        action: of ``on_nonfinite``.
+        optimizers: one that updates some parameters, and those inside it.
+        hooks: around their steps.
+        skips: whether the step of this optimizer that begins now is one of these.
+    """
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take_away(optimizer: Optimizer) -> None:
+        if not skips(optimizer):
+            return
+        groups = [group for each in optimizers for group in each.param_groups]
+        for p in (p for group in groups for p in group["params"]):
+            if p.grad is not None:
+                held.append((p, p.grad))
+                p.grad = None
+
+    def put_back(optimizer: Optimizer) -> None:
+        for p, gradient in held:
+            if p.grad is None:  # else it is newer
+                p.grad = gradient
+        held.clear()
+
+    def refuse_scaled_step(scaler: Any, step: Callable[[], Any]) -> Any:
         if scaler.is_enabled():
             raise ValueError(
-                f'on_nonfinite="{self._action}": GradScaler skips steps whose gradients overflow, '
+                f'on_nonfinite="{action}": GradScaler skips steps whose gradients overflow, '
                 'and needs them to set its scale: use on_nonfinite="ignore"'
             )
         return step()
+
+    hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=put_back, failed=put_back))
+    for each in optimizers:
+        around_scaled_steps(each, refuse_scaled_step)

@@ -10,6 +10,7 @@
     parts             gathers the whole state, and loads a part of it
     shard_axis        weights of a stage, divided by ``fully_shard``
     gradient_norm     the norm of the gradients of all ranks, for clipping, and overflows
+    nonfinite         gradients that are NaN or infinite on some rank
     pipeline/         stages that follow each other
     tensor/           layers of which each rank has a part
     deferred/         models that no rank ever holds as a whole

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -22,6 +22,17 @@ from hvkit.frameworks.pytorch.optimizers import share_overflows
 from hvkit.watch.calls import call, translated, waiting
 
 _living: WeakSet[GradientsOfAllRanks] = WeakSet()
+
+
+class ClippingObserver(Protocol):
+    """Sees gradients before clipping changes them."""
+
+    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Look at the gradients of these."""
+
+
+clipping_observers: WeakSet[ClippingObserver] = WeakSet()
+"""Of all models in meshes."""
 
 
 class GradientsOfAllRanks:
@@ -82,7 +93,7 @@ class GradientsOfAllRanks:
             for p in dict.fromkeys(parameters)
             if p.grad is not None and (p in self._counted or p not in self._all)
         ]
-        norms = [_local(g).double().norm(norm_type) for g in gradients]
+        norms = [local_part(g).double().norm(norm_type) for g in gradients]
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -111,7 +122,7 @@ class GradientsOfAllRanks:
         return value
 
 
-def _local(t: torch.Tensor) -> torch.Tensor:
+def local_part(t: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor that ``fully_shard`` divides."""
     return t.to_local() if hasattr(t, "to_local") else t
 
@@ -146,6 +157,8 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         if model is None:
             return plain(held, max_norm, norm_type, error_if_nonfinite, foreach)
         held = model.current(held)
+        for each in clipping_observers:
+            each.before_clipping(held)
         total = model.norm(held, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
@@ -169,7 +182,7 @@ def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Ten
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for p in dict.fromkeys(parameters):
         if p.grad is not None:
-            own = _local(p.grad)
+            own = local_part(p.grad)
             own.mul_(factor.to(own.device, own.dtype))
 
 

@@ -16,6 +16,7 @@ from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe, recipe_of
+from hvkit.frameworks.pytorch.model_parallel.nonfinite import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -84,6 +85,10 @@ class MeshPort(PyTorchPort):
         self._synchronise_batch_norm()
         name = self.options.group.numbered("hvkit")
         hooks = {each: UpdateHooks() for each in self.optimizers}
+        if self.options.on_nonfinite != "ignore":
+            found = NonFiniteInMesh(self.options.on_nonfinite, self.model)
+            for optimizer, around in hooks.items():
+                found.attach(optimizer, around)
         parallel = ParallelModel(
             self.model,
             self.optimizers,
@@ -103,6 +108,9 @@ class MeshPort(PyTorchPort):
         ]
         whole = functools.partial(ParallelModel.optimizer_gathered, held)
         return records + self._attach(hooks, whole), None
+
+    def _nonfinite(self) -> None:
+        """Nothing that looks at this rank's gradients alone: ``NonFiniteInMesh`` does."""
 
     def _device(self) -> torch.device:
         if torch.cuda.is_available():

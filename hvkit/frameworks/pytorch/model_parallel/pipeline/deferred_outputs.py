@@ -10,6 +10,7 @@ this batch takes GPipe.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -386,7 +387,8 @@ def means_or_sums(
 ) -> list[bool | None]:
     """Whether each number is a sum over samples, a mean (False), or neither (None).
 
-    Zeros could be both: integers are then sums, others means.
+    Zeros could be both: integers are then sums, others means. So could NaN and infinity, and count
+    as means.
 
     Args:
         found: by micro-batch, each number.
@@ -399,5 +401,6 @@ def means_or_sums(
         by_mean = abs(float(stacked.mean()) - float(value)) <= near
         by_sum = abs(float(stacked.sum()) - float(value)) <= near
         both = by_mean and by_sum and not column[0].is_floating_point()
+        by_mean |= not math.isfinite(value)
         kinds.append(True if both else False if by_mean else True if by_sum else None)
     return kinds

@@ -192,16 +192,18 @@ class ScheduledPipeline:
             ValueError: the loss is not a mean over samples; on every rank of the pipeline.
         """
         pipeline, source = self._pipeline, self._pipeline.stages.rank_of[self._pipeline.last]
-        if kind not in self._sums:
+        sums = self._sums.get(kind)
+        if sums is None:
             kinds = None
             if found:
                 with torch.no_grad():
                     sizes = [batch.samples for batch in run.batches]
                     evaluate = run.evaluator(joined(outputs, sizes), None)
                     whole = [evaluate(node).detach() for node in run.singles]
-                kinds = means_or_sums(found, whole), run.singles.index(_root(run))
-            kinds = pipeline.links.object_from_rank(source, kinds)
-            sums, root = kinds
+                root = run.singles.index(_root(run))
+                finite = all(bool(torch.isfinite(value)) for value in whole)
+                kinds = means_or_sums(found, whole), root, finite
+            sums, root, finite = pipeline.links.object_from_rank(source, kinds)
             if sums[root] is not False:
                 raise ValueError(
                     f"with schedule={self._schedule!r} the loss must be a mean over samples, but "
@@ -210,8 +212,8 @@ class ScheduledPipeline:
                     "ignore_index leaves out other numbers of samples. Use .mean(), or "
                     'schedule="GPipe", which takes any loss'
                 )
-            self._sums[kind] = sums
-        sums = self._sums[kind]
+            if finite:  # else the next batch shows it
+                self._sums[kind] = sums
         values = torch.zeros(len(sums), dtype=torch.float64, device=pipeline.links.device)
         if found:
             values = torch.stack(
