@@ -230,6 +230,48 @@ class Encoder(nn.Module):
         return self.classify(self.encoder(self.project(x), src_key_padding_mask=padding).mean(1))
 
 
+class EncoderDecoder(nn.Module):
+    """Every layer of the decoder looks at what the encoder returns."""
+
+    def __init__(self, vocab=64, width=32, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.Transformer(
+            width, 4, layers, layers, 2 * width, dropout=0.0, batch_first=True
+        )
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(self.layers(x, x.flip(1)))
+
+
+class UNet(nn.Module):
+    """What a level returns is used again on the way up, after all levels below it."""
+
+    def __init__(self, width=8, outputs=10):
+        super().__init__()
+        self.down1, self.down2 = self.level(1, width), self.level(width, 2 * width)
+        self.below = self.level(2 * width, 2 * width)
+        self.up2, self.up1 = self.level(4 * width, width), self.level(2 * width, width)
+        self.classify = nn.Conv2d(width, outputs, 1)
+
+    def level(self, inputs, outputs):
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.GroupNorm(2, outputs),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x):
+        first = self.down1(x)
+        second = self.down2(F.max_pool2d(first, 2))
+        x = self.below(F.max_pool2d(second, 2))
+        x = self.up2(torch.cat([F.interpolate(x, scale_factor=2), second], dim=1))
+        x = self.up1(torch.cat([F.interpolate(x, scale_factor=2), first], dim=1))
+        return self.classify(x).mean((2, 3))
+
+
 class CNN(nn.Module):
     def __init__(self, channels=1, outputs=10):
         super().__init__()

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from mesh_models import CNN, GPT, PassesTwo, ResNet
+from mesh_models import CNN, GPT, EncoderDecoder, PassesTwo, ResNet, UNet
 from mesh_training import (
     MICROBATCHES,
     InMicroBatches,
@@ -28,6 +28,8 @@ MODELS = {
     "CNN": (CNN, images),
     "ResNet": (ResNet, images),
     "two tensors": (PassesTwo, vectors),
+    "encoder and decoder": (EncoderDecoder, tokens),
+    "U-Net": (UNet, images),
 }
 
 

@@ -25,6 +25,7 @@ from hvkit.frameworks.pytorch.model_parallel.forecast import (
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
+    UNEVEN,
     Stages,
     plan_stages,
     ranks_of_stages,
@@ -39,9 +40,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prov
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
-
-# Times the mean share of a stage that is worth a warning.
-_UNEVEN = 1.5
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def decide(
     plan = _proven(model, options, first)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
-    if not chosen and (largest := max(stages.flops)) > _UNEVEN / len(stages):
+    if not chosen and (largest := max(stages.flops)) > UNEVEN / len(stages):
         warn_once(
             "uneven stages",
             f"one of {len(stages)} stages takes {largest:.0%} of the FLOPs: the model can be "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,6 +30,19 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Result:
+    """A tensor that a module returns.
+
+    Attributes:
+        module: its name; it is called once.
+        number: of the tensor, among those that the module returns.
+    """
+
+    module: str
+    number: int
+
+
+@dataclass(frozen=True)
 class CutPlace:
     """A module after whose call the model can be cut.
 
@@ -37,10 +50,10 @@ class CutPlace:
         module: its name.
         time: when its call ended, in operations.
         flops: of forward up to there.
-        nbytes: of its output, for the samples of the dry run.
+        nbytes: of its output, and of the results beside it, for the samples of the dry run.
         structure: its output, with a ``Slot`` in place of each tensor.
         begun: when its call began.
-        only_weights: whether all tensors of the output depend on weights.
+        beside: results of modules before it that are used later, too.
     """
 
     module: str
@@ -49,7 +62,11 @@ class CutPlace:
     nbytes: int
     structure: Any
     begun: int
-    only_weights: bool
+    beside: tuple[Result, ...] = ()
+
+    def __str__(self) -> str:
+        others = ", ".join(each.module for each in self.beside)
+        return self.module + (f", with the results of {others}" if others else "")
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,8 @@ class DryRun:
 
     Attributes:
         places: where the model can be cut, in the order of forward.
+        closed: modules from inside of which nothing is used later but their output, all of which
+            depends on weights.
         reads: by parameter, when it is used.
         calls: by module, when its first call began.
         writes: by buffer that is changed in place, when it is last.
@@ -82,6 +101,7 @@ class DryRun:
     """
 
     places: tuple[CutPlace, ...]
+    closed: tuple[str, ...]
     reads: Mapping[str, tuple[int, ...]]
     calls: Mapping[str, int]
     writes: Mapping[str, int]
@@ -130,6 +150,11 @@ def _to_meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
+def storage_of(t: torch.Tensor) -> int:
+    """The number of its memory, as long as something holds it."""
+    return int(t.untyped_storage()._cdata)
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of nested lists, dicts and the like, in order."""
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
@@ -148,11 +173,13 @@ class _Flow(TorchFunctionMode):
         uses: when, of a tensor made when, with the tensor, which keeps its id from being used
             again.
         reads: by parameter, when it was used.
+        changes: when the memory of a tensor was changed in place, by its number.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.time = 0
+        self.changes: list[tuple[int, int]] = []
         self.uses: list[tuple[int, int, torch.Tensor]] = []
         self.reads: dict[torch.Tensor, list[int]] = {}
         self.buffers: dict[int, str] = {}
@@ -171,8 +198,10 @@ class _Flow(TorchFunctionMode):
                     setattr(t, _BORN, self.time - 1)
                 self.uses.append((self.time, getattr(t, _BORN), t))
                 depends = True
-        if args and is_in_place(func) and (name := self.buffers.get(id(args[0]))) is not None:
-            self.writes[name] = self.time
+        if args and is_in_place(func) and isinstance(args[0], torch.Tensor):
+            self.changes.append((self.time, storage_of(args[0])))
+            if (name := self.buffers.get(id(args[0]))) is not None:
+                self.writes[name] = self.time
         out = func(*args, **(kwargs or {}))
         for t in tensors_in(out) if depends else ():
             changed_in_place = any(t is each for each in inputs)
@@ -186,9 +215,14 @@ class _Flow(TorchFunctionMode):
             if (born := getattr(t, _BORN, None)) is not None:
                 self.uses.append((self.time + 1, born, t))
 
-    def crossing(self, time: int) -> set[int]:
-        """The ids of what was made up to a time and is used after it."""
-        return {id(t) for used, born, t in self.uses if born <= time < used}
+    def crossing(self, time: int, since: int = -1) -> dict[int, torch.Tensor]:
+        """What was made after ``since`` and up to a time, and is used after it, by its id."""
+        return {id(t): t for used, born, t in self.uses if since < born <= time < used}
+
+    def is_changed(self, t: torch.Tensor, begin: int, end: int) -> bool:
+        """Whether its memory is changed in place after one time, and up to another."""
+        own = storage_of(t)
+        return any(begin < time <= end and storage == own for time, storage in self.changes)
 
 
 @dataclass
@@ -200,6 +234,15 @@ class _Ended:
     flops: int
     tensors: list[torch.Tensor]
     structure: Any
+    trained: list[bool]
+
+    @property
+    def is_inside_a_function(self) -> bool:
+        """Whether autograd has seen its result only afterwards, from another operation."""
+        return any(
+            t.requires_grad is not before
+            for t, before in zip(self.tensors, self.trained, strict=True)
+        )
 
 
 class _Calls:
@@ -231,7 +274,8 @@ class _Calls:
             return  # a number, say, that may be another one in the next call
         if not _recomputed_from_within(module):
             tensors, structure = tensors_in(output), structure_of(output)
-            self.ended.append(_Ended(name, self._flow.time, flops, tensors, structure))
+            trained = [t.requires_grad for t in tensors]
+            self.ended.append(_Ended(name, self._flow.time, flops, tensors, structure, trained))
 
 
 def _recomputed_from_within(module: nn.Module) -> bool:
@@ -290,6 +334,7 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
     flow.use_all(out)
     return DryRun(
         places=tuple(_places(flow, calls)),
+        closed=tuple(_closed(flow, calls)),
         reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
         calls=calls.begun,
         writes=flow.writes,
@@ -404,15 +449,15 @@ class _Saved:
 
     def __init__(self, flow: _Flow, parameters: Iterable[nn.Parameter]) -> None:
         self._flow = flow
-        self._parameters = {p.untyped_storage()._cdata for p in parameters}
+        self._parameters = set(map(storage_of, parameters))
         self.found: list[Kept] = []
         # The number of a storage is used again when nobody holds it.
         self._alive: list[Any] = []
 
     def keep(self, t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
-        if t.is_meta and storage._cdata not in self._parameters:
-            self.found.append(Kept(self._flow.time, storage._cdata, storage.nbytes()))
+        storage, number = t.untyped_storage(), storage_of(t)
+        if t.is_meta and number not in self._parameters:
+            self.found.append(Kept(self._flow.time, number, storage.nbytes()))
             self._alive.append(storage)
         return t
 
@@ -458,26 +503,27 @@ def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
 
 
 def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
-    """Where all that is used later and depends on a parameter is the output of one call."""
+    """Where all that is used later and depends on a parameter is what modules return."""
     found: list[CutPlace] = []
-    for each in calls.ended:
-        tensors = each.tensors
+    once = [each for each in calls.ended if calls.count[each.module] == 1]
+    ended = [each for each in once if not each.is_inside_a_function]
+    for i, each in enumerate(ended):
         crossing = flow.crossing(each.time)
-        if (
-            calls.count[each.module] != 1
-            or not crossing
-            or not crossing <= set(map(id, tensors))
-            or each.time >= flow.time
-        ):
+        own = set(map(id, each.tensors))
+        if not crossing or not own & crossing.keys() or each.time >= flow.time:
+            continue
+        others = {number: t for number, t in crossing.items() if number not in own}
+        beside = [_result(t, ended[:i], each.time, flow) for t in others.values()]
+        if None in beside or _share_memory([*each.tensors, *others.values()], len(others)):
             continue
         place = CutPlace(
             each.module,
             each.time,
             each.flops,
-            bytes_of(tensors),
+            bytes_of([*each.tensors, *others.values()]),
             each.structure,
             calls.begun[each.module],
-            all(hasattr(t, _BORN) for t in tensors),
+            tuple(result for result in beside if result is not None),
         )
         # Of those that end together the outermost.
         if found and found[-1].time == each.time:
@@ -485,6 +531,38 @@ def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
         else:
             found.append(place)
     return found
+
+
+def _result(t: torch.Tensor, ended: Sequence[_Ended], time: int, flow: _Flow) -> Result | None:
+    """The module that returns a tensor, of those that have ended; the outermost.
+
+    None if there is none, or if the tensor is changed before ``time``: a later stage would change
+    it again.
+    """
+    for each in reversed(ended):
+        numbers = [number for number, own in enumerate(each.tensors) if own is t]
+        if numbers:
+            return None if flow.is_changed(t, each.time, time) else Result(each.module, numbers[0])
+    return None
+
+
+def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
+    """Whether one of the last tensors has memory in common with another one.
+
+    They arrive apart, so that a change of one would not be seen in the other.
+    """
+    storages = [storage_of(t) for t in tensors]
+    return any(storages.count(each) > 1 for each in storages[len(storages) - others :])
+
+
+def _closed(flow: _Flow, calls: _Calls) -> Iterator[str]:
+    """The modules of whose calls later stages need to know no more than the shapes of outputs."""
+    for each in calls.ended:
+        depends = [hasattr(t, _BORN) for t in each.tensors]
+        if calls.count[each.module] == 1 and depends and all(depends):
+            made = flow.crossing(each.time, calls.begun[each.module])
+            if made.keys() <= set(map(id, each.tensors)):
+                yield each.module
 
 
 def with_tensors(structure: Any, tensors: Iterable[torch.Tensor]) -> Any:

@@ -9,7 +9,7 @@ ends, the forward is left.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,6 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     OnMeta,
     call_key,
     explaining_meta,
+    structure_of,
     tensors_in,
     uncompiled,
     with_tensors,
@@ -72,6 +73,8 @@ class StagedForward:
         self._device = device
         self._stage = 0
         self._received: Sequence[torch.Tensor] = ()
+        # By module, the tensors of its result that another stage needs beside a cut.
+        self._beside: dict[str, list[torch.Tensor]] = {}
         self._before: _Before | None = None
         self._shapes: dict[Hashable, Any] = {}
         self._running = False
@@ -82,8 +85,11 @@ class StagedForward:
         self._numbers = SharedNumbers(device, _on_one_rank(model, stages), seeded)
         for number, cut in enumerate(stages.cuts):
             self._cut(modules[cut.module], number, cut)
-        for place in self._skipped(found):
-            self._skip(modules[place.module], stages.of_module[place.module])
+        beside = {each.module for cut in stages.cuts for each in cut.beside}
+        for name in self._skipped(found, beside):
+            self._skip(modules[name], stages.of_module[name])
+        for name in beside:
+            self._pass_on(name, modules[name])
 
     def run(
         self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch, seed: int
@@ -100,6 +106,7 @@ class StagedForward:
             ValueError: the forward needs more of earlier stages than what they have given.
         """
         self._stage, self._received, self._running = stage, received, True
+        self._beside.clear()
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._numbers.drawn(seed))
@@ -145,20 +152,44 @@ class StagedForward:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._running and self._stage == number:
-                raise StageEnd(output)
+                beside = [self._beside[each.module][each.number] for each in cut.beside]
+                raise StageEnd((output, beside) if beside else output)
 
         module.forward = forward
         module.register_forward_hook(leave)
 
-    def _skipped(self, found: DryRun) -> list[CutPlace]:
-        """The modules whose shapes are enough for later stages."""
-        cuts = {cut.module for cut in self._stages.cuts}
+    def _pass_on(self, name: str, module: nn.Module) -> None:
+        """Note the result of this module where a stage ends, and receive it where one begins."""
+
+        def exchange(module: nn.Module, args: Any, output: Any) -> Any:
+            if not self._running:
+                return None
+            tensors = tensors_in(output)
+            arrived = self._arrived(name)
+            for number, received in arrived.items():
+                tensors[number] = received
+            self._beside[name] = tensors
+            return with_tensors(structure_of(output), tensors) if arrived else None
+
+        module.register_forward_hook(exchange)
+
+    def _arrived(self, name: str) -> dict[int, torch.Tensor]:
+        """The tensors of a module's result that this stage has received, by number."""
+        if not self._stage:
+            return {}
+        cut = self._stages.cuts[self._stage - 1]
+        given = self._received[len(self._received) - len(cut.beside) :]
+        pairs = zip(cut.beside, given, strict=True)
+        return {each.number: t for each, t in pairs if each.module == name}
+
+    def _skipped(self, found: DryRun, beside: Collection[str]) -> list[str]:
+        """The modules of which shapes are enough for later stages."""
+        inside = [*(cut.module for cut in self._stages.cuts), *beside]
         return [
-            place
-            for place in found.places
-            if place.module not in cuts
-            and place.only_weights
-            and not any(place.begun < cut.time < place.time for cut in self._stages.cuts)
+            name
+            for name in found.closed
+            if name not in {cut.module for cut in self._stages.cuts}
+            and not any(each.startswith(f"{name}.") for each in inside)
         ]
 
     def _skip(self, module: nn.Module, stage: int) -> None:

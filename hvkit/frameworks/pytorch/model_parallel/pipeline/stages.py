@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from hvkit.frameworks.stage_division import balanced_cuts
 
 Balance = Literal["flops", "bytes"]
 BALANCES = get_args(Balance)
+
+UNEVEN = 1.5
+"""Times the mean share of a stage that is too much."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Stages:
         lines = []
         for stage, rank in enumerate(self.rank_of):
             where = "" if rank == stage else f" (rank {rank} of the pipeline)"
-            cut = f"; cut after {self.cuts[stage].module}" if stage < len(self.cuts) else ""
+            cut = f"; cut after {self.cuts[stage]}" if stage < len(self.cuts) else ""
             lines.append(
                 f"stage {stage}{where}: {self.flops[stage]:.0%} of the FLOPs, "
                 f"{megabytes(self.nbytes[stage])} MB of weights{cut}"
@@ -182,9 +186,28 @@ def _balanced(
     if len(places) < stages - 1:
         raise ValueError(
             f"a pipeline of {stages} stages needs {stages - 1} places to cut the model, but there "
-            f"are {len(places)}: after {_listed(places)}. A model can be cut after a module that "
-            "is called once, if all that is used later and depends on weights is its output"
+            f"are {len(places)}: after {_listed(places)}. A model can be cut after a module if all "
+            "that is used later and depends on weights is what modules return that are called once"
         )
+    found_cuts, most = [], math.inf
+    # Cuts that one module's output crosses come first: they send less.
+    for some in ([place for place in places if not place.beside], places):
+        if len(some) < stages - 1 or most <= UNEVEN / stages:
+            continue
+        cuts, share = _cuts_of(found, sizes, stages, balance, some)
+        if share < most:
+            found_cuts, most = cuts, share
+    return found_cuts
+
+
+def _cuts_of(
+    found: DryRun,
+    sizes: Mapping[str, int],
+    stages: int,
+    balance: str,
+    places: Sequence[CutPlace],
+) -> tuple[list[CutPlace], float]:
+    """The cuts at some places that make the largest stage smallest, and its share of the whole."""
     last = len(places) + 1
     ends = [0, *(place.time for place in places), math.inf]
     flops = [0, *(place.flops for place in places), found.flops]
@@ -200,4 +223,7 @@ def _balanced(
         )
 
     costs = {(i, j): cost(i, j) for j in range(1, last + 1) for i in range(j)}
-    return [places[j - 1] for j in balanced_cuts(stages, costs, crossing)]
+    chosen = balanced_cuts(stages, costs, crossing)
+    borders = [0, *chosen, last]
+    most = max(costs[pair] for pair in itertools.pairwise(borders))
+    return [places[j - 1] for j in chosen], most / max(costs[0, last], 1)

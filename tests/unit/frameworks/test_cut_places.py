@@ -1,0 +1,90 @@
+"""Where a dry run finds that a model can be cut, and what crosses the cut."""
+
+import pytest
+import torch
+from torch import nn
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import Result, dry_run
+
+
+class Net(nn.Module):
+    """Three layers, of which the first and the second are put together in some way."""
+
+    def __init__(self, together):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.halves = Halves()
+        self.together = together
+
+    def forward(self, x):
+        return self.third(self.together(self, self.first(x)))
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.chunk(2, dim=1)
+
+
+def places_of(together):
+    found = dry_run(Net(together), (torch.ones(2, 4),), {}, torch.device("cpu"))
+    return {place.module: place for place in found.places}
+
+
+def test_what_a_module_has_returned_may_pass_by_a_cut():
+    places = places_of(lambda net, x: x + net.second(x))
+    first, second = places["first"], places["second"]
+    assert (first.beside, second.beside) == ((), (Result("first", 0),))
+    assert (first.nbytes, second.nbytes) == (2 * 4 * 4, 2 * 2 * 4 * 4)
+
+
+def test_the_number_among_several_results_counts():
+    def one_half_later(net, x):
+        a, b = net.halves(x)
+        return net.second(torch.cat([a, a], dim=1)) + b.repeat(1, 2)
+
+    assert places_of(one_half_later)["second"].beside == (Result("halves", 1),)
+
+
+def doubled_before(net, x):
+    doubled = 2 * x
+    return net.second(x) + doubled
+
+
+def a_part(net, x):
+    part = x[:, :1]
+    return net.second(x) + part
+
+
+def changed_in_place(net, x):
+    x.mul_(2)
+    return net.second(x) + x
+
+
+def changed_through_a_view(net, x):
+    x[:, 0] = 1
+    return net.second(x) + x
+
+
+def called_twice(net, x):
+    x = net.first(x)
+    return net.second(x) + x
+
+
+def halves_of_one_memory(net, x):
+    a, b = net.halves(x)
+    return net.second(x) + torch.cat([a, b], dim=1)
+
+
+@pytest.mark.parametrize(
+    "together",
+    [
+        doubled_before,
+        a_part,
+        changed_in_place,
+        changed_through_a_view,
+        called_twice,
+        halves_of_one_memory,
+    ],
+)
+def test_nothing_else_may(together):
+    assert "second" not in places_of(together)
