@@ -34,10 +34,11 @@ MODELS = {
 
 
 def each_schedule():
-    """Every schedule with every model; on more than two ranks those with a GPT."""
+    """Every schedule with every model; first those of two models, of different kinds of cuts."""
     for schedule in SCHEDULES:
         for name in MODELS:
-            marks = [] if name == "tied GPT" else [pytest.mark.every_combination]
+            first = name in ("tied GPT", "U-Net")
+            marks = [] if first else [pytest.mark.every_combination]
             yield pytest.param(name, schedule, marks=marks, id=f"{name}-{schedule}")
 
 

@@ -668,3 +668,33 @@ def test_buffers_are_those_of_the_stage_that_changes_them():
     train(InMicroBatches(reference), its, data)
     train(model, own, data)
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
+def test_gradients_of_chosen_parameters_are_refused(schedule):
+    model, _ = distributed(SMALL(), schedule=schedule)
+    x, y = of_this_rank(tokens(1))[0]
+    for _ in range(2):  # the first batch of a shape takes GPipe
+        cross_entropy(model(x), y).backward()
+    loss = cross_entropy(model(x), y)
+    chosen = list(model.parameters())
+    for way in (
+        lambda: loss.backward(inputs=chosen),
+        lambda: torch.autograd.grad(loss, chosen, allow_unused=True),
+    ):
+        with pytest.raises(ValueError, match="inputs="):
+            way()
+    loss.backward()
+
+
+def test_the_total_norm_is_that_of_all_stages():
+    (reference, _), (model, _) = both(SMALL)
+    x, y = tokens(1)[0]
+    cross_entropy(reference(x), y).backward()
+    x, y = of_this_rank([(x, y)])[0]
+    cross_entropy(model(x), y).backward()
+    norms = [
+        nn.utils.get_total_norm([p.grad for p in each.parameters() if p.grad is not None])
+        for each in (reference, model)
+    ]
+    assert abs(norms[0] - norms[1]) < 1e-12

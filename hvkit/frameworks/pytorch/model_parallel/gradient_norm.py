@@ -69,6 +69,11 @@ class GradientsOfAllRanks:
         """Whether one of these is a parameter of the model."""
         return any(p in self._all for p in parameters)
 
+    def of_gradients(self, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that have these gradients."""
+        wanted = set(map(id, gradients))
+        return [p for p in self._all if p.grad is not None and id(p.grad) in wanted]
+
     def current(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Parameters with new ones in place of those that a script has kept."""
         return [self._replaced.get(p, p) for p in parameters]
@@ -138,9 +143,49 @@ def _see_all_ranks() -> None:
 
     So the function itself stays, and calls another one inside.
     """
-    wrapper: Any = clip_grad.clip_grad_norm_
-    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
-    cell.cell_contents = _clip_of_all_ranks(cell.cell_contents)
+    for name, of_all_ranks in (
+        ("clip_grad_norm_", _clip_of_all_ranks),
+        ("_get_total_norm", _total_of_all_ranks),
+    ):
+        wrapper = getattr(clip_grad, name)
+        cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+        cell.cell_contents = of_all_ranks(cell.cell_contents)
+
+
+def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(plain)
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        held = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        for model in _living:
+            parameters = model.of_gradients(held)
+            # A stage whose parameters are all frozen has no gradients to recognise.
+            if parameters or (not held and len(_living) == 1):
+                return _checked(model.norm(parameters, float(norm_type)), held, error_if_nonfinite)
+        return plain(held, norm_type, error_if_nonfinite, foreach)
+
+    return get_total_norm
+
+
+def _checked(
+    total: torch.Tensor, gradients: Sequence[torch.Tensor], error_if_nonfinite: bool
+) -> torch.Tensor:
+    """A norm of all gradients, in their dtype.
+
+    Raises:
+        RuntimeError: it is not finite, and that is to be an error.
+    """
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            "The total norm of the gradients of all ranks is non-finite, so it cannot be clipped. "
+            "To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    return total.to(gradients[0].dtype) if gradients else total
 
 
 def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -159,19 +204,14 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         held = model.current(held)
         for each in clipping_observers:
             each.before_clipping(held)
+        gradients = [p.grad for p in held if p.grad is not None]
         total = model.norm(held, float(norm_type))
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients of all ranks is non-finite, so "
-                "it cannot be clipped. To disable this error and scale the gradients by the "
-                "non-finite norm anyway, set `error_if_nonfinite=False`"
-            )
-        if any(p.grad is not None and hasattr(p.grad, "to_local") for p in held):
+        result = _checked(total, gradients, error_if_nonfinite)
+        if any(hasattr(gradient, "to_local") for gradient in gradients):
             _scale(held, max_norm, total)
         else:
             clip_grads_with_norm_(held, max_norm, total, foreach)
-        kinds = [p.grad.dtype for p in held if p.grad is not None]
-        return total.to(kinds[0]) if kinds else total
+        return result
 
     return clip_grad_norm_
 

@@ -40,6 +40,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     autocast_state,
     enter,
     handed_on,
+    refuse_chosen_inputs,
     run_backward,
     same_memory,
 )
@@ -125,6 +126,7 @@ class Pipeline:
         self._states: dict[Hashable, int] = {}
         self._results: dict[Hashable, tuple[Any, list[TensorSpec]]] = {}
         self.divide = divide
+        refuse_chosen_inputs()
         # Of the next pass; the same on all ranks of the pipeline.
         self.seed = 0
         self._independence = SampleIndependence(self)

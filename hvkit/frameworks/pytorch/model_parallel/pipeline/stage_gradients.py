@@ -5,13 +5,16 @@ Also the settings of autocast, under which a stage must compute as the script's 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import autograd
 
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec, in_pass
+from hvkit.frameworks.pytorch.refusals import is_in_mesh
 
 
 class StageInput:
@@ -110,3 +113,28 @@ def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
         if enabled or torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
     return stack
+
+
+@functools.cache
+def refuse_chosen_inputs() -> None:
+    """Make ``backward(inputs=...)`` and ``torch.autograd.grad`` raise for a model's parameters.
+
+    Autograd would not run what other stages have computed: no gradients, and no error. Both call
+    one function of PyTorch's, also where a script has imported their names before.
+    """
+    module: Any = autograd
+    run = module._engine_run_backward
+
+    @functools.wraps(run)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # After gradients, and whether to keep and to make a graph.
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        if not in_pass() and any(isinstance(t, torch.Tensor) and is_in_mesh(t) for t in inputs):
+            raise ValueError(
+                "backward(inputs=...) and torch.autograd.grad cannot compute gradients of "
+                "parameters in a pipeline, which other ranks compute in backward(): call "
+                "loss.backward(), and read p.grad"
+            )
+        return run(tensors, *args, **kwargs)
+
+    module._engine_run_backward = checked

@@ -18,6 +18,9 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTi
 from hvkit.watch.calls import call, translated, waiting
 from hvkit.watch.spans import PASS
 
+# Passes of all models that are under way.
+_under_way = 0
+
 # Bytes of the message with shapes.
 _HEADER = 8192
 
@@ -100,8 +103,13 @@ class StageLinks:
     @contextmanager
     def in_call(self) -> Iterator[None]:
         """Surrounds a forward or backward pass, for messages about waits."""
-        with call(PASS, self.step, self.name):
-            yield
+        global _under_way
+        _under_way += 1
+        try:
+            with call(PASS, self.step, self.name):
+                yield
+        finally:
+            _under_way -= 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -190,6 +198,11 @@ class StageLinks:
         with self.waiting():
             dist.all_gather(everyone, mine, group=self.group)
         return torch.stack(everyone)
+
+
+def in_pass() -> bool:
+    """Whether a forward or backward pass through stages is under way."""
+    return _under_way > 0
 
 
 def _encoded(specs: Sequence[TensorSpec]) -> torch.Tensor:

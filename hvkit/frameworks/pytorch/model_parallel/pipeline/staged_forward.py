@@ -116,15 +116,22 @@ class StagedForward:
                 output = self._forward(*batch.args, **batch.kwargs)
         except StageEnd as end:
             output = end.output
+        except (RuntimeError, NotImplementedError) as error:
+            if not stage or "meta" not in str(error).lower():
+                raise
+            raise self._not_passed_on(stage) from error
         finally:
             self._running = False
         if any(t.is_meta for t in tensors_in(output)):
-            raise ValueError(
-                f"stage {stage} uses something of an earlier stage that the cut after "
-                f"{self._stages.cuts[stage - 1].module} does not pass on, such as an attribute in "
-                "which a module keeps a result: choose other cuts with stages=[...]"
-            )
+            raise self._not_passed_on(stage)
         return output
+
+    def _not_passed_on(self, stage: int) -> ValueError:
+        return ValueError(
+            f"stage {stage} uses something of an earlier stage that the cut after "
+            f"{self._stages.cuts[stage - 1]} does not pass on, such as an attribute in which a "
+            "module keeps a result: choose other cuts with stages=[...]"
+        )
 
     def _refuse_outside(self, name: str, module: nn.Module, args: Any) -> None:
         """Before a call of a module of another rank's stage."""
