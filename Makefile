@@ -80,7 +80,7 @@ parallel: setup
 # test of it then fails.
 FIRST := -m "not accuracy and not every_combination"
 MESHES := $(addprefix tests/parallel/mesh/test_,data_axis.py shard_axis.py tensor_in_mesh.py \
-	keras_pipeline.py)
+	keras_pipeline.py monitor_in_mesh.py nonfinite_in_mesh.py)
 KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 more-ranks: setup
 	$(call RANKS,3) $(FIRST) tests/parallel

@@ -22,6 +22,7 @@ from mesh_training import (
     train,
     vectors,
     whole_state,
+    with_gradients,
 )
 from ranks import error_of
 from torch import nn
@@ -698,3 +699,33 @@ def test_the_total_norm_is_that_of_all_stages():
         for each in (reference, model)
     ]
     assert abs(norms[0] - norms[1]) < 1e-12
+
+
+class WithAuxiliaryHead(GPT):
+    """As Inception and GoogLeNet: a second head, in the middle, in training only."""
+
+    def __init__(self):
+        super().__init__(layers=4)
+        self.auxiliary = nn.Linear(32, 64)
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.size(1)))
+        for number, block in enumerate(self.h):
+            x = block(x)
+            if number == 2 and self.training:
+                auxiliary = self.auxiliary(x)
+        logits = self.lm_head(self.ln_f(x))
+        return logits + 0.3 * auxiliary if self.training else logits
+
+
+def test_a_head_that_only_training_uses_after_an_evaluation():
+    one, (model, optimizer) = both(WithAuxiliaryHead)
+    data = tokens(6)
+    model.eval()
+    with torch.no_grad():
+        model(of_this_rank(data)[0][0])
+    model.train()
+    train(model, optimizer, of_this_rank(data))
+    train(*one, data)
+    counted = with_gradients(*one)
+    assert difference(whole_state(model), one[0].state_dict(), counted) < 1e-11

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +79,8 @@ def decide(
         ValueError: it cannot be divided; says why.
     """
     found = _dry_run(model, device, first, args, kwargs)
+    if options.mesh.pipeline > 1:
+        found = _with_other_mode(found, model, device, first)
     plan = _proven(model, options, first)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
@@ -122,6 +125,43 @@ def _dry_run(
         ) from error
 
 
+def _with_other_mode(
+    found: DryRun, model: nn.Module, device: torch.device, first: MicroBatch
+) -> DryRun:
+    """What was found, with parameters that a forward reads in the other mode only.
+
+    Such as a head that only training uses, where the first call is an evaluation.
+    """
+    used = {p for name, p in model.named_parameters() if name in found.reads}
+    if all(p in used for p in model.parameters()):
+        return found
+    with _other_mode(model):
+        try:
+            other = dry_run(model, first.args, first.kwargs, device)
+        except Exception:  # of any type: in training it may want targets, which are not there
+            return found
+    begun = {place.module: place.time for place in found.places}
+    reads = dict(found.reads)
+    for name, times in other.reads.items():
+        if name not in reads:
+            before = [place.module for place in other.places if place.time < times[0]]
+            known = [begun[module] for module in before if module in begun]
+            reads[name] = (max(known, default=0) + 1,)
+    return replace(found, reads=reads)
+
+
+@contextmanager
+def _other_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation for a while, or in training if it is in evaluation."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train(not model.training)
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def _proven(model: nn.Module, options: MeshOptions, first: MicroBatch) -> TensorPlan:
     """Which layers ranks of the tensor axis divide, in training and in evaluation alike.
 
@@ -131,13 +171,8 @@ def _proven(model: nn.Module, options: MeshOptions, first: MicroBatch) -> Tensor
     plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
     if plan.ways == 1 or not plan.divisions:
         return plan
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.train(not model.training)
+    with _other_mode(model):
         other = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if other.divisions != plan.divisions:
         apart = sorted(
             name
