@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvkit import runtime
 from hvkit.frameworks.keras.backends import quickly_read
 from hvkit.frameworks.keras.collectives.graph_collectives import blocked_in_graphs
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of
@@ -165,9 +164,7 @@ class Gradients:
             self._wanted.assign(pending)
 
     def read(self) -> dict[str, float]:
-        """``learning_rate``, of the first optimizer, and ``gradient_norm`` over all, on rank 0."""
-        if runtime.rank() != 0:
-            return {}
+        """``learning_rate``, of the first optimizer, and ``gradient_norm`` of all updated here."""
         rate = parts_of(self._optimizers[0])[0].learning_rate
         values = {"learning_rate": float(keras.ops.convert_to_numpy(rate))}
         if self._record_pending:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from hvkit import runtime
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of
 from hvkit.monitor.keras import FitRecorder
 from hvkit.monitor.records import length_of
@@ -66,9 +65,7 @@ class UpdateNorms:
         self._norms.clear()
 
     def read(self) -> dict[str, float]:
-        """``learning_rate``, of the first optimizer, and ``gradient_norm`` over all, on rank 0."""
-        if runtime.rank() != 0:
-            return {}
+        """``learning_rate``, of the first optimizer, and ``gradient_norm`` of all updated here."""
         values = {"learning_rate": float(parts_of(self._optimizers[0])[0].learning_rate)}
         if self._norms:
             values["gradient_norm"] = sum(float(n) ** 2 for n in self._norms.values()) ** 0.5

@@ -130,7 +130,7 @@ class Monitor:
         self._load: HostLoad | None = None
         self._gradients: Any = None
         self._equal_steps = True
-        # How many ranks compute on the same samples, and whether other ranks' gradients are copies.
+        # How many ranks compute on the same samples; whether this rank's gradients are no copies.
         self._together, self._counts = 1, True
         self._skipped = skipped_steps.number
         self.closed = False
@@ -287,6 +287,8 @@ class Monitor:
         self._open()
         gradients: Any
         if framework_of(models[0]) == "keras":
+            if position is None:
+                self._counts = runtime.rank() == 0
             from hvkit.monitor.keras import record_fit
 
             _, gradients = _classes_for_keras()

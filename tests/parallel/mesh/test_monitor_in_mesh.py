@@ -2,6 +2,8 @@
 
 import json
 
+import keras
+import numpy as np
 import pytest
 import torch
 from mesh_models import GPT
@@ -56,3 +58,30 @@ def test_a_record_has_the_norm_of_all_gradients_and_counts_each_sample_once(fold
     # Of a rank's time, which differs from rank to rank.
     samples = [line["samples_per_second"] * line["seconds"]["step"] for line in found]
     assert samples == pytest.approx([len(data[0][0])] * 3, rel=0.4)
+
+
+def test_keras_records_them_too(folder):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(8, "relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(4)])
+    optimizer = keras.optimizers.SGD(0.1)
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(16, width)).astype("f") for width in (8, 4))
+    states = []
+    with hvkit.Monitor(folder, every=1) as monitor:
+        hvkit.distribute(
+            model,
+            optimizer,
+            monitor=monitor,
+            mesh=hvkit.Mesh(pipeline=2),
+            microbatches=MICROBATCHES,
+        )
+        model.compile(optimizer, "mse")
+        for _ in range(2):  # of the first step, which makes functions, there is no record
+            model.fit(x, y, batch_size=16, verbose=0)
+            with hvkit.settled(model):
+                weights = model.get_weights() if hvkit.is_main() else [np.zeros(1)]
+                states.append(np.concatenate([w.ravel() for w in weights]))
+    norm = hvkit.broadcast(float(np.linalg.norm(states[1] - states[0]) / 0.1))
+    (found,) = recorded(folder)
+    assert found["gradient_norm"] == pytest.approx(norm, rel=1e-3)
