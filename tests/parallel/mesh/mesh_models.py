@@ -1,5 +1,6 @@
 """Models as people write them, small: nothing in them is made for hvkit."""
 
+import functools
 import math
 
 import torch
@@ -366,3 +367,28 @@ class PassesTwo(nn.Module):
         for block in self.blocks:
             both = block(both)
         return self.last(torch.cat(both, dim=-1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.first = nn.LSTM(16, 16, batch_first=batch_first)
+        self.between = nn.Linear(16, 16)
+        self.second = nn.LSTM(16, 16, batch_first=batch_first)
+        self.last = nn.Linear(16, 64)
+
+    def forward(self, ids):
+        x, _ = self.first(self.embed(ids))
+        x, _ = self.second(self.between(x))
+        return self.last(x)
+
+
+class Masked(PassesTwo):
+    """Takes a matrix that has nothing to do with the samples."""
+
+    def forward(self, x, matrix):
+        return super().forward(x) @ matrix
+
+
+SMALL = functools.partial(GPT, layers=4)

@@ -2,11 +2,10 @@
 
 import copy
 import functools
-import math
 
 import pytest
 import torch
-from mesh_models import CNN, GPT, MLP, Encoder, PassesTwo
+from mesh_models import CNN, GPT, SMALL, Encoder, Masked, PassesTwo, Recurrent
 from mesh_training import (
     InMicroBatches,
     adamw,
@@ -24,15 +23,10 @@ from mesh_training import (
     whole_state,
     with_gradients,
 )
-from ranks import error_of
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hvkit
-from hvkit.errors import RanksDisagreeError
-
-SMALL = functools.partial(GPT, layers=4)
 
 
 def sgd(model):
@@ -94,76 +88,6 @@ def test_evaluation_first_and_between(schedule):
         train(reference, its, [(x, y)])
         train(model, own, [mine])
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
-
-
-def test_the_model_computes_its_loss_itself():
-    (reference, its), (model, own) = both(SMALL)
-    data = tokens(6)
-    for x, y in data:
-        for each, optimizer, batch in ((reference, its, (x, y)), (model, own, None)):
-            optimizer.zero_grad()
-            logits, loss = each(*(batch or of_this_rank([(x, y)])[0]))
-            assert logits.shape[1:] == (16, 64)
-            loss.backward()
-            optimizer.step()
-    assert difference(whole_state(model), reference.state_dict()) < 1e-11
-
-
-class WithPadding(GPT):
-    """Its loss is a mean over some of the positions."""
-
-    def forward(self, ids, targets):
-        logits = super().forward(ids)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
-
-
-def padded(steps=3):
-    data = [(x, y.clone()) for x, y in tokens(steps)]
-    for _, y in data:
-        y[: len(y) // 3, 4:] = 0
-    return data
-
-
-def test_a_loss_of_padded_samples_inside_the_model_is_refused():
-    model, _ = distributed(WithPadding(layers=4))
-    x, y = of_this_rank(padded())[0]
-    with pytest.raises(ValueError, match="another result than for the whole batch"):
-        model(x, y)
-
-
-class OfTheWholeBatch(GPT):
-    """Its logits depend on all samples; some are masked."""
-
-    def forward(self, ids):
-        logits = super().forward(ids)
-        logits = logits - logits.mean(0)
-        return logits.masked_fill(torch.arange(64) < 3, -math.inf)
-
-
-def test_outputs_with_infinities_are_compared_too():
-    model, _ = distributed(OfTheWholeBatch(layers=4))
-    x, _ = of_this_rank(tokens(1))[0]
-    with pytest.raises(ValueError, match="another result than for the whole batch"):
-        model(x)
-
-
-def test_a_loss_of_padded_samples_is_right_outside_of_the_model():
-    if parts() > 1:
-        pytest.skip("the mean over parts of the data is another one, as without a mesh")
-    loss_of = functools.partial(cross_entropy_of_some)
-    assert max(differences(SMALL, padded(), loss_of=loss_of)) < 1e-11
-
-
-def test_schedules_refuse_a_loss_that_is_no_mean_over_samples():
-    model, own = distributed(SMALL(), schedule="1F1B")
-    data = of_this_rank(padded())
-    train(model, own, data[:1], cross_entropy_of_some)  # takes GPipe
-    with pytest.raises(ValueError, match="must be a mean over samples"):
-        train(model, own, data[1:2], cross_entropy_of_some)
-
-
-def cross_entropy_of_some(outputs, targets):
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=0)
 
 
 def test_batch_norm_of_micro_batches():
@@ -237,49 +161,8 @@ def test_compiled_blocks():
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
-class Recurrent(nn.Module):
-    def __init__(self, batch_first=True):
-        super().__init__()
-        self.embed = nn.Embedding(64, 16)
-        self.first = nn.LSTM(16, 16, batch_first=batch_first)
-        self.between = nn.Linear(16, 16)
-        self.second = nn.LSTM(16, 16, batch_first=batch_first)
-        self.last = nn.Linear(16, 64)
-
-    def forward(self, ids):
-        x, _ = self.first(self.embed(ids))
-        x, _ = self.second(self.between(x))
-        return self.last(x)
-
-
 def test_recurrent_layers():
     assert max(differences(Recurrent, tokens(6))) < 1e-11
-
-
-def test_a_model_that_takes_time_before_the_batch_is_refused():
-    model, own = distributed(Recurrent(batch_first=False))
-    with pytest.raises(ValueError, match="batch_first=True"):
-        train(model, own, of_this_rank(tokens(1)))
-
-
-def test_values_before_and_after_backward():
-    (reference, _), (model, _) = both(SMALL, schedule="1F1B")
-    for step, (x, y) in enumerate(tokens(6)):
-        mine = of_this_rank([(x, y)])[0]
-        total = {}
-        for name, each, batch in (("alone", reference, mine), ("pipeline", model, mine)):
-            each.zero_grad()
-            logits = each(batch[0])
-            loss = cross_entropy(logits, batch[1])
-            correct = (logits.argmax(-1) == batch[1]).sum()
-            running = loss.detach() * 0.5 + 1.0
-            early = float(loss) if step == 3 else None  # takes GPipe
-            loss.backward()
-            total[name] = [float(loss), int(correct), float(running), early or 0.0]
-        assert total["pipeline"] == pytest.approx(total["alone"], abs=1e-12)
-        if 0 < step != 3:
-            with pytest.raises(ValueError, match="was not kept"):
-                logits.max(-1).values.tolist()
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
@@ -336,14 +219,6 @@ def test_dropout_trains():
     assert losses[-1] < losses[0]
 
 
-def test_a_rank_with_another_batch_is_named():
-    model, own = distributed(SMALL())
-    data = of_this_rank(tokens(3))
-    mine = data if hvkit.rank() % 2 == 0 else data[1:]
-    with pytest.raises(RanksDisagreeError, match="gets another batch"):
-        train(model, own, mine)
-
-
 def test_bytes_between_stages():
     rows, length, width = 16 // parts(), 16, 32
     model, own = distributed(SMALL())
@@ -358,65 +233,6 @@ def test_bytes_between_stages():
     logits = rows * length * 64 * 8
     # The first stage sends results, the second gradients and the outputs of the model.
     assert sent == cut + (hvkit.rank() % 2) * logits
-
-
-def test_refusals():
-    two = hvkit.Mesh(pipeline=2)
-
-    def refused(text, model=None, **options):
-        model = MLP() if model is None else model
-        options = {"mesh": two} | options
-        kind, message = error_of(lambda: hvkit.distribute(model, adamw(model), **options))
-        assert kind in (TypeError, ValueError), (kind, message)
-        assert text in message, message
-
-    refused("needs a number of ranks that", mesh=hvkit.Mesh(pipeline=3))
-    refused("must be one of", schedule="zero")
-    refused("must be a multiple of the 2 ranks", schedule="1F1B", microbatches=3)
-    refused("needs a pipeline", mesh=hvkit.Mesh(tensor=2, pipeline=1), microbatches=3)
-    refused("Gossip", strategy=hvkit.Gossip())
-    refused("needs a mesh", mesh=None, microbatches=2)
-    model = MLP()
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    kind, text = error_of(lambda: hvkit.distribute(model, lbfgs, mesh=two))
-    assert kind is ValueError
-    assert "LBFGS" in text
-
-    model, _ = distributed(MLP(), stages=["7"])
-    with pytest.raises(ValueError, match="cannot be cut after '7', only after 0"):
-        model(torch.ones(4, 20))
-    model, _ = distributed(MLP())
-    with pytest.raises(ValueError, match="requires a gradient"):
-        model(torch.ones(4, 20, requires_grad=True))
-    model, _ = distributed(nn.Sequential(nn.Linear(20, 4)))
-    with pytest.raises(ValueError, match="needs 1 places to cut the model, but there are 0"):
-        model(torch.ones(4, 20))
-    model, own = distributed(MLP())
-    with pytest.raises(ValueError, match="cannot be copied"):
-        copy.deepcopy(model)
-    outputs = model(torch.ones(4, 20))
-    outputs.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second time"):
-        outputs.sum().backward()
-    kind, text = error_of(model.state_dict)
-    assert kind is ValueError
-    assert "settled" in text
-    kind, text = error_of(own.state_dict)
-    assert kind is ValueError
-    assert "settled" in text
-
-
-class LooksAtValues(PassesTwo):
-    def forward(self, x):
-        if self.first(x).sum() > 0:
-            x = x * 2
-        return super().forward(x)
-
-
-def test_a_forward_that_looks_at_what_weights_give_is_refused():
-    model, _ = distributed(LooksAtValues())
-    with pytest.raises(ValueError, match="looks at a value that depends on its weights"):
-        model(vectors(1)[0][0])
 
 
 class Denoiser(PassesTwo):
@@ -470,55 +286,6 @@ def test_values_that_are_no_tensors_may_change():
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
-def in_place(outputs, y):
-    outputs[:, 4] = -1e3
-    return F.cross_entropy(outputs, y % 4)
-
-
-def without_gradient(outputs, y):
-    with torch.no_grad():
-        weights = outputs.softmax(1).max(1).values
-    return (F.cross_entropy(outputs, y, reduction="none") * weights).mean()
-
-
-@pytest.mark.parametrize("loss_of", [in_place, without_gradient])
-def test_what_a_loss_may_do_with_deferred_outputs(loss_of):
-    assert max(differences(PassesTwo, vectors(6), loss_of=loss_of, schedule="1F1B")) < 1e-11
-
-
-def test_evaluation_between_a_deferred_forward_and_its_backward():
-    make = functools.partial(GPT, layers=4, dropout=0.3)
-    found = []
-    for look in (False, True):
-        torch.manual_seed(0)
-        model, own = distributed(make(), schedule="1F1B")
-        for x, y in of_this_rank(tokens(4)):
-            own.zero_grad()
-            loss = cross_entropy(model(x), y)
-            if look:
-                model.eval()
-            (loss * 2).backward(torch.tensor(0.5))
-            model.train()
-            own.step()
-        found.append(whole_state(model))
-    assert difference(found[0], found[1]) == 0.0
-
-
-def test_two_forward_passes_before_one_backward():
-    (reference, its), (model, own) = both(PassesTwo, schedule="1F1B")
-    data = vectors(6)
-    for (x, y), (v, z) in zip(data[::2], data[1::2], strict=True):
-        first, second = of_this_rank([(x, y), (v, z)])
-        for each, optimizer, one, two in (
-            (reference, its, (x, y), (v, z)),
-            (model, own, first, second),
-        ):
-            optimizer.zero_grad()
-            (cross_entropy(each(one[0]), one[1]) + cross_entropy(each(two[0]), two[1])).backward()
-            optimizer.step()
-    assert difference(whole_state(model), reference.state_dict()) < 1e-11
-
-
 def test_a_frozen_tied_weight_stays():
     def freeze(model):
         model.wte.weight.requires_grad_(False)
@@ -558,40 +325,6 @@ def test_a_layer_that_is_unfrozen_later():
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
-@pytest.mark.parametrize("first", [2, 5])
-def test_padding_that_begins_later_is_noticed(first):
-    """Inside the model, and outside of it with a schedule of PyTorch's."""
-    data = [(x, y.clone()) for x, y in tokens(8)]
-    for _, y in data[first:]:
-        y[: len(y) // 3, 4:] = -100
-    data = of_this_rank(data)
-
-    def loss_inside():
-        model, own = distributed(GPT(layers=4))
-        for x, y in data:
-            _, loss = model(x, y)
-            loss.backward()
-            own.step()
-
-    def loss_outside():
-        model, own = distributed(GPT(layers=4), schedule="1F1B")
-        train(model, own, data)
-
-    kind, text = error_of(loss_inside)
-    assert kind is ValueError
-    assert "another result than for the whole batch" in text
-    kind, text = error_of(loss_outside)
-    assert kind is ValueError
-    assert "must be a mean over samples" in text
-
-
-class Masked(PassesTwo):
-    """Takes a matrix that has nothing to do with the samples."""
-
-    def forward(self, x, matrix):
-        return super().forward(x) @ matrix
-
-
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_an_input_that_is_as_long_as_the_batch_by_chance(schedule):
     (reference, its), (model, own) = both(Masked, schedule=schedule)
@@ -604,15 +337,6 @@ def test_an_input_that_is_as_long_as_the_batch_by_chance(schedule):
                 cross_entropy(each(batch[0], matrix), batch[1]).backward()
                 optimizer.step()
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
-
-
-def test_one_from_the_first_batch_on_is_refused():
-    model, _ = distributed(Masked())
-    with pytest.raises(ValueError, match="whole batch of 10 samples, but not a micro-batch of 3"):
-        model(torch.ones(10, 20), torch.randn(10, 10))
-    # Not the plain forward, without the other ranks.
-    with pytest.raises(ValueError, match="but not a micro-batch of 3"):
-        model(torch.ones(10, 20), torch.randn(10, 10))
 
 
 class Transposes(PassesTwo):
@@ -629,21 +353,6 @@ class Transposes(PassesTwo):
 
 def test_tensors_that_are_not_contiguous():
     assert max(differences(Transposes, vectors(4), schedule="1F1B")) < 1e-11
-
-
-def test_modules_of_other_stages_outside_of_forward():
-    model, own = distributed(MLP())
-    train(model, own, of_this_rank(vectors(1)))
-    other = model[-1] if hvkit.rank() % 2 == 0 else model[0]
-    kind, text = error_of(lambda: other(torch.ones(2, other.in_features)))
-    assert kind is ValueError
-    assert "another rank of the pipeline has its weights" in text
-
-
-def test_a_model_that_is_compiled_as_a_whole_is_refused():
-    kind, text = error_of(lambda: distributed(torch.compile(MLP(), backend="eager")))
-    assert kind is ValueError
-    assert "compile its blocks" in text
 
 
 class Remembers(PassesTwo):
@@ -669,23 +378,6 @@ def test_buffers_are_those_of_the_stage_that_changes_them():
     train(InMicroBatches(reference), its, data)
     train(model, own, data)
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
-def test_gradients_of_chosen_parameters_are_refused(schedule):
-    model, _ = distributed(SMALL(), schedule=schedule)
-    x, y = of_this_rank(tokens(1))[0]
-    for _ in range(2):  # the first batch of a shape takes GPipe
-        cross_entropy(model(x), y).backward()
-    loss = cross_entropy(model(x), y)
-    chosen = list(model.parameters())
-    for way in (
-        lambda: loss.backward(inputs=chosen),
-        lambda: torch.autograd.grad(loss, chosen, allow_unused=True),
-    ):
-        with pytest.raises(ValueError, match="inputs="):
-            way()
-    loss.backward()
 
 
 def test_the_total_norm_is_that_of_all_stages():
