@@ -4,7 +4,7 @@ import copy
 import functools
 
 import pytest
-from mesh_models import CNN, GPT, MLP
+from mesh_models import CNN, GPT, MLP, EncoderDecoder, UNet
 from mesh_training import (
     adamw,
     cross_entropy,
@@ -60,6 +60,14 @@ def test_shards_of_stages(tied, schedule):
     make = functools.partial(GPT, layers=4, tied=tied)
     mesh = hvkit.Mesh(shard=2, pipeline=2)
     found = differences(make, tokens(), mesh=mesh, schedule=schedule)
+    assert max(found) < 1e-11
+
+
+@pytest.mark.parametrize(("make", "data_of"), [(EncoderDecoder, tokens), (UNet, images)])
+def test_shards_of_stages_with_cuts_inside_of_layers(make, data_of):
+    if hvkit.size() < 4:
+        pytest.skip("two stages, and each on two ranks")
+    found = differences(make, data_of(6), mesh=hvkit.Mesh(shard=2, pipeline=2))
     assert max(found) < 1e-11
 
 

@@ -23,7 +23,12 @@ from hvkit.communication.traffic import count, of_allreduce
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
-from hvkit.frameworks.pytorch.model_parallel.division import decide, log_division, of_parameters
+from hvkit.frameworks.pytorch.model_parallel.division import (
+    ModelDivision,
+    decide,
+    log_division,
+    of_parameters,
+)
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     call_key,
     tensors_in,
@@ -238,7 +243,7 @@ class ParallelModel:
             placements = divide(model, of_parameters(plan, own), tensor, self._random)
             self.numbers = self._numbers
         if options.mesh.shard > 1:
-            own = self._shard(own, stages)
+            own = self._shard(own, division)
         self._keep_state(stages, rank, own, placements)
         norms = self._norms_of(stages, rank)
         if options.mesh.pipeline == 1:
@@ -301,13 +306,16 @@ class ParallelModel:
             mark_in_mesh(p)
         return own
 
-    def _shard(self, own: dict[str, nn.Parameter], stages: Stages) -> dict[str, nn.Parameter]:
+    def _shard(
+        self, own: dict[str, nn.Parameter], division: ModelDivision
+    ) -> dict[str, nn.Parameter]:
         """Divide this rank's parameters along the shard axis."""
         copies = self._options.mesh.data > 1
         mesh = self._axes["data", "shard"] if copies else self._axes["shard"]
         shared = [p for p, _ in self._shared]
-        cuts = [cut.module for cut in stages.cuts]
-        after = shard(self._model, own, shared, cuts, mesh, self._name)
+        cuts = [cut.module for cut in division.stages.cuts]
+        called = division.found.calls.keys()
+        after = shard(self._model, own, shared, cuts, called, mesh, self._name)
         follow(self._optimizers, own, after)
         self._replaced = {p: after[name] for name, p in own.items()}
         for p in after.values():

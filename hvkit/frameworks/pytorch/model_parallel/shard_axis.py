@@ -30,6 +30,7 @@ def shard(
     own: Mapping[str, nn.Parameter],
     kept: Collection[nn.Parameter],
     cuts: Collection[str],
+    called: Collection[str],
     mesh: DeviceMesh,
     name: str,
 ) -> dict[str, nn.Parameter]:
@@ -40,6 +41,7 @@ def shard(
         own: this rank's, by name.
         kept: those of them that stay whole.
         cuts: modules after which stages end; none without a pipeline.
+        called: modules that the model's forward calls.
         mesh: of the shard axis, or of the data and the shard axis.
         name: of the model, for waits.
 
@@ -47,7 +49,7 @@ def shard(
         This rank's parameters by name, some of them new.
     """
     held = set(own.values()) - set(kept)
-    parts = _parts_within(model, held, cuts) if cuts else [*units_of(model), model]
+    parts = _parts_within(model, held, cuts, called) if cuts else [*units_of(model), model]
     for part in parts:
         each: Any = fully_shard(part, mesh=mesh)
         each.set_custom_all_gather(CountedGather(name, _not_noted))
@@ -61,9 +63,16 @@ def _not_noted() -> None:
 
 
 def _parts_within(
-    model: nn.Module, held: Collection[nn.Parameter], cuts: Collection[str]
+    model: nn.Module,
+    held: Collection[nn.Parameter],
+    cuts: Collection[str],
+    called: Collection[str],
 ) -> list[nn.Module]:
-    """Modules that are gathered one at a time: layers of lists, then what is outside of these."""
+    """Modules that are gathered one at a time: layers of lists, then what is outside of these.
+
+    Weights are there only while their module is called, so one whose weights another module reads,
+    such as the last projection of ``nn.MultiheadAttention``, is gathered with that one.
+    """
     names = {module: name for name, module in model.named_modules()}
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
@@ -73,10 +82,14 @@ def _parts_within(
             found.append(unit)
             taken.update(unit.parameters())
     uses = Counter(p for each in model.modules() for p in each.parameters(recurse=False))
-    for module in model.modules():
-        direct = list(module.parameters(recurse=False))
-        alone = all(p in held and p not in taken and uses[p] == 1 for p in direct)
-        if direct and alone and not any(module.children()):
+    outer = {""}
+    for name in called:
+        while name := name.rpartition(".")[0]:
+            outer.add(name)
+    for name, module in model.named_modules():
+        own = list(module.parameters())
+        alone = all(p in held and p not in taken and uses[p] == 1 for p in own)
+        if own and alone and name in called and name not in outer:
             found.append(module)
     return found
 
