@@ -1,4 +1,4 @@
-"""Which linear layers can be divided among ranks, and why others cannot."""
+"""Which layers can be divided among ranks, and why others cannot."""
 
 import pytest
 import torch
@@ -10,10 +10,14 @@ from torch.nn import functional as F
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import Division, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 COLUMN, ROW = Division("column"), Division("row")
+LOGITS = Division("column", by_itself=True)
+ROWS, FEATURES = (Division(kind, 1, True, True) for kind in ("row", "column"))
+FEW = "its 16 rows are fewer than its 32 features"
 
 
 class Between(nn.Module):
@@ -51,20 +55,20 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
             "mlp.0": COLUMN,
             "mlp.2": ROW,
         }.items()
-    }
-    assert plan.whole == {"lm_head": "it shares a parameter with wte"}
+    } | {"wte": ROWS, "lm_head": LOGITS}
+    assert plan.whole == {"wpe": FEW}
     assert plan.regions == ("h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp")
-    assert plan.share == pytest.approx(0.89, abs=0.005)
-    assert "8 of 9 linear layers divided, 89% of the bytes" in str(plan)
+    assert plan.share == pytest.approx(0.97, abs=0.005)
+    assert "10 of 11 linear layers and embeddings divided, 97% of the bytes" in str(plan)
 
 
 @pytest.mark.parametrize(
     ("make", "shape", "divided"),
     [
-        (Llama, IDS, 14),
-        (lambda: Llama(head_norm=True), IDS, 14),
-        (lambda: GPT(fused=False, dropout=0.1), IDS, 8),
-        (gpt_of_conv1d, IDS, 8),
+        (Llama, IDS, 16),
+        (lambda: Llama(head_norm=True), IDS, 16),
+        (lambda: GPT(fused=False, dropout=0.1), IDS, 10),
+        (gpt_of_conv1d, IDS, 10),
         (Encoder, torch.ones(2, 5, 20), 8),
         (lambda: Encoder().eval(), torch.ones(2, 5, 20), 8),
         (MLP, torch.ones(2, 20), 2),
@@ -82,7 +86,8 @@ def test_models_as_people_write_them(make, shape, divided):
 
 def test_queries_and_keys_that_4_heads_and_2_ranks_can_divide_8_ranks_cannot():
     plan = prove(Llama(heads=8, kv_heads=4), (IDS,), {}, 8)
-    assert {n.split(".")[2] for n in plan.divisions} == {"gate", "up", "down"}
+    of_blocks = {n for n in plan.divisions if n.startswith("layers")}
+    assert {n.split(".")[2] for n in of_blocks} == {"gate", "up", "down"}
     assert "that 8 ranks could divide" in plan.whole["layers.0.k_proj"]
 
 
@@ -336,11 +341,16 @@ def test_a_plan_in_words():
 @pytest.mark.parametrize(
     ("words", "error", "text"),
     [
-        ({"h.*.mlp.9": "colwise"}, ValueError, "there are: h.0.attn.c_attn, "),
-        ({"ln_f": "colwise"}, ValueError, "'ln_f': ...} names no linear layer"),
+        ({"h.*.mlp.9": "colwise"}, ValueError, "there are: wte, wpe, h.0.attn.c_attn, "),
+        ({"ln_f": "colwise"}, ValueError, "'ln_f': ...} names no linear layer or emb"),
         ({"h.0.mlp.0": "columns"}, TypeError, "'columns'}: a layer is divided by 'colwise'"),
         ({"h.0.mlp.0": ColwiseParallel(output_layouts=Replicate())}, ValueError, "layouts of its"),
-        ({"lm_head": "colwise"}, ValueError, "cannot divide lm_head: it shares a parameter with"),
+        ({"lm_head": "colwise"}, ValueError, "in the same way: add 'wte': 'rowwise'"),
+        (
+            {"lm_head": "rowwise", "wte": "rowwise"},
+            ValueError,
+            "the same way: add 'wte': 'colwise'",
+        ),
     ],
 )
 def test_words_that_fit_no_layer(words, error, text):

@@ -264,7 +264,7 @@ class ParallelModel:
                 )
             tensor = self._axes["tensor"]
             self._random = SameRandomNumbers(tensor.get_group(), self._device)
-            placements = divide(model, of_parameters(plan, own), tensor, self._random)
+            placements = divide(model, of_parameters(model, plan, own), tensor, self._random)
             self.numbers = self._numbers
         if options.mesh.shard > 1:
             own = self._shard(own, stages)
@@ -573,6 +573,7 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     # A layer without a call of its own computes inside of the one that holds it.
     inner = [name for name in plan.divisions if name not in found.calls]
     whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
+    whole |= {name for name, division in plan.divisions.items() if division.by_itself}
     in_order = sorted(plan.divisions.keys() - whole, key=lambda name: found.calls[name])
     begins: int | None = None
     inside: list[tuple[int, int]] = []
@@ -597,10 +598,16 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     return replace(found, places=places, saved=saved)
 
 
-def of_parameters(plan: TensorPlan, own: Mapping[str, nn.Parameter]) -> TensorPlan:
+def of_parameters(
+    model: nn.Module, plan: TensorPlan, own: Mapping[str, nn.Parameter]
+) -> TensorPlan:
     """The part of a plan for the layers whose parameters a rank holds."""
-    held = {name.rpartition(".")[0] for name in own}
-    divisions = {name: each for name, each in plan.divisions.items() if name in held}
+    held = set(own.values())
+    divisions = {
+        name: each
+        for name, each in plan.divisions.items()
+        if not held.isdisjoint(model.get_submodule(name).parameters(recurse=False))
+    }
     return replace(plan, divisions=divisions)
 
 

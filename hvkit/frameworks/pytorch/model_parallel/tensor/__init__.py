@@ -2,7 +2,9 @@
 
 ::
 
-    plan              which linear layers can be divided, and why the others cannot
+    plan              which layers can be divided, and why the others cannot
+    ├── plan_in_words     those that a user names
+    ├── vocabulary    embeddings, and what projects onto a vocabulary
     └── flow          one forward on the meta device, followed operation by operation
         └── rules     where an operation leaves the divided dimension
     layers            parts of weights, and a forward that uses them

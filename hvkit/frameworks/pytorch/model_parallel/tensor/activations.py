@@ -9,21 +9,26 @@ divided one, whose gradient must come out whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from hvkit.communication.traffic import count, of_allreduce
+from hvkit.communication.traffic import count, of_allgather, of_allreduce
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Followed, Operation, follow, viewed
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    EachOperation,
+    Followed,
+    Operation,
+    follow,
+    viewed,
+)
 
 _active = threading.local()
 _VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
@@ -43,7 +48,7 @@ class _Copied(NamedTuple):
     copy: torch.Tensor
 
 
-class DividedActivations(TorchFunctionMode):
+class DividedActivations(EachOperation):
     """Operations on divided activations, inside the forward of a divided model.
 
     Args:
@@ -71,18 +76,16 @@ class DividedActivations(TorchFunctionMode):
         _active.last = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
+    def operation(
         self,
         func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not any(isinstance(t, DTensor) for t in leaves):
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         if name in _OF_ELEMENTS and any(map(is_fused, leaves)):
             raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(args[0]) if args else None
@@ -219,6 +222,12 @@ def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return total
 
 
+def joined(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks' parts of the last dimension, on every rank, which all go on alike with them."""
+    whole: torch.Tensor = _Joined.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return whole
+
+
 def gathered(value: Any) -> Any:
     """A value in which divided activations have become whole; a cache stays divided.
 
@@ -282,6 +291,24 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
+
+
+class _Joined(torch.autograd.Function):
+    """The ranks' parts one after the other in forward, a rank's own part in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format)] * mesh.size()
+        if not x.is_meta:
+            parts = [torch.empty_like(each) for each in parts]
+            dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
+            count("activations", of_allgather(x.nbytes, mesh.size()))
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(ctx.mesh.size(), -1)[ctx.mesh.get_local_rank()], None
 
 
 def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

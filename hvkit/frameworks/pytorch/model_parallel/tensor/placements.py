@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Kind = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layer is divided.
+
+    An embedding counts as a linear layer with a transposed weight: it takes one of its rows, and
+    gives the features.
+
+    Attributes:
+        kind: "column" divides the outputs, "row" the inputs.
+        parts: of a product that holds several tensors, one after the other: 3 for fused queries,
+            keys and values. Each rank has its part of each.
+        transposed: the weight has the shape (in, out), not (out, in).
+        by_itself: no other layer computes with its part: what it returns is whole.
+    """
+
+    kind: Kind
+    parts: int = 1
+    transposed: bool = False
+    by_itself: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,43 @@ attention layer. Each rank then has its part of each of them: the layer is divid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import tensors_in
+
+
+class EachOperation(TorchFunctionMode):
+    """Sees every operation inside of it, also of attributes that are read of tensors."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name: str = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(cast(Any, func).__self__, "__name__", name)
+        kwargs = dict(kwargs or {})
+        return self.operation(func, name, args, kwargs, tensors_in((args, kwargs)))
+
+    def operation(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+    ) -> Any:
+        """Return what ``func`` would, of these arguments with these tensors among them."""
+        raise NotImplementedError
 
 
 class Followed(NamedTuple):
