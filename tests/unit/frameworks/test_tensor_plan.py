@@ -269,6 +269,125 @@ def test_layers_that_share_a_weight():
     assert plan.whole == {f"{i}": f"it shares a parameter with {2 - i}" for i in (0, 2)}
 
 
+class Words(nn.Module):
+    """Two embeddings, of words and of places, and what projects onto words."""
+
+    def __init__(self, rows=12, features=6, tied=True, use=lambda m, x: m.project(x), **options):
+        super().__init__()
+        self.words = nn.Embedding(rows, features, **options)
+        self.places = nn.Embedding(4, features)
+        self.project = nn.Linear(features, rows)
+        self.use = use
+        if tied:
+            self.project.weight = self.words.weight
+
+    def forward(self, x):
+        return self.use(self, self.words(x) + self.places(x))
+
+
+def plan_of_words(ways=2, **options):
+    return prove(Words(**options), (torch.zeros(3, 5, dtype=torch.long),), {}, ways)
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "project"),
+    [
+        ({}, ROWS, LOGITS),
+        ({"tied": False}, FEATURES, LOGITS),
+        ({"rows": 13}, FEATURES, ROW),
+        ({"rows": 13, "tied": False}, FEATURES, ROW),
+        ({"features": 5, "tied": False}, ROWS, LOGITS),
+        ({"tied": False, "padding_idx": 0}, FEATURES, LOGITS),
+        ({"tied": False, "use": lambda m, x: F.linear(x, m.project.weight)}, FEATURES, None),
+        ({"tied": False, "max_norm": 1.0}, None, LOGITS),
+    ],
+)
+def test_embeddings_and_projections(options, words, project):
+    expected = {n: d for n, d in {"words": words, "project": project}.items() if d}
+    plan = plan_of_words(**options)
+    assert plan.divisions == expected
+    assert {*plan.whole} == {"words", "places", "project"} - {*expected}
+
+
+def loss(change=lambda y: y.flatten(0, 1), target=lambda y: torch.zeros(15).long(), **options):
+    def use(m, x):
+        y = m.project(x)
+        return F.cross_entropy(change(y), target(y), **options)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("use", "division"),
+    [
+        (loss(), COLUMN),
+        (loss(reduction="sum", ignore_index=3), COLUMN),
+        (loss(lambda y: y.transpose(1, 2), lambda y: torch.zeros(3, 5).long()), COLUMN),
+        (
+            loss(lambda y: y[:, 1:].contiguous().view(-1, 12), lambda y: torch.zeros(12).long()),
+            COLUMN,
+        ),
+        (lambda m, x: (m.project(x), loss()(m, x)), COLUMN),
+        (lambda m, x: (m.project(x).argmax(-1), loss()(m, x)), LOGITS),
+        (loss(label_smoothing=0.1), LOGITS),
+        (loss(weight=torch.ones(12)), LOGITS),
+        (loss(reduce=False), LOGITS),
+        (loss(target=lambda y: torch.ones(15, 12)), LOGITS),
+        (loss(target=lambda y: y.flatten(0, 1).detach()), LOGITS),
+        (loss(lambda y: y.transpose(1, 2), lambda y: torch.ones(3, 12, 5)), LOGITS),
+        (loss(lambda y: y.flip(-1).flatten(0, 1)), LOGITS),
+    ],
+)
+def test_logits_that_may_stay_divided_up_to_their_loss(use, division):
+    assert plan_of_words(use=use).divisions == {"words": ROWS, "project": division}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"max_norm": 1.0}, "max_norm=1.0 is about whole rows"),
+        ({"sparse": True}, "sparse=True is about whole rows"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True is about whole rows"),
+        ({"rows": 13, "features": 5}, "neither its 13 rows nor its 5 features are a multiple of 2"),
+        (
+            {"use": lambda m, x: F.linear(x, m.words.weight)},
+            "its weight or bias is also used in linear()",
+        ),
+        ({"use": lambda m, x: x}, "project, which has the same weight, stays whole: the forward"),
+    ],
+)
+def test_an_embedding_that_stays_whole(options, why):
+    plan = plan_of_words(**options)
+    assert not plan.divisions
+    assert why in plan.whole["words"]
+
+
+def test_a_projection_by_the_transposed_weight_of_an_embedding():
+    class Transposed(nn.Linear):
+        def forward(self, x):
+            return torch.addmm(self.bias, x.view(-1, 6), self.weight).view(x.shape)
+
+    model = Words(6, 6)
+    model.project = Transposed(6, 6)
+    model.project.weight = model.words.weight
+    plan = prove(model, (torch.zeros(3, 4, dtype=torch.long),), {}, 2)
+    assert plan.whole["project"] == "it multiplies by the transposed weight"
+
+
+def test_a_plan_in_words_for_embeddings():
+    tokens = torch.zeros(3, 5, dtype=torch.long)
+    plan = prove(Words(tied=False), (tokens,), {}, 2, {"words": "rowwise", "places": "colwise"})
+    assert plan.divisions == {"words": ROWS, "places": FEATURES}
+    plan = prove(Words(), (tokens,), {}, 2, {"words": "colwise", "project": "rowwise"})
+    assert plan.divisions == {"words": FEATURES, "project": ROW}
+    for options, words, why in (
+        ({"sparse": True}, {"words": "rowwise", "project": "colwise"}, "sparse=True is about"),
+        ({"rows": 13, "tied": False}, {"words": "rowwise"}, "its 13 inputs are no multiple of 2"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot divide words: {why}"):
+            prove(Words(**options), (tokens,), {}, 2, words)
+
+
 def test_a_layer_called_with_whole_and_with_divided_activations():
     class Twice(nn.Module):
         def __init__(self):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -583,6 +584,9 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
             begins = None
         elif plan.divisions[name].kind == "column" and begins is None:
             begins = found.calls[name]
+    last_read = max(time for times in found.reads.values() for time in times)
+    if begins is not None and last_read == begins + 1:  # logits, up to their loss
+        inside.append((begins, sys.maxsize))
     places = tuple(
         place
         for place in found.places

@@ -61,6 +61,7 @@ class Linear:
         taken_from: for each call the columns that its input is computed from; empty for an input
             that is whole.
         together: columns whose outputs meet its own while the number of parts is open.
+        ends: an operation takes its output and gives all ranks the same.
         problem: why its output cannot be divided.
         returned: where the model returns what it computes from the output.
         unusable: why its weight cannot be divided at all.
@@ -71,6 +72,7 @@ class Linear:
     parts: set[int] = dataclasses.field(default_factory=set)
     taken_from: list[frozenset[str]] = dataclasses.field(default_factory=list)
     together: set[str] = dataclasses.field(default_factory=set)
+    ends: bool = False
     problem: str = ""
     returned: str = ""
     unusable: str = ""
@@ -252,6 +254,12 @@ class Flow(EachOperation):
         step = follow(Operation(name, args, kwargs, leaves, dims, outputs, self._ways))
         if isinstance(step, str):
             self._spoil(columns, step)
+            return
+        if step is None:
+            for ended in filter(None, marks):
+                self._decide(ended, 1)
+            for column in columns:
+                self._see(column).ends = True
             return
         known = {mark.parts for mark in marks if mark}
         parts = step.parts

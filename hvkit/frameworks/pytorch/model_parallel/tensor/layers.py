@@ -24,16 +24,16 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     DividedActivations,
     for_all,
     gathered,
-    joined,
     mark_fused,
     part_for_this_rank,
-    summed,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.attention import DividedHeads
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import joined, summed
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Division,
     Placement,
     part_of,
+    place_in_part,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
@@ -160,17 +160,11 @@ def _lookup(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]
 
     def rows(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         """Rows of other ranks are zeros, and the sum has them from there."""
-        count = len(self.weight)
-        begin = count * mesh.get_local_rank()
-        own = (begin <= input) & (input < begin + count)
-        # An index that no rank has is an error here, as in the whole embedding.
-        elsewhere = ~own & (input >= 0) & (input < count * mesh.size())
-        padding = None if self.padding_idx is None else self.padding_idx - begin
-        found = F.embedding(
-            (input - begin).masked_fill(elsewhere, 0),
-            self.weight,
-            padding if padding in range(count) else None,
-        )
+        count, index = len(self.weight), mesh.get_local_rank()
+        place, elsewhere = place_in_part(input, count, index, mesh.size())
+        padding = None if self.padding_idx is None else self.padding_idx - count * index
+        own_padding = padding if padding in range(count) else None
+        found = F.embedding(place, self.weight, own_padding)
         return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
 
     return features if division.kind == "column" else rows

@@ -104,11 +104,14 @@ class Operation:
         )
 
 
-Rule = Callable[[Operation], "Followed | str"]
+Rule = Callable[[Operation], "Followed | str | None"]
 
 
-def follow(call: Operation) -> Followed | str:
-    """Where the divided dimension is after an operation; else why it cannot be divided."""
+def follow(call: Operation) -> Followed | str | None:
+    """Where the divided dimension is after an operation; else why it cannot be divided.
+
+    None if what the operation returns is whole on every rank.
+    """
     rule = _RULES.get(call.name)
     if rule is None:
         return f"{call.name}() has no rule by which it could be divided"
@@ -262,6 +265,18 @@ def _normalize(call: Operation) -> Followed | str:
     return Followed(dim, 1)
 
 
+def _cross_entropy(call: Operation) -> str | None:
+    """Of logits divided by classes, with the number of a class for each sample."""
+    logits, target = call.argument(0, "input"), call.argument(1, "target")
+    others = (call.argument(2 + i, name) for i, name in enumerate(("weight", "size_average")))
+    whole = any(each is not None for each in (*others, call.argument(5, "reduce")))
+    if call.dims[0] != min(1, logits.dim() - 1) or any(d is not None for d in call.dims[1:]):
+        return f"{call.name}() of samples is not divided"
+    if target.is_floating_point() or whole or call.argument(7, "label_smoothing", 0.0):
+        return f"{call.name}() is divided for classes without weights and smoothing only"
+    return None
+
+
 def _concatenate(call: Operation) -> Followed | str:
     _, dim = call.first
     kept = [(t, d) for t, d in zip(call.inputs, call.dims, strict=True) if t.shape != (0,)]
@@ -357,6 +372,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("softmax", "log_softmax", "cumsum"), _along_another),
     **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std"), _along_another),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
+    "cross_entropy": _cross_entropy,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
     **dict.fromkeys(("expand", "expand_as"), _expand),
     "unsqueeze": _unsqueeze,

@@ -3,7 +3,8 @@
 They stand in no pair: what they return is whole again. An embedding gives each rank some features
 of every row, since then only the forward sends anything. A projection gives each rank the logits of
 some rows, or if these are no multiple of the ranks, sums over some features. Where both have one
-weight, the embedding follows the projection, and each rank looks up its own rows.
+weight, the embedding follows the projection, and each rank looks up its own rows. Logits are
+gathered at once, unless the dry run shows that they lead to a loss that can be divided.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class Vocabulary:
         projections: names of linear layers, whose outputs are the rows.
         shape: of the weight.
         problems: by layer, why it cannot be divided; no entry if it can.
+        in_loss: the projections' outputs may stay divided up to a loss that can be divided.
     """
 
     embeddings: tuple[str, ...]
     projections: tuple[str, ...]
     shape: torch.Size
     problems: Mapping[str, str]
+    in_loss: bool
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -47,7 +50,9 @@ class Vocabulary:
         projected: Kind = "row" if dim else "column"
         return {
             **dict.fromkeys(self.embeddings, Division(looked_up, 1, True, True)),
-            **dict.fromkeys(self.projections, Division(projected, by_itself=not dim)),
+            **dict.fromkeys(
+                self.projections, Division(projected, by_itself=not dim and not self.in_loss)
+            ),
         }
 
     def chosen(self, ways: int) -> dict[str, Division] | dict[str, str]:
@@ -120,4 +125,9 @@ def _vocabulary(
             problems[name] = "it multiplies by the transposed weight"
         elif name in embeddings and option:
             problems[name] = f"{option}={getattr(module, option)!r} is about whole rows"
-    return Vocabulary(tuple(embeddings), tuple(projections), weight.shape, problems)
+    in_loss = all(
+        layers[name].ends and not layers[name].column_problem(returned=True)
+        for name in projections
+        if name in layers
+    )
+    return Vocabulary(tuple(embeddings), tuple(projections), weight.shape, problems, in_loss)
