@@ -167,7 +167,10 @@ def test_shares_that_a_view_separates():
         (lambda m, x: x - x.mean(), "mean() combines all elements"),
         (lambda m, x: x.view(3, 5, 2, 4).transpose(2, 3).reshape(3, 5, 8), "reshape()"),
         (lambda m, x: x.view(3, 40)[:, :8], "view() from (3, 5, 8) to (3, 40) leaves no dimension"),
-        (lambda m, x: x[..., torch.tensor([0] * 8)], "picks elements by a tensor"),
+        (
+            lambda m, x: x[..., torch.tensor([0] * 8)],
+            "__getitem__() takes the divided dimension apart",
+        ),
         (lambda m, x: torch.cat([x[..., 4:], x[..., :4]], -1), "takes the divided dimension apart"),
         (lambda m, x: torch.cat([x, torch.ones(3, 1, 8)], 1), "one that is whole"),
         (lambda m, x: torch.zeros(3, 5, 8).add_(x), "writes a divided activation into one"),

@@ -23,6 +23,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import used_by_all
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    SPLITS,
+    VIEWS,
     EachOperation,
     Followed,
     Operation,
@@ -31,8 +33,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
 )
 
 _active = threading.local()
-_VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
-_SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
 _ON_PARTS = {
     *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
@@ -89,15 +89,15 @@ class DividedActivations(EachOperation):
         if name in _OF_ELEMENTS and any(map(is_fused, leaves)):
             raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(args[0]) if args else None
-        if dim is not None and name in _VIEWS:
+        if dim is not None and name in VIEWS:
             if (view := self._view(func, args, kwargs, dim)) is not None:
                 return view
-        elif dim is not None and name in _SPLITS:
+        elif dim is not None and name in SPLITS:
             if (shares := self._split(func, args, kwargs, dim)) is not None:
                 return shares
         elif name in _ON_PARTS:
             dims = [_divided_by(t) for t in leaves]
-            call = Operation(name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
+            call = Operation(func, name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
             if any(d is not None for d in dims):
                 step = follow(call)
                 if step is None:

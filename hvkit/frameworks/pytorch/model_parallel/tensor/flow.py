@@ -154,7 +154,7 @@ class Flow(EachOperation):
             why = f"its forward calls {name}(), and is not a product alone"
             self._see(self._inside[-1]).unusable = why
         if layer is None and any(marks) and name not in _SIZES:
-            self._follow(name, args, kwargs, leaves, marks, output)
+            self._follow(func, name, args, kwargs, leaves, marks, output)
         return output
 
     @contextmanager
@@ -238,6 +238,7 @@ class Flow(EachOperation):
 
     def _follow(
         self,
+        func: Callable[..., Any],
         name: str,
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -251,7 +252,7 @@ class Flow(EachOperation):
         if not outputs:
             self._spoil(columns, f"{name}() takes it")
             return
-        step = follow(Operation(name, args, kwargs, leaves, dims, outputs, self._ways))
+        step = follow(Operation(func, name, args, kwargs, leaves, dims, outputs, self._ways))
         if isinstance(step, str):
             self._spoil(columns, step)
             return
