@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
@@ -334,7 +334,9 @@ def loss(change=lambda y: y.flatten(0, 1), target=lambda y: torch.zeros(15).long
         (lambda m, x: (m.project(x).argmax(-1), loss()(m, x)), LOGITS),
         (loss(label_smoothing=0.1), LOGITS),
         (loss(weight=torch.ones(12)), LOGITS),
-        (loss(reduce=False), LOGITS),
+        pytest.param(
+            loss(reduce=False), LOGITS, marks=pytest.mark.filterwarnings("ignore:size_average")
+        ),
         (loss(target=lambda y: torch.ones(15, 12)), LOGITS),
         (loss(target=lambda y: y.flatten(0, 1).detach()), LOGITS),
         (loss(lambda y: y.transpose(1, 2), lambda y: torch.ones(3, 12, 5)), LOGITS),
@@ -363,6 +365,28 @@ def test_an_embedding_that_stays_whole(options, why):
     plan = plan_of_words(**options)
     assert not plan.divisions
     assert why in plan.whole["words"]
+
+
+def test_an_embedding_with_two_names():
+    """As in Hugging Face's T5, whose encoder and decoder hold one embedding."""
+    model = Words()
+    model.first = nn.Sequential(model.words)
+    plan = prove(model, (torch.zeros(3, 5, dtype=torch.long),), {}, 2)
+    assert plan.divisions == {"words": ROWS, "project": LOGITS}
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_embeddings_and_projections_of_one_weight():
+    model = Words(use=lambda m, x: m.project(x) + m.again(m.others(x.argmax(-1))))
+    model.others, model.again = nn.Embedding(12, 6), nn.Linear(6, 12, bias=False)
+    model.others.weight = model.again.weight = model.words.weight
+    plan = prove(model, (torch.zeros(3, 5, dtype=torch.long),), {}, 2)
+    of_words = {"words": ROWS, "others": ROWS, "project": LOGITS, "again": LOGITS}
+    assert plan.divisions == of_words
+    assert placements_of(model, plan) == {
+        "words.weight": Placement(0),
+        "project.bias": Placement(0),
+    }
 
 
 def test_a_projection_by_the_transposed_weight_of_an_embedding():
