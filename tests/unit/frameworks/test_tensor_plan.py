@@ -59,7 +59,7 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
     assert plan.whole == {"wpe": FEW}
     assert plan.regions == ("h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp")
     assert plan.share == pytest.approx(0.97, abs=0.005)
-    assert "10 of 11 linear layers and embeddings divided, 97% of the bytes" in str(plan)
+    assert "10 of 11 linear layers and embeddings divided, 97% of all weights" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class TensorPlan:
         lines = [
             f"tensor={self.ways}: {len(self.divisions)} of "
             f"{len(self.divisions) + len(self.whole)} linear layers and embeddings "
-            f"divided, {self.share:.0%} of the bytes of all weights"
+            f"divided, {self.share:.0%} of all weights"
         ]
         lines += [f"  {name} stays whole: {why}" for name, why in self.whole.items()]
         return "\n".join(lines)
