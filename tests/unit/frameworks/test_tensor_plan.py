@@ -367,6 +367,20 @@ def test_an_embedding_that_stays_whole(options, why):
     assert why in plan.whole["words"]
 
 
+def test_an_embedding_of_a_class_of_its_own():
+    class Scaled(nn.Embedding):
+        def forward(self, x):
+            return F.embedding(x, self.weight) * 2
+
+    model, x = Words(tied=False), torch.zeros(3, 5, dtype=torch.long)
+    model.words = Scaled(12, 6)
+    assert "is not a product alone" in prove(model, (x,), {}, 2).whole["words"]
+    model.words.weight = model.project.weight
+    plan = prove(model, (x,), {}, 2)
+    assert not plan.divisions
+    assert plan.whole["project"] == "it shares a parameter with words"
+
+
 def test_an_embedding_with_two_names():
     """As in Hugging Face's T5, whose encoder and decoder hold one embedding."""
     model = Words()
@@ -398,7 +412,7 @@ def test_a_projection_by_the_transposed_weight_of_an_embedding():
     model.project = Transposed(6, 6)
     model.project.weight = model.words.weight
     plan = prove(model, (torch.zeros(3, 4, dtype=torch.long),), {}, 2)
-    assert plan.whole["project"] == "it multiplies by the transposed weight"
+    assert plan.whole["project"] == "it multiplies by the weight of an embedding, transposed"
 
 
 def test_a_plan_in_words_for_embeddings():

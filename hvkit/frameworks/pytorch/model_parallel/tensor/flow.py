@@ -126,6 +126,7 @@ class Flow(EachOperation):
         for name, held in layers.items():
             for p in held:
                 self._owners.setdefault(id(p), []).append(name)
+        self._embeddings: set[str] = set()
         self._inside: list[str] = []
 
     def operation(
@@ -160,6 +161,8 @@ class Flow(EachOperation):
     @contextmanager
     def entered(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Know in which layer an operation happens, while the context lasts."""
+        # Of no other class: an embedding that does more may pass other options.
+        self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
         with ExitStack() as stack:
             for name, module in modules.items():
                 if name in self._layers or name in self._heads:
@@ -210,6 +213,8 @@ class Flow(EachOperation):
         elif name != "embedding":
             return None
         layer = self._inside[-1] if self._inside else ""
+        if (name == "embedding") != (layer in self._embeddings):
+            return None
         used = [id(weight)] if bias is None else [id(weight), id(bias)]
         return layer if [id(p) for p in self._layers.get(layer, ())] == used else None
 

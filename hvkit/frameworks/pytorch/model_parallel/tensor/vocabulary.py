@@ -122,7 +122,7 @@ def _vocabulary(
         elif not seen.taken_from:
             problems[name] = "the forward does not call it"
         elif seen.transposed != (name in embeddings):
-            problems[name] = "it multiplies by the transposed weight"
+            problems[name] = "it multiplies by the weight of an embedding, transposed"
         elif name in embeddings and option:
             problems[name] = f"{option}={getattr(module, option)!r} is about whole rows"
     in_loss = all(
