@@ -1,4 +1,4 @@
-"""Which linear layers can be divided among ranks, and why others cannot."""
+"""Which layers can be divided among ranks, and why others cannot."""
 
 import pytest
 import torch
@@ -10,10 +10,14 @@ from torch.nn import functional as F
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import Division, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 COLUMN, ROW = Division("column"), Division("row")
+LOGITS = Division("column", by_itself=True)
+ROWS, FEATURES = (Division(kind, 1, True, True) for kind in ("row", "column"))
+FEW = "its 16 rows are fewer than its 32 features"
 
 
 class Between(nn.Module):
@@ -51,20 +55,20 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
             "mlp.0": COLUMN,
             "mlp.2": ROW,
         }.items()
-    }
-    assert plan.whole == {"lm_head": "it shares a parameter with wte"}
+    } | {"wte": ROWS, "lm_head": LOGITS}
+    assert plan.whole == {"wpe": FEW}
     assert plan.regions == ("h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp")
-    assert plan.share == pytest.approx(0.89, abs=0.005)
-    assert "8 of 9 linear layers divided, 89% of the bytes" in str(plan)
+    assert plan.share == pytest.approx(0.97, abs=0.005)
+    assert "10 of 11 linear layers and embeddings divided, 97% of all weights" in str(plan)
 
 
 @pytest.mark.parametrize(
     ("make", "shape", "divided"),
     [
-        (Llama, IDS, 14),
-        (lambda: Llama(head_norm=True), IDS, 14),
-        (lambda: GPT(fused=False, dropout=0.1), IDS, 8),
-        (gpt_of_conv1d, IDS, 8),
+        (Llama, IDS, 16),
+        (lambda: Llama(head_norm=True), IDS, 16),
+        (lambda: GPT(fused=False, dropout=0.1), IDS, 10),
+        (gpt_of_conv1d, IDS, 10),
         (Encoder, torch.ones(2, 5, 20), 8),
         (lambda: Encoder().eval(), torch.ones(2, 5, 20), 8),
         (MLP, torch.ones(2, 20), 2),
@@ -82,7 +86,8 @@ def test_models_as_people_write_them(make, shape, divided):
 
 def test_queries_and_keys_that_4_heads_and_2_ranks_can_divide_8_ranks_cannot():
     plan = prove(Llama(heads=8, kv_heads=4), (IDS,), {}, 8)
-    assert {n.split(".")[2] for n in plan.divisions} == {"gate", "up", "down"}
+    of_blocks = {n for n in plan.divisions if n.startswith("layers")}
+    assert {n.split(".")[2] for n in of_blocks} == {"gate", "up", "down"}
     assert "that 8 ranks could divide" in plan.whole["layers.0.k_proj"]
 
 
@@ -162,7 +167,10 @@ def test_shares_that_a_view_separates():
         (lambda m, x: x - x.mean(), "mean() combines all elements"),
         (lambda m, x: x.view(3, 5, 2, 4).transpose(2, 3).reshape(3, 5, 8), "reshape()"),
         (lambda m, x: x.view(3, 40)[:, :8], "view() from (3, 5, 8) to (3, 40) leaves no dimension"),
-        (lambda m, x: x[..., torch.tensor([0] * 8)], "picks elements by a tensor"),
+        (
+            lambda m, x: x[..., torch.tensor([0] * 8)],
+            "__getitem__() takes the divided dimension apart",
+        ),
         (lambda m, x: torch.cat([x[..., 4:], x[..., :4]], -1), "takes the divided dimension apart"),
         (lambda m, x: torch.cat([x, torch.ones(3, 1, 8)], 1), "one that is whole"),
         (lambda m, x: torch.zeros(3, 5, 8).add_(x), "writes a divided activation into one"),
@@ -264,6 +272,163 @@ def test_layers_that_share_a_weight():
     assert plan.whole == {f"{i}": f"it shares a parameter with {2 - i}" for i in (0, 2)}
 
 
+class Words(nn.Module):
+    """Two embeddings, of words and of places, and what projects onto words."""
+
+    def __init__(self, rows=12, features=6, tied=True, use=lambda m, x: m.project(x), **options):
+        super().__init__()
+        self.words = nn.Embedding(rows, features, **options)
+        self.places = nn.Embedding(4, features)
+        self.project = nn.Linear(features, rows)
+        self.use = use
+        if tied:
+            self.project.weight = self.words.weight
+
+    def forward(self, x):
+        return self.use(self, self.words(x) + self.places(x))
+
+
+def plan_of_words(ways=2, **options):
+    return prove(Words(**options), (torch.zeros(3, 5, dtype=torch.long),), {}, ways)
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "project"),
+    [
+        ({}, ROWS, LOGITS),
+        ({"tied": False}, FEATURES, LOGITS),
+        ({"rows": 13}, FEATURES, ROW),
+        ({"rows": 13, "tied": False}, FEATURES, ROW),
+        ({"features": 5, "tied": False}, ROWS, LOGITS),
+        ({"tied": False, "padding_idx": 0}, FEATURES, LOGITS),
+        ({"tied": False, "use": lambda m, x: F.linear(x, m.project.weight)}, FEATURES, None),
+        ({"tied": False, "max_norm": 1.0}, None, LOGITS),
+    ],
+)
+def test_embeddings_and_projections(options, words, project):
+    expected = {n: d for n, d in {"words": words, "project": project}.items() if d}
+    plan = plan_of_words(**options)
+    assert plan.divisions == expected
+    assert {*plan.whole} == {"words", "places", "project"} - {*expected}
+
+
+def loss(change=lambda y: y.flatten(0, 1), target=lambda y: torch.zeros(15).long(), **options):
+    def use(m, x):
+        y = m.project(x)
+        return F.cross_entropy(change(y), target(y), **options)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("use", "division"),
+    [
+        (loss(), COLUMN),
+        (loss(reduction="sum", ignore_index=3), COLUMN),
+        (loss(lambda y: y.transpose(1, 2), lambda y: torch.zeros(3, 5).long()), COLUMN),
+        (
+            loss(lambda y: y[:, 1:].contiguous().view(-1, 12), lambda y: torch.zeros(12).long()),
+            COLUMN,
+        ),
+        (lambda m, x: (m.project(x), loss()(m, x)), COLUMN),
+        (lambda m, x: (m.project(x).argmax(-1), loss()(m, x)), LOGITS),
+        (loss(label_smoothing=0.1), LOGITS),
+        (loss(weight=torch.ones(12)), LOGITS),
+        pytest.param(
+            loss(reduce=False), LOGITS, marks=pytest.mark.filterwarnings("ignore:size_average")
+        ),
+        (loss(target=lambda y: torch.ones(15, 12)), LOGITS),
+        (loss(target=lambda y: y.flatten(0, 1).detach()), LOGITS),
+        (loss(lambda y: y.transpose(1, 2), lambda y: torch.ones(3, 12, 5)), LOGITS),
+        (loss(lambda y: y.flip(-1).flatten(0, 1)), LOGITS),
+    ],
+)
+def test_logits_that_may_stay_divided_up_to_their_loss(use, division):
+    assert plan_of_words(use=use).divisions == {"words": ROWS, "project": division}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"max_norm": 1.0}, "max_norm=1.0 is about whole rows"),
+        ({"sparse": True}, "sparse=True is about whole rows"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True is about whole rows"),
+        ({"rows": 13, "features": 5}, "neither its 13 rows nor its 5 features are a multiple of 2"),
+        (
+            {"use": lambda m, x: F.linear(x, m.words.weight)},
+            "its weight or bias is also used in linear()",
+        ),
+        ({"use": lambda m, x: x}, "project, which has the same weight, stays whole: the forward"),
+    ],
+)
+def test_an_embedding_that_stays_whole(options, why):
+    plan = plan_of_words(**options)
+    assert not plan.divisions
+    assert why in plan.whole["words"]
+
+
+def test_an_embedding_of_a_class_of_its_own():
+    class Scaled(nn.Embedding):
+        def forward(self, x):
+            return F.embedding(x, self.weight) * 2
+
+    model, x = Words(tied=False), torch.zeros(3, 5, dtype=torch.long)
+    model.words = Scaled(12, 6)
+    assert "is not a product alone" in prove(model, (x,), {}, 2).whole["words"]
+    model.words.weight = model.project.weight
+    plan = prove(model, (x,), {}, 2)
+    assert not plan.divisions
+    assert plan.whole["project"] == "it shares a parameter with words"
+
+
+def test_an_embedding_with_two_names():
+    """As in Hugging Face's T5, whose encoder and decoder hold one embedding."""
+    model = Words()
+    model.first = nn.Sequential(model.words)
+    plan = prove(model, (torch.zeros(3, 5, dtype=torch.long),), {}, 2)
+    assert plan.divisions == {"words": ROWS, "project": LOGITS}
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_embeddings_and_projections_of_one_weight():
+    model = Words(use=lambda m, x: m.project(x) + m.again(m.others(x.argmax(-1))))
+    model.others, model.again = nn.Embedding(12, 6), nn.Linear(6, 12, bias=False)
+    model.others.weight = model.again.weight = model.words.weight
+    plan = prove(model, (torch.zeros(3, 5, dtype=torch.long),), {}, 2)
+    of_words = {"words": ROWS, "others": ROWS, "project": LOGITS, "again": LOGITS}
+    assert plan.divisions == of_words
+    assert placements_of(model, plan) == {
+        "words.weight": Placement(0),
+        "project.bias": Placement(0),
+    }
+
+
+def test_a_projection_by_the_transposed_weight_of_an_embedding():
+    class Transposed(nn.Linear):
+        def forward(self, x):
+            return torch.addmm(self.bias, x.view(-1, 6), self.weight).view(x.shape)
+
+    model = Words(6, 6)
+    model.project = Transposed(6, 6)
+    model.project.weight = model.words.weight
+    plan = prove(model, (torch.zeros(3, 4, dtype=torch.long),), {}, 2)
+    assert plan.whole["project"] == "it multiplies by the weight of an embedding, transposed"
+
+
+def test_a_plan_in_words_for_embeddings():
+    tokens = torch.zeros(3, 5, dtype=torch.long)
+    plan = prove(Words(tied=False), (tokens,), {}, 2, {"words": "rowwise", "places": "colwise"})
+    assert plan.divisions == {"words": ROWS, "places": FEATURES}
+    plan = prove(Words(), (tokens,), {}, 2, {"words": "colwise", "project": "rowwise"})
+    assert plan.divisions == {"words": FEATURES, "project": ROW}
+    for options, words, why in (
+        ({"sparse": True}, {"words": "rowwise", "project": "colwise"}, "sparse=True is about"),
+        ({"rows": 13, "tied": False}, {"words": "rowwise"}, "its 13 inputs are no multiple of 2"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot divide words: {why}"):
+            prove(Words(**options), (tokens,), {}, 2, words)
+
+
 def test_a_layer_called_with_whole_and_with_divided_activations():
     class Twice(nn.Module):
         def __init__(self):
@@ -336,11 +501,16 @@ def test_a_plan_in_words():
 @pytest.mark.parametrize(
     ("words", "error", "text"),
     [
-        ({"h.*.mlp.9": "colwise"}, ValueError, "there are: h.0.attn.c_attn, "),
-        ({"ln_f": "colwise"}, ValueError, "'ln_f': ...} names no linear layer"),
+        ({"h.*.mlp.9": "colwise"}, ValueError, "there are: wte, wpe, h.0.attn.c_attn, "),
+        ({"ln_f": "colwise"}, ValueError, "'ln_f': ...} names no linear layer or emb"),
         ({"h.0.mlp.0": "columns"}, TypeError, "'columns'}: a layer is divided by 'colwise'"),
         ({"h.0.mlp.0": ColwiseParallel(output_layouts=Replicate())}, ValueError, "layouts of its"),
-        ({"lm_head": "colwise"}, ValueError, "cannot divide lm_head: it shares a parameter with"),
+        ({"lm_head": "colwise"}, ValueError, "in the same way: add 'wte': 'rowwise'"),
+        (
+            {"lm_head": "rowwise", "wte": "rowwise"},
+            ValueError,
+            "the same way: add 'wte': 'colwise'",
+        ),
     ],
 )
 def test_words_that_fit_no_layer(words, error, text):

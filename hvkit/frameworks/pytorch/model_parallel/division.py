@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -267,6 +268,7 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     # A layer without a call of its own computes inside of the one that holds it.
     inner = [name for name in plan.divisions if name not in found.calls]
     whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
+    whole |= {name for name, division in plan.divisions.items() if division.by_itself}
     in_order = sorted(plan.divisions.keys() - whole, key=lambda name: found.calls[name])
     begins: int | None = None
     inside: list[tuple[int, int]] = []
@@ -276,6 +278,9 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
             begins = None
         elif plan.divisions[name].kind == "column" and begins is None:
             begins = found.calls[name]
+    last_read = max(time for times in found.reads.values() for time in times)
+    if begins is not None and last_read == begins + 1:  # logits, up to their loss
+        inside.append((begins, sys.maxsize))
     places = tuple(
         place
         for place in found.places
@@ -291,8 +296,14 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     return replace(found, places=places, saved=saved)
 
 
-def of_parameters(plan: TensorPlan, own: Mapping[str, nn.Parameter]) -> TensorPlan:
+def of_parameters(
+    model: nn.Module, plan: TensorPlan, own: Mapping[str, nn.Parameter]
+) -> TensorPlan:
     """The part of a plan for the layers whose parameters a rank holds."""
-    held = {name.rpartition(".")[0] for name in own}
-    divisions = {name: each for name, each in plan.divisions.items() if name in held}
+    held = set(own.values())
+    divisions = {
+        name: each
+        for name, each in plan.divisions.items()
+        if not held.isdisjoint(model.get_submodule(name).parameters(recurse=False))
+    }
     return replace(plan, divisions=divisions)

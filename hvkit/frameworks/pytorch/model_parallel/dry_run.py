@@ -407,16 +407,18 @@ def samples_in(args: Any, kwargs: Any) -> int:
 def on_meta(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[torch.Tensor, str]]:
     """Parameters of the same shapes without memory, by each of their names; and their first names.
 
-    A parameter with several names is one in both.
+    A parameter of several modules is one in both. A module with several names has its first one,
+    since ``functional_call`` would put back what it has itself put there under another.
     """
     made: dict[torch.Tensor, nn.Parameter] = {}
     by_name: dict[str, nn.Parameter] = {}
     first: dict[torch.Tensor, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if p not in made:
-            made[p] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
-            first[made[p]] = name
-        by_name[name] = made[p]
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            if p not in made:
+                made[p] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+                first[made[p]] = name
+            by_name[name] = made[p]
     return by_name, first
 
 

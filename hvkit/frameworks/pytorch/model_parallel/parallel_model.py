@@ -240,7 +240,7 @@ class ParallelModel:
         if options.mesh.tensor > 1:
             tensor = self._axes["tensor"]
             self._random = SameRandomNumbers(tensor.get_group(), self._device)
-            placements = divide(model, of_parameters(plan, own), tensor, self._random)
+            placements = divide(model, of_parameters(model, plan, own), tensor, self._random)
             self.numbers = self._numbers
         if options.mesh.shard > 1:
             own = self._shard(own, division)

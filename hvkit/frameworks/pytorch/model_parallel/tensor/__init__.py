@@ -2,12 +2,16 @@
 
 ::
 
-    plan              which linear layers can be divided, and why the others cannot
+    plan              which layers can be divided, and why the others cannot
+    ├── plan_in_words     those that a user names
+    ├── vocabulary    embeddings, and what projects onto a vocabulary
     └── flow          one forward on the meta device, followed operation by operation
         └── rules     where an operation leaves the divided dimension
     layers            parts of weights, and a forward that uses them
     ├── placements    which part of a parameter each rank holds
     ├── activations   what the user's code does between a column and a row layer
+    │   └── divided_loss  the cross entropy of logits that are divided
+    ├── exchanges     sums and gathers, with their gradients
     ├── attention     nn.MultiheadAttention with this rank's heads
     └── random_numbers    the same dropout on all ranks that hold the same activations
 """

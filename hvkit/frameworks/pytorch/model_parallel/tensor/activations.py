@@ -9,28 +9,33 @@ divided one, whose gradient must come out whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from hvkit.communication.traffic import count, of_allreduce
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_loss import cross_entropy
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import used_by_all
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Followed, Operation, follow, viewed
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    SPLITS,
+    VIEWS,
+    EachOperation,
+    Followed,
+    Operation,
+    follow,
+    viewed,
+)
 
 _active = threading.local()
-_VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
-_SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
 _ON_PARTS = {
     *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
-    *("dropout", "alpha_dropout", "layer_norm", "rms_norm"),
+    *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
 }
 _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
 
@@ -43,7 +48,7 @@ class _Copied(NamedTuple):
     copy: torch.Tensor
 
 
-class DividedActivations(TorchFunctionMode):
+class DividedActivations(EachOperation):
     """Operations on divided activations, inside the forward of a divided model.
 
     Args:
@@ -71,32 +76,32 @@ class DividedActivations(TorchFunctionMode):
         _active.last = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
+    def operation(
         self,
         func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not any(isinstance(t, DTensor) for t in leaves):
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         if name in _OF_ELEMENTS and any(map(is_fused, leaves)):
             raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(args[0]) if args else None
-        if dim is not None and name in _VIEWS:
+        if dim is not None and name in VIEWS:
             if (view := self._view(func, args, kwargs, dim)) is not None:
                 return view
-        elif dim is not None and name in _SPLITS:
+        elif dim is not None and name in SPLITS:
             if (shares := self._split(func, args, kwargs, dim)) is not None:
                 return shares
         elif name in _ON_PARTS:
             dims = [_divided_by(t) for t in leaves]
-            call = Operation(name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
+            call = Operation(func, name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
             if any(d is not None for d in dims):
                 step = follow(call)
+                if step is None:
+                    return self._loss(call)
                 if isinstance(step, Followed):
                     return self._on_parts(func, args, kwargs, call, step)
         if name == "cat":  # an empty tensor of no shape: a cache that holds nothing yet
@@ -131,6 +136,13 @@ class DividedActivations(TorchFunctionMode):
             return None
         parts = whole.to_local().chunk(len(shares), dim)
         return tuple(self._divided(part, dim) for part in parts)
+
+    def _loss(self, call: Operation) -> torch.Tensor:
+        """The cross entropy of logits that are divided by their classes."""
+        logits, target = cast(DTensor, call.inputs[0]).to_local(), call.inputs[1]
+        ignored = call.argument(4, "ignore_index", -100)
+        reduction = call.argument(6, "reduction", "mean")
+        return cross_entropy(logits, target, self._mesh, ignored, reduction)
 
     def _on_parts(
         self,
@@ -200,7 +212,7 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     last: _Copied | None = getattr(_active, "last", None)
     if last is not None and last.whole is x and last.state == state:
         return last.copy
-    copy: torch.Tensor = _ForAll.apply(x, mesh)  # type: ignore[no-untyped-call]
+    copy = used_by_all(x, mesh)
     if DividedActivations.active():
         _active.last = _Copied(x, state, copy)
     return copy
@@ -211,12 +223,6 @@ def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return x.redistribute(mesh, [Shard(x.dim() - 1)]).to_local()
-
-
-def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' tensors, on every rank, which all go on alike with it."""
-    total: torch.Tensor = _Summed.apply(x, mesh)  # type: ignore[no-untyped-call]
-    return total
 
 
 def gathered(value: Any) -> Any:
@@ -257,37 +263,3 @@ def _not_proven(use: str) -> HvkitError:
         f"the tensor axis, but {use}, which the first call of the model did not do: call it with "
         "the same arguments in the same way, or name the layers to divide with plan="
     )
-
-
-class _ForAll(torch.autograd.Function):
-    """Megatron-LM's f: nothing in forward, a sum over the ranks in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradient, ctx.mesh), None
-
-
-class _Summed(torch.autograd.Function):
-    """Megatron-LM's g: a sum over the ranks in forward, nothing in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _sum(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    if x.is_meta:  # only shapes are wanted
-        return x.clone()
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=mesh.get_group())
-    count("activations", of_allreduce(total.nbytes, mesh.size()))
-    return total

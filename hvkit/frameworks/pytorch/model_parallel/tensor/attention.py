@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.activations import for_all, summed
+from hvkit.frameworks.pytorch.model_parallel.tensor.activations import for_all
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import summed
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import Operation, follow
+from hvkit.frameworks.pytorch.model_parallel.dry_run import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation, Operation, follow
 
 _MARK = "_hvkit_divided"
 # What may be read of a weight or of a divided activation: nothing of its size is in it.
@@ -53,7 +52,7 @@ class Mark:
 
 @dataclasses.dataclass
 class Linear:
-    """What the dry run has seen of a layer that multiplies by a weight.
+    """What the dry run has seen of a layer that multiplies by a weight, or looks up its rows.
 
     Attributes:
         transposed: its weight has the shape (in, out).
@@ -62,6 +61,7 @@ class Linear:
         taken_from: for each call the columns that its input is computed from; empty for an input
             that is whole.
         together: columns whose outputs meet its own while the number of parts is open.
+        ends: an operation takes its output and gives all ranks the same.
         problem: why its output cannot be divided.
         returned: where the model returns what it computes from the output.
         unusable: why its weight cannot be divided at all.
@@ -72,17 +72,39 @@ class Linear:
     parts: set[int] = dataclasses.field(default_factory=set)
     taken_from: list[frozenset[str]] = dataclasses.field(default_factory=list)
     together: set[str] = dataclasses.field(default_factory=set)
+    ends: bool = False
     problem: str = ""
     returned: str = ""
     unusable: str = ""
 
+    def column_problem(self, returned: bool = False) -> str:
+        """Why its output cannot be divided, or an empty text.
 
-class Flow(TorchFunctionMode):
+        Args:
+            returned: whether the model may return it: hvkit then makes it whole.
+        """
+        if self.unusable or self.problem:
+            return self.unusable or self.problem
+        if len(self.parts) > 1:
+            return f"its output is used in {' and in '.join(map(str, sorted(self.parts)))} shares"
+        if returned and self.parts - {1}:
+            return self.returned
+        return "" if returned else self.returned
+
+    @property
+    def row_problem(self) -> str:
+        """Why it cannot take a divided activation, or an empty text."""
+        if self.unusable or all(self.taken_from):
+            return self.unusable
+        return "it takes whole activations"
+
+
+class Flow(EachOperation):
     """Follows the output of each linear layer.
 
     Args:
-        layers: the modules that may be linear layers, by name, with their weight and bias on the
-            meta device.
+        layers: the modules that may be linear layers or embeddings, by name, with their weight and
+            bias on the meta device.
         heads: names of ``nn.MultiheadAttention`` modules, with their parameters.
         ways: among how many ranks.
     """
@@ -100,19 +122,21 @@ class Flow(TorchFunctionMode):
         self._layers = layers
         self._heads = heads
         self._ways = ways
-        self._owner = {id(p): name for name, held in layers.items() for p in held}
+        self._owners: dict[int, list[str]] = {}
+        for name, held in layers.items():
+            for p in held:
+                self._owners.setdefault(id(p), []).append(name)
+        self._embeddings: set[str] = set()
         self._inside: list[str] = []
 
-    def __torch_function__(
+    def operation(
         self,
         func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = _name(func)
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         marks = [mark_of(t) for t in leaves]
         output = func(*args, **kwargs)
         if name in _HARMLESS:
@@ -120,22 +144,25 @@ class Flow(TorchFunctionMode):
         if name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
             self._attend(self._inside[-1], leaves, marks)
             return output
-        weight = self._product(name, args, kwargs)
+        layer = self._product(name, args, kwargs)
         for t in leaves:
-            if id(t) in self._owner and self._owner[id(t)] != weight:
-                self._use_otherwise(self._owner[id(t)], name)
-        if weight is not None:
-            self._multiply(weight, name, args, output)
+            owners = self._owners.get(id(t), ())
+            for owner in owners if layer not in owners else ():
+                self._use_otherwise(owner, name)
+        if layer is not None:
+            self._multiply(layer, name, args, output)
         elif self._inside and self._inside[-1] in self._layers and name not in _LAYOUTS:
             why = f"its forward calls {name}(), and is not a product alone"
             self._see(self._inside[-1]).unusable = why
-        if weight is None and any(marks) and name not in _SIZES:
-            self._follow(name, args, kwargs, leaves, marks, output)
+        if layer is None and any(marks) and name not in _SIZES:
+            self._follow(func, name, args, kwargs, leaves, marks, output)
         return output
 
     @contextmanager
     def entered(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Know in which layer an operation happens, while the context lasts."""
+        # Of no other class: an embedding that does more may pass other options.
+        self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
         with ExitStack() as stack:
             for name, module in modules.items():
                 if name in self._layers or name in self._heads:
@@ -150,7 +177,7 @@ class Flow(TorchFunctionMode):
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A layer of a class of its own must return the product of its one input, as it is."""
         seen = self.linears.get(self._inside.pop())
-        if seen is None or not seen.taken_from or type(module) is nn.Linear:
+        if seen is None or not seen.taken_from or type(module) in (nn.Linear, nn.Embedding):
             return
         tensors = (*args, output)
         if len(args) != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):
@@ -176,24 +203,29 @@ class Flow(TorchFunctionMode):
 
     def _product(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """The layer whose product this is, if its weight and bias are where they belong."""
-        if name == "linear":
+        bias = None
+        if name in ("linear", "embedding"):
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if name == "linear":
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
         elif name == "addmm" and len(args) == 3 and not kwargs:
             bias, weight = args[0], args[2]
-        else:
+        elif name != "embedding":
             return None
-        held = self._layers.get(owner := self._owner.get(id(weight), ""))
-        if held is None or not self._inside or self._inside[-1] != owner:
+        layer = self._inside[-1] if self._inside else ""
+        if (name == "embedding") != (layer in self._embeddings):
             return None
         used = [id(weight)] if bias is None else [id(weight), id(bias)]
-        return owner if [id(p) for p in held] == used else None
+        return layer if [id(p) for p in self._layers.get(layer, ())] == used else None
 
     def _multiply(self, layer: str, name: str, args: Sequence[Any], output: torch.Tensor) -> None:
         seen, factor = self._see(layer), args[1 if name == "addmm" else 0]
-        seen.transposed = name == "addmm"
+        seen.transposed = name != "linear"
         mark = mark_of(factor)
         seen.taken_from.append(frozenset())
+        if name == "embedding":
+            self._spoil(mark.columns if mark else frozenset(), f"{layer} looks up rows by it")
+            return
         if mark and mark.dim != factor.dim() - 1:
             self._spoil(mark.columns, f"{layer} takes it with another dimension last")
         elif mark:
@@ -211,6 +243,7 @@ class Flow(TorchFunctionMode):
 
     def _follow(
         self,
+        func: Callable[..., Any],
         name: str,
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -219,14 +252,20 @@ class Flow(TorchFunctionMode):
         output: Any,
     ) -> None:
         columns = frozenset().union(*(mark.columns for mark in marks if mark))
-        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        outputs = tensors_in(output)
         dims = [mark.dim if mark else None for mark in marks]
         if not outputs:
             self._spoil(columns, f"{name}() takes it")
             return
-        step = follow(Operation(name, args, kwargs, leaves, dims, outputs, self._ways))
+        step = follow(Operation(func, name, args, kwargs, leaves, dims, outputs, self._ways))
         if isinstance(step, str):
             self._spoil(columns, step)
+            return
+        if step is None:
+            for ended in filter(None, marks):
+                self._decide(ended, 1)
+            for column in columns:
+                self._see(column).ends = True
             return
         known = {mark.parts for mark in marks if mark}
         parts = step.parts
@@ -289,12 +328,6 @@ def is_cache(name: str) -> bool:
 
 def _set_mark(tensor: torch.Tensor, mark: Mark) -> None:
     setattr(tensor, _MARK, mark)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """Name of a function; of an attribute, if it reads one."""
-    name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def _tensors_in(

@@ -26,11 +26,16 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered,
     mark_fused,
     part_for_this_rank,
-    summed,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.attention import DividedHeads
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement, part_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import Division, TensorPlan
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import joined, summed
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+    Division,
+    Placement,
+    part_of,
+    place_in_part,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 
 _IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
@@ -84,6 +89,8 @@ def divide(
             module.forward = MethodType(_heads(DividedHeads(mesh, random)), module)
         elif name.rpartition(".")[0] not in attentions:  # its out_proj has no call of its own
             make = _column if division.kind == "column" else _row
+            if isinstance(module, nn.Embedding):
+                make = _lookup
             module.forward = MethodType(make(mesh, division), module)
     for name in {*plan.regions, ""}:
         region: Any = model.get_submodule(name)
@@ -95,9 +102,10 @@ def divide(
 def placements_of(model: nn.Module, plan: TensorPlan) -> dict[str, Placement]:
     """How a plan divides each parameter, by its name; what is not in it stays whole."""
     placements = {}
+    names = {p: name for name, p in model.named_parameters()}
     for name, division in plan.divisions.items():
         for which, p in model.get_submodule(name).named_parameters(recurse=False):
-            path = f"{name}.{which}" if name else which
+            path = names[p]
             if division.kind == "column":
                 dim = int(division.transposed and p.dim() == 2)
                 parts = _IN_PROJECTIONS.get(which, division.parts)
@@ -113,17 +121,19 @@ def _product(
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
-def _column(mesh: DeviceMesh, division: Division) -> Callable[..., DTensor]:
+def _column(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
     """The forward of a layer with this rank's part of the outputs."""
 
-    def forward(self: Any, input: torch.Tensor) -> DTensor:
-        if not DividedActivations.active():
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        if not division.by_itself and not DividedActivations.active():
             raise HvkitError(
                 f"a {type(self).__name__} layer, of which each rank of a tensor group holds a "
                 "part, was called outside the forward of its model: call the model itself"
             )
         bias = getattr(self, "bias", None)
         y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
+        if division.by_itself:
+            return joined(y, mesh)
         product = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
         return mark_fused(product) if division.parts > 1 else product
 
@@ -140,6 +150,24 @@ def _row(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
         return y if bias is None else y + bias.to(y.dtype)
 
     return forward
+
+
+def _lookup(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
+    """The forward of an embedding with this rank's part of the features, or of the rows."""
+
+    def features(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
+        return joined(F.embedding(input, self.weight, self.padding_idx), mesh)
+
+    def rows(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
+        """Rows of other ranks are zeros, and the sum has them from there."""
+        count, index = len(self.weight), mesh.get_local_rank()
+        place, elsewhere = place_in_part(input, count, index, mesh.size())
+        padding = None if self.padding_idx is None else self.padding_idx - count * index
+        own_padding = padding if padding in range(count) else None
+        found = F.embedding(place, self.weight, own_padding)
+        return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
+
+    return features if division.kind == "column" else rows
 
 
 def _heads(divided: DividedHeads) -> Callable[..., Any]:

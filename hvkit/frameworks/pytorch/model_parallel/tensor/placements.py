@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Kind = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layer is divided.
+
+    An embedding counts as a linear layer with a transposed weight: it takes one of its rows, and
+    gives the features.
+
+    Attributes:
+        kind: "column" divides the outputs, "row" the inputs.
+        parts: of a product that holds several tensors, one after the other: 3 for fused queries,
+            keys and values. Each rank has its part of each.
+        transposed: the weight has the shape (in, out), not (out, in).
+        by_itself: no other layer computes with its part: what it returns is whole.
+    """
+
+    kind: Kind
+    parts: int = 1
+    transposed: bool = False
+    by_itself: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,3 +75,23 @@ def whole_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tenso
     """The whole tensor, from the parts of all ranks in the order of their index."""
     shares = [part.chunk(placement.parts, placement.dim) for part in parts]
     return torch.cat([share[i] for i in range(placement.parts) for share in shares], placement.dim)
+
+
+def place_in_part(
+    places: torch.Tensor, length: int, index: int, ways: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a rank's part has what has these places in the whole, and which are elsewhere.
+
+    Args:
+        places: from 0 to ``length * ways - 1``.
+        length: of each part.
+        index: of the rank in its tensor group.
+        ways: ranks of the group.
+
+    Returns:
+        The places in this part, 0 for those in the parts of others; and which are there. A place
+        that is in no part is in none of both, and remains an error for whoever looks it up.
+    """
+    here = places - index * length
+    elsewhere = (places >= 0) & (places < length * ways) & ((here < 0) | (here >= length))
+    return here.masked_fill(elsewhere, 0), elsewhere

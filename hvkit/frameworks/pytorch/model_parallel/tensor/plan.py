@@ -1,16 +1,16 @@
-"""Which linear layers of a model the ranks can divide, proven by following one forward.
+"""Which layers of a model the ranks can divide, proven by following one forward.
 
 A column layer gives each rank a part of its outputs, a row layer takes them and sums (Megatron-LM,
 https://arxiv.org/abs/1909.08053). A pair is in the plan only if ``Flow`` saw that everything
-between them treats the parts independently of each other. All else stays whole, with a reason.
+between them treats the parts independently of each other. Embeddings and what projects onto a
+vocabulary are divided without a partner. All else stays whole, with a reason.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,29 +19,14 @@ from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     OnMeta,
     attributes_kept,
+    bytes_of,
     copied_call,
     on_meta,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
-
-Words = Mapping[str, Any]
-"""Module names, with ``*`` for any text, and ``"colwise"`` or ``"rowwise"`` for each."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a layer is divided.
-
-    Attributes:
-        kind: "column" divides the outputs, "row" the inputs.
-        parts: of a product that holds several tensors, one after the other: 3 for fused queries,
-            keys and values. Each rank has its part of each.
-        transposed: the weight has the shape (in, out), not (out, in).
-    """
-
-    kind: Literal["column", "row"]
-    parts: int = 1
-    transposed: bool = False
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
+from hvkit.frameworks.pytorch.model_parallel.tensor.vocabulary import vocabularies
 
 
 @dataclass(frozen=True)
@@ -52,7 +37,7 @@ class TensorPlan:
         ways: among how many ranks.
         divisions: by the name of a module. For an ``nn.MultiheadAttention`` its own name stands
             for its input projections, and its ``out_proj`` is a row layer.
-        whole: the reason why it stays whole, for each linear layer that does.
+        whole: the reason why it stays whole, for each linear layer and embedding that does.
         share: of the bytes of all parameters, those that are divided.
         regions: modules inside whose forward activations are divided; "" is the model.
     """
@@ -66,8 +51,8 @@ class TensorPlan:
     def __str__(self) -> str:
         lines = [
             f"tensor={self.ways}: {len(self.divisions)} of "
-            f"{len(self.divisions) + len(self.whole)} linear layers divided, "
-            f"{self.share:.0%} of the bytes of all weights"
+            f"{len(self.divisions) + len(self.whole)} linear layers and embeddings "
+            f"divided, {self.share:.0%} of all weights"
         ]
         lines += [f"  {name} stays whole: {why}" for name, why in self.whole.items()]
         return "\n".join(lines)
@@ -95,21 +80,25 @@ def prove(
         args, kwargs: of a call of the model.
         ways: ranks, at least 1.
         words: replaces what the proof would choose, in the words of ``parallelize_module``: names
-            of linear layers, with ``*`` for any text, and "colwise" or "rowwise" (or
+            of linear layers and embeddings, with ``*`` for any text, and "colwise" or "rowwise" (or
             ``ColwiseParallel()``, ``RowwiseParallel()``).
 
     Raises:
         HvkitError: the forward fails on the meta device.
-        ValueError: ``words`` names no linear layer, or one that cannot be divided like that.
+        ValueError: ``words`` names no such layer, or one that cannot be divided like that.
         TypeError: ``words`` has a value that is no such word.
     """
     if ways == 1 or words == {}:
         return TensorPlan(ways)
     flow = _dry_run(model, args, kwargs, ways)
+    found = vocabularies(model, flow.linears)
     linears = _linears(model, flow)
+    order = [n for n, _ in model.named_modules()]
     if words is not None:
-        return _as_told(model, words, linears, ways)
-    divisions: dict[str, Division] = {}
+        divisions = divisions_in_words(model, words, linears, found, ways)
+        whole = {n: "plan= does not name it" for n in linears if n not in divisions}
+        return TensorPlan(ways, divisions, whole, _share(model, divisions), ("",))
+    divisions = {}
     regions = set()
     for group in _largest_first(model, _groups(linears, flow)):
         if (group.columns | group.rows) & divisions.keys() or group.columns & group.rows:
@@ -119,11 +108,17 @@ def prove(
         regions.add(_common(group.columns | group.rows))
     whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
     whole |= {n: why for n, why in flow.heads.items() if why}
-    order = [n for n, _ in model.named_modules()]
+    for vocabulary in found:
+        if not divisions.keys() & vocabulary.layers:
+            for name, chosen in vocabulary.chosen(ways).items():
+                if isinstance(chosen, Division):
+                    divisions[name] = chosen
+                else:
+                    whole[name] = chosen
     return TensorPlan(
         ways,
         {n: divisions[n] for n in order if n in divisions},
-        {n: whole[n] for n in order if n in whole},
+        {n: whole[n] for n in order if n in whole and n not in divisions},
         _share(model, divisions),
         tuple(n for n in order if n in regions),
     )
@@ -173,7 +168,7 @@ def _may_be_linear(module: nn.Module) -> bool:
 
 
 def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
-    """The linear layers of a model, also those that the forward has not called."""
+    """The linear layers and embeddings of a model, also those that the forward has not called."""
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for p in module.parameters(recurse=False):
@@ -182,7 +177,9 @@ def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
     found = {}
     for name, module in model.named_modules():
         seen = flow.linears.get(name, Linear())
-        if name in inside_heads or not (seen.taken_from or isinstance(module, nn.Linear)):
+        if name in inside_heads or not (
+            seen.taken_from or isinstance(module, nn.Linear | nn.Embedding)
+        ):
             continue
         found[name] = seen
         others = {n for p in module.parameters(recurse=False) for n in users[id(p)]} - {name}
@@ -216,8 +213,8 @@ def _groups(linears: Mapping[str, Linear], flow: Flow) -> list[_Group]:
     found = [
         _Group(frozenset(group["column"]), frozenset(group["row"]))
         for group in members.values()
-        if not any(_column_problem(linears[n]) for n in group["column"])
-        and not any(_row_problem(linears[n]) for n in group["row"])
+        if not any(linears[n].column_problem() for n in group["column"])
+        and not any(linears[n].row_problem for n in group["row"])
     ]
     heads = [name for name, problem in flow.heads.items() if not problem]
     return [*found, *(_Group(frozenset([n]), frozenset([_child(n, "out_proj")])) for n in heads)]
@@ -230,43 +227,21 @@ def _child(module: str, name: str) -> str:
 def _largest_first(model: nn.Module, groups: Sequence[_Group]) -> list[_Group]:
     """Groups by the bytes of their weights: where two share a layer, the first is chosen."""
     size = {
-        name: sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-        for name, module in model.named_modules()
+        name: bytes_of(module.parameters(recurse=False)) for name, module in model.named_modules()
     }
     return sorted(groups, key=lambda g: -sum(size[name] for name in g.columns | g.rows))
-
-
-def _column_problem(seen: Linear, returned: bool = False) -> str:
-    """Why the output of a layer cannot be divided, or an empty text.
-
-    Args:
-        returned: whether the model may return it: hvkit then makes it whole.
-    """
-    if seen.unusable or seen.problem:
-        return seen.unusable or seen.problem
-    if len(seen.parts) > 1:
-        return f"its output is used in {' and in '.join(map(str, sorted(seen.parts)))} shares"
-    if returned and seen.parts - {1}:
-        return seen.returned
-    return "" if returned else seen.returned
-
-
-def _row_problem(seen: Linear) -> str:
-    if seen.unusable or all(seen.taken_from):
-        return seen.unusable
-    return "it takes whole activations"
 
 
 def _why(name: str, linears: Mapping[str, Linear], divisions: Mapping[str, Division]) -> str:
     """Why a layer is in no group that was chosen."""
     seen = linears[name]
-    if problem := _column_problem(seen):
+    if problem := seen.column_problem():
         return problem
     takers = [n for n, other in linears.items() if any(name in c for c in other.taken_from)]
     if not takers:
         return "no linear layer takes its output"
     for taker in takers:
-        if problem := _row_problem(linears[taker]):
+        if problem := linears[taker].row_problem:
             return f"{taker}, which takes its output, stays whole: {problem}"
         if taker in divisions:
             return f"{taker}, which takes its output, is divided with another layer"
@@ -294,75 +269,11 @@ def _common(names: Iterable[str]) -> str:
 
 
 def _share(model: nn.Module, divisions: Mapping[str, Division]) -> float:
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    divided = 0
-    for name, division in divisions.items():
-        for which, p in model.get_submodule(name).named_parameters(recurse=False):
-            if division.kind == "column" or which == "weight":
-                divided += p.numel() * p.element_size()
-    return divided / total if total else 0.0
-
-
-def _as_told(
-    model: nn.Module, words: Words, linears: Mapping[str, Linear], ways: int
-) -> TensorPlan:
-    """The plan in a user's own words."""
-    known = {n: seen for n, seen in linears.items() if seen.taken_from}
-    divisions: dict[str, Division] = {}
-    for pattern, word in words.items():
-        kind = _kind(pattern, word)
-        matches = fnmatch.filter(known, pattern)
-        if not matches:
-            raise ValueError(
-                f"plan={{{pattern!r}: ...}} names no linear layer that the forward calls; "
-                f"there are: {', '.join(known)}"
-            )
-        for name in matches:
-            _require_divisible(model, name, kind, known[name], ways)
-            parts = min(known[name].parts or {1}) if kind == "column" else 1
-            divisions[name] = Division(kind, parts, known[name].transposed)
-    for name, division in divisions.items():
-        missing = known[name].together - divisions.keys() if division.parts > 1 else None
-        if missing:
-            raise ValueError(
-                f"plan= divides {name} and leaves {', '.join(sorted(missing))} whole, but both "
-                "outputs meet before they are split into shares: divide both or none"
-            )
-    whole = {n: "plan= does not name it" for n in linears if n not in divisions}
-    return TensorPlan(ways, divisions, whole, _share(model, divisions), ("",))
-
-
-def _kind(pattern: str, word: Any) -> Literal["column", "row"]:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    if word == "colwise" or type(word) is ColwiseParallel:
-        kind: Literal["column", "row"] = "column"
-        expected: tuple[Any, Any] = (Replicate(),), (Shard(-1),)
-    elif word == "rowwise" or type(word) is RowwiseParallel:
-        kind, expected = "row", ((Shard(-1),), (Replicate(),))
-    else:
-        raise TypeError(
-            f"plan={{{pattern!r}: {word!r}}}: a layer is divided by 'colwise', 'rowwise', "
-            "ColwiseParallel() or RowwiseParallel()"
-        )
-    if not isinstance(word, str) and (word.input_layouts, word.output_layouts) != expected:
-        raise ValueError(
-            f"plan={{{pattern!r}: {type(word).__name__}(...)}} has layouts of its own "
-            f"({word.input_layouts}, {word.output_layouts}): hvkit moves activations where the "
-            f"model needs them, so leave input_layouts and output_layouts out"
-        )
-    return kind
-
-
-def _require_divisible(model: nn.Module, name: str, kind: str, seen: Linear, ways: int) -> None:
-    weight = model.get_submodule(name).weight
-    assert isinstance(weight, torch.Tensor)
-    length = weight.shape[(kind == "row") != seen.transposed]
-    problem = seen.unusable
-    if not problem and length % ways:
-        problem = f"its {length} {'in' if kind == 'row' else 'out'}puts are no multiple of {ways}"
-    elif kind == "column":
-        problem = _column_problem(seen, returned=True)
-    if problem:
-        raise ValueError(f"plan= cannot divide {name}: {problem}; leave it out of plan=")
+    total = bytes_of(model.parameters())
+    divided = {
+        p
+        for name, division in divisions.items()
+        for which, p in model.get_submodule(name).named_parameters(recurse=False)
+        if division.kind == "column" or which == "weight"
+    }
+    return bytes_of(divided) / total if total else 0.0

@@ -13,12 +13,42 @@ attention layer. Each rank then has its part of each of them: the layer is divid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+
+from hvkit.frameworks.pytorch.model_parallel.dry_run import tensors_in
+
+
+class EachOperation(TorchFunctionMode):
+    """Sees every operation inside of it, also of attributes that are read of tensors."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name: str = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(cast(Any, func).__self__, "__name__", name)
+        kwargs = dict(kwargs or {})
+        return self.operation(func, name, args, kwargs, tensors_in((args, kwargs)))
+
+    def operation(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+    ) -> Any:
+        """Return what ``func`` would, of these arguments with these tensors among them."""
+        raise NotImplementedError
 
 
 class Followed(NamedTuple):
@@ -39,7 +69,7 @@ class Operation:
     """One operation, as the rules see it.
 
     Attributes:
-        name: of the function.
+        function, name: what is called.
         args, kwargs: its arguments.
         inputs: the tensors among them.
         dims: for each input the dimension by which it is divided, or None.
@@ -47,6 +77,7 @@ class Operation:
         ways: among how many ranks.
     """
 
+    function: Callable[..., Any]
     name: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
@@ -73,11 +104,17 @@ class Operation:
         )
 
 
-Rule = Callable[[Operation], "Followed | str"]
+# Of the divided dimension, where its place in a view is looked for: no product of lengths.
+_STRIDE = 2**31 - 1
+
+Rule = Callable[[Operation], "Followed | str | None"]
 
 
-def follow(call: Operation) -> Followed | str:
-    """Where the divided dimension is after an operation; else why it cannot be divided."""
+def follow(call: Operation) -> Followed | str | None:
+    """Where the divided dimension is after an operation; else why it cannot be divided.
+
+    None if what the operation returns is whole on every rank.
+    """
     rule = _RULES.get(call.name)
     if rule is None:
         return f"{call.name}() has no rule by which it could be divided"
@@ -159,39 +196,30 @@ def _split(call: Operation) -> Followed | str:
     return Followed(dim, len(call.outputs))
 
 
-def _unbind(call: Operation) -> Followed | str:
+def _rearrange(call: Operation) -> Followed | str:
+    """A view of some elements, in another order of dimensions; found by its strides."""
     tensor, dim = call.first
-    along = call.argument(1, "dim", 0) % tensor.dim()
-    return _takes_apart(call) if along == dim else Followed(dim - (along < dim))
+    strides = [1] * tensor.dim()
+    strides[dim] = _STRIDE
+    example = torch.empty_strided(tensor.shape, strides, device="meta")
+    found = call.function(
+        *(example if each is tensor else each for each in call.args), **call.kwargs
+    )
+    view = found[0] if isinstance(found, tuple) else found
+    for new, length in enumerate(view.shape):
+        if view.stride(new) == _STRIDE and length == tensor.shape[dim]:
+            return Followed(new)
+    return _takes_apart(call)
 
 
 def _takes_apart(call: Operation) -> str:
     return f"{call.name}() takes the divided dimension apart"
 
 
-def _transpose(call: Operation) -> Followed | str:
-    tensor, dim = call.first
-    a, b = (call.argument(1 + i, name) % tensor.dim() for i, name in enumerate(("dim0", "dim1")))
-    return Followed({a: b, b: a}.get(dim, dim))
-
-
-def _matrix_transpose(call: Operation) -> Followed | str:
-    tensor, dim = call.first
-    last = tensor.dim() - 1
-    return Followed({last: last - 1, last - 1: last}.get(dim, dim))
-
-
-def _permute(call: Operation) -> Followed | str:
-    tensor, dim = call.first
-    dims = call.argument(1, "dims")
-    order = dims if isinstance(dims, Sequence) else call.args[1:]
-    return Followed([each % tensor.dim() for each in order].index(dim))
-
-
 def _attention(call: Operation) -> Followed | str:
     query, dim = call.first
     mask = call.argument(3, "attn_mask")
-    three = Operation(call.name, (), {}, call.inputs[:3], call.dims[:3], call.outputs, call.ways)
+    three = replace(call, inputs=call.inputs[:3], dims=call.dims[:3])
     if mask is not None and call.dims[3] is not None:
         return f"{call.name}() has a mask that depends on a divided activation"
     if not three.all_divided_alike() or dim >= query.dim() - 2:
@@ -231,6 +259,18 @@ def _normalize(call: Operation) -> Followed | str:
     return Followed(dim, 1)
 
 
+def _cross_entropy(call: Operation) -> str | None:
+    """Of logits divided by classes, with the number of a class for each sample."""
+    logits, target = call.argument(0, "input"), call.argument(1, "target")
+    others = (call.argument(2 + i, name) for i, name in enumerate(("weight", "size_average")))
+    whole = any(each is not None for each in (*others, call.argument(5, "reduce")))
+    if call.dims[0] != min(1, logits.dim() - 1) or any(d is not None for d in call.dims[1:]):
+        return f"{call.name}() of samples is not divided"
+    if target.is_floating_point() or whole or call.argument(7, "label_smoothing", 0.0):
+        return f"{call.name}() is divided for classes without weights and smoothing only"
+    return None
+
+
 def _concatenate(call: Operation) -> Followed | str:
     _, dim = call.first
     kept = [(t, d) for t, d in zip(call.inputs, call.dims, strict=True) if t.shape != (0,)]
@@ -238,53 +278,6 @@ def _concatenate(call: Operation) -> Followed | str:
         return f"{call.name}() combines a divided activation with one that is whole"
     along = call.argument(1, "dim", 0) % kept[0][0].dim()
     return _takes_apart(call) if along == dim else Followed(dim, 1)
-
-
-def _expand(call: Operation) -> Followed | str:
-    tensor, dim = call.first
-    new = dim + call.outputs[0].dim() - tensor.dim()
-    same = call.outputs[0].shape[new] == tensor.shape[dim]
-    return Followed(new, 1) if same else _takes_apart(call)
-
-
-def _unsqueeze(call: Operation) -> Followed | str:
-    _, dim = call.first
-    at = call.argument(1, "dim") % call.outputs[0].dim()
-    return Followed(dim + (at <= dim))
-
-
-def _squeeze(call: Operation) -> Followed | str:
-    tensor, dim = call.first
-    along = call.argument(1, "dim")
-    gone = range(tensor.dim()) if along is None else tree_leaves(along)
-    lost = {each % tensor.dim() for each in gone if tensor.shape[each] == 1}
-    return Followed(dim - sum(each < dim for each in lost))
-
-
-def _index(call: Operation) -> Followed | str:
-    tensor, dim = call.first
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    if any(isinstance(each, torch.Tensor | list | bool) for each in index):
-        return f"{call.name}() picks elements by a tensor"
-    used = sum(each is not None and each is not Ellipsis for each in index)
-    rest = [slice(None)] * (tensor.dim() - used)
-    at = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
-    full = [*index[:at], *rest, *index[at + 1 :]]
-    old = new = 0
-    for each in full:
-        if each is None:
-            new += 1
-            continue
-        if old == dim:
-            whole = isinstance(each, slice) and each.indices(tensor.shape[dim]) == (
-                0,
-                tensor.shape[dim],
-                1,
-            )
-            return Followed(new, None) if whole else _takes_apart(call)
-        old += 1
-        new += isinstance(each, slice)
-    raise AssertionError("every dimension of a tensor has an index")
 
 
 def _keeps_shape(call: Operation) -> Followed | str:
@@ -296,6 +289,8 @@ def _keeps_shape(call: Operation) -> Followed | str:
     return _takes_apart(call)
 
 
+VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
+SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
 _NAMES = """
     abs add addcmul celu clamp clip cos div dropout elu erf exp float full_like gelu
     hardsigmoid hardswish hardtanh leaky_relu lerp log1p logsigmoid masked_fill maximum
@@ -315,21 +310,17 @@ _ELEMENTWISE = [
 ]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(("view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"), _view),
-    **dict.fromkeys(("split", "chunk", "tensor_split", "split_with_sizes"), _split),
-    "unbind": _unbind,
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
-    **dict.fromkeys(("mT", "T", "t"), _matrix_transpose),
-    "permute": _permute,
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(SPLITS, _split),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "mT", "T", "t", "permute"), _rearrange),
+    **dict.fromkeys(("expand", "expand_as", "unsqueeze", "squeeze", "unbind"), _rearrange),
+    "__getitem__": _rearrange,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("matmul", "__matmul__", "bmm"), _matmul),
     **dict.fromkeys(("softmax", "log_softmax", "cumsum"), _along_another),
     **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std"), _along_another),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
+    "cross_entropy": _cross_entropy,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
-    **dict.fromkeys(("expand", "expand_as"), _expand),
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "__getitem__": _index,
     **dict.fromkeys(("pad", "repeat_interleave", "roll"), _keeps_shape),
 }

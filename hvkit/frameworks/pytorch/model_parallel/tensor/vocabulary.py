@@ -1,0 +1,133 @@
+"""Embeddings, and the projection of a language model onto its vocabulary.
+
+They stand in no pair: what they return is whole again. An embedding gives each rank some features
+of every row, since then only the forward sends anything. A projection gives each rank the logits of
+some rows, or if these are no multiple of the ranks, sums over some features. Where both have one
+weight, the embedding follows the projection, and each rank looks up its own rows. Logits are
+gathered at once, unless the dry run shows that they lead to a loss that can be divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Linear
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Kind
+
+_NEED_WHOLE = ("max_norm", "scale_grad_by_freq", "sparse")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The layers that have one weight of the shape (rows, features).
+
+    Attributes:
+        embeddings: names of those that look up rows.
+        projections: names of linear layers, whose outputs are the rows.
+        shape: of the weight.
+        problems: by layer, why it cannot be divided; no entry if it can.
+        in_loss: the projections' outputs may stay divided up to a loss that can be divided.
+    """
+
+    embeddings: tuple[str, ...]
+    projections: tuple[str, ...]
+    shape: torch.Size
+    problems: Mapping[str, str]
+    in_loss: bool
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All of them."""
+        return *self.embeddings, *self.projections
+
+    def divided(self, dim: int) -> dict[str, Division]:
+        """How to divide the layers if the weight is divided along this dimension."""
+        looked_up: Kind = "column" if dim else "row"
+        projected: Kind = "row" if dim else "column"
+        return {
+            **dict.fromkeys(self.embeddings, Division(looked_up, 1, True, True)),
+            **dict.fromkeys(
+                self.projections, Division(projected, by_itself=not dim and not self.in_loss)
+            ),
+        }
+
+    def chosen(self, ways: int) -> dict[str, Division] | dict[str, str]:
+        """How ``ways`` ranks divide the layers, else by layer why they stay whole."""
+        if self.problems:
+            culprit, why = next(iter(self.problems.items()))
+            others = f"{culprit}, which has the same weight, stays whole: {why}"
+            return {name: self.problems.get(name, others) for name in self.layers}
+        rows, features = self.shape
+        if not self.projections and rows < features:
+            why = f"its {rows} rows are fewer than its {features} features"
+            return dict.fromkeys(self.layers, why)
+        for dim in (0, 1) if self.projections else (1, 0):
+            if self.shape[dim] % ways == 0:
+                return self.divided(dim)
+        why = f"neither its {rows} rows nor its {features} features are a multiple of {ways} ranks"
+        return dict.fromkeys(self.layers, why)
+
+
+def vocabularies(model: nn.Module, layers: Mapping[str, Linear]) -> list[Vocabulary]:
+    """The vocabularies of a model.
+
+    A linear layer is a projection if it has the weight of an embedding; or as many outputs as one
+    has rows, and no linear layer takes these.
+
+    Args:
+        model: the whole one.
+        layers: what a dry run has seen.
+    """
+    users: dict[torch.Tensor, list[str]] = {}
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(p, []).append(name)
+    found = []
+    for weight, names in users.items():
+        embeddings = [n for n in names if _is_embedding(model, n)]
+        if embeddings:
+            others = [n for n in names if n not in embeddings]
+            found.append(_vocabulary(model, layers, weight, embeddings, others))
+    rows = {each.shape[0] for each in found}
+    taken = {name for seen in layers.values() for columns in seen.taken_from for name in columns}
+    for weight, (name, *others) in users.items():
+        seen = layers.get(name, Linear())
+        right = weight.dim() == 2 and weight.shape[0] in rows and not seen.transposed
+        if right and seen.taken_from and not others and name not in taken:
+            found.append(_vocabulary(model, layers, weight, [], [name]))
+    return found
+
+
+def _is_embedding(model: nn.Module, name: str) -> bool:
+    return type(model.get_submodule(name)) is nn.Embedding
+
+
+def _vocabulary(
+    model: nn.Module,
+    layers: Mapping[str, Linear],
+    weight: torch.Tensor,
+    embeddings: Sequence[str],
+    projections: Sequence[str],
+) -> Vocabulary:
+    problems = {}
+    for name in (*embeddings, *projections):
+        module, seen = model.get_submodule(name), layers.get(name, Linear())
+        option = next((o for o in _NEED_WHOLE if getattr(module, o, None)), None)
+        if seen.unusable:
+            problems[name] = seen.unusable
+        elif not seen.taken_from:
+            problems[name] = "the forward does not call it"
+        elif seen.transposed != (name in embeddings):
+            problems[name] = "it multiplies by the weight of an embedding, transposed"
+        elif name in embeddings and option:
+            problems[name] = f"{option}={getattr(module, option)!r} is about whole rows"
+    in_loss = all(
+        layers[name].ends and not layers[name].column_problem(returned=True)
+        for name in projections
+        if name in layers
+    )
+    return Vocabulary(tuple(embeddings), tuple(projections), weight.shape, problems, in_loss)
