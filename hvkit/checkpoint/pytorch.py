@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from hvkit.frameworks.pytorch.port import is_distributed_parameter
 from hvkit.frameworks.pytorch.refusals import is_divided, is_in_mesh
 from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import Record, Warmup
+from hvkit.sync.port import InParts, Record, Warmup
 
 # The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
@@ -78,8 +79,7 @@ class TorchPart(Part):
             warmup.steps_done = facts["warmup_steps"]
 
     def _load_state(self, content: memoryview) -> None:
-        file = cast(IO[bytes], ContentReader(content))
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = _read(content)
         if isinstance(self._thing, Optimizer):
             _load_optimizer(self._thing, state)
         else:
@@ -97,15 +97,24 @@ class TorchPart(Part):
         if not self.is_local:
             buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
             return buffers | self._numbers()
+        parts = self._in_parts
+        state = self._thing.state_dict() if parts is None else parts.own()
         content = io.BytesIO()
-        torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
+        torch.save(_without_numpy_scalars(state), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
         warmup = self._warmup()
-        return found | ({_WARMUP: np.array(warmup.steps_done)} if warmup else {})
+        found |= {_WARMUP: np.array(warmup.steps_done)} if warmup else {}
+        return found | self._numbers()
+
+    @property
+    def _in_parts(self) -> InParts | None:
+        """The object itself, if each rank of a mesh holds a part of it."""
+        return self.record.in_parts if self.record else None
 
     def _whole(self) -> str:
         """The name of the array with a rank's whole state, in a round of local weights."""
-        return f"{LOCAL if self.model is None else NOT_IN_FILE}state"
+        in_file = self.model is None and self._in_parts is None
+        return f"{LOCAL if in_file else NOT_IN_FILE}state"
 
     def _numbers(self) -> Arrays:
         """Where random numbers go on that the model keeps apart from the global generators."""
@@ -118,7 +127,7 @@ class TorchPart(Part):
         if states and self.record and self.record.numbers:
             self.record.numbers.numbers = states
         if (state := rest.pop(self._whole(), None)) is not None:
-            self._load_state(state.data)
+            self._load_own_state(state.data)
         if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):
             warmup.steps_done = int(steps)
         buffers = self._buffers()
@@ -127,6 +136,19 @@ class TorchPart(Part):
             value = torch.from_numpy(array.copy()).view(buffer.dtype).view(buffer.shape)
             with torch.no_grad():
                 buffer.copy_(value)
+
+    def _load_own_state(self, content: memoryview) -> None:
+        """Load a rank's whole state, or that of its part."""
+        if (parts := self._in_parts) is None:
+            self._load_state(content)
+            return
+        if not (state := _read(content)):  # the model was not divided yet
+            return
+        if self.model is None:
+            parts.load_own(functools.partial(_load_optimizer, self._thing, state))
+        else:
+            load = functools.partial(self._thing.load_state_dict, state, strict=False)
+            parts.load_own(load)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The dense buffers in the state dict, such as batch-norm statistics."""
@@ -160,6 +182,11 @@ class TorchPart(Part):
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)
+
+
+def _read(content: memoryview) -> Any:
+    file = cast(IO[bytes], ContentReader(content))
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def load(
     in_round = (
         same_size
         and bool(kept)
-        and all(part.matches(manifest.parts.get(part.name, {})) for part in kept)
+        and all(part.may_go_on(manifest.parts.get(part.name, {})) for part in kept)
     )
     for each in kept:
         each.in_round = in_round

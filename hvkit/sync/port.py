@@ -58,6 +58,33 @@ class RandomNumbers(Protocol):
     """Where they go on, by generator; empty if there are none. May be set."""
 
 
+class InParts(Protocol):
+    """A model or an optimizer of which each rank of a mesh holds a part."""
+
+    def own(self) -> dict[str, Any]:
+        """The state of this rank's part; empty before the model is divided."""
+
+    def load_own(self, load: Callable[[], None]) -> None:
+        """Load what ``own`` returned, if the ranks go on in the saved round.
+
+        Args:
+            load: called once the model is divided.
+        """
+
+
+class KeeperInParts(Protocol):
+    """A keeper of which each rank of a mesh holds a part."""
+
+    mesh: str
+    layout: int | None
+    """A number for who holds what; None before the model is divided."""
+    saved_layout: int | None
+    """That of the checkpoint that is loaded next."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which ``state`` works on rank 0; a collective."""
+
+
 @dataclass(frozen=True)
 class Record:
     """What ``distribute`` attached to one optimizer, or to a model."""
@@ -70,6 +97,10 @@ class Record:
     """Random numbers that a model keeps apart from the global generators; None if none."""
     local: bool = False
     """Whether the ranks train local weights, so that its state differs; ``record`` sets it."""
+    in_parts: InParts | None = None
+    """Itself, if it is in a mesh."""
+    keeper_in_parts: KeeperInParts | None = None
+    """What keeps the strategy's state of a model in a mesh; None if it has none."""
 
 
 class Keeper(Protocol):

@@ -131,7 +131,9 @@ class ParallelModel:
         # What the script may still hold, by the new parameter.
         self._replaced: dict[torch.Tensor, nn.Parameter] = {}
         self._run: Callable[[Any, Any], Any] | None = None
-        self._parts: ModelParts | None = None
+        self.parts: ModelParts | None = None
+        # The same number on all ranks, and another if they hold other parts.
+        self.layout = 0
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._pipeline: Pipeline | None = None
@@ -253,6 +255,8 @@ class ParallelModel:
                 "skip connection passes by a module, `x = x + block(x)`, move it into the module",
             )
         rank = options.position.along("pipeline")
+        holders = [stages.holders(name) for name, _ in model.named_parameters()]
+        self.layout = _hash_of([holders, placements_of(model, plan)])
         own = self._take_part(stages, rank)
         placements: Mapping[str, Placement] = {}
         if options.mesh.tensor > 1:
@@ -473,7 +477,7 @@ class ParallelModel:
         self._gradients = GradientsOfAllRanks(
             model.parameters(), counted, everyone, self._name, self._device, self._replaced
         )
-        self._parts = ModelParts(
+        self.parts = ModelParts(
             model,
             holder | {name: stages.buffer_holder(name) for name, _ in model.named_buffers()},
             self._links.group,
@@ -482,7 +486,7 @@ class ParallelModel:
             sends=first and first_shard,
         )
         for optimizer in self._optimizers:
-            self._parts.attach(optimizer)
+            self.parts.attach(optimizer)
             watch_overflows(self._gradients, optimizer)
         if self._loaded is not None:
             self._loaded.load()
@@ -554,11 +558,11 @@ class ParallelModel:
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 has the whole state dict of the model; a collective."""
-        return nullcontext() if self._parts is None else self._parts.gathered(self._model)
+        return nullcontext() if self.parts is None else self.parts.gathered(self._model)
 
     def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A context in which rank 0 holds an optimizer's whole state; a collective."""
-        return nullcontext() if self._parts is None else gathered(optimizer)
+        return nullcontext() if self.parts is None else gathered(optimizer)
 
 
 def _nothing(*_: Any) -> None:

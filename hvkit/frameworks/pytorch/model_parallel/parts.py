@@ -64,9 +64,20 @@ class PartsOfParameters:
         """
         placement = self.placements.get(name)
         if placement is not None and whole.shape == self._whole_shape(placement, like):
-            ways, index = self._mesh.size(), self._mesh.get_local_rank()
-            whole = part_of(whole, placement, index, ways)
+            whole = self.cut(name, whole)
         return part_like(whole, like) if whole.shape == like.shape else whole
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's share of what has a parameter's shape, and perhaps more dimensions."""
+        placement = self.placements.get(name)
+        if placement is None:
+            return whole
+        return part_of(whole, placement, self._mesh.get_local_rank(), self._mesh.size())
+
+    def whole_shape(self, name: str, like: torch.Tensor) -> torch.Size:
+        """The shape of a whole parameter, from what this rank has of it."""
+        placement = self.placements.get(name)
+        return like.shape if placement is None else self._whole_shape(placement, like)
 
     def _whole_shape(self, placement: Placement, like: torch.Tensor) -> torch.Size:
         shape = list(like.shape)
@@ -103,7 +114,8 @@ class ModelParts:
         self._shares, self._collects, self._sends = shares, collects, sends
         # The whole state by name, on rank 0 inside ``gathered``.
         self._whole: dict[str, torch.Tensor] = {}
-        self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in self._parameters.items()}
         for path, module in model.named_modules():
             hooked: Any = module
             prefix = f"{path}." if path else ""
@@ -115,17 +127,34 @@ class ModelParts:
         """Whether this rank is the one that holds the whole state in ``gathered``."""
         return self._collects and self._sends and self._rank == 0
 
+    @property
+    def of_parameters(self) -> dict[str, int]:
+        """``holder`` without buffers."""
+        return {name: self.holder[name] for name in self._parameters}
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of what this rank has of a parameter."""
+        return self._parameters[name].shape
+
+    def whole_shape_of(self, name: str) -> torch.Size:
+        """The shape of the whole parameter, of which this rank has some."""
+        return self._shares.whole_shape(name, self._parameters[name])
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's share of what has a parameter's shape, and perhaps more dimensions."""
+        return self._shares.cut(name, whole)
+
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self._whole = self._collected({n: t.detach() for n, t in tensors.items()}, self.holder)
+        self._whole = self.collected({n: t.detach() for n, t in tensors.items()}, self.holder)
         try:
             yield
         finally:
             self._whole = {}
 
-    def _collected(self, things: Mapping[str, Any], holder: Mapping[str, int]) -> dict[str, Any]:
+    def collected(self, things: Mapping[str, Any], holder: Mapping[str, int]) -> dict[str, Any]:
         """Things of all ranks on rank 0, one at a time; empty on others.
 
         Args:
@@ -191,6 +220,11 @@ class ModelParts:
             else:
                 state[prefix + name] = self._shares.of(self._names[held], value, held)
 
+    def own_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """This rank's parameters and buffers by name, as they are."""
+        parameters = {n: p.detach() for n, p in self._parameters.items() if not p.is_meta}
+        return parameters | dict(model.named_buffers())
+
     def attach(self, optimizer: Optimizer) -> None:
         """Keep the part of an optimizer's state that belongs to this rank's parameters."""
         held = _HeldState(optimizer, self)
@@ -219,7 +253,7 @@ class ModelParts:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         named = {self._names[p]: p for p in parameters}
         mine = {name: optimizer.state.get(p) for name, p in named.items()}
-        found = self._collected(mine, {name: self.holder[name] for name in named})
+        found = self.collected(mine, {name: self.holder[name] for name in named})
         return {named[name]: state for name, state in found.items() if state is not None}
 
 
@@ -241,6 +275,14 @@ class _HeldState(PartOfState):
         }
         return {**state, "state": own}
 
+    def own(self) -> dict[str, Any]:
+        """The state dict with the state of this rank's parameters only."""
+        before, self._whole = self._whole, True
+        try:
+            return self._optimizer.state_dict()
+        finally:
+            self._whole = before
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Hold the whole state on rank 0 for a while; a collective."""
@@ -261,6 +303,12 @@ class _HeldState(PartOfState):
 def gathered(optimizer: Optimizer) -> Any:
     """A context in which rank 0 holds the optimizer's whole state; a collective."""
     return vars(optimizer)[_HELD].gathered()
+
+
+def own_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict with the state of this rank's parameters only; empty before there are any."""
+    held: _HeldState | None = vars(optimizer).get(_HELD)
+    return {} if held is None else held.own()
 
 
 def drop(parameters: Sequence[nn.Parameter]) -> None:
