@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
@@ -31,7 +31,7 @@ from hvkit.frameworks.pytorch.port import is_distributed_parameter
 from hvkit.frameworks.pytorch.refusals import is_divided, is_in_mesh
 from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import InParts, Record, Warmup
+from hvkit.sync.port import InParts, InShares, Record, Warmup
 
 # The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
@@ -60,26 +60,45 @@ class TorchPart(Part):
         return {"warmup_steps": warmup.steps_done if warmup else None}
 
     def save(self, path: Path) -> None:
-        state = _without_numpy_scalars(self._thing.state_dict())
-        with path.open("wb") as file:
-            torch.save(state, file)
-        try:
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise TypeError(
-                f"{self.name}: torch.load with weights_only=True cannot read the state of "
-                f"{type(self._thing).__name__}; use only tensors, numbers, text, None, and dicts "
-                f"and lists of them: {error}"
-            ) from None
+        state = self._thing.state_dict()
+        if self.model is not None and any(getattr(t, "is_meta", False) for t in state.values()):
+            raise ValueError(
+                f"{self.name} has no weights before its first batch, when each rank makes its part "
+                "of them: save after that"
+            )
+        write(path, self.name, self._thing, state)
+
+    @property
+    def in_shares(self) -> InShares | None:
+        parts = self._in_parts
+        return parts if parts and parts.is_divided else None
+
+    def write_share(self, path: Path, *, first: bool) -> bool:
+        return write_share(path, self.name, self._thing, self.in_shares, first=first)
+
+    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+        from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
+
+        saved, parts = SavedState(files), self._in_parts
+        if parts is None or not parts.reads_shares:
+            self._load_plain(saved.plain())
+        elif self.model is None:
+            _load_optimizer(self._thing, {"state": {}} | saved.plan["rest"])
+            parts.load_shares(saved, functools.partial(_load_optimizer, self._thing))
+        else:
+            parts.load_shares(saved, functools.partial(self._thing.load_state_dict, strict=False))
+        self._load_warmup(facts)
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
-        self._load_state(content)
+        self._load_plain(_read(content))
+        self._load_warmup(facts)
+
+    def _load_warmup(self, facts: Mapping[str, Any]) -> None:
         warmup = self._warmup()
         if warmup and facts["warmup_steps"] is not None:
             warmup.steps_done = facts["warmup_steps"]
 
-    def _load_state(self, content: memoryview) -> None:
-        state = _read(content)
+    def _load_plain(self, state: Any) -> None:
         if isinstance(self._thing, Optimizer):
             _load_optimizer(self._thing, state)
         else:
@@ -140,7 +159,7 @@ class TorchPart(Part):
     def _load_own_state(self, content: memoryview) -> None:
         """Load a rank's whole state, or that of its part."""
         if (parts := self._in_parts) is None:
-            self._load_state(content)
+            self._load_plain(_read(content))
             return
         if not (state := _read(content)):  # the model was not divided yet
             return
@@ -182,6 +201,47 @@ class TorchPart(Part):
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)
+
+
+def write(path: Path, name: str, thing: Any, state: Any) -> None:
+    """Write a file that ``torch.load`` reads with ``weights_only=True``.
+
+    Args:
+        path: the file.
+        name: of the object, for messages.
+        thing: the object.
+        state: of it, or of this rank's part.
+
+    Raises:
+        TypeError: it could not read the state.
+    """
+    with path.open("wb") as file:
+        torch.save(_without_numpy_scalars(state), file)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError(
+            f"{name}: torch.load with weights_only=True cannot read the state of "
+            f"{type(thing).__name__}; use only tensors, numbers, text, None, and dicts "
+            f"and lists of them: {error}"
+        ) from None
+
+
+def write_share(path: Path, name: str, thing: Any, held: InShares | None, *, first: bool) -> bool:
+    """Write this rank's part of something; return whether it has any.
+
+    Args:
+        path, name, thing: as for ``write``.
+        held: its parts; None if every rank has the whole.
+        first: whether this rank adds what belongs to no rank's part.
+    """
+    if held is None:
+        return False
+    state = held.shares()
+    if not state and not first:
+        return False
+    write(path, name, thing, {"plan": held.plan() if first else None, "state": state})
+    return True
 
 
 def _read(content: memoryview) -> Any:

@@ -13,7 +13,7 @@ from hvkit import runtime
 from hvkit.checkpoint.saved_object import NOT_IN_FILE, Arrays, ContentReader, Part
 from hvkit.log import logger
 from hvkit.sync.distributed_objects import keepers_of
-from hvkit.sync.port import Keeper, KeeperInParts
+from hvkit.sync.port import InShares, Keeper, KeeperInParts
 
 
 class StrategyPart(Part):
@@ -67,17 +67,44 @@ class StrategyPart(Part):
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **self.keeper.state())
 
+    @property
+    def in_shares(self) -> InShares | None:
+        return self._in_parts if self._in_parts and self._in_parts.is_divided else None
+
+    def write_share(self, path: Path, *, first: bool) -> bool:
+        if self.in_shares is None:
+            return False
+        from hvkit.checkpoint.pytorch import write_share
+
+        return write_share(path, self.name, self.keeper, self.in_shares, first=first)
+
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
+        if self._begins_with(facts):
+            with np.load(ContentReader(content)) as values:
+                arrays = {name: values[name] for name in values.files}
+            self.keeper.load_state(arrays, in_round=self.in_round)
+
+    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+        from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
+
+        if not self._begins_with(facts):
+            return
+        saved = SavedState(files)
+        if self._in_parts:
+            self._in_parts.load_shares(saved, in_round=self.in_round)
+        else:
+            self.keeper.load_state(saved.plain(), in_round=self.in_round)
+
+    def _begins_with(self, facts: Mapping[str, Any]) -> bool:
+        """Whether to load what was saved; if not, begin anew."""
         if not self.matches(facts):
             self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
-            return
+            return False
         if not self.in_round:
             self._log("begins a new round: other ranks or mesh, or another model's strategy")
-        with np.load(ContentReader(content)) as values:
-            arrays = {name: values[name] for name in values.files}
         if self._in_parts:
             self._in_parts.saved_layout = facts.get("layout")
-        self.keeper.load_state(arrays, in_round=self.in_round)
+        return True
 
     def begin_anew(self, reason: str) -> None:
         """Begin with the weights that all ranks have loaded."""

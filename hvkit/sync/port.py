@@ -58,8 +58,34 @@ class RandomNumbers(Protocol):
     """Where they go on, by generator; empty if there are none. May be set."""
 
 
-class InParts(Protocol):
+class InShares(Protocol):
+    """What each rank of a mesh has a part of, for sharded checkpoints."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank has its part already."""
+
+    def shares(self) -> dict[str, Any]:
+        """What this rank writes, in pieces, by parameter."""
+
+    def plan(self) -> dict[str, Any]:
+        """What rank 0 adds."""
+
+
+class InParts(InShares, Protocol):
     """A model or an optimizer of which each rank of a mesh holds a part."""
+
+    @property
+    def reads_shares(self) -> bool:
+        """Whether a rank must read its part only; if not, it holds the whole object."""
+
+    def load_shares(self, saved: Any, load: Callable[[dict[str, Any]], None]) -> None:
+        """Read this rank's part, once the model is divided.
+
+        Args:
+            saved: by a sharded checkpoint.
+            load: gets the part of an optimizer's state dict, or what a model's has but tensors.
+        """
 
     def own(self) -> dict[str, Any]:
         """The state of this rank's part; empty before the model is divided."""
@@ -72,7 +98,7 @@ class InParts(Protocol):
         """
 
 
-class KeeperInParts(Protocol):
+class KeeperInParts(InShares, Protocol):
     """A keeper of which each rank of a mesh holds a part."""
 
     mesh: str
@@ -83,6 +109,9 @@ class KeeperInParts(Protocol):
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which ``state`` works on rank 0; a collective."""
+
+    def load_shares(self, saved: Any, *, in_round: bool) -> None:
+        """Read this rank's part, once the model is divided; as ``load_state``."""
 
 
 @dataclass(frozen=True)

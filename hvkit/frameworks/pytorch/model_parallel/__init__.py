@@ -9,6 +9,7 @@
     parts             gathers the whole state, and loads a part of it
     mesh_keeper       what a strategy keeps of the parts, for checkpoints
     saved_parts       what a checkpoint saves of the parts
+    shares            in pieces: what each rank writes and reads of a sharded checkpoint
     shard_axis        weights of a stage, divided by ``fully_shard``
     gradient_norm     the norm of the gradients of all ranks, for clipping, and overflows
     pipeline/         stages that follow each other

@@ -7,6 +7,7 @@ what an agreement will still add, is saved for each rank, which finds it in the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,14 @@ import torch
 
 from hvkit.compression import Compression
 from hvkit.frameworks.pytorch.model_parallel.parts import ModelParts
+from hvkit.frameworks.pytorch.model_parallel.shares import (
+    COUNTS,
+    TRAINED,
+    SavedState,
+    part,
+    strategy_arrays,
+    strategy_plan,
+)
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
 from hvkit.strategies.strategy import Rounds, Strategy
@@ -23,8 +32,6 @@ from hvkit.sync.port import Keeper
 from hvkit.sync.rounds import SENT
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
-
-_COUNTS, _TRAINED = "counts", "trained"
 
 
 class MeshKeeper:
@@ -118,7 +125,7 @@ class MeshKeeper:
             state = self._keeper.state()
             found = self._parts.collected(self._by_parameter(state), self._parts.of_parameters)
             if self._parts.keeps_whole:
-                self._whole = self._by_number(found) | {_COUNTS: state[_COUNTS]}
+                self._whole = strategy_arrays(state[COUNTS], found, self._number)
         try:
             yield
         finally:
@@ -127,9 +134,9 @@ class MeshKeeper:
     def _by_parameter(self, state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
         """What the strategy keeps of this rank's parameters, in the shape of its parts of them."""
         assert self._parts is not None
-        trained = set(state[_TRAINED].tolist())
+        trained = set(state[TRAINED].tolist())
         found: dict[str, dict[str, torch.Tensor]] = {
-            name: {_TRAINED: torch.tensor(i in trained)} for i, name in enumerate(self._own)
+            name: {TRAINED: torch.tensor(i in trained)} for i, name in enumerate(self._own)
         }
         for key, vector in state.items():
             if _is_of_parameter(key):
@@ -140,16 +147,21 @@ class MeshKeeper:
                 found[name][kept] = torch.from_numpy(vector).reshape(*shape, -1)
         return found
 
-    def _by_number(self, found: Mapping[str, Mapping[str, torch.Tensor]]) -> _Arrays:
-        """What one process would save of whole parameters."""
-        arrays: _Arrays = {
-            f"{kept}.{self._number[name]}": t.reshape(-1).numpy()
-            for name, state in found.items()
-            for kept, t in state.items()
-            if kept != _TRAINED
-        }
-        trained = sorted(self._number[name] for name, state in found.items() if state[_TRAINED])
-        return arrays | {_TRAINED: np.array(trained, np.int64)}
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank has a part of what the strategy keeps."""
+        return self._keeper is not None and self.local
+
+    def plan(self) -> dict[str, Any]:
+        """What rank 0 adds to ``shares``."""
+        assert self._keeper is not None
+        return strategy_plan(self._keeper.state()[COUNTS], list(self._number))
+
+    def shares(self) -> dict[str, Any]:
+        """What this rank writes into a sharded checkpoint."""
+        assert self._keeper is not None
+        assert self._parts is not None
+        return self._parts.shares_of(self._by_parameter(self._keeper.state()))
 
     def state(self) -> _Arrays:
         """What a checkpoint saves, on rank 0 inside ``gathered``."""
@@ -157,39 +169,68 @@ class MeshKeeper:
 
     def load_state(self, arrays: _Arrays, *, in_round: bool) -> None:
         """Set what ``state`` returned, when the model is divided."""
+        self._load_later(lambda: self._own_of(arrays), in_round=in_round)
+
+    def load_shares(self, saved: SavedState, *, in_round: bool) -> None:
+        """Read this rank's part from a sharded checkpoint, when the model is divided."""
+        self._load_later(lambda: self._own_of_saved(saved), in_round=in_round)
+
+    def _load_later(self, own: Callable[[], _Arrays], *, in_round: bool) -> None:
+        """Set the state of this rank's part when the model is divided.
+
+        Args:
+            own: returns it; nothing if there was none.
+            in_round: whether each rank will hold its own weights again.
+        """
         self._waiting.clear()
         saved_layout = self.saved_layout
-        self._when_divided(lambda: self._load(arrays, saved_layout, in_round=in_round))
 
-    def _load(self, arrays: _Arrays, saved_layout: int | None, *, in_round: bool) -> None:
-        assert self._keeper is not None
-        if in_round and saved_layout != self.layout:
-            in_round = False
-            if self._rank == 0:
+        def load() -> None:
+            assert self._keeper is not None
+            self._in_round = in_round and saved_layout == self.layout
+            if in_round and not self._in_round and self._rank == 0:
                 logger.info(
                     f"{self.strategy} begins a new round: the model was divided in another way "
                     "when it was saved"
                 )
-        self._in_round = in_round
-        if self.local and _COUNTS not in arrays:  # saved before a first step
-            self._keeper.begin_anew()
-            return
-        self._keeper.load_state(self._own_of(arrays) if self.local else {}, in_round=in_round)
+            if not self.local:
+                self._keeper.load_state({}, in_round=self._in_round)
+            elif arrays := own():
+                self._keeper.load_state(arrays, in_round=self._in_round)
+            else:  # saved before a first step
+                self._keeper.begin_anew()
+
+        self._when_divided(load)
 
     def _own_of(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> _Arrays:
         """This rank's part of the whole state."""
         assert self._parts is not None
-        own: _Arrays = {_COUNTS: arrays[_COUNTS]}
-        for i, name in enumerate(self._own):
-            number = f".{self._number[name]}"
+        if COUNTS not in arrays:
+            return {}
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        trained = set(arrays[TRAINED].tolist())
+        for name in self._own:
+            number = self._number[name]
             shape = self._parts.whole_shape_of(name)
-            for key in (k for k in arrays if k.endswith(number) and _is_of_parameter(k)):
+            own[name] = {TRAINED: torch.tensor(number in trained)}
+            for key in (k for k in arrays if k.endswith(f".{number}") and _is_of_parameter(k)):
                 whole = torch.from_numpy(arrays[key]).reshape(*shape, -1)
-                part = self._parts.cut(name, whole)
-                own[f"{key.removesuffix(number)}.{i}"] = part.reshape(-1).numpy()
-        trained = set(arrays[_TRAINED].tolist())
-        mine = [i for i, name in enumerate(self._own) if self._number[name] in trained]
-        return own | {_TRAINED: np.array(mine, np.int64)}
+                own[name][key.partition(".")[0]] = self._parts.cut(name, whole)
+        return self._by_own_number(arrays[COUNTS], own)
+
+    def _own_of_saved(self, saved: SavedState) -> _Arrays:
+        """This rank's part of the state in a sharded checkpoint."""
+        assert self._parts is not None
+        own = {
+            name: part(saved.values[name], functools.partial(self._parts.part_of_saved, name))
+            for name in self._own
+        }
+        return self._by_own_number(saved.plan[COUNTS].numpy(), own)
+
+    def _by_own_number(
+        self, counts: np.ndarray[Any, Any], own: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> _Arrays:
+        return strategy_arrays(counts, own, {name: i for i, name in enumerate(self._own)})
 
     def own_state(self) -> _Arrays:
         """What a checkpoint saves for each rank, for the same mesh only."""
@@ -214,4 +255,4 @@ class MeshKeeper:
 
 def _is_of_parameter(key: str) -> bool:
     """Whether an array of ``RoundKeeper.state`` is what the strategy keeps of a parameter."""
-    return key not in (_COUNTS, _TRAINED) and not key.startswith(SENT)
+    return key not in (COUNTS, TRAINED) and not key.startswith(SENT)

@@ -134,6 +134,8 @@ class ParallelModel:
         self.parts: ModelParts | None = None
         # The same number on all ranks, and another if they hold other parts.
         self.layout = 0
+        # What is loaded as soon as there is a part to load.
+        self._waiting: list[Callable[[], None]] = []
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._pipeline: Pipeline | None = None
@@ -483,13 +485,16 @@ class ParallelModel:
             self._links.group,
             PartsOfParameters(placements, self._axes["tensor"]),
             collects=position.along("data") == 0,
-            sends=first and first_shard,
+            first_shard=first_shard,
         )
         for optimizer in self._optimizers:
             self.parts.attach(optimizer)
             watch_overflows(self._gradients, optimizer)
         if self._loaded is not None:
             self._loaded.load()
+        for load in self._waiting:
+            load()
+        self._waiting.clear()
 
     def _norms_of(self, stages: Stages, rank: int) -> nn.ModuleList:
         """The normalisation layers of this rank's stages."""
@@ -555,6 +560,18 @@ class ParallelModel:
         self._numbers = states
         if self._random and len(states) == len(self._random.state):
             self._random.state = [torch.from_numpy(state.copy()) for state in states]
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether no rank has weights before the model is divided."""
+        return self._recipe is not None
+
+    def when_divided(self, load: Callable[[], None]) -> None:
+        """Load something as soon as there is a part of the model to load."""
+        if self.parts is None:
+            self._waiting.append(load)
+        else:
+            load()
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 has the whole state dict of the model; a collective."""
