@@ -24,7 +24,7 @@ from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, toget
 from hvkit.checkpoint.writing import BackgroundWriter, MemoryFolder, explained, fill_folder, seal
 from hvkit.communication import collectives, large_objects
 from hvkit.communication.collectives import share
-from hvkit.errors import HvkitError
+from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.sync.buffers import warn_of_unlike
@@ -56,7 +56,7 @@ class Checkpoint:
     ``model.load_weights``; and the variables of a Keras optimizer, in their order, as
     ``optimizer.npz``. Rank 0 writes it under another name, flushes it to disk and renames it, so a
     run killed at any moment leaves its newest complete checkpoint behind. Only rank 0 writes to
-    the directory; other hosts need not see it.
+    the directory; other hosts need not see it, unless it is ``sharded``.
 
     A run that is stopped and resumed on the same number of ranks ends with the same weights as a
     run that was never stopped, bit for bit, if its data comes in the same order. For this, each
@@ -217,9 +217,14 @@ class Checkpoint:
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so counts that ranks share do not change.
-        mine_now = (progress.epoch, progress.step), PREEMPTION.requested
-        agreed, leaving = zip(*share(_SAVE, problem, mine_now), strict=True)
+        mine_now = (progress.epoch, progress.step), PREEMPTION.requested, self.sharded
+        agreed, leaving, sharded_on = zip(*share(_SAVE, problem, mine_now), strict=True)
         require_same_progress(agreed)
+        if len(set(sharded_on)) > 1:
+            raise RanksDisagreeError(
+                f"Checkpoint needs the same sharded= on every rank: rank 0 passes {sharded_on[0]}, "
+                f"rank {sharded_on.index(not sharded_on[0])} another one"
+            )
         self._replicas.open(_SAVE)
         for each in kept:
             each.keeper.arrive()
@@ -375,8 +380,12 @@ class Checkpoint:
         with together(each.keeper.settled() for each in kept):
             sharded.write(_SAVE, self.directory, name, parts, own, finish)
         if runtime.rank() == 0:
-            report(saved=progress.step, directory=store.id_of(self.directory))
-            store.prune(self.directory, self.keep, name)
+            try:
+                report(saved=progress.step, directory=store.id_of(self.directory))
+                store.prune(self.directory, self.keep, name)
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = error
+        share(_SAVE, problem, None)
 
     def _next_numbers(self) -> tuple[int, int]:
         """The serial of the next checkpoint, and its number in this run; locks the directory."""

@@ -1,6 +1,7 @@
 """PyTorch: checkpoints into which each rank of a mesh writes its own part."""
 
 import functools
+import shutil
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ranks import error_of, shared_folder
 from torch.distributed.tensor import DTensor
 
 import hvkit
+from hvkit.checkpoint import checkpoint as checkpoint_module
 from hvkit.checkpoint import joining, manifests
 from hvkit.cli import main
 from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
@@ -240,6 +242,37 @@ def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(folder, monkeypa
     assert [each.name for each in folder.iterdir() if each.is_dir()] == ["step-000000001"]
     checkpoint.save(epoch=0, step=2)
     assert checkpoint.restore().step == 2
+
+
+def test_a_kill_at_any_moment_leaves_the_earlier_checkpoint(folder, monkeypatch):
+    model, optimizer, checkpoint = begin(folder / "run", "pipeline")
+    train(model, optimizer, data_for("pipeline", 1))
+    checkpoint.save(epoch=0, step=1)
+    seal = checkpoint_module.seal
+
+    def leave_behind(*args):
+        """Copy what a kill would leave behind, before there is a manifest and after it."""
+        shutil.copytree(folder / "run", folder / "before")
+        seal(*args)
+        shutil.copytree(folder / "run", folder / "after")
+
+    monkeypatch.setattr(checkpoint_module, "seal", leave_behind)
+    checkpoint.save(epoch=0, step=2)
+    hvkit.allgather(0)
+    for name in ("before", "after"):
+        hidden = folder / name / ".saving-step-000000002"
+        assert (hidden / "model-of-rank-00001.pt").exists()
+        left = hvkit.Checkpoint(folder / name, model=model, optimizer=optimizer, sharded=True)
+        assert left.restore().step == 1
+    assert checkpoint.restore().step == 2
+
+
+def test_ranks_that_do_not_agree_about_it_are_told(folder):
+    model, _, _ = begin(folder, "pipeline")
+    checkpoint = hvkit.Checkpoint(folder, model=model, sharded=hvkit.rank() == 1)
+    kind, text = error_of(functools.partial(checkpoint.save, epoch=0, step=1))
+    assert kind is hvkit.RanksDisagreeError
+    assert "the same sharded= on every rank: rank 0 passes False, rank 1 another one" in text
 
 
 def test_a_damaged_part_is_found(folder):
