@@ -12,6 +12,8 @@
     ├── rank_states        what differs between ranks: random states, layer statistics
     ├── newest_checkpoint  finds the newest complete one, for a restart on all hosts
     ├── resume             loads it on all ranks, and writes it where rank 0 lacks it
+    ├── sharded            files of which each rank writes its own, for models in a mesh
+    ├── joining            makes plain files of those
     ├── store              a directory of checkpoints, rank 0's or in memory: lock, folders
     ├── manifests          what each folder holds, with the sha256 of its files
     ├── replicas           copies in the memory of other hosts, for restarts

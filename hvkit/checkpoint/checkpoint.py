@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvkit import runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_path
-from hvkit.checkpoint import manifests, newest_checkpoint, rank_states, resume, store
+from hvkit.checkpoint import manifests, newest_checkpoint, rank_states, resume, sharded, store
 from hvkit.checkpoint.object_kinds import parts_of
 from hvkit.checkpoint.progress import (
     Progress,
@@ -24,7 +24,7 @@ from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, toget
 from hvkit.checkpoint.writing import BackgroundWriter, MemoryFolder, explained, fill_folder, seal
 from hvkit.communication import collectives, large_objects
 from hvkit.communication.collectives import share
-from hvkit.errors import HvkitError
+from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.sync.buffers import warn_of_unlike
@@ -56,7 +56,7 @@ class Checkpoint:
     ``model.load_weights``; and the variables of a Keras optimizer, in their order, as
     ``optimizer.npz``. Rank 0 writes it under another name, flushes it to disk and renames it, so a
     run killed at any moment leaves its newest complete checkpoint behind. Only rank 0 writes to
-    the directory; other hosts need not see it.
+    the directory; other hosts need not see it, unless it is ``sharded``.
 
     A run that is stopped and resumed on the same number of ranks ends with the same weights as a
     run that was never stopped, bit for bit, if its data comes in the same order. For this, each
@@ -95,6 +95,9 @@ class Checkpoint:
             restarts by ``hvkit run``. A restart loads it from there instead of reading the
             directory, also if rank 0's host is lost and the directory with it. A host needs memory
             for two checkpoints. Sending is part of writing: use ``background=True``.
+        sharded: whether each rank of a mesh writes its own part of the model and the optimizers
+            into the directory, which all ranks must see: for models that fit into no rank. Any
+            mesh resumes it, and no mesh; ``hvkit join-checkpoint`` makes plain files of it.
         **parts: the objects to save, each under its name, usually ``model=`` and ``optimizer=``:
             PyTorch and Keras models and optimizers, Keras callbacks that watch a metric, and
             anything with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
@@ -119,6 +122,7 @@ class Checkpoint:
         keep: int | None = 3,
         background: bool = False,
         replicas: int = 0,
+        sharded: bool = False,
         **parts: Any,
     ) -> None:
         self.directory = check_path(
@@ -136,11 +140,33 @@ class Checkpoint:
         self._things = list(parts.values())
         refuse_groups("hvkit.Checkpoint", self._things)
         self.parts = parts_of(parts)
+        self.sharded = self._checked_sharded(sharded)
         self._restored = Progress()
         self._random: Arrays | None = None
         self._epoch = 0
         self._saves = 0
         self._together: bool | None = None
+
+    def _checked_sharded(self, sharded: object) -> bool:
+        """Whether each rank writes its own part.
+
+        Raises:
+            TypeError, ValueError: it cannot, or the argument is no bool.
+        """
+        if not isinstance(sharded, bool):
+            raise TypeError(f"sharded must be True or False, got {sharded!r}")
+        if sharded and (self.background or self.replicas):
+            raise ValueError(
+                "sharded=True writes at once, from all ranks: leave out background= and replicas="
+            )
+        for part in self.parts if sharded else ():
+            if (record := part.record) and record.gathered and not record.in_parts:
+                raise ValueError(
+                    f"sharded=True saves the parts of a mesh, but {part.name} is divided by a "
+                    "strategy: use mesh=hvkit.Mesh(shard=...) in place of FullyShard, or leave out "
+                    "sharded="
+                )
+        return sharded
 
     @named("Checkpoint.save")
     def save(
@@ -191,9 +217,14 @@ class Checkpoint:
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so counts that ranks share do not change.
-        mine_now = (progress.epoch, progress.step), PREEMPTION.requested
-        agreed, leaving = zip(*share(_SAVE, problem, mine_now), strict=True)
+        mine_now = (progress.epoch, progress.step), PREEMPTION.requested, self.sharded
+        agreed, leaving, sharded_on = zip(*share(_SAVE, problem, mine_now), strict=True)
         require_same_progress(agreed)
+        if len(set(sharded_on)) > 1:
+            raise RanksDisagreeError(
+                f"Checkpoint needs the same sharded= on every rank: rank 0 passes {sharded_on[0]}, "
+                f"rank {sharded_on.index(not sharded_on[0])} another one"
+            )
         self._replicas.open(_SAVE)
         for each in kept:
             each.keeper.arrive()
@@ -211,23 +242,13 @@ class Checkpoint:
         require_same(_SAVE, compared, rows)
         warn_of_unlike(_SAVE, *may_differ)
         own = rank_states.differing(own, mine, collectives.from_rank(0, mine))
-        states = large_objects.collect(_SAVE, own)
-        del own
         name = store.name_of(progress.step)
-        with together(each.keeper.settled() for each in kept), ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(part.gathered())
-            if runtime.rank() == 0:
-                try:
-                    self._write(name, progress, parts, states)
-                except Exception as error:
-                    problem = explained(error, self.directory / name)
-            try:
-                for _ in states:  # the others send theirs; after an error rank 0 drops them
-                    pass
-            except HvkitError as error:  # on every rank
-                problem = problem or error
-            share(_SAVE, problem, None)
+        if self.sharded:
+            self._save_shares(name, progress, parts, kept, own)
+        else:
+            states = large_objects.collect(_SAVE, own)
+            del own
+            self._save_whole(name, progress, parts, kept, states)
         if any(leaving):
             self.wait()
             if runtime.rank() == 0:
@@ -310,13 +331,73 @@ class Checkpoint:
                 part.end_epoch()
             self._epoch = epoch
 
+    def _save_whole(
+        self,
+        name: str,
+        progress: Progress,
+        parts: list[Part],
+        kept: list[StrategyPart],
+        states: Iterator[dict[str, Any]],
+    ) -> None:
+        """Write whole objects, on rank 0; a collective."""
+        problem: Exception | None = None
+        with together(each.keeper.settled() for each in kept), ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.gathered())
+            if runtime.rank() == 0:
+                try:
+                    self._write(name, progress, parts, states)
+                except Exception as error:
+                    problem = explained(error, self.directory / name)
+            try:
+                for _ in states:  # the others send theirs; after an error rank 0 drops them
+                    pass
+            except HvkitError as error:  # on every rank
+                problem = problem or error
+            share(_SAVE, problem, None)
+
+    def _save_shares(
+        self,
+        name: str,
+        progress: Progress,
+        parts: list[Part],
+        kept: list[StrategyPart],
+        own: dict[str, Arrays],
+    ) -> None:
+        """Write each rank's own part; a collective."""
+        problem: Exception | None = None
+        serial = saves = 0
+        if runtime.rank() == 0:
+            try:
+                serial, saves = self._next_numbers()
+            except Exception as error:
+                problem = explained(error, self.directory / name)
+        share(_SAVE, problem, None)
+
+        def finish(folder: Path, facts: sharded.Facts, written: sharded.Facts) -> None:
+            seal(folder, (facts, runtime.size()), progress, serial, saves, written)
+
+        with together(each.keeper.settled() for each in kept):
+            sharded.write(_SAVE, self.directory, name, parts, own, finish)
+        if runtime.rank() == 0:
+            try:
+                report(saved=progress.step, directory=store.id_of(self.directory))
+                store.prune(self.directory, self.keep, name)
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = error
+        share(_SAVE, problem, None)
+
+    def _next_numbers(self) -> tuple[int, int]:
+        """The serial of the next checkpoint, and its number in this run; locks the directory."""
+        numbers = store.prepare(self.directory)
+        self._saves = max(numbers.saves, self._saves) + 1
+        return numbers.serial + 1, self._saves
+
     def _write(
         self, name: str, progress: Progress, parts: list[Part], states: Iterator[dict[str, Any]]
     ) -> None:
         """Write a checkpoint's folder, or start to; on rank 0."""
-        numbers = store.prepare(self.directory)
-        serial = numbers.serial + 1
-        saves = self._saves = max(numbers.saves, self._saves) + 1
+        serial, saves = self._next_numbers()
         if not self.background:
 
             def fill(folder: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
@@ -30,7 +31,7 @@ from hvkit.frameworks.pytorch.port import is_distributed_parameter
 from hvkit.frameworks.pytorch.refusals import is_divided, is_in_mesh
 from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import Record, Warmup
+from hvkit.sync.port import InParts, InShares, Record, Warmup
 
 # The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
@@ -59,27 +60,45 @@ class TorchPart(Part):
         return {"warmup_steps": warmup.steps_done if warmup else None}
 
     def save(self, path: Path) -> None:
-        state = _without_numpy_scalars(self._thing.state_dict())
-        with path.open("wb") as file:
-            torch.save(state, file)
-        try:
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise TypeError(
-                f"{self.name}: torch.load with weights_only=True cannot read the state of "
-                f"{type(self._thing).__name__}; use only tensors, numbers, text, None, and dicts "
-                f"and lists of them: {error}"
-            ) from None
+        state = self._thing.state_dict()
+        if self.model is not None and any(getattr(t, "is_meta", False) for t in state.values()):
+            raise ValueError(
+                f"{self.name} has no weights before its first batch, when each rank makes its part "
+                "of them: save after that"
+            )
+        write(path, self.name, self._thing, state)
+
+    @property
+    def in_shares(self) -> InShares | None:
+        parts = self._in_parts
+        return parts if parts and parts.is_divided else None
+
+    def write_share(self, path: Path, *, first: bool) -> bool:
+        return write_share(path, self.name, self._thing, self.in_shares, first=first)
+
+    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+        from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
+
+        saved, parts = SavedState(files), self._in_parts
+        if parts is None or not parts.reads_shares:
+            self._load_plain(saved.plain())
+        elif self.model is None:
+            _load_optimizer(self._thing, {"state": {}} | saved.plan["rest"])
+            parts.load_shares(saved, functools.partial(_load_optimizer, self._thing))
+        else:
+            parts.load_shares(saved, functools.partial(self._thing.load_state_dict, strict=False))
+        self._load_warmup(facts)
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
-        self._load_state(content)
+        self._load_plain(_read(content))
+        self._load_warmup(facts)
+
+    def _load_warmup(self, facts: Mapping[str, Any]) -> None:
         warmup = self._warmup()
         if warmup and facts["warmup_steps"] is not None:
             warmup.steps_done = facts["warmup_steps"]
 
-    def _load_state(self, content: memoryview) -> None:
-        file = cast(IO[bytes], ContentReader(content))
-        state = torch.load(file, map_location="cpu", weights_only=True)
+    def _load_plain(self, state: Any) -> None:
         if isinstance(self._thing, Optimizer):
             _load_optimizer(self._thing, state)
         else:
@@ -97,15 +116,24 @@ class TorchPart(Part):
         if not self.is_local:
             buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
             return buffers | self._numbers()
+        parts = self._in_parts
+        state = self._thing.state_dict() if parts is None else parts.own()
         content = io.BytesIO()
-        torch.save(_without_numpy_scalars(self._thing.state_dict()), content)
+        torch.save(_without_numpy_scalars(state), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
         warmup = self._warmup()
-        return found | ({_WARMUP: np.array(warmup.steps_done)} if warmup else {})
+        found |= {_WARMUP: np.array(warmup.steps_done)} if warmup else {}
+        return found | self._numbers()
+
+    @property
+    def _in_parts(self) -> InParts | None:
+        """The object itself, if each rank of a mesh holds a part of it."""
+        return self.record.in_parts if self.record else None
 
     def _whole(self) -> str:
         """The name of the array with a rank's whole state, in a round of local weights."""
-        return f"{LOCAL if self.model is None else NOT_IN_FILE}state"
+        in_file = self.model is None and self._in_parts is None
+        return f"{LOCAL if in_file else NOT_IN_FILE}state"
 
     def _numbers(self) -> Arrays:
         """Where random numbers go on that the model keeps apart from the global generators."""
@@ -118,7 +146,7 @@ class TorchPart(Part):
         if states and self.record and self.record.numbers:
             self.record.numbers.numbers = states
         if (state := rest.pop(self._whole(), None)) is not None:
-            self._load_state(state.data)
+            self._load_own_state(state.data)
         if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):
             warmup.steps_done = int(steps)
         buffers = self._buffers()
@@ -127,6 +155,19 @@ class TorchPart(Part):
             value = torch.from_numpy(array.copy()).view(buffer.dtype).view(buffer.shape)
             with torch.no_grad():
                 buffer.copy_(value)
+
+    def _load_own_state(self, content: memoryview) -> None:
+        """Load a rank's whole state, or that of its part."""
+        if (parts := self._in_parts) is None:
+            self._load_plain(_read(content))
+            return
+        if not (state := _read(content)):  # the model was not divided yet
+            return
+        if self.model is None:
+            parts.load_own(functools.partial(_load_optimizer, self._thing, state))
+        else:
+            load = functools.partial(self._thing.load_state_dict, state, strict=False)
+            parts.load_own(load)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The dense buffers in the state dict, such as batch-norm statistics."""
@@ -160,6 +201,52 @@ class TorchPart(Part):
 
     def end_epoch(self) -> None:
         end_epoch_of(self._thing)
+
+
+def write(path: Path, name: str, thing: Any, state: Any) -> None:
+    """Write a file that ``torch.load`` reads with ``weights_only=True``.
+
+    Args:
+        path: the file.
+        name: of the object, for messages.
+        thing: the object.
+        state: of it, or of this rank's part.
+
+    Raises:
+        TypeError: it could not read the state.
+    """
+    with path.open("wb") as file:
+        torch.save(_without_numpy_scalars(state), file)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError(
+            f"{name}: torch.load with weights_only=True cannot read the state of "
+            f"{type(thing).__name__}; use only tensors, numbers, text, None, and dicts "
+            f"and lists of them: {error}"
+        ) from None
+
+
+def write_share(path: Path, name: str, thing: Any, held: InShares | None, *, first: bool) -> bool:
+    """Write this rank's part of something; return whether it has any.
+
+    Args:
+        path, name, thing: as for ``write``.
+        held: its parts; None if every rank has the whole.
+        first: whether this rank adds what belongs to no rank's part.
+    """
+    if held is None:
+        return False
+    state = held.shares()
+    if not state and not first:
+        return False
+    write(path, name, thing, {"plan": held.plan() if first else None, "state": state})
+    return True
+
+
+def _read(content: memoryview) -> Any:
+    file = cast(IO[bytes], ContentReader(content))
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

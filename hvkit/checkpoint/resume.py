@@ -21,10 +21,11 @@ from hvkit.checkpoint import rank_states, store
 from hvkit.checkpoint.manifests import Manifest
 from hvkit.checkpoint.newest_checkpoint import FoundCheckpoint
 from hvkit.checkpoint.saved_object import Part
+from hvkit.checkpoint.sharded import is_sharded, own_states, require_readable, shares_of
 from hvkit.checkpoint.strategies import StrategyPart
 from hvkit.communication import collectives, large_objects
 from hvkit.communication.collectives import share
-from hvkit.errors import RanksDisagreeError
+from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.log import logger
 from hvkit.sync.nonfinite import kept_statistics
 
@@ -73,14 +74,23 @@ def load(
     in_round = (
         same_size
         and bool(kept)
-        and all(part.matches(manifest.parts.get(part.name, {})) for part in kept)
+        and all(part.may_go_on(manifest.parts.get(part.name, {})) for part in kept)
     )
+    sharded = is_sharded(manifest)
+    if sharded:
+        _require_shared(folder, manifest, is_here=take is None)
     for each in kept:
         each.in_round = in_round
         each.keeper.arrive()
     for part in parts:
         if part.name not in manifest.parts:
             part.begin_after(manifest.step)
+            continue
+        if files := shares_of(folder, manifest.parts[part.name]):
+            try:
+                part.load_shares(files, manifest.parts[part.name])
+            except Exception as error:
+                problem = problem or _explained(error, part, folder)
             continue
         content, problem = _content(found, part.file, problem)
         if take is not None:
@@ -99,7 +109,10 @@ def load(
                 opened = rank_states.Saved(path, same_size=same_size, in_round=in_round)
                 return stack.enter_context(closing(opened))
 
-            own = large_objects.scatter(_CALL, lambda rank: saved().of(rank), found.rank)
+            if sharded:
+                own = own_states(folder, manifest, same_size=same_size, in_round=in_round)
+            else:
+                own = large_objects.scatter(_CALL, lambda rank: saved().of(rank), found.rank)
         if problem is None:
             rank_states.put_back(own, parts)
     except Exception as error:
@@ -112,6 +125,22 @@ def load(
     for each in kept:
         if each.name not in manifest.parts:
             each.begin_anew("the checkpoint has no state of theirs")
+
+
+def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
+    """Raise on every rank unless all see a sharded checkpoint; a collective.
+
+    Raises:
+        HvkitError: names a rank that does not.
+    """
+    problem = None
+    try:
+        require_readable(folder, manifest)
+        if not is_here:
+            raise HvkitError(f"{folder} is sharded, but rank 0's directory is another one")
+    except HvkitError as error:
+        problem = error
+    share(_CALL, problem, None)
 
 
 def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:

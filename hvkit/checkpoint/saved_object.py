@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import Record
+from hvkit.sync.port import InShares, Record
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -94,6 +94,32 @@ class Part(ABC):
         A collective if the object is divided among the ranks.
         """
         return nullcontext()
+
+    @property
+    def in_shares(self) -> InShares | None:
+        """What a sharded checkpoint saves in parts; None if every rank has the whole object."""
+        return None
+
+    def share_file(self, rank: int) -> str:
+        """The name of the file with the part of a rank."""
+        return f"{self.name}-of-rank-{rank:05}.pt"
+
+    def write_share(self, path: Path, *, first: bool) -> bool:
+        """Write what this rank has and no other rank writes; return whether there is any.
+
+        Args:
+            path: the file.
+            first: whether this rank adds what belongs to no rank's part.
+        """
+        return False
+
+    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+        """Load the object, or this rank's part of it, from the files of all ranks.
+
+        Raises:
+            Exception: the content does not fit the object.
+        """
+        raise ValueError(f"{type(self).__name__} has no parts of several ranks")
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         """The state that must be equal on all ranks, and its fingerprints."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ def seal(
     progress: Progress,
     serial: int,
     saves: int,
+    written: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
     """Flush the files of a checkpoint to disk, and add its manifest.
 
@@ -120,11 +121,14 @@ def seal(
         folder: the files.
         filled: what ``fill_folder`` returned.
         progress, serial, saves: for the manifest.
+        written: the lengths and sha256 of all files if they are on disk already.
     """
     facts, size = filled
-    files = sorted(path.name for path in folder.iterdir())
-    for file in files:
-        store.flush(folder / file)
+    if written is None:
+        files = sorted(path.name for path in folder.iterdir())
+        for file in files:
+            store.flush(folder / file)
+        written = {file: manifests.facts_of(folder / file) for file in files}
     manifests.Manifest(
         epoch=progress.epoch,
         step=progress.step,
@@ -133,7 +137,7 @@ def seal(
         serial=serial,
         extras=progress.extras,
         parts=facts,
-        files={file: manifests.facts_of(folder / file) for file in files},
+        files=dict(written),
         versions=manifests.versions(),
         run=run_name(),
         saves=saves,

@@ -6,6 +6,7 @@
     ├── run                 hvkit run               hvkit.launch.start
     ├── top                 hvkit top               hvkit.launch.supervision.run_status
     ├── report              hvkit report            hvkit.monitor.terminal_report
+    ├── join_checkpoint     hvkit join-checkpoint   hvkit.checkpoint.joining
     ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build
@@ -23,7 +24,16 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from hvkit.cli import completion, hosts, installation, manifest, report, run, top
+from hvkit.cli import (
+    completion,
+    hosts,
+    installation,
+    join_checkpoint,
+    manifest,
+    report,
+    run,
+    top,
+)
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import all_written
 from hvkit.errors import HvkitError
@@ -71,6 +81,7 @@ def parser() -> CommandParser:
         run.add_to,
         top.add_to,
         report.add_to,
+        join_checkpoint.add_to,
         hosts.add_to,
         installation.add_doctor,
         installation.add_install_horovod,

@@ -58,6 +58,62 @@ class RandomNumbers(Protocol):
     """Where they go on, by generator; empty if there are none. May be set."""
 
 
+class InShares(Protocol):
+    """What each rank of a mesh has a part of, for sharded checkpoints."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank has its part already."""
+
+    def shares(self) -> dict[str, Any]:
+        """What this rank writes, in pieces, by parameter."""
+
+    def plan(self) -> dict[str, Any]:
+        """What rank 0 adds."""
+
+
+class InParts(InShares, Protocol):
+    """A model or an optimizer of which each rank of a mesh holds a part."""
+
+    @property
+    def reads_shares(self) -> bool:
+        """Whether a rank must read its part only; if not, it holds the whole object."""
+
+    def load_shares(self, saved: Any, load: Callable[[dict[str, Any]], None]) -> None:
+        """Read this rank's part, once the model is divided.
+
+        Args:
+            saved: by a sharded checkpoint.
+            load: gets the part of an optimizer's state dict, or what a model's has but tensors.
+        """
+
+    def own(self) -> dict[str, Any]:
+        """The state of this rank's part; empty before the model is divided."""
+
+    def load_own(self, load: Callable[[], None]) -> None:
+        """Load what ``own`` returned, if the ranks go on in the saved round.
+
+        Args:
+            load: called once the model is divided.
+        """
+
+
+class KeeperInParts(InShares, Protocol):
+    """A keeper of which each rank of a mesh holds a part."""
+
+    mesh: str
+    layout: int | None
+    """A number for who holds what; None before the model is divided."""
+    saved_layout: int | None
+    """That of the checkpoint that is loaded next."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which ``state`` works on rank 0; a collective."""
+
+    def load_shares(self, saved: Any, *, in_round: bool) -> None:
+        """Read this rank's part, once the model is divided; as ``load_state``."""
+
+
 @dataclass(frozen=True)
 class Record:
     """What ``distribute`` attached to one optimizer, or to a model."""
@@ -70,6 +126,10 @@ class Record:
     """Random numbers that a model keeps apart from the global generators; None if none."""
     local: bool = False
     """Whether the ranks train local weights, so that its state differs; ``record`` sets it."""
+    in_parts: InParts | None = None
+    """Itself, if it is in a mesh."""
+    keeper_in_parts: KeeperInParts | None = None
+    """What keeps the strategy's state of a model in a mesh; None if it has none."""
 
 
 class Keeper(Protocol):

@@ -33,8 +33,8 @@ from hvkit.sync.round_state import RoundState
 from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
 from hvkit.watch.calls import call
 
-# What begins the names, in a checkpoint, of what the compression keeps.
-_SENT = "sent-"
+SENT = "sent-"
+"""What begins the names, in a checkpoint, of what the compression keeps."""
 
 
 class RunningAgreement(Protocol):
@@ -434,7 +434,7 @@ class RoundKeeper(LocalWeightsKeeper):
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
-        sent = {f"{_SENT}{key}": array for key, array in self._agreements.arrays().items()}
+        sent = {f"{SENT}{key}": array for key, array in self._agreements.arrays().items()}
         counts = np.array(
             [[o.steps for o in self._optimizers], [o.rounds for o in self._optimizers]], np.int64
         )
@@ -470,8 +470,8 @@ class RoundKeeper(LocalWeightsKeeper):
 
     def _load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what the strategy and the compression keep that is the same on every rank."""
-        sent = {key for key in arrays if key.startswith(_SENT)}
-        self._agreements.load({key.removeprefix(_SENT): arrays[key] for key in sent})
+        sent = {key for key in arrays if key.startswith(SENT)}
+        self._agreements.load({key.removeprefix(SENT): arrays[key] for key in sent})
         self._state.load({key: array for key, array in arrays.items() if key not in sent})
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:

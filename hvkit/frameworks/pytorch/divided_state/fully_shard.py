@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
-from hvkit.errors import RanksDisagreeError
+from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
@@ -293,6 +293,26 @@ def part_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 def _part(whole: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:
     # Every rank has the whole tensor, and takes its own part without a message.
     return distribute_tensor(whole.detach(), mesh, like.placements, src_data_rank=None)
+
+
+def rows_of(own: DTensor) -> tuple[int, int]:
+    """Which rows of the first dimension of a whole tensor this rank has.
+
+    Raises:
+        HvkitError: it is divided in another way than by ``fully_shard``.
+    """
+    axes = [axis for axis, each in enumerate(own.placements) if not each.is_replicate()]
+    length = own.shape[0] if own.dim() else 0
+    if len(axes) == 1 and own.placements[axes[0]].is_shard(0):
+        each = -(-length // own.device_mesh.size(axes[0]))
+        first = min(each * own.device_mesh.get_local_rank(axes[0]), length)
+        last = min(first + each, length)
+        if last - first == own.to_local().shape[0]:
+            return first, last
+    raise HvkitError(
+        f"a tensor of shape {tuple(own.shape)} is divided as {own.placements}, of which this rank "
+        f"has {tuple(own.to_local().shape)}: hvkit knows equal rows only"
+    )
 
 
 def parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

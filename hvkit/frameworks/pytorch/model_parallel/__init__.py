@@ -8,6 +8,9 @@
     dry_run           a forward without weights: where the model can be cut, what it costs
     forecast          what each rank will hold, and how long it will wait
     parts             gathers the whole state, and loads a part of it
+    mesh_keeper       what a strategy keeps of the parts, for checkpoints
+    saved_parts       what a checkpoint saves of the parts
+    shares            in pieces: what each rank writes and reads of a sharded checkpoint
     shard_axis        weights of a stage, divided by ``fully_shard``
     gradient_norm     the norm of the gradients of all ranks, for clipping, and overflows
     nonfinite         gradients that are NaN or infinite on some rank

@@ -114,7 +114,11 @@ class ParallelModel:
         # What the script may still hold, by the new parameter.
         self._replaced: dict[torch.Tensor, nn.Parameter] = {}
         self._run: Callable[[Any, Any], Any] | None = None
-        self._parts: ModelParts | None = None
+        self.parts: ModelParts | None = None
+        # The same number on all ranks, and another if they hold other parts.
+        self.layout = 0
+        # What is loaded as soon as there is a part to load.
+        self._waiting: list[Callable[[], None]] = []
         # The parameters that several ranks of the pipeline hold, with these ranks.
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._pipeline: Pipeline | None = None
@@ -235,6 +239,8 @@ class ParallelModel:
                 len(batches),
             )
         rank = options.position.along("pipeline")
+        holders = [stages.holders(name) for name, _ in model.named_parameters()]
+        self.layout = _hash_of([holders, placements_of(model, plan)])
         own = self._take_part(stages, rank)
         placements: Mapping[str, Placement] = {}
         if options.mesh.tensor > 1:
@@ -347,19 +353,22 @@ class ParallelModel:
         self._gradients = GradientsOfAllRanks(
             model.parameters(), counted, everyone, self._name, self._device, self._replaced
         )
-        self._parts = ModelParts(
+        self.parts = ModelParts(
             model,
             holder | {name: stages.buffer_holder(name) for name, _ in model.named_buffers()},
             self._links.group,
             PartsOfParameters(placements, self._axes["tensor"]),
             collects=position.along("data") == 0,
-            sends=first and first_shard,
+            first_shard=first_shard,
         )
         for optimizer in self._optimizers:
-            self._parts.attach(optimizer)
+            self.parts.attach(optimizer)
             watch_overflows(self._gradients, optimizer)
         if self._loaded is not None:
             self._loaded.load()
+        for load in self._waiting:
+            load()
+        self._waiting.clear()
 
     def _norms_of(self, stages: Stages, rank: int) -> nn.ModuleList:
         """The normalisation layers of this rank's stages."""
@@ -426,13 +435,25 @@ class ParallelModel:
         if self._random and len(states) == len(self._random.state):
             self._random.state = [torch.from_numpy(state.copy()) for state in states]
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether no rank has weights before the model is divided."""
+        return self._recipe is not None
+
+    def when_divided(self, load: Callable[[], None]) -> None:
+        """Load something as soon as there is a part of the model to load."""
+        if self.parts is None:
+            self._waiting.append(load)
+        else:
+            load()
+
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 has the whole state dict of the model; a collective."""
-        return nullcontext() if self._parts is None else self._parts.gathered(self._model)
+        return nullcontext() if self.parts is None else self.parts.gathered(self._model)
 
     def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A context in which rank 0 holds an optimizer's whole state; a collective."""
-        return nullcontext() if self._parts is None else gathered(optimizer)
+        return nullcontext() if self.parts is None else gathered(optimizer)
 
 
 def _nothing(*_: Any) -> None:

@@ -20,8 +20,15 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from hvkit.communication.traffic import count
-from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like
+from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like, rows_of
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.model_parallel.shares import (
+    Block,
+    SavedTensor,
+    blocks_of,
+    described,
+    described_state,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Placement,
     part_of,
@@ -64,9 +71,37 @@ class PartsOfParameters:
         """
         placement = self.placements.get(name)
         if placement is not None and whole.shape == self._whole_shape(placement, like):
-            ways, index = self._mesh.size(), self._mesh.get_local_rank()
-            whole = part_of(whole, placement, index, ways)
+            whole = self.cut(name, whole)
         return part_like(whole, like) if whole.shape == like.shape else whole
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's share of what has a parameter's shape, and perhaps more dimensions."""
+        placement = self.placements.get(name)
+        if placement is None:
+            return whole
+        return part_of(whole, placement, self.index, self._mesh.size())
+
+    def whole_shape(self, name: str, like: torch.Tensor) -> torch.Size:
+        """The shape of a whole parameter, from what this rank has of it."""
+        placement = self.placements.get(name)
+        return like.shape if placement is None else self._whole_shape(placement, like)
+
+    @property
+    def index(self) -> int:
+        """This rank's number along the tensor axis."""
+        return self._mesh.get_local_rank()
+
+    def blocks(self, name: str, shape: Sequence[int], like: torch.Tensor) -> list[Block]:
+        """Which blocks of a whole tensor this rank's share of it is made of.
+
+        Args:
+            name: of the parameter.
+            shape: of the share, as ``like`` has it, and perhaps more dimensions.
+            like: what this rank has of the parameter.
+        """
+        rows = rows_of(like) if isinstance(like, DTensor) else None
+        placement = self.placements.get(name)
+        return blocks_of(shape, rows, placement, self.index, self._mesh.size())
 
     def _whole_shape(self, placement: Placement, like: torch.Tensor) -> torch.Size:
         shape = list(like.shape)
@@ -83,7 +118,7 @@ class ModelParts:
         group: the ranks of the pipeline.
         shares: of what this rank holds.
         collects: whether this rank holds a part of the model that rank 0 collects.
-        sends: whether it sends what it holds; ranks with other shares of the same do not.
+        first_shard: whether it is the first of those with other shares along the shard axis.
     """
 
     def __init__(
@@ -94,16 +129,19 @@ class ModelParts:
         shares: PartsOfParameters,
         *,
         collects: bool,
-        sends: bool,
+        first_shard: bool,
     ) -> None:
         self.holder = holder
         self._group = group
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank(group)
-        self._shares, self._collects, self._sends = shares, collects, sends
+        self._shares, self._collects, self._first_shard = shares, collects, first_shard
+        # Ranks with other shares of the same do not send what is put together from all.
+        self._sends = first_shard and shares.index == 0
         # The whole state by name, on rank 0 inside ``gathered``.
         self._whole: dict[str, torch.Tensor] = {}
-        self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in self._parameters.items()}
         for path, module in model.named_modules():
             hooked: Any = module
             prefix = f"{path}." if path else ""
@@ -115,17 +153,35 @@ class ModelParts:
         """Whether this rank is the one that holds the whole state in ``gathered``."""
         return self._collects and self._sends and self._rank == 0
 
+    @property
+    def of_parameters(self) -> dict[str, int]:
+        """``holder`` without buffers."""
+        return {name: self.holder[name] for name in self._parameters}
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of what this rank has of a parameter."""
+        return self._parameters[name].shape
+
+    def whole_shape_of(self, name: str) -> torch.Size:
+        """The shape of the whole parameter, of which this rank has some."""
+        return self._shares.whole_shape(name, self._parameters[name])
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's share of what has a parameter's shape, and perhaps more dimensions."""
+        return self._shares.cut(name, whole)
+
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self._whole = self._collected({n: t.detach() for n, t in tensors.items()}, self.holder)
+        # The model itself may hold gathered weights, whose memory PyTorch is about to free.
+        tensors: dict[str, torch.Tensor] = dict(self._parameters) | dict(model.named_buffers())
+        self._whole = self.collected({n: t.detach() for n, t in tensors.items()}, self.holder)
         try:
             yield
         finally:
             self._whole = {}
 
-    def _collected(self, things: Mapping[str, Any], holder: Mapping[str, int]) -> dict[str, Any]:
+    def collected(self, things: Mapping[str, Any], holder: Mapping[str, int]) -> dict[str, Any]:
         """Things of all ranks on rank 0, one at a time; empty on others.
 
         Args:
@@ -191,6 +247,78 @@ class ModelParts:
             else:
                 state[prefix + name] = self._shares.of(self._names[held], value, held)
 
+    def own_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """This rank's parameters and buffers by name, as they are."""
+        parameters = {n: p.detach() for n, p in self._parameters.items() if not p.is_meta}
+        return parameters | dict(model.named_buffers())
+
+    def named_state(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+        """The state dict without tensors, and by its keys the names of what it holds whole."""
+        named = dict(model.named_parameters()) | dict(model.named_buffers())
+        whole: dict[str, torch.Tensor] = {name: torch.empty(0, device="meta") for name in named}
+        before, self._whole = self._whole, whole
+        try:
+            state = model.state_dict()
+        finally:
+            self._whole = before
+        of_whole = {id(t): name for name, t in whole.items()}
+        return state, {k: of_whole[id(t)] for k, t in state.items() if id(t) in of_whole}
+
+    def named(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """The parameters of an optimizer by name, in its order."""
+        return {self._names[p]: p for group in optimizer.param_groups for p in group["params"]}
+
+    def shares_of(self, things: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank writes into a sharded checkpoint.
+
+        Args:
+            things: tensors, or states of parameters, by name; those that other ranks hold do not
+                count.
+        """
+        found = {
+            name: described_state(things[name], functools.partial(self._share, name))
+            for name, source in self.holder.items()
+            if self._collects and source == self._rank and things.get(name) is not None
+        }
+        return {name: each for name, each in found.items() if each}
+
+    def _share(self, name: str, own: torch.Tensor) -> dict[str, Any] | None:
+        """A tensor of a parameter as this rank writes it; None if another rank does."""
+        own = own.detach()
+        local = own.to_local() if isinstance(own, DTensor) else own
+        held = self._parameters.get(name)
+        if held is None or not self._is_like(own, held):
+            return described(local, local.shape, blocks_of(local.shape)) if self._sends else None
+        first = self._first_shard or isinstance(own, DTensor)
+        if not first or not (self._shares.index == 0 or name in self._shares.placements):
+            return None
+        more = own.shape[held.dim() :]
+        whole = (*self._shares.whole_shape(name, held), *more)
+        return described(local, whole, self._shares.blocks(name, own.shape, held))
+
+    def _is_like(self, own: torch.Tensor, held: torch.Tensor) -> bool:
+        """Whether a tensor is divided as the parameter is that it belongs to."""
+        return isinstance(own, DTensor) == isinstance(held, DTensor) and (
+            own.shape[: held.dim()] == held.shape
+        )
+
+    def part_of_saved(self, name: str, saved: SavedTensor) -> torch.Tensor:
+        """This rank's part of a tensor of a parameter, or a buffer, in a sharded checkpoint."""
+        held = self._parameters.get(name)
+        if held is None or saved.shape[: held.dim()] != self._shares.whole_shape(name, held):
+            return saved.whole()
+        more = saved.shape[held.dim() :]
+        local = held.to_local() if isinstance(held, DTensor) else held
+        own = torch.empty((*local.shape, *more), dtype=saved.dtype, device=held.device)
+        saved.fill(own, self._shares.blocks(name, (*held.shape, *more), held))
+        if not isinstance(held, DTensor):
+            return own
+        mesh, placements = held.device_mesh, held.placements
+        shape, stride = held.shape, held.stride()
+        return DTensor.from_local(
+            own, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
     def attach(self, optimizer: Optimizer) -> None:
         """Keep the part of an optimizer's state that belongs to this rank's parameters."""
         held = _HeldState(optimizer, self)
@@ -216,10 +344,9 @@ class ModelParts:
 
     def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, Any]:
         """The state of all parameters on rank 0, empty on others; a collective."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        named = {self._names[p]: p for p in parameters}
+        named = self.named(optimizer)
         mine = {name: optimizer.state.get(p) for name, p in named.items()}
-        found = self._collected(mine, {name: self.holder[name] for name in named})
+        found = self.collected(mine, {name: self.holder[name] for name in named})
         return {named[name]: state for name, state in found.items() if state is not None}
 
 
@@ -241,6 +368,14 @@ class _HeldState(PartOfState):
         }
         return {**state, "state": own}
 
+    def own(self) -> dict[str, Any]:
+        """The state dict with the state of this rank's parameters only."""
+        before, self._whole = self._whole, True
+        try:
+            return self._optimizer.state_dict()
+        finally:
+            self._whole = before
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Hold the whole state on rank 0 for a while; a collective."""
@@ -261,6 +396,12 @@ class _HeldState(PartOfState):
 def gathered(optimizer: Optimizer) -> Any:
     """A context in which rank 0 holds the optimizer's whole state; a collective."""
     return vars(optimizer)[_HELD].gathered()
+
+
+def own_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict with the state of this rank's parameters only; empty before there are any."""
+    held: _HeldState | None = vars(optimizer).get(_HELD)
+    return {} if held is None else held.own()
 
 
 def drop(parameters: Sequence[nn.Parameter]) -> None:

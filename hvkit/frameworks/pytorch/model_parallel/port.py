@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe, recipe_of
+from hvkit.frameworks.pytorch.model_parallel.mesh_keeper import MeshKeeper
 from hvkit.frameworks.pytorch.model_parallel.nonfinite import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
+from hvkit.frameworks.pytorch.model_parallel.saved_parts import ModelInParts, OptimizerInParts
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
-from hvkit.sync.distributed_objects import record
+from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Options, Record
 
 
@@ -32,6 +35,7 @@ class MeshPort(PyTorchPort):
     """
 
     _recipe: Recipe | None = None
+    _keeper: MeshKeeper | None = None
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
@@ -89,6 +93,7 @@ class MeshPort(PyTorchPort):
             found = NonFiniteInMesh(self.options.on_nonfinite, self.model)
             for optimizer, around in hooks.items():
                 found.attach(optimizer, around)
+        self._keeper = self._new_keeper()
         parallel = ParallelModel(
             self.model,
             self.optimizers,
@@ -100,14 +105,33 @@ class MeshPort(PyTorchPort):
         )
         # The model keeps it; a record must not lead to the model.
         held: Any = weakref.proxy(parallel)
-        records: list[tuple[Any, Record]] = [
-            (
-                self.model,
-                Record(gathered=functools.partial(ParallelModel.gathered, held), numbers=held),
-            )
-        ]
+        self._parallel: ParallelModel = held
+        model: Any = weakref.proxy(self.model)
+        of_model = Record(
+            gathered=functools.partial(ParallelModel.gathered, held),
+            numbers=held,
+            in_parts=ModelInParts(held, self._keeper, model),
+            keeper_in_parts=self._keeper,
+        )
         whole = functools.partial(ParallelModel.optimizer_gathered, held)
-        return records + self._attach(hooks, whole), None
+        of_optimizers: list[tuple[Any, Record]] = []
+        for optimizer, found in self._attach(hooks, whole):
+            its: Any = weakref.proxy(optimizer)
+            in_parts = OptimizerInParts(held, self._keeper, its)
+            of_optimizers.append((optimizer, replace(found, in_parts=in_parts)))
+        return [(self.model, of_model), *of_optimizers], self._keeper
+
+    def _new_keeper(self) -> MeshKeeper | None:
+        """What shows the strategy's state to checkpoints; None if it keeps none."""
+        strategy, compression = self.options.strategy, self.options.compression
+        if self.options.group.size == 1 or self.mesh.mesh.shard > 1:
+            return None
+        if isinstance(strategy, Averaging):
+            sent = strategy.gradient_compression(compression)
+            if sent is None or not sent.keeps_state:
+                return None
+        names = [name for name, _ in self.model.named_parameters()]
+        return MeshKeeper(strategy, compression, self.mesh, names)
 
     def _nonfinite(self) -> None:
         """Nothing that looks at this rank's gradients alone: ``NonFiniteInMesh`` does."""
@@ -139,7 +163,11 @@ class MeshPort(PyTorchPort):
                 self._averaged_statistics(norms),
                 counts_passes=self.mesh.mesh.pipeline == 1,
             )
-            record(self.models, [], keeper, self.options.group if keeper else None)
+            if self._keeper is not None:
+                parallel = self._parallel
+                assert keeper is not None
+                assert parallel.parts is not None
+                self._keeper.divided(keeper, parallel.parts, list(own), parallel.layout)
         return self._begin_pass
 
     def _refuse_averages(self, norms: nn.ModuleList) -> None:

@@ -1,0 +1,356 @@
+"""What each rank of a mesh writes into a sharded checkpoint, and reads from it.
+
+A tensor is stored in pieces: blocks, each with its place in the whole tensor. A rank writes the
+blocks that it has. Another rank, perhaps of another mesh, finds the blocks that its own part
+overlaps, and copies what they share. So no rank needs a whole tensor, however the parts are cut.
+
+The files are those of ``torch.save``, which ``torch.load`` maps into memory, so that only what is
+copied is read. Not those of ``torch.distributed.checkpoint``: a ``DTensor`` describes a part that
+is one slice of the whole, and would take a rank's thirds of fused queries, keys and values for a
+slice in the middle; and its list of contents is a pickle, which runs code when it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+
+New = Callable[[torch.Size, torch.dtype], torch.Tensor]
+"""Makes a tensor that is filled afterwards."""
+
+Whole = Callable[["SavedTensor"], torch.Tensor]
+"""Puts a tensor together."""
+
+_SHAPE, _PIECES, _VALUES, _PLAIN = "shape", "pieces", "values", "plain"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a whole tensor that a rank has.
+
+    Attributes:
+        start: where it begins in the whole tensor, along each dimension.
+        at: where it begins in the rank's own.
+        size: along each dimension.
+    """
+
+    start: tuple[int, ...]
+    at: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def blocks_of(
+    shape: Sequence[int],
+    rows: tuple[int, int] | None = None,
+    placement: Placement | None = None,
+    index: int = 0,
+    ways: int = 1,
+) -> list[Block]:
+    """The blocks of a whole tensor that a rank has.
+
+    Args:
+        shape: of the share of the rank's tensor group.
+        rows: of the first dimension of that share, which the rank has; None for all.
+        placement: how the tensor group divides the whole; None if it does not.
+        index: of the rank in its tensor group.
+        ways: ranks of the group.
+    """
+    first, last = rows or (0, shape[0] if len(shape) else 0)
+    size = [last - first, *shape[1:]] if len(shape) else []
+    start = [first] + [0] * (len(shape) - 1) if len(shape) else []
+    if placement is None:
+        return [Block(tuple(start), (0,) * len(shape), tuple(size))]
+    dim = placement.dim
+    length = shape[dim] // placement.parts
+    found = []
+    for part in range(placement.parts):
+        begin, end = part * length, (part + 1) * length
+        if dim == 0:
+            begin, end = max(begin, first), min(end, last)
+        if begin >= end:
+            continue
+        # Before this part are those of all ranks, and within it those of earlier ranks.
+        moved = part * length * (ways - 1) + index * length
+        own, mine, extent = list(start), [0] * len(shape), list(size)
+        own[dim] = begin + moved
+        mine[dim] = begin - (first if dim == 0 else 0)
+        extent[dim] = end - begin
+        found.append(Block(tuple(own), tuple(mine), tuple(extent)))
+    return found
+
+
+def _in_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+class SavedTensor:
+    """A tensor in a sharded checkpoint.
+
+    Args:
+        shape: of the whole.
+        pieces: blocks of it, each with the place where it begins.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], torch.Tensor]]
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.pieces = list(pieces)
+        self.dtype = self.pieces[0][1].dtype
+
+    def add(self, other: SavedTensor) -> None:
+        """Take over the pieces that another rank has written."""
+        self.pieces += other.pieces
+
+    def whole(self, new: New = _in_memory, *, alias: bool = False) -> torch.Tensor:
+        """The whole tensor.
+
+        Args:
+            new: makes the tensor to fill.
+            alias: whether the only piece may be returned, if there is one. It lies in the file,
+                which must stay.
+        """
+        if alias and len(self.pieces) == 1 and self.pieces[0][1].shape == self.shape:
+            return self.pieces[0][1]
+        target = new(self.shape, self.dtype)
+        self.fill(target, blocks_of(self.shape))
+        return target
+
+    def fill(self, own: torch.Tensor, blocks: Sequence[Block]) -> None:
+        """Copy what belongs into a rank's own tensor.
+
+        Args:
+            own: in host memory, or on a GPU.
+            blocks: of the whole tensor, which make up ``own``.
+
+        Raises:
+            HvkitError: the pieces do not make up the blocks.
+        """
+        filled = 0
+        for block in blocks:
+            for start, piece in self.pieces:
+                shared = _shared(block, tuple(start), tuple(piece.shape))
+                if shared is None:
+                    continue
+                at, of_piece = shared
+                own[at].copy_(piece[of_piece])
+                filled += piece[of_piece].numel()
+        if filled != own.numel():
+            raise HvkitError(
+                f"its pieces of a tensor of shape {tuple(self.shape)} hold {filled} of the "
+                f"{own.numel()} elements of this rank's part"
+            )
+
+
+def _shared(
+    block: Block, start: tuple[int, ...], size: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where a block and a piece overlap: in the rank's own tensor, and in the piece."""
+    own, of_piece = [], []
+    for begin, at, length, other, extent in zip(
+        block.start, block.at, block.size, start, size, strict=True
+    ):
+        first, last = max(begin, other), min(begin + length, other + extent)
+        if first >= last:
+            return None
+        own.append(slice(first - begin + at, last - begin + at))
+        of_piece.append(slice(first - other, last - other))
+    return tuple(own), tuple(of_piece)
+
+
+def described(own: torch.Tensor, shape: Sequence[int], blocks: Sequence[Block]) -> dict[str, Any]:
+    """A rank's own tensor as its file holds it.
+
+    Args:
+        own: in host memory, or on a GPU.
+        shape: of the whole tensor.
+        blocks: of the whole, which make up ``own``.
+    """
+    if own.untyped_storage().nbytes() != own.numel() * own.element_size():
+        own = own.clone()  # torch.save would write what lies around it, too
+    pieces = [
+        (list(block.start), own[tuple(map(_slice, block.at, block.size))]) for block in blocks
+    ]
+    return {_SHAPE: list(shape), _PIECES: pieces}
+
+
+def described_state(thing: Any, tensor: Callable[[torch.Tensor], Any]) -> dict[str, Any] | None:
+    """A tensor, the state of a parameter, or what else it holds, as a file holds it.
+
+    Args:
+        thing: that.
+        tensor: describes a tensor; returns None if another rank writes it.
+    """
+    if isinstance(thing, torch.Tensor):
+        found: dict[str, Any] | None = tensor(thing)
+        return found
+    if isinstance(thing, Mapping):
+        each = {key: described_state(value, tensor) for key, value in thing.items()}
+        return {_VALUES: {key: value for key, value in each.items() if value is not None}}
+    return {_PLAIN: thing}
+
+
+def _slice(start: int, length: int) -> slice:
+    return slice(start, start + length)
+
+
+class SavedState:
+    """A model, an optimizer or a strategy's state in a sharded checkpoint.
+
+    Args:
+        files: of all ranks that have written some, rank 0's first.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.plan: dict[str, Any] = {}
+        """What rank 0 has added: all but tensors."""
+        self.values: dict[str, Any] = {}
+        """By name, a ``SavedTensor``, or states of a parameter by their name."""
+        for file in files:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            self.plan |= content["plan"] or {}
+            for name, value in content["state"].items():
+                self.values[name] = _merged(self.values.get(name), value)
+
+    def plain(self, new: New = _in_memory, *, alias: bool = False) -> Any:
+        """What one process would have saved: a state dict, or a strategy's arrays.
+
+        Args:
+            new, alias: as for ``SavedTensor.whole``.
+        """
+        whole = functools.partial(SavedTensor.whole, new=new, alias=alias)
+        return _PLAIN_FORMS[self.plan["kind"]](self, whole)
+
+
+def part(value: Any, tensor: Callable[[SavedTensor], torch.Tensor]) -> Any:
+    """A value of a ``SavedState`` with tensors in place of those that are saved.
+
+    Args:
+        value: one of ``values``.
+        tensor: reads a tensor, or a part of it.
+    """
+    if isinstance(value, SavedTensor):
+        return tensor(value)
+    if isinstance(value, dict):
+        return {key: part(each, tensor) for key, each in value.items()}
+    return value
+
+
+def _merged(known: Any, value: Mapping[str, Any]) -> Any:
+    """What is known of a value, with what another rank has written of it."""
+    if _PIECES in value:
+        found = SavedTensor(value[_SHAPE], value[_PIECES])
+        if known is None:
+            return found
+        known.add(found)
+        return known
+    if _VALUES in value:
+        known = {} if known is None else known
+        return known | {key: _merged(known.get(key), v) for key, v in value[_VALUES].items()}
+    return value[_PLAIN]
+
+
+def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """What rank 0 adds to the parts of a model.
+
+    Args:
+        state: the state dict, whose tensors do not count.
+        names: by its keys, the names of parameters and buffers; the same for tied ones.
+    """
+    for key in names:
+        state[key] = None  # type: ignore[index]
+    return {"kind": "model", "state": state, "names": dict(names)}
+
+
+def optimizer_plan(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """What rank 0 adds to the parts of an optimizer.
+
+    Args:
+        state: the state dict, whose states of parameters do not count.
+        names: of the parameters, in its order.
+    """
+    other = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+    rest = {key: value for key, value in state.items() if key != "state"}
+    return {"kind": "optimizer", "other": other, "rest": rest, "names": list(names)}
+
+
+def strategy_plan(counts: np.ndarray[Any, Any], names: Sequence[str]) -> dict[str, Any]:
+    """What rank 0 adds to the parts of a strategy's state.
+
+    Args:
+        counts: the state that belongs to no parameter.
+        names: of all parameters, in the order in which one process numbers them.
+    """
+    return {"kind": "strategy", "counts": torch.from_numpy(counts), "names": list(names)}
+
+
+def _plain_model(saved: SavedState, whole: Whole) -> OrderedDict[str, Any]:
+    state: OrderedDict[str, Any] = saved.plan["state"]
+    found: dict[str, torch.Tensor] = {}
+    for key, name in saved.plan["names"].items():
+        if name not in found:
+            found[name] = whole(saved.values[name])
+        state[key] = found[name]
+    return state
+
+
+def _plain_optimizer(saved: SavedState, whole: Whole) -> dict[str, Any]:
+    states = {
+        i: part(saved.values[name], whole)
+        for i, name in enumerate(saved.plan["names"])
+        if name in saved.values
+    }
+    rest: dict[str, Any] = saved.plan["rest"]
+    return {"state": states | saved.plan["other"]} | rest
+
+
+def _plain_strategy(saved: SavedState, whole: Whole) -> dict[str, Any]:
+    number = {name: i for i, name in enumerate(saved.plan["names"])}
+    found = {
+        name: part(saved.values[name], whole)
+        for name in saved.plan["names"]
+        if name in saved.values
+    }
+    return strategy_arrays(saved.plan["counts"].numpy(), found, number)
+
+
+_PLAIN_FORMS: dict[str, Callable[[SavedState, Whole], Any]] = {
+    "model": _plain_model,
+    "optimizer": _plain_optimizer,
+    "strategy": _plain_strategy,
+}
+
+COUNTS, TRAINED = "counts", "trained"
+
+
+def strategy_arrays(
+    counts: np.ndarray[Any, Any],
+    whole: Mapping[str, Mapping[str, torch.Tensor]],
+    number: Mapping[str, int],
+) -> dict[str, np.ndarray[Any, Any]]:
+    """What one process would save of a strategy's state, as ``RoundKeeper.state`` returns it.
+
+    Args:
+        counts: the state that belongs to no parameter.
+        whole: by the name of a parameter, what the strategy keeps of it, in its shape, and whether
+            ranks have trained it since they agreed on it.
+        number: of each parameter.
+    """
+    arrays = {
+        f"{kept}.{number[name]}": t.reshape(-1).numpy()
+        for name, state in whole.items()
+        for kept, t in state.items()
+        if kept != TRAINED
+    }
+    trained = sorted(number[name] for name, state in whole.items() if state[TRAINED])
+    return arrays | {COUNTS: counts, TRAINED: np.array(trained, np.int64)}

@@ -1,0 +1,332 @@
+"""PyTorch: checkpoints into which each rank of a mesh writes its own part."""
+
+import functools
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from mesh_models import CNN, GPT, Encoder
+from mesh_training import (
+    adamw,
+    difference,
+    distributed,
+    images,
+    of_this_rank,
+    tokens,
+    train,
+    vectors,
+    whole_state,
+)
+from ranks import error_of, shared_folder
+from torch.distributed.tensor import DTensor
+
+import hvkit
+from hvkit.checkpoint import checkpoint as checkpoint_module
+from hvkit.checkpoint import joining, manifests
+from hvkit.cli import main
+from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
+
+PIPELINE, TENSOR, SHARD = hvkit.Mesh(pipeline=2), hvkit.Mesh(tensor=2), hvkit.Mesh(shard=2)
+MESHES = {
+    "pipeline": {"mesh": PIPELINE},
+    "1F1B": {"mesh": PIPELINE, "schedule": "1F1B"},
+    "tensor": {"mesh": TENSOR, "microbatches": None},
+    "shard": {"mesh": SHARD, "microbatches": None},
+    "none": {"mesh": None, "microbatches": None},
+}
+if hvkit.size() == 4:
+    MESHES |= {
+        "pipeline x tensor": {"mesh": hvkit.Mesh(pipeline=2, tensor=2)},
+        "pipeline x shard": {"mesh": hvkit.Mesh(pipeline=2, shard=2)},
+        "shard x tensor": {"mesh": hvkit.Mesh(shard=2, tensor=2), "microbatches": None},
+        "pipeline 4": {"mesh": hvkit.Mesh(pipeline=4)},
+        "shard 4": {"mesh": hvkit.Mesh(shard=4), "microbatches": None},
+        "DiLoCo": {"mesh": PIPELINE, "strategy": hvkit.DiLoCo(every=2)},
+    }
+make_gpt = functools.partial(GPT, layers=4, dropout=0.1)
+MODELS = {
+    "GPT": (make_gpt, tokens),
+    "CNN": (CNN, images),
+    "encoder": (Encoder, functools.partial(vectors, shape=(5, 20))),
+}
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    return shared_folder(tmp_path_factory)
+
+
+def begin(folder, name, make=make_gpt, *, sharded=True):
+    model, optimizer = distributed(make(), **MESHES[name])
+    parts = {"model": model, "optimizer": optimizer}
+    return model, optimizer, hvkit.Checkpoint(folder, **parts, sharded=sharded)
+
+
+def data_for(name, steps, data_of=tokens):
+    """This rank's part of each batch in a mesh."""
+    mesh = (MESHES[name]["mesh"] or hvkit.Mesh()).filled(hvkit.size())
+    return of_this_rank(data_of(steps), mesh.pipeline * mesh.tensor)
+
+
+def own_of(model, optimizer):
+    """What this rank holds."""
+    own = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
+    for i, state in enumerate(optimizer.state.values()):
+        own |= {f"{i}.{key}": t for key, t in state.items() if isinstance(t, torch.Tensor)}
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in own.items()}
+
+
+def assert_equal(found, expected):
+    apart = [n for n, t in expected.items() if n not in found or not torch.equal(found[n], t)]
+    assert hvkit.allgather(apart) == [[]] * hvkit.size()
+
+
+RESUMED = [(mesh, "GPT") for mesh in MESHES] + [("pipeline", "CNN"), ("tensor", "encoder")]
+
+
+@pytest.mark.parametrize(("mesh", "name"), RESUMED)
+def test_a_resumed_run_is_the_undisturbed_run(mesh, name, folder):
+    make, data_of = MODELS[name]
+    data = data_for(mesh, 6, data_of)
+    torch.manual_seed(hvkit.rank())
+    model, optimizer, checkpoint = begin(folder, mesh, make)
+    train(model, optimizer, data[:3])
+    checkpoint.save(epoch=0, step=3)
+    train(model, optimizer, data[3:])
+    undisturbed, whole = own_of(model, optimizer), whole_state(model)
+    for trained_before in (0, 1):
+        torch.manual_seed(7)
+        model, optimizer, checkpoint = begin(folder, mesh, make)
+        train(model, optimizer, data[:trained_before])
+        assert checkpoint.restore().step == 3
+        train(model, optimizer, data[3:])
+        assert_equal(own_of(model, optimizer), undisturbed)
+        assert difference(whole_state(model), whole) == 0.0
+
+
+def states_of(model, optimizer):
+    """The whole state of both on rank 0."""
+    with hvkit.settled(model, optimizer):
+        if hvkit.rank() == 0:
+            return [model.state_dict(), optimizer.state_dict()]
+    return []
+
+
+def assert_same(found, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, each in expected.items():
+            assert_same(found[key], each)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("trained_before", [0, 1])
+@pytest.mark.parametrize("later", MESHES)
+@pytest.mark.parametrize("earlier", ["pipeline", "tensor", "shard"])
+def test_any_mesh_reads_what_another_has_written(earlier, later, trained_before, folder):
+    model, optimizer, checkpoint = begin(folder, earlier)
+    train(model, optimizer, data_for(earlier, 2))
+    checkpoint.save(epoch=0, step=2)
+    expected = states_of(model, optimizer)
+    model, optimizer, checkpoint = begin(folder, later)
+    x, y = data_for(later, 1)[0]
+    train(model, optimizer, [(x, y)] * trained_before)
+    assert checkpoint.restore().step == 2
+    with torch.no_grad():
+        model.eval()(x)  # divides it
+    assert_same(states_of(model, optimizer), expected)
+    assert difference(whole_state(model), expected[0] if expected else {}) == 0.0
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_joined_files_are_those_of_a_checkpoint_that_is_not_sharded(mesh, folder, monkeypatch):
+    monkeypatch.setattr(joining, "_LARGE", 1024)
+    model, optimizer, sharded = begin(folder / "sharded", mesh, Net)
+    train(model, optimizer, data_for(mesh, 3))
+    sharded.save(epoch=0, step=3)
+    parts = {"model": model, "optimizer": optimizer}
+    expected = hvkit.Checkpoint(folder / "whole", **parts).save(epoch=0, step=3)
+    found = folder / "joined" / expected.name
+    if hvkit.rank() == 0:
+        assert main(["join-checkpoint", str(folder / "sharded"), str(folder / "joined")]) == 0
+        assert {f.name for f in found.parent.iterdir()} == {".lock", found.name}
+        assert {f.name for f in found.iterdir()} == {f.name for f in expected.iterdir()}
+        for name in ("model.pt", "optimizer.pt"):
+            mine, theirs = torch.load(found / name), torch.load(expected / name)
+            assert_same(mine, theirs)
+            assert (found / name).stat().st_size < 1.1 * (expected / name).stat().st_size
+        model_file = torch.load(found / "model.pt")
+        assert model_file._metadata == torch.load(expected / "model.pt")._metadata
+        assert model_file["wte.weight"].data_ptr() == model_file["lm_head.weight"].data_ptr()
+        assert model_file["_extra_state"] == {"answer": 42}
+        for name in (file.name for file in expected.glob("*.npz")):
+            mine, theirs = np.load(found / name), np.load(expected / name)
+            assert mine.files == theirs.files
+            assert all(np.array_equal(mine[key], theirs[key]) for key in theirs.files)
+    hvkit.allgather(0)
+    states = states_of(model, optimizer)
+    model, optimizer, checkpoint = begin(folder / "joined", mesh, Net, sharded=False)
+    assert checkpoint.restore().step == 3
+    with torch.no_grad():
+        model(data_for(mesh, 1)[0][0])  # divides it
+    assert_same(states_of(model, optimizer), states)
+
+
+class Net(GPT):
+    """Tied weights, a buffer, and a state that is no tensor."""
+
+    def __init__(self):
+        super().__init__(layers=4, dropout=0.1)
+        self.register_buffer("seen", torch.arange(5))
+
+    def get_extra_state(self):
+        return {"answer": 42}
+
+    def set_extra_state(self, state):
+        assert state == {"answer": 42}
+
+
+def sent():
+    return sum(each.bytes for each in hvkit.traffic().values())
+
+
+def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
+    mesh = "pipeline x tensor" if hvkit.size() == 4 else "tensor"
+    model, optimizer, checkpoint = begin(folder, mesh)
+    train(model, optimizer, data_for(mesh, 1))
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a tensor is put together")
+
+    monkeypatch.setattr(PartsOfParameters, "whole", refuse)
+    monkeypatch.setattr(DTensor, "full_tensor", refuse)
+    monkeypatch.setattr(dist, "send_object_list", refuse)
+    monkeypatch.setattr(dist, "all_gather", refuse)
+    before = sent()
+    at = checkpoint.save(epoch=0, step=1)
+    assert sent() - before < 10_000  # sums and names; the weights are 230,000 bytes
+    mine = [at / f"{name}-of-rank-{hvkit.rank():05}.pt" for name in ("model", "optimizer")]
+    own = own_of(model, optimizer)
+    assert sum(file.stat().st_size for file in mine) < 1.2 * sum(t.nbytes for t in own.values())
+    assert not (at / "model.pt").exists()
+
+
+def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(folder, monkeypatch):
+    model, optimizer, checkpoint = begin(folder, "pipeline")
+    data = data_for("pipeline", 2)
+    train(model, optimizer, data[:1])
+    checkpoint.save(epoch=0, step=1)
+    train(model, optimizer, data[1:])
+
+    def full(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    last = hvkit.rank() == hvkit.size() - 1
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr("hvkit.checkpoint.rank_states.save", full)
+        kind, text = error_of(lambda: checkpoint.save(epoch=0, step=2))
+    assert issubclass(kind, OSError)
+    assert "No space left" in text
+    hvkit.allgather(0)  # until rank 0 has deleted what there was
+    assert [each.name for each in folder.iterdir() if each.is_dir()] == ["step-000000001"]
+    checkpoint.save(epoch=0, step=2)
+    assert checkpoint.restore().step == 2
+
+
+def test_a_kill_at_any_moment_leaves_the_earlier_checkpoint(folder, monkeypatch):
+    model, optimizer, checkpoint = begin(folder / "run", "pipeline")
+    train(model, optimizer, data_for("pipeline", 1))
+    checkpoint.save(epoch=0, step=1)
+    seal = checkpoint_module.seal
+
+    def leave_behind(*args):
+        """Copy what a kill would leave behind, before there is a manifest and after it."""
+        shutil.copytree(folder / "run", folder / "before")
+        seal(*args)
+        shutil.copytree(folder / "run", folder / "after")
+
+    monkeypatch.setattr(checkpoint_module, "seal", leave_behind)
+    checkpoint.save(epoch=0, step=2)
+    hvkit.allgather(0)
+    for name in ("before", "after"):
+        hidden = folder / name / ".saving-step-000000002"
+        assert (hidden / "model-of-rank-00001.pt").exists()
+        left = hvkit.Checkpoint(folder / name, model=model, optimizer=optimizer, sharded=True)
+        assert left.restore().step == 1
+    assert checkpoint.restore().step == 2
+
+
+def test_ranks_that_do_not_agree_about_it_are_told(folder):
+    model, _, _ = begin(folder, "pipeline")
+    checkpoint = hvkit.Checkpoint(folder, model=model, sharded=hvkit.rank() == 1)
+    kind, text = error_of(functools.partial(checkpoint.save, epoch=0, step=1))
+    assert kind is hvkit.RanksDisagreeError
+    assert "the same sharded= on every rank: rank 0 passes False, rank 1 another one" in text
+
+
+def test_a_damaged_part_is_found(folder):
+    model, optimizer, checkpoint = begin(folder, "pipeline")
+    for step, batch in enumerate(data_for("pipeline", 2), 1):
+        train(model, optimizer, [batch])
+        at = checkpoint.save(epoch=0, step=step)
+    hvkit.allgather(0)
+    if hvkit.rank() == 0:
+        file = at / "model-of-rank-00001.pt"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    hvkit.allgather(0)
+    assert checkpoint.restore().step == 1
+
+
+def test_a_model_that_no_rank_holds_reads_its_part(folder, monkeypatch):
+    model, optimizer, checkpoint = begin(folder, "pipeline")
+    data = data_for("pipeline", 4)
+    train(model, optimizer, data[:2])
+    at = checkpoint.save(epoch=0, step=2)
+    train(model, optimizer, data[2:])
+    undisturbed = own_of(model, optimizer)
+    assert len(manifests.read(at).parts["model"]["shares"]) == 2
+
+    def make():
+        with hvkit.deferred_init():
+            return make_gpt()
+
+    model, optimizer, checkpoint = begin(folder, "pipeline", make)
+    assert checkpoint.restore().step == 2
+    assert all(p.is_meta for p in model.parameters())
+    train(model, optimizer, data[2:])
+    assert_equal(own_of(model, optimizer), undisturbed)
+
+
+def test_a_model_without_weights_is_not_saved(folder):
+    with hvkit.deferred_init():
+        model = make_gpt()
+    model, _ = distributed(model)
+    for sharded in (True, False):
+        checkpoint = hvkit.Checkpoint(folder, model=model, sharded=sharded)
+        _, text = error_of(functools.partial(checkpoint.save, epoch=0, step=0))
+        assert "no weights before its first batch" in text
+
+
+def test_wrong_arguments(folder):
+    model = torch.nn.Linear(2, 2)
+    for wrong in ({"background": True}, {"replicas": 1}):
+        with pytest.raises(ValueError, match="sharded=True writes at once"):
+            hvkit.Checkpoint(folder, model=model, sharded=True, **wrong)
+    with pytest.raises(TypeError, match="sharded must be True or False"):
+        hvkit.Checkpoint(folder, model=model, sharded=2)
+    hvkit.distribute(model, adamw(model), strategy=hvkit.FullyShard())
+    with pytest.raises(ValueError, match=r"use mesh=hvkit.Mesh\(shard=...\)"):
+        hvkit.Checkpoint(folder, model=model, sharded=True)
