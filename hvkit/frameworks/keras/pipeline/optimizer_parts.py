@@ -12,7 +12,7 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
-import tensorflow as tf
+from keras import ops
 
 from hvkit import runtime
 from hvkit.frameworks.keras.backends import numpy_dtype, set_anew
@@ -20,6 +20,7 @@ from hvkit.frameworks.keras.divided_state import remember
 from hvkit.frameworks.keras.optimizers import calls_of_apply
 from hvkit.frameworks.keras.pipeline.model_parts import ModelParts
 from hvkit.frameworks.keras.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.keras.pipeline.tensors import norm_of
 from hvkit.frameworks.keras.sharded import slots_of
 
 
@@ -81,8 +82,14 @@ class OptimizerParts:
         def clip_over_stages(grads: list[Any]) -> list[Any]:
             if not optimizer.global_clipnorm:
                 return list(clip(grads))
-            rest = tf.constant([self._norm_of_others(grads)], grads[0].dtype)
+            rest = ops.convert_to_tensor([self._norm_of_others(grads)], grads[0].dtype)
             return list(clip([*grads, rest]))[:-1]
+
+        def overwrite_own(variables: Sequence[Any]) -> None:
+            averages = optimizer._model_variables_moving_average
+            for v, average in zip(variables, averages, strict=True):
+                if average is not None and self._parts.holds(v):
+                    v.assign(average)
 
         def save_whole(store: Any) -> None:
             self._refuse_partial_state()
@@ -96,6 +103,7 @@ class OptimizerParts:
         optimizer.build = build_in_parts
         optimizer.apply = apply_to_own
         optimizer._clip_gradients = clip_over_stages
+        optimizer._overwrite_model_variables_with_average_value = overwrite_own
         optimizer.save_own_variables = save_whole
         optimizer.load_own_variables = load_own
 
@@ -179,12 +187,3 @@ class OptimizerParts:
                 "only the part of this rank's stage: save with hvkit.Checkpoint, or on rank 0 "
                 "inside `with hvkit.settled(model, optimizer):`, which every rank enters"
             )
-
-
-def norm_of(gradient: Any) -> float:
-    """The norm of a gradient, in float64: squares of float32 may overflow.
-
-    Of rows, as TensorFlow's and Keras's clipping computes it: without adding equal rows up.
-    """
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return float(tf.norm(tf.cast(values, tf.float64)))
