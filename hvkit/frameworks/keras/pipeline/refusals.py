@@ -24,8 +24,9 @@ def refuse_axes(mesh: Mesh) -> None:
     """
     if mesh.tensor > 1:
         raise ValueError(
-            f"{mesh} divides layers along its tensor axis, which Keras cannot do: "
-            "write the model as a torch.nn.Module, or use the pipeline axis"
+            f"{mesh} divides layers along its tensor axis, which hvkit does in PyTorch only: write "
+            "the model as a torch.nn.Module, run Keras on JAX with its own "
+            "keras.distribution.ModelParallel and without hvkit, or use the pipeline axis"
         )
     if mesh.shard > 1:
         raise ValueError(
