@@ -162,6 +162,13 @@ def test_evaluation_before_training():
 
 
 @one_pipeline
+@pytest.mark.parametrize("samples", [1, 3])
+def test_batches_of_fewer_samples_than_micro_batches(samples):
+    with keras_in_float64():
+        equals_one_process(residual, samples=samples, bound=1e-12)
+
+
+@one_pipeline
 def test_single_batches():
     alone = built(residual)
     x, y = data(alone, PER_ROW)

@@ -74,7 +74,8 @@ def test_a_loop_may_clip_by_the_norm_of_all_stages():
         for _ in range(3):
 
             def loss():
-                return ops.mean((compute(model, x) - y) ** 2) + sum(model.losses)
+                squares = (compute(model, x) - ops.convert_to_tensor(y)) ** 2
+                return ops.mean(squares) + sum(model.losses)
 
             total, gradients = gradients_of(loss, model)
             norm, gradients = clipped(gradients, model, 0.05)
@@ -84,11 +85,10 @@ def test_a_loop_may_clip_by_the_norm_of_all_stages():
     l2 = keras.regularizers.L2(0.05)
     with keras_in_float64():
         alone = built(residual, regularizer=l2)
-        x, y = map(ops.convert_to_tensor, data(alone, PER_ROW))
+        x, y = data(alone, PER_ROW)
         expected = loop(alone, adam(), in_microbatches, x, y)
         model, optimizer = distributed(residual, seed=0, regularizer=l2)
-        own = [ops.convert_to_tensor(mine(ops.convert_to_numpy(each))) for each in (x, y)]
-        found = loop(model, optimizer, lambda model, x: model(x, training=True), *own)
+        found = loop(model, optimizer, lambda model, x: model(x, training=True), mine(x), mine(y))
         if ROWS == 1 or not ON_TENSORFLOW:  # where a loop sees the mean over rows
             assert np.allclose(found[0], expected[0], rtol=1e-12, atol=0)
             assert largest_difference(whole(model), alone.get_weights()) < 1e-12
@@ -99,13 +99,13 @@ def test_a_loop_may_clip_by_the_norm_of_all_stages():
 def test_gradients_of_several_passes_add_up():
     with keras_in_float64():
         alone = built(residual)
-        x, y = map(ops.convert_to_tensor, data(alone, PER_ROW))
+        x, y = data(alone, PER_ROW)
         model, _ = distributed(residual, seed=0)
-        own = [ops.convert_to_tensor(mine(ops.convert_to_numpy(each))) for each in (x, y)]
         norms = []
-        for each, batch in ((alone, (x, y)), (model, own)):
+        for each, inputs, targets in ((alone, x, y), (model, mine(x), mine(y))):
             for _ in range(2):
-                ops.mean((each(batch[0], training=True) - batch[1]) ** 3).backward()
+                errors = each(inputs, training=True) - ops.convert_to_tensor(targets)
+                ops.mean(errors**3).backward()
             gradients = [v.value.grad for v in each.trainable_variables]
             norms.append([float(ops.sqrt(ops.sum(g**2))) for g in gradients])
         assert np.allclose(*norms, rtol=1e-11, atol=0)

@@ -383,6 +383,8 @@ class PipelinedModel:
 
 def _split(tensor: Any, sizes: Sequence[int]) -> list[Any]:
     """The parts of a tensor along its first dimension."""
+    if len(sizes) == 1:  # which Keras cannot do
+        return [tensor]
     parts: list[Any] = ops.split(tensor, np.cumsum(sizes)[:-1].tolist())
     return parts
 
