@@ -119,8 +119,9 @@ class ModelParts:
     def _guard_model(self) -> None:
         model: Any = self._model
         of = f"model {model.name!r}"
-        for name in ("get_weights", "save_weights", "save"):
-            setattr(model, name, self._refusing(getattr(model, name), of))
+        for name in ("get_weights", "save_weights", "save", "state_dict"):
+            if hasattr(model, name):  # the last one on PyTorch only
+                setattr(model, name, self._refusing(getattr(model, name), of))
         model.set_weights = self._set_own_weights
         model.__deepcopy__ = functools.partial(_refuse_copy, model.name)
 
