@@ -111,7 +111,7 @@ def distribute(
         monitor: records the learning rate and gradients' norm, and each step of Keras's ``fit``.
         mesh: ``hvkit.Mesh(pipeline=2, data=2)`` divides the model as well, among the ranks along
             the pipeline axis; ranks along the data axis train with ``strategy``. In PyTorch, and
-            for Sequential and Functional models of Keras on TensorFlow.
+            for Sequential and Functional models of Keras.
         microbatches: parts of a batch that follow each other through a pipeline; None for four for
             each stage.
         schedule: in which order: ``"GPipe"``, all forward and then all backward; or one of
@@ -400,27 +400,27 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
     Raises:
         ValueError: there is none.
     """
-    if engine_of("keras") == "tensorflow":
-        if options.mesh:
-            from hvkit.frameworks.keras.pipeline.refusals import refuse_axes
+    engine, in_pipeline = engine_of("keras"), False
+    if options.mesh:
+        from hvkit.frameworks.keras.pipeline.refusals import refuse_axes
 
-            refuse_axes(options.mesh.mesh)
-        if options.mesh and options.mesh.mesh.pipeline > 1:
+        refuse_axes(options.mesh.mesh)
+        in_pipeline = options.mesh.mesh.pipeline > 1
+    if engine == "tensorflow":
+        if in_pipeline:
             from hvkit.frameworks.keras.pipeline.port import KerasMeshPort
 
             return KerasMeshPort(models, optimizers, options)
         from hvkit.frameworks.keras.port import KerasPort
 
         return KerasPort(models, optimizers, options)
-    if engine_of("keras") == "torch":
+    if engine == "torch":
+        if in_pipeline:
+            from hvkit.frameworks.keras.pipeline.pytorch_port import KerasOnPyTorchMeshPort
+
+            return KerasOnPyTorchMeshPort(models, optimizers, options)
         from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 
-        if options.mesh and options.mesh.mesh != Mesh(options.mesh.mesh.data):
-            raise ValueError(
-                f"{options.mesh.mesh} divides models of PyTorch, and of Keras on TensorFlow, but "
-                "not of Keras on PyTorch, whose calls go around the modules' forward: use "
-                'hvkit.FullyShard(), or KERAS_BACKEND="tensorflow"'
-            )
         return KerasOnPyTorchPort(models, optimizers, options)
     backend = sys.modules["keras"].backend.backend()
     raise ValueError(

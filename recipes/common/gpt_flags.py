@@ -1,4 +1,4 @@
-"""The command-line flags of the GPT recipe."""
+"""The command-line flags of the GPT recipes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from hvkit.mesh import SCHEDULES
 
 
 class GptFlags(CommonFlags):
-    """The flags of the GPT recipe, as ``parse_gpt_flags`` returns them."""
+    """The flags of the GPT recipes, as ``parse_gpt_flags`` returns them."""
 
     layers: int
     width: int
@@ -32,8 +32,17 @@ class GptFlags(CommonFlags):
     schedule: str
 
 
-def parse_gpt_flags(description: str, argv: Sequence[str] | None = None) -> GptFlags:
-    """Read the flags of the GPT recipe; call it before ``hvkit.init``, as ``parse_flags``."""
+def parse_gpt_flags(
+    description: str, argv: Sequence[str] | None = None, *, of_keras: bool = False
+) -> GptFlags:
+    """Read the flags of a GPT recipe; call it before ``hvkit.init``, as ``parse_flags``.
+
+    Args:
+        description: of the recipe.
+        argv: None for the command line.
+        of_keras: it trains in ``fit``, with the only order of micro-batches that Keras has, and
+            reports and saves where an epoch of ``fit`` ends.
+    """
     parser = Parser(description)
     flag = parser.add_argument
     flag("--layers", type=POSITIVE, default=4, help="blocks of attention and MLP")
@@ -47,21 +56,27 @@ def parse_gpt_flags(description: str, argv: Sequence[str] | None = None) -> GptF
     flag("--lr", type=RATE, default=0.01, help="learning rate at its highest")
     add_distribute_flags(parser)
     add_mesh_flags(parser)
-    flag(
-        "--schedule",
-        choices=SCHEDULES,
-        default="GPipe",
-        help="order of the micro-batches in a pipeline",
-    )
     flag("--checkpoint-dir", type=Path, help="folder to save to, and to resume from")
-    flag("--save-every", type=POSITIVE, default=100, help="steps between checkpoints")
     flag("--keep", type=POSITIVE, default=3, help="checkpoints to keep")
     flag("--seed", type=SEED, default=1, help="seed of initial weights, order and dropout")
     flag("--log-interval", type=POSITIVE, default=50, help="steps between reports of the loss")
+    if not of_keras:
+        flag(
+            "--schedule",
+            choices=SCHEDULES,
+            default="GPipe",
+            help="order of the micro-batches in a pipeline",
+        )
+        flag("--save-every", type=POSITIVE, default=100, help="steps between checkpoints")
     flags = parser.parse_args(argv, namespace=GptFlags())
     check_mesh(parser, flags)
     if flags.width % flags.heads:
         parser.error(
             f"--heads must divide --width, got {flags.heads} heads and a width of {flags.width}"
+        )
+    if of_keras and flags.steps % flags.log_interval:
+        parser.error(
+            f"--log-interval must divide --steps, since fit reports where an epoch of that many "
+            f"steps ends: got {flags.log_interval} and {flags.steps}"
         )
     return flags

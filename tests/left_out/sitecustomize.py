@@ -15,8 +15,8 @@ class Compiler(ModuleType):
     """What PyTorch calls of ``torch._dynamo`` while it compiles nothing."""
 
     @staticmethod
-    def disable(function, *args, **kwargs):
-        return function
+    def disable(function=None, *args, **kwargs):
+        return (lambda decorated: decorated) if function is None else function
 
     @staticmethod
     def graph_break():

@@ -142,14 +142,19 @@ def as_vector(arrays):
 
 @contextlib.contextmanager
 def keras_in_float64():
-    """Keras makes layers in float64 meanwhile."""
+    """Keras makes layers in float64 meanwhile, and computes in it also on PyTorch."""
     import keras
+    from keras.src.backend.common import dtypes
 
     policy = keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")  # which the first layer would keep
+    shorter = getattr(dtypes, "BIT64_TO_BIT32_DTYPE", {})
+    before = shorter.get("float64")
+    shorter["float64"] = "float64"
     try:
         yield
     finally:
+        shorter["float64"] = before
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy(policy)

@@ -1,4 +1,4 @@
-"""The GPT recipe end to end, in the meshes that two ranks can form and in none."""
+"""The GPT recipes end to end, in the meshes that two ranks can form and in none."""
 
 import re
 import shutil
@@ -21,8 +21,8 @@ OTHERS = [
 ]
 
 
-def gpt(start, launcher, *flags):
-    return start(launcher, "gpt_torch", *SMALL, *flags, output_dir=None)
+def gpt(start, launcher, *flags, recipe="gpt_torch"):
+    return start(launcher, recipe, *SMALL, *flags, output_dir=None)
 
 
 def held_out(run):
@@ -39,6 +39,23 @@ def test_two_ranks_train_the_model_of_one_process(start, flags):
     assert ("stage 1: " in together.err) == ("pipeline=2" in flags)
     assert together.said_more_than_once == []
     assert len(re.findall("^sampled: ", together.out, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("backend", cases(["tensorflow", "torch"]))
+def test_a_pipeline_of_keras_trains_the_model_of_one_process(start, backend, monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    saved, keras = ("--checkpoint-dir", str(tmp_path)), {"recipe": "gpt_keras"}
+    alone = gpt(start, ALONE, "--batch-size", "16", **keras)
+    together = gpt(start, MPIRUN, *PIPELINE.split(), *saved, **keras)
+    of_frequencies = float(re.search(r"frequency: (\S+)$", alone.out, re.MULTILINE)[1])
+    assert held_out(alone) < of_frequencies - 0.2
+    assert held_out(together) == pytest.approx(held_out(alone), abs=2e-3)
+    assert "stage 1 (rank 1 of the pipeline)" in together.err
+    assert together.said_more_than_once == []
+    shutil.rmtree(tmp_path / "step-000000060")
+    resumed = gpt(start, ALONE, "--batch-size", "16", *saved, **keras)
+    assert "step 30/60" not in resumed.out
+    assert held_out(resumed) == pytest.approx(held_out(together), abs=2e-3)
 
 
 @MORE

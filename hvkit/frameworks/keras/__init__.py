@@ -12,8 +12,7 @@ On TensorFlow, gradients are averaged inside the optimizer's own update::
     ├── checks             do all ranks hold the same weights, and different data?
     ├── graph_refusals     updates inside XLA and tf.distribute
     ├── traced_steps       steps of fit in the timeline of a run
-    ├── collectives/       collectives in eager code and in graphs; used by most of the above
-    └── pipeline/          models of which each rank of a pipeline holds some layers
+    └── collectives/       collectives in eager code and in graphs; used by most of the above
 
 On PyTorch, PyTorch's port does most of it::
 
@@ -29,10 +28,12 @@ Both use::
     fit                    fit and evaluate on all ranks
     ├── metric_results     the results of metrics over all ranks
     └── callbacks          all ranks stop together, only rank 0 writes files
+    pipeline/              models of which each rank of a pipeline holds some layers
     refusals               updates by other optimizers, and options that suit none
     comparisons            which variables must be the same on all ranks, and are they?
     buffers                do ranks differ in what else forward passes learn?
     divided_state          optimizers whose state is divided
+    ├── partial_state      placeholders for the state of weights of other ranks
     ├── sharded            each rank updates the variables it owns
     └── trials             an optimizer of a user's own, tried on a few small variables
     synchronised_norm      batch norm over the batches of all ranks

@@ -170,6 +170,20 @@ class PyTorchPort:
             whole = self._divide_state(strategy, hooks, name)
         return records + self._attach(hooks, whole), keeper
 
+    def average_in_passes(self) -> tuple[GradientReducer, Keeper | None]:
+        """Average the gradients of passes that another runs, and calls ``begin_pass`` around.
+
+        Returns:
+            The reducer with ``begin_pass`` and ``end_pass``, and what a compression keeps.
+        """
+        hooks = {each: UpdateHooks() for each in self.optimizers}
+        statistics = self._averaged_statistics(self.model)
+        name = self.options.group.numbered("hvkit")
+        keeper = self._keep_weights_in_step(hooks, name, statistics, counts_passes=False)
+        self._attach(hooks, None)
+        assert self.reducer is not None
+        return self.reducer, keeper
+
     def _attach(
         self, hooks: Mapping[Optimizer, UpdateHooks], whole: Callable[[Any], Any] | None
     ) -> list[tuple[Any, Record]]:

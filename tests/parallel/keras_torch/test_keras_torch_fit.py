@@ -102,3 +102,11 @@ def test_late_weights_are_those_of_rank_0_to_the_last_bit_under_mixed_precision(
     fit(model, optimizer, local(regression(steps=1)))
     for mine, rank_0 in zip(weights(model), weights(expected), strict=True):
         assert np.array_equal(mine, rank_0)
+
+
+@pytest.mark.two_ranks
+def test_a_pipeline_needs_no_tensorflow():
+    """The folder's fixture looks; ``tests/parallel/keras_pipeline`` compares the weights."""
+    model, optimizer = hvkit.distribute(mlp(), sgd(), mesh=hvkit.Mesh(pipeline=2))
+    history = fit(model, optimizer, regression(), epochs=2).history
+    assert history["loss"][1] < history["loss"][0]

@@ -13,13 +13,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
+from keras import ops
 from keras.src.backend import AutocastScope
 
 from hvkit import runtime
 from hvkit.frameworks.keras.divided_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.pipeline.layer_graph import Stages
 from hvkit.frameworks.keras.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.keras.pipeline.tensors import hold, placeholder_of, values_for
 
 
 class ModelParts:
@@ -43,7 +44,7 @@ class ModelParts:
         self.weights: list[Any] = list(model.weights)
         self.own = [w for w in self.weights if self.holds(w)]
         # What stands for the values of other stages' weights.
-        self._placeholders = {id(w): _placeholder(w) for w in self.weights if not self.holds(w)}
+        self._placeholders = {id(w): placeholder_of(w) for w in self.weights if not self.holds(w)}
         self._give_up()
         for layer in model._flatten_layers(include_self=False):
             variables = [*layer._trainable_variables, *layer._non_trainable_variables]
@@ -63,7 +64,7 @@ class ModelParts:
     def _give_up(self) -> None:
         for w in self.weights:
             if not self.holds(w):
-                w._value = self._placeholders[id(w)]
+                hold(w, self._placeholders[id(w)])
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -75,7 +76,7 @@ class ModelParts:
             yield
             return
         for i, array in arrays.items():
-            self.weights[i]._value = tf.Variable(array, trainable=self.weights[i].trainable)
+            hold(self.weights[i], values_for(self.weights[i], array))
         self._whole = True
         try:
             yield
@@ -98,12 +99,12 @@ class ModelParts:
         with self._links.in_call("hvkit.settled"):
             for i, source in holders.items():
                 if source == self._links.rank != 0:
-                    self._links.send([tf.convert_to_tensor(variables[i]._value)], 0)
+                    self._links.send([ops.convert_to_tensor(variables[i]._value)], 0)
                     self._links.flush()
                 elif source != 0 == self._links.rank:
                     (value,) = self._links.receive(source)
                     assert value is not None
-                    found[i] = value.numpy()
+                    found[i] = ops.convert_to_numpy(value)
             # A rank that ended now would end MPI, while rank 0 still receives.
             self._links.from_rank(0, [] if self._links.rank == 0 else None)
         return found
@@ -118,8 +119,9 @@ class ModelParts:
     def _guard_model(self) -> None:
         model: Any = self._model
         of = f"model {model.name!r}"
-        for name in ("get_weights", "save_weights", "save"):
-            setattr(model, name, self._refusing(getattr(model, name), of))
+        for name in ("get_weights", "save_weights", "save", "state_dict"):
+            if hasattr(model, name):  # the last one on PyTorch only
+                setattr(model, name, self._refusing(getattr(model, name), of))
         model.set_weights = self._set_own_weights
         model.__deepcopy__ = functools.partial(_refuse_copy, model.name)
 
@@ -220,12 +222,6 @@ class _ModelInParts:
                 stack.enter_context(gathered_optimizer(optimizer))
             if self._parts().keeps_whole:
                 method(*args, **kwargs)
-
-
-def _placeholder(variable: Any) -> tf.Variable:
-    """A variable without values."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return tf.Variable(tf.zeros((0,), dtype), trainable=variable.trainable)
 
 
 def _refuse_copy(name: str, memo: Any) -> Any:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
+from keras import ops
 from keras.src import backend
 
 from hvkit.frameworks.keras.pipeline.model_parts import ModelParts
 from hvkit.frameworks.keras.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.keras.pipeline.tensors import recorded
 
 
 @dataclass
@@ -22,24 +23,20 @@ class Penalties:
     Attributes:
         values: of all stages.
         own: by the place in ``values``, the variables of this rank.
-        losses: of these, on the tape.
-        tape: of this rank's losses.
+        losses: of these, as recorded.
+        of_losses: gives the gradients of the variables, from those of the losses.
     """
 
-    values: list[tf.Tensor]
+    values: list[Any]
     own: dict[int, Any]
-    losses: dict[int, tf.Tensor]
-    tape: tf.GradientTape
+    losses: dict[int, Any]
+    of_losses: Callable[..., list[Any]]
 
-    def gradients(self, of_values: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+    def gradients(self, of_values: Sequence[Any]) -> dict[int, Any]:
         """By the id of a variable of this rank, the gradient, from those of ``values``."""
         if not self.own:
             return {}
-        found = self.tape.gradient(
-            list(self.losses.values()),
-            [v._value for v in self.own.values()],
-            output_gradients=[of_values[i] for i in self.own],
-        )
+        found = self.of_losses(list(self.losses.values()), [of_values[i] for i in self.own])
         return {id(v): g for v, g in zip(self.own.values(), found, strict=True)}
 
 
@@ -47,17 +44,19 @@ def penalties_of(model: keras.Model, parts: ModelParts, links: StageLinks) -> Pe
     """The regularisation of all stages; a collective of the pipeline if there is any."""
     variables = [v for v in model.trainable_variables if v.regularizer is not None]
     own = {i: v for i, v in enumerate(variables) if parts.holds(v)}
-    with backend.AutocastScope(None), tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch([v._value for v in own.values()])
-        mine = {i: v.regularizer(v) for i, v in own.items()}
+    with backend.AutocastScope(None):
+        mine, of_losses = recorded(
+            lambda: {i: v.regularizer(v) for i, v in own.items()},
+            [v._value for v in own.values()],
+        )
     if not variables:
-        return Penalties([], own, mine, tape)
+        return Penalties([], own, mine, of_losses)
     values = np.zeros(len(variables), np.float64)
     for i, loss in mine.items():
-        values[i] = float(loss)
+        values[i] = ops.convert_to_numpy(loss)
     everyone = links.gather(values)
     shown = [
-        tf.constant(everyone[parts.stages.holder(v), i], v._value.dtype)
+        ops.convert_to_tensor(everyone[parts.stages.holder(v), i], v._dtype)
         for i, v in enumerate(variables)
     ]
-    return Penalties(shown, own, mine, tape)
+    return Penalties(shown, own, mine, of_losses)

@@ -1,8 +1,8 @@
-"""A pipeline under ``fit`` and under loops with a ``tf.GradientTape``, which do not know of it.
+"""A pipeline under ``fit`` and under loops of a script, which do not know of it.
 
 ``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to
-every rank, so that losses and metrics are computed as ever. When the tape of the script, or of
-``fit``, reaches these outputs, all stages run backward for all micro-batches.
+every rank, so that losses and metrics are computed as ever. When the gradients of the script, or of
+``fit``, reach these outputs, all stages run backward for all micro-batches.
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism" (2019).
@@ -18,17 +18,28 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
+from keras import ops
 from keras.src import backend, tree
-from tensorflow.python.eager import record
 
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError, ranks_text
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph
 from hvkit.frameworks.keras.pipeline.model_parts import ModelParts
-from hvkit.frameworks.keras.pipeline.optimizer_parts import norm_of
 from hvkit.frameworks.keras.pipeline.penalties import Penalties, penalties_of
 from hvkit.frameworks.keras.pipeline.stage import Stage
 from hvkit.frameworks.keras.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.keras.pipeline.tensors import (
+    COMPILER,
+    add_gradients,
+    added,
+    connected,
+    in_graph,
+    is_dense,
+    is_recording,
+    norm_of,
+    recorded,
+    remainder,
+    wants_gradient,
+)
 from hvkit.frameworks.stage_division import sizes_of
 
 # In the place of a norm: the weight has no gradient.
@@ -36,16 +47,16 @@ _NO_GRADIENT = -1.0
 
 
 # The outputs of a stage, and their masks.
-_Results = tuple[list[tf.Tensor], list[tf.Tensor | None]]
+_Results = tuple[list[Any], list[Any]]
 
 
 @dataclass
 class _Computed:
     """What this rank's stage has computed for a micro-batch."""
 
-    received: tf.Tensor | None
-    outputs: list[tf.Tensor]
-    tape: tf.GradientTape | None
+    received: Any
+    outputs: list[Any]
+    gradients: Callable[..., list[Any]] | None
 
 
 @dataclass
@@ -91,6 +102,8 @@ class PipelinedModel:
         self._passes = 0
         # Of what fit passes to a step beside the model's inputs.
         self._targets = 0
+        # Called before the gradients of a pass are added up, and returns what to call after it.
+        self.around_backward: Callable[[], Callable[[], None]] = lambda: _nothing
 
     def note_targets(self, data: Any) -> None:
         """Compare this data, too, in the next forward pass: a batch of ``fit`` or ``evaluate``."""
@@ -119,7 +132,7 @@ class PipelinedModel:
         self._passes += 1
         self._links.step = self._passes
         with self._links.in_call():
-            recording = record.could_possibly_record()
+            recording = is_recording()
             self._require_same_batch(flat, recording, training)
             done, outputs, masks = self._forward(flat, sizes, recording, training)
             penalties = penalties_of(self._model, self._parts, self._links)
@@ -132,18 +145,18 @@ class PipelinedModel:
                 backend.set_keras_mask(t, each)
         return self._structured(outputs)
 
-    def _structured(self, outputs: list[tf.Tensor]) -> Any:
+    def _structured(self, outputs: list[Any]) -> Any:
         found = tree.pack_sequence_as(self._graph.functional._outputs_struct, outputs)
         single = isinstance(found, list | tuple) and len(found) == 1
         return found[0] if single else found
 
     def _refuse_call(self, mask: Any, kwargs: dict[str, Any]) -> None:
         name = self._model.name
-        if not tf.executing_eagerly():
+        if in_graph():
             raise ValueError(
-                f"model {name!r} is called in a tf.function, but a pipeline sends tensors between "
-                "ranks, which a graph cannot do: leave tf.function out around the call; the layers "
-                "of each stage are compiled all the same, and fit needs no change"
+                f"model {name!r} is called in a {COMPILER}, but a pipeline sends tensors between "
+                f"ranks, which a graph cannot do: leave {COMPILER} out around the call, and fit "
+                "needs no change"
             )
         given = {"mask": mask, **kwargs}
         if passed := [k for k, v in given.items() if any(x is not None for x in tree.flatten(v))]:
@@ -155,10 +168,15 @@ class PipelinedModel:
     def _sizes(self, inputs: Sequence[Any]) -> list[int]:
         lengths = set()
         for t in inputs:
-            if not isinstance(t, tf.Tensor) or not t.shape.rank:
+            if not is_dense(t) or not len(t.shape):
                 raise ValueError(
                     f"inputs of model {self._model.name!r} in a pipeline must be dense tensors "
                     f"with the batch as their first dimension, got {type(t).__name__} {t!r}"
+                )
+            if wants_gradient(t):
+                raise ValueError(
+                    f"an input of model {self._model.name!r} requires a gradient, which no rank of "
+                    "a pipeline computes: detach it, or call the model before hvkit.distribute"
                 )
             lengths.add(int(t.shape[0]))
         if len(lengths) > 1:
@@ -191,7 +209,7 @@ class PipelinedModel:
 
     def _forward(
         self, inputs: Sequence[Any], sizes: list[int], recording: bool, training: bool | None
-    ) -> tuple[Pass, list[tf.Tensor], list[tf.Tensor | None]]:
+    ) -> tuple[Pass, list[Any], list[Any]]:
         """Run this rank's stage for all micro-batches, and hand the outputs to all ranks.
 
         Raises:
@@ -213,19 +231,19 @@ class PipelinedModel:
         self, done: Pass, inputs: Sequence[Any], recording: bool, training: bool | None
     ) -> list[_Results]:
         """Run this rank's stage for all micro-batches; return the outputs on the last rank."""
-        columns = [tf.split(t, done.sizes) for t in inputs]
+        columns = [_split(t, done.sizes) for t in inputs]
         found: list[_Results] = []
         for i in range(len(done.sizes)):
             row = [column[i] for column in columns]
             received, mask = self._links.receive(self._rank - 1) if self._rank else (None, None)
             records = recording and bool(done.trained or done.sends_back)
-            outputs, masks, tape = self._run(received, mask, row, training, done, records)
+            (outputs, masks), gradients = self._run(received, mask, row, training, done, records)
             if self._rank < self._last:
                 self._links.send([*outputs, *masks], self._rank + 1)
             else:
                 found.append((outputs, masks))
             if recording:
-                done.computed.append(_Computed(received, outputs, tape))
+                done.computed.append(_Computed(received, outputs, gradients))
         self._links.flush()
         return found
 
@@ -247,32 +265,28 @@ class PipelinedModel:
 
     def _run(
         self,
-        received: tf.Tensor | None,
-        mask: tf.Tensor | None,
-        inputs: list[tf.Tensor],
+        received: Any,
+        mask: Any,
+        inputs: list[Any],
         training: bool | None,
         done: Pass,
         records: bool,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None], tf.GradientTape | None]:
-        """A micro-batch through this rank's stage, on a tape of its own."""
+    ) -> tuple[_Results, Callable[..., list[Any]] | None]:
+        """A micro-batch through this rank's stage, and what gives gradients of it."""
         if not records:
-            return *self.stage(received, mask, inputs, training), None
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([v._value for v in done.trained])
-            if done.sends_back and received is not None and received.dtype.is_floating:
-                tape.watch(received)
-            outputs, masks = self.stage(received, mask, inputs, training)
-        return outputs, masks, tape
+            return self.stage(received, mask, inputs, training), None
+        watched = [v._value for v in done.trained]
+        if done.sends_back and received is not None and _is_float(received):
+            watched.append(received)
+        return recorded(lambda: self.stage(received, mask, inputs, training), watched)
 
-    def _on_all_ranks(
-        self, found: list[_Results]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+    def _on_all_ranks(self, found: list[_Results]) -> tuple[list[Any], list[Any]]:
         """The outputs of the whole batch and their masks, from the last stage."""
         whole = None
         if self._rank == self._last:
             rows = [[*outputs, *masks] for outputs, masks in found]
             whole = [
-                None if column[0] is None else tf.concat(column, 0)
+                None if column[0] is None else ops.concatenate(column, 0)
                 for column in zip(*rows, strict=True)
             ]
         joined = self._links.from_rank(self._last, whole)
@@ -282,29 +296,22 @@ class PipelinedModel:
     def _holder(self, variable: Any) -> int:
         return self._parts.stages.holder(variable)
 
-    def _connected(
-        self, done: Pass, outputs: list[tf.Tensor], penalties: Penalties
-    ) -> list[tf.Tensor]:
+    def _connected(self, done: Pass, outputs: list[Any], penalties: Penalties) -> list[Any]:
         """Outputs and penalties, for a tape the results of an operation on all weights."""
         variables = self._model.trainable_variables
-        read = [tf.convert_to_tensor(v._value) for v in variables]
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def results(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
-            def gradients(*given: tf.Tensor) -> list[Any]:
-                of_penalties = penalties.gradients(given[len(outputs) :])
-                return self._backward(done, variables, given[: len(outputs)], of_penalties)
+        def gradients(given: Sequence[Any]) -> list[Any]:
+            of_penalties = penalties.gradients(given[len(outputs) :])
+            return self._backward(done, variables, given[: len(outputs)], of_penalties)
 
-            return [tf.identity(t) for t in (*outputs, *penalties.values)], gradients
-
-        return list(results(*read))
+        return connected([*outputs, *penalties.values], variables, gradients)
 
     def _backward(
         self,
         done: Pass,
         variables: Sequence[Any],
-        of_outputs: Sequence[tf.Tensor],
-        of_penalties: dict[int, tf.Tensor],
+        of_outputs: Sequence[Any],
+        of_penalties: dict[int, Any],
     ) -> list[Any]:
         """The gradients of all trainable variables; a collective of the pipeline.
 
@@ -323,74 +330,67 @@ class PipelinedModel:
             )
         with self._links.in_call():
             sums = [of_penalties.get(id(v)) for v in done.trained]
-            columns = [tf.split(g, done.sizes) for g in of_outputs]
+            columns = [_split(g, done.sizes) for g in of_outputs]
             for i in range(len(done.sizes)):
                 mine = self._backward_of(done, done.computed[i], [c[i] for c in columns])
                 done.computed[i] = _Computed(None, [], None)
                 for j in range(len(mine)):  # one after the other, to free what was added up
-                    sums[j], mine[j] = _sum(sums[j], mine[j]), None
+                    sums[j], mine[j] = added(sums[j], mine[j]), None
             done.computed.clear()
             self._links.flush()
             return self._with_norms(done, variables, sums)
 
-    def _backward_of(
-        self, done: Pass, computed: _Computed, of_outputs: list[tf.Tensor]
-    ) -> list[tf.Tensor | None]:
+    def _backward_of(self, done: Pass, computed: _Computed, of_outputs: list[Any]) -> list[Any]:
         """The gradients by one micro-batch; sends that of its input to the stage before."""
         if self._rank == self._last:
-            given: list[tf.Tensor | None] = list(of_outputs)
+            given: list[Any] = list(of_outputs)
         elif done.trained or done.sends_back:
             given = self._links.receive(self._rank + 1)
         else:
             return []
-        targets = [t for t in computed.outputs if t.dtype.is_floating]
-        given = [g for t, g in zip(computed.outputs, given, strict=True) if t.dtype.is_floating]
-        watched = [v._value for v in done.trained]
+        targets = [t for t in computed.outputs if _is_float(t)]
+        given = [g for t, g in zip(computed.outputs, given, strict=True) if _is_float(t)]
         received = computed.received
-        back = done.sends_back and received is not None
-        if back:
-            watched.append(received)
-        found: list[tf.Tensor | None] = [None] * len(watched)
-        if computed.tape is not None and targets:
-            found = computed.tape.gradient(targets, watched, output_gradients=given)
-        if back:
-            gradient = found.pop()
-            self._links.send(
-                [tf.zeros_like(received) if gradient is None else gradient], self._rank - 1
-            )
+        found: list[Any] = [None] * len(done.trained)
+        if computed.gradients is not None and targets:
+            found = computed.gradients(targets, given)
+        if done.sends_back and received is not None:
+            gradient = found.pop() if len(found) > len(done.trained) else None
+            back = ops.zeros_like(received) if gradient is None else gradient
+            self._links.send([back], self._rank - 1)
         return found
 
-    def _with_norms(
-        self, done: Pass, variables: Sequence[Any], own: list[tf.Tensor | None]
-    ) -> list[tf.Tensor | None]:
-        mine = {id(v): g for v, g in zip(done.trained, own, strict=True)}
+    def _with_norms(self, done: Pass, variables: Sequence[Any], own: list[Any]) -> list[Any]:
+        held = add_gradients(done.trained, own, self.around_backward)
+        mine = dict(zip(map(id, done.trained), held, strict=True))
         norms = np.zeros(len(variables), np.float64)
         for i, v in enumerate(variables):
             if id(v) in mine:
                 gradient = mine[id(v)]
                 norms[i] = _NO_GRADIENT if gradient is None else norm_of(gradient)
         everyone = self._links.gather(norms)
-        found: list[tf.Tensor | None] = []
+        found: list[Any] = []
         for i, v in enumerate(variables):
             norm = everyone[self._holder(v), i]
             if id(v) in mine:
-                found.append(mine[id(v)])
+                total = mine[id(v)]
             else:
                 missing = norm == _NO_GRADIENT
-                found.append(None if missing else tf.constant([norm], v._value.dtype))
+                total = None if missing else ops.convert_to_tensor([norm], v._dtype)
+            found.append(remainder(v, total))
         return found
 
 
-def _sum(a: Any, b: Any) -> Any:
-    """The sum of two gradients, each of which may be missing, or of a few rows."""
-    given = [g for g in (a, b) if g is not None]
-    if len(given) < 2:
-        return given[0] if given else None
-    if all(isinstance(g, tf.IndexedSlices) for g in given):
-        values = tf.concat([g.values for g in given], 0)
-        indices = tf.concat([g.indices for g in given], 0)
-        return tf.IndexedSlices(values, indices, a.dense_shape)
-    return tf.add_n([tf.convert_to_tensor(g) for g in given])
+def _split(tensor: Any, sizes: Sequence[int]) -> list[Any]:
+    """The parts of a tensor along its first dimension."""
+    if len(sizes) == 1:  # which Keras cannot do
+        return [tensor]
+    parts: list[Any] = ops.split(tensor, np.cumsum(sizes)[:-1].tolist())
+    return parts
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(backend.is_float_dtype(backend.standardize_dtype(tensor.dtype)))
 
 
 def _checksum_of(things: Sequence[Any]) -> int:
@@ -399,7 +399,11 @@ def _checksum_of(things: Sequence[Any]) -> int:
     for thing in things:
         if thing is None:
             continue
-        array = np.asarray(thing)
+        array = ops.convert_to_numpy(thing) if ops.is_tensor(thing) else np.asarray(thing)
         data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
         found = zlib.crc32(data, found)
     return found
+
+
+def _nothing() -> None:
+    """After a pass without gradients to average."""

@@ -1,4 +1,4 @@
-"""What cannot be in a pipeline of Keras on TensorFlow, with the reason and what to use instead."""
+"""What cannot be in a pipeline of a Keras model, with the reason and what to use instead."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from hvkit.sync.port import Options
 
 
 def refuse_axes(mesh: Mesh) -> None:
-    """Raise for axes that do not work with Keras on TensorFlow.
+    """Raise for axes that do not work with Keras.
 
     Raises:
         ValueError: names the axis, and what to use.
     """
     if mesh.tensor > 1:
         raise ValueError(
-            f"{mesh} divides layers along its tensor axis, which Keras on TensorFlow cannot do: "
-            "write the model as a torch.nn.Module, or use the pipeline axis"
+            f"{mesh} divides layers along its tensor axis, which hvkit does in PyTorch only: write "
+            "the model as a torch.nn.Module, run Keras on JAX with its own "
+            "keras.distribution.ModelParallel and without hvkit, or use the pipeline axis"
         )
     if mesh.shard > 1:
         raise ValueError(
-            f"{mesh} divides weights along its shard axis by PyTorch's fully_shard: with Keras on "
-            "TensorFlow, use the pipeline axis, or hvkit.ShardedOptimizer() without a mesh"
+            f"{mesh} divides weights along its shard axis by PyTorch's fully_shard: with Keras, "
+            "use the pipeline axis, or hvkit.ShardedOptimizer() without a mesh"
         )
 
 
@@ -46,9 +47,19 @@ def refuse_models(models: Sequence[Any], options: Options) -> None:
             f"mesh={options.mesh.mesh} takes one model, got {len(models)}: pass one Functional "
             "model that contains them"
         )
+    if options.mesh.schedule != "GPipe":
+        raise ValueError(
+            f"schedule={options.mesh.schedule!r} is one of PyTorch's, for a torch.nn.Module: a "
+            'pipeline of a Keras model has "GPipe"'
+        )
+    if options.mesh.plan is not None:
+        raise ValueError(
+            f"plan={options.mesh.plan!r} chooses layers to divide along the tensor axis, which "
+            f"{options.mesh.mesh} does not have: leave it out"
+        )
     if not isinstance(options.strategy, Synchronous):
         raise ValueError(
-            f"{options.strategy} does not work with pipelines of Keras on TensorFlow yet: use "
+            f"{options.strategy} does not work with pipelines of Keras models yet: use "
             "hvkit.Synchronous(), or write the model as a torch.nn.Module"
         )
     if options.on_nonfinite != "ignore":
@@ -81,7 +92,7 @@ def _refuse_own_call(model: Any) -> None:
     if not known:
         raise ValueError(
             f"{kind.__name__} {model.name!r} has a call() of its own, in which Keras cannot see "
-            "where it can be cut: a pipeline on TensorFlow takes Sequential models and Functional "
+            "where it can be cut: a pipeline of Keras takes Sequential models and Functional "
             "ones, keras.Model(inputs, outputs). Make one of its layers, or write it as a "
             "torch.nn.Module, which a pipeline cuts as it is"
         )

@@ -1,17 +1,16 @@
-"""Runs the layers of one stage of a pipeline, as a ``tf.function``."""
+"""Runs the layers of one stage of a pipeline; on TensorFlow as a ``tf.function``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras.src import backend, tree
 
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stages, variables_of
+from hvkit.frameworks.keras.pipeline.tensors import compiled, unwatched
 
 
 class Stage:
@@ -54,11 +53,11 @@ class Stage:
 
     def __call__(
         self,
-        received: tf.Tensor | None,
-        mask: tf.Tensor | None,
-        inputs: Sequence[tf.Tensor],
+        received: Any,
+        mask: Any,
+        inputs: Sequence[Any],
         training: bool | None,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+    ) -> tuple[list[Any], list[Any]]:
         """The results for a micro-batch, and their masks.
 
         Args:
@@ -75,22 +74,18 @@ class Stage:
         frozen = tuple(p.trainable for each in self.layers for p in each._flatten_layers())
         key = training, frozen
         if key not in self._functions:
-            self._functions[key] = tf.function(
-                functools.partial(self._run, training),
-                autograph=False,
-                reduce_retracing=True,
-            )
-        with _unwatched(self._variables):
+            self._functions[key] = compiled(functools.partial(self._run, training))
+        with unwatched(self._variables):
             outputs, masks = self._functions[key](received, mask, needed)
         return list(outputs), list(masks)
 
     def _run(
         self,
         training: bool | None,
-        received: tf.Tensor | None,
-        mask: tf.Tensor | None,
-        inputs: Sequence[tf.Tensor | None],
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+        received: Any,
+        mask: Any,
+        inputs: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
         values = {
             id(t): value
             for t, value in zip(self._graph.functional.inputs, inputs, strict=True)
@@ -132,21 +127,3 @@ def _context_args(operation: Any) -> Any:
     if found is None:  # before Keras 3.10
         return {"training"} if getattr(operation, "_call_has_training_arg", False) else ()
     return found
-
-
-@contextmanager
-def _unwatched(variables: Sequence[Any]) -> Iterator[None]:
-    """Keep tapes of the script from recording a stage, which has one of its own.
-
-    A tape watches all variables that TensorFlow calls trainable. Under two tapes TensorFlow would
-    prepare for second derivatives.
-    """
-    held = [v._value for v in variables]
-    before = [v._trainable for v in held]
-    for v in held:
-        v._trainable = False
-    try:
-        yield
-    finally:
-        for v, trainable in zip(held, before, strict=True):
-            v._trainable = trainable

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
+from keras import ops
 from numpy.typing import NDArray
 
 from hvkit import runtime
@@ -64,14 +64,16 @@ class StageLinks:
         with translated(), waiting(self.ranks):
             yield
 
-    def send(self, tensors: Sequence[tf.Tensor | None], to: int) -> None:
+    def send(self, tensors: Sequence[Any], to: int) -> None:
         """Start to send tensors.
 
         Args:
             tensors: of any shapes; None stands for none.
             to: the rank along the pipeline.
         """
-        arrays = [None if t is None else np.ascontiguousarray(t.numpy()) for t in tensors]
+        arrays = [
+            None if t is None else np.ascontiguousarray(ops.convert_to_numpy(t)) for t in tensors
+        ]
         facts = [None if a is None else [list(a.shape), a.dtype.name] for a in arrays]
         self._send_header(facts, to)
         for a in arrays:
@@ -92,7 +94,7 @@ class StageLinks:
         sending = self._mailbox.start_to_send(data, self.ranks[to], self._tag, "activations")
         self._sending.append(sending)
 
-    def receive(self, source: int) -> list[tf.Tensor | None]:
+    def receive(self, source: int) -> list[Any]:
         """The tensors that a rank along the pipeline sends next.
 
         Raises:
@@ -103,10 +105,12 @@ class StageLinks:
             raise HvkitError(facts)
         return [None if each is None else self._tensor_from(source, *each) for each in facts]
 
-    def _tensor_from(self, source: int, shape: list[int], name: str) -> tf.Tensor:
+    def _tensor_from(self, source: int, shape: list[int], name: str) -> Any:
         dtype = numpy_dtype(name)
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return tf.constant(self._bytes_from(source, size).view(dtype).reshape(shape))
+        return ops.convert_to_tensor(
+            self._bytes_from(source, size).view(dtype).reshape(shape), name
+        )
 
     def _bytes_from(self, source: int, size: int) -> NDArray[np.uint8]:
         data = np.empty(size, np.uint8)
@@ -121,9 +125,7 @@ class StageLinks:
                 self._mailbox.finish(each)
         self._sending.clear()
 
-    def from_rank(
-        self, source: int, tensors: Sequence[tf.Tensor | None] | None
-    ) -> list[tf.Tensor | None]:
+    def from_rank(self, source: int, tensors: Sequence[Any] | None) -> list[Any]:
         """One rank's tensors on all ranks of the pipeline.
 
         Args:

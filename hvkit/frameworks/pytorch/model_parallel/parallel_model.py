@@ -57,7 +57,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     ScheduledPipeline,
 )
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh

@@ -90,9 +90,9 @@ class MeshPort(PyTorchPort):
         name = self.options.group.numbered("hvkit")
         hooks = {each: UpdateHooks() for each in self.optimizers}
         if self.options.on_nonfinite != "ignore":
-            found = NonFiniteInMesh(self.options.on_nonfinite, self.model)
+            gradients = NonFiniteInMesh(self.options.on_nonfinite, self.model)
             for optimizer, around in hooks.items():
-                found.attach(optimizer, around)
+                gradients.attach(optimizer, around)
         self._keeper = self._new_keeper()
         parallel = ParallelModel(
             self.model,

@@ -1,0 +1,160 @@
+"""The state that an optimizer keeps of single weights, where a rank holds that of some of them.
+
+Keras makes the state of all weights when it builds an optimizer, and numbers it. So a weight of
+another rank gets a placeholder without elements in the place of its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from hvkit import runtime
+from hvkit.frameworks.keras.backends import numpy_dtype, set_anew
+
+# The gradients that Keras adds up before an update.
+ACCUMULATOR = "gradient_accumulator"
+
+
+class PartialState:
+    """Replaces the methods of an optimizer that make, save and load its state.
+
+    Args:
+        optimizer: one that updates variables, not one that scales the loss.
+        holds: whether this rank holds the state of a weight.
+        divider: what divides the state, for errors.
+        how_to_save: the rest of the error for saving a part.
+        whole_accumulators: whether every rank keeps the sums of all gradients.
+
+    Attributes:
+        slots: the state of single weights, with the weight that each part belongs to.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        holds: Callable[[Any], bool],
+        divider: str,
+        how_to_save: str,
+        *,
+        whole_accumulators: bool,
+    ) -> None:
+        # Weak: the optimizer's methods keep this object.
+        self._optimizer = ref(optimizer)
+        self._holds, self._divider, self._how_to_save = holds, divider, how_to_save
+        self._whole_accumulators = whole_accumulators
+        self.slots: list[tuple[Any, Any]] = []
+        # Whether this rank holds the state of all weights for a while.
+        self._whole = False
+        make = optimizer.add_variable_from_reference
+        save, load = optimizer.save_own_variables, optimizer.load_own_variables
+
+        def make_slot(reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+            if whole_accumulators and name == ACCUMULATOR:
+                return make(reference_variable, name=name, initializer=initializer)
+            if holds(reference_variable):
+                slot = make(reference_variable, name=name, initializer=initializer)
+            else:
+                slot = optimizer.add_variable((0,), "zeros", reference_variable.dtype, name=name)
+            self.slots.append((slot, reference_variable))
+            return slot
+
+        def save_whole(store: Any) -> None:
+            self._refuse_part()
+            save(store)
+
+        def load_own(store: Any) -> None:
+            with self.unfolded():
+                load(store)
+
+        optimizer.add_variable_from_reference = make_slot
+        optimizer.save_own_variables = save_whole
+        optimizer.load_own_variables = load_own
+
+    def divide(self) -> None:
+        """Keep this rank's part of a state that was made before."""
+        optimizer: Any = self._optimizer()
+        self.slots += slots_of(optimizer, optimizer._trainable_variables)
+        if optimizer.gradient_accumulation_steps and not self._whole_accumulators:
+            accumulators = optimizer._accumulated_gradients
+            self.slots += zip(accumulators, optimizer._trainable_variables, strict=True)
+        self.refuse_shared()
+        self._fold()
+
+    def refuse_shared(self) -> None:
+        """Raise if the optimizer keeps arrays that are not made for single weights.
+
+        Raises:
+            ValueError: names the first one.
+        """
+        optimizer: Any = self._optimizer()
+        known = {id(slot) for slot, _ in self.slots}
+        known |= {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
+        for v in optimizer.variables:
+            if id(v) not in known and len(v.shape):
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {v.path} of shape {tuple(v.shape)}, which "
+                    f"Keras does not count to one weight: {self._divider} needs an optimizer "
+                    "whose state has the shape of the weights, such as keras.optimizers.AdamW"
+                )
+
+    def _others(self) -> list[tuple[Any, Any]]:
+        return [(slot, v) for slot, v in self.slots if not self._holds(v)]
+
+    def _fold(self) -> None:
+        """Drop the state of weights that other ranks hold."""
+        for slot, _ in self._others():
+            set_anew(slot, np.zeros(0, numpy_dtype(slot.dtype)))
+
+    @contextmanager
+    def unfolded(self) -> Iterator[None]:
+        """Have room for the whole state for a while; afterwards keep this rank's part."""
+        for slot, variable in self._others():
+            set_anew(slot, np.zeros(variable.shape, numpy_dtype(slot.dtype)))
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            self._fold()
+
+    def _refuse_part(self) -> None:
+        """Raise if this rank holds only its own part of the state.
+
+        Raises:
+            ValueError: names the ways to save all of it.
+        """
+        if not self._whole:
+            raise ValueError(
+                f"saving {type(self._optimizer()).__name__} on rank {runtime.rank()} would save "
+                f"only the part of this rank: {self._how_to_save}"
+            )
+
+
+def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The optimizer's variables with the state of single weights, and these weights.
+
+    Keras does not note which belong together. An equal optimizer, built for the same weights,
+    makes them in the same order.
+    """
+    twin = type(optimizer).from_config(optimizer.get_config())
+    make = twin.add_variable_from_reference
+    of: dict[int, Any] = {}
+
+    def note(reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+        made = make(reference_variable, name=name, initializer=initializer)
+        if name != ACCUMULATOR:
+            of[id(made)] = reference_variable
+        return made
+
+    twin.add_variable_from_reference = note
+    twin.build(variables)
+    return [
+        (own, of[id(theirs)])
+        for own, theirs in zip(optimizer.variables, twin.variables, strict=True)
+        if id(theirs) in of
+    ]
