@@ -74,7 +74,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, agreed, prove
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
@@ -310,6 +310,7 @@ class ParallelModel:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+        plan, other = agreed(model, plan, other), agreed(model, other, plan)
         if other.divisions != plan.divisions:
             apart = sorted(
                 name
