@@ -19,6 +19,7 @@ from ranks import error_of
 
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel.gradient_norm import local_part
+from hvkit.watch.calls import of_run
 
 MESHES = {
     "pipeline": {"mesh": hvkit.Mesh(pipeline=2), "microbatches": MICROBATCHES},
@@ -62,5 +63,5 @@ def test_stop_names_the_parameter_although_clipping_spreads_it(options):
     data = of_this_rank(tokens(5), together(options))
     kind, text = error_of(lambda: train(model, optimizer, data, spoil="ln_f.weight"))
     assert kind is FloatingPointError
-    assert f"in step {SPOILT + 1}: rank " in text
+    assert f"in step {of_run(SPOILT + 1)}: rank " in text
     assert text.count("parameter") == text.count("parameter ln_f.weight") > 0

@@ -1,5 +1,6 @@
 """PyTorch: the tensor axis behind ``distribute``, alone and with the other axes."""
 
+import copy
 import functools
 
 import pytest
@@ -83,6 +84,36 @@ def test_stages_of_divided_layers(name, schedule):
     assert weights < 1e-11
     assert losses < 1e-12
     assert norms < 1e-11
+
+
+class OfMode(Scored):
+    """Uses the weight of its words in another way in evaluation."""
+
+    def __init__(self, evaluate):
+        super().__init__(layers=4)
+        self.evaluate = evaluate
+
+    def forward(self, ids):
+        return super().forward(ids) if self.training else self.evaluate(self, ids)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "words"),
+    [(GPT.forward, 32), (lambda m, x: GPT.forward(m, x) + m.wte.weight.sum(), 64)],
+)
+def test_a_vocabulary_that_evaluation_uses_otherwise(evaluate, words):
+    make, tensor = functools.partial(OfMode, evaluate), {"mesh": hvkit.Mesh(tensor=2)}
+    tensor["microbatches"] = None
+    assert max(differences(make, tokens(4), loss_of=loss_of, **tensor)) < 1e-11
+    torch.manual_seed(0)
+    reference = make()
+    model, optimizer = distributed(
+        copy.deepcopy(reference), lambda m: torch.optim.SGD(m.parameters(), 0.0), **tensor
+    )
+    train(model, optimizer, of_this_rank(tokens(1)), loss_of)
+    assert len(model.wte.weight) == words
+    x = of_this_rank(tokens(1))[0][0]
+    assert torch.allclose(model.eval()(x), reference.eval()(x), atol=1e-12)
 
 
 def test_a_plan_in_words():

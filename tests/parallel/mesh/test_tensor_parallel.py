@@ -194,6 +194,34 @@ def test_a_loss_of_divided_logits(options):
     assert furthest(whole(model, placements), reference, largest) <= 1e-11
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda y, x: F.cross_entropy(y, x, label_smoothing=0.1),
+        lambda y, x: F.cross_entropy(y, x, weight=torch.arange(64.0, dtype=y.dtype)),
+        lambda y, x: F.cross_entropy(y, F.one_hot(x, 64).to(y.dtype)),
+        lambda y, x: F.nll_loss(y.log_softmax(-1), x) + (y.argmax(-1) == x).sum(),
+        lambda y, x: y.topk(3).values.sum() + y[..., 3:50].logsumexp(-1).sum(),
+    ],
+)
+def test_what_a_later_call_does_to_logits_that_the_first_one_left_divided(later):
+    class Changing(Language):
+        def forward(self, x, loss=F.cross_entropy):
+            return loss(super().forward(x).flatten(0, 1), x.flatten())
+
+    reference = Changing().double()
+    x = ids()
+    model, plan, placements = divided(reference, x)
+    assert not plan.divisions["project"].by_itself
+    found, expected = (each(x, later) for each in (model, reference))
+    assert torch.allclose(found, expected, rtol=1e-12)
+    for each in (found, expected):
+        each.backward()
+    gradients = whole(model, placements, lambda p: p.grad)
+    for name, p in reference.named_parameters():
+        assert torch.allclose(gradients[name], p.grad, atol=1e-12), name
+
+
 def test_logits_of_a_divided_loss_are_not_sent():
     reference = WithLoss(width=8).double()
     x = ids()

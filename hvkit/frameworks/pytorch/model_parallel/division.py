@@ -38,7 +38,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     V_SHAPED,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, agreed, prove
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
@@ -174,6 +174,7 @@ def _proven(model: nn.Module, options: MeshOptions, first: MicroBatch) -> Tensor
         return plan
     with _other_mode(model):
         other = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
+    plan, other = agreed(model, plan, other), agreed(model, other, plan)
     if other.divisions != plan.divisions:
         apart = sorted(
             name

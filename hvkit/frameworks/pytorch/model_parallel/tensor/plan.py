@@ -9,7 +9,7 @@ vocabulary are divided without a partner. All else stays whole, with a reason.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class TensorPlan:
         whole: the reason why it stays whole, for each linear layer and embedding that does.
         share: of the bytes of all parameters, those that are divided.
         regions: modules inside whose forward activations are divided; "" is the model.
+        vocabularies: names of the layers that have one weight, for each.
     """
 
     ways: int
@@ -47,6 +48,7 @@ class TensorPlan:
     whole: Mapping[str, str] = field(default_factory=dict)
     share: float = 0.0
     regions: tuple[str, ...] = ()
+    vocabularies: tuple[frozenset[str], ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -93,11 +95,12 @@ def prove(
     flow = _dry_run(model, args, kwargs, ways)
     found = vocabularies(model, flow.linears)
     linears = _linears(model, flow)
+    found_layers = tuple(frozenset(each.layers) for each in found)
     order = [n for n, _ in model.named_modules()]
     if words is not None:
         divisions = divisions_in_words(model, words, linears, found, ways)
         whole = {n: "plan= does not name it" for n in linears if n not in divisions}
-        return TensorPlan(ways, divisions, whole, _share(model, divisions), ("",))
+        return TensorPlan(ways, divisions, whole, _share(model, divisions), ("",), found_layers)
     divisions = {}
     regions = set()
     for group in _largest_first(model, _groups(linears, flow)):
@@ -121,7 +124,26 @@ def prove(
         {n: whole[n] for n in order if n in whole and n not in divisions},
         _share(model, divisions),
         tuple(n for n in order if n in regions),
+        found_layers,
     )
+
+
+def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
+    """A plan of one mode whose vocabularies suit that of the other, training or evaluation.
+
+    Where one divides a vocabulary as the other does not, it stays whole. Logits that stay divided
+    up to a loss in one alone are gathered.
+    """
+    divisions, whole = dict(plan.divisions), dict(plan.whole)
+    for layers in {*plan.vocabularies, *other.vocabularies}:
+        pairs = {name: (plan.divisions.get(name), other.divisions.get(name)) for name in layers}
+        for name, (mine, its) in pairs.items():
+            if mine and its and all(a and b and a.kind == b.kind for a, b in pairs.values()):
+                divisions[name] = replace(mine, by_itself=mine.by_itself or its.by_itself)
+            elif any(a or b for a, b in pairs.values()):
+                divisions.pop(name, None)
+                whole[name] = "training and evaluation use its weight in different ways"
+    return replace(plan, divisions=divisions, whole=whole, share=_share(model, divisions))
 
 
 def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ways: int) -> Flow:
