@@ -10,7 +10,7 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class ParallelModel:
             normalisation layers of its stages. In a pipeline it returns what to call before each
             backward pass, which returns what to call after it.
         recipe: what makes the parameters; None if they are there.
+        rounded: what means along the data axis round in another way on each stage.
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class ParallelModel:
         name: str,
         train: Callable[[dict[str, nn.Parameter], nn.ModuleList], Callable[[], Callable[[], None]]],
         recipe: Recipe | None = None,
+        rounded: Literal["gradients", "weights", "nothing"] = "nothing",
     ) -> None:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
-        self._train = train
+        self._train, self._rounded = train, rounded
         if options.mesh.shard > 1 or options.schedule != GPIPE:
             process_group.require_gpus_of_their_own()
         self._axes = process_group.device_mesh(
@@ -238,6 +240,8 @@ class ParallelModel:
                 self._together,
                 len(batches),
             )
+        if self._rounded == "weights":
+            self._require_one_stage_for_each(stages)
         rank = options.position.along("pipeline")
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
         self.layout = _hash_of([holders, placements_of(model, plan)])
@@ -370,6 +374,21 @@ class ParallelModel:
             load()
         self._waiting.clear()
 
+    def _require_one_stage_for_each(self, stages: Stages) -> None:
+        """Raise if several stages would round the same weights differently.
+
+        Raises:
+            ValueError: names the parameter.
+        """
+        for name, _ in self._model.named_parameters():
+            if len(stages.holders(name)) > 1:
+                raise ValueError(
+                    f"stages {' and '.join(map(str, stages.of_parameter[name]))} of the pipeline "
+                    f"use {name}, and would round it differently when ranks of the data axis agree "
+                    "on compressed weights: leave out compression=, or choose stages=[...] so that "
+                    "one stage uses it"
+                )
+
     def _norms_of(self, stages: Stages, rank: int) -> nn.ModuleList:
         """The normalisation layers of this rank's stages."""
         return nn.ModuleList(
@@ -402,8 +421,20 @@ class ParallelModel:
                     gradient /= len(self._copies.ranks)
                 p.grad = gradient if earlier is None else earlier.add_(gradient)
             end()
+            if self._rounded == "gradients":
+                self._equalise(of_shared)
 
         return add_up
+
+    def _equalise(self, of_shared: Mapping[nn.Parameter, dist.ProcessGroup]) -> None:
+        """Use the same gradient on all stages: each has rounded its own, among other gradients."""
+        for p, group in of_shared.items():
+            if p.grad is not None:
+                source = dist.get_process_group_ranks(group)[0]
+                if source == dist.get_rank():
+                    count("gradients", p.grad.nbytes)
+                with self._links.waiting():
+                    dist.broadcast(p.grad, source, group=group)
 
     def _has_gradient(self, p: nn.Parameter, holders: dist.ProcessGroup | None) -> bool:
         """Whether any rank that adds to the gradient of a parameter has one; a collective."""

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -102,6 +102,7 @@ class MeshPort(PyTorchPort):
             name,
             functools.partial(self._train_part, hooks, name),
             self._recipe,
+            self._rounded(),
         )
         # The model keeps it; a record must not lead to the model.
         held: Any = weakref.proxy(parallel)
@@ -120,6 +121,18 @@ class MeshPort(PyTorchPort):
             in_parts = OptimizerInParts(held, self._keeper, its)
             of_optimizers.append((optimizer, replace(found, in_parts=in_parts)))
         return [(self.model, of_model), *of_optimizers], self._keeper
+
+    def _rounded(self) -> Literal["gradients", "weights", "nothing"]:
+        """What means over ranks with the same part round by what else travels with it.
+
+        A ring adds up in another order for each place; two numbers have the same sum in both.
+        """
+        ranks, compressed = self.options.group.size, self.options.compression is not None
+        if ranks == 1:
+            return "nothing"
+        if isinstance(self.options.strategy, Averaging):
+            return "gradients" if compressed or ranks > 2 else "nothing"
+        return "weights" if compressed else "nothing"
 
     def _new_keeper(self) -> MeshKeeper | None:
         """What shows the strategy's state to checkpoints; None if it keeps none."""
