@@ -78,6 +78,26 @@ def test_rank_0_saves_the_whole_model_where_it_is_settled(tmp_path_factory):
     assert all(np.array_equal(a, 2 * b) for a, b in zip(whole(other), expected, strict=True))
 
 
+def test_the_state_of_an_optimizer_is_saved_whole_and_loaded_in_parts():
+    def state():
+        return [np.array(v.numpy()) for v in optimizer.variables]
+
+    model, optimizer = distributed(residual, seed=0)
+    model.compile(optimizer, "mse")
+    x, y = data(model, PER_ROW)
+    model.train_on_batch(mine(x), mine(y))
+    before, store = state(), {}
+    kind, text = error_of(lambda: optimizer.save_own_variables({}))
+    assert (kind, "would save only the part of this rank" in text) == (ValueError, True)
+    with hvkit.settled(model, optimizer):
+        if hvkit.is_main():
+            optimizer.save_own_variables(store)
+    model.train_on_batch(mine(x), mine(y))
+    assert not all(map(np.array_equal, state(), before))
+    optimizer.load_own_variables(hvkit.broadcast({k: np.array(v) for k, v in store.items()}))
+    assert all(map(np.array_equal, state(), before))
+
+
 class Run:
     """A script run from its start; every run begins with other weights."""
 

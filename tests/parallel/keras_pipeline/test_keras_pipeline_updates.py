@@ -69,6 +69,7 @@ def clipped(gradients, model, bound):
     return float(norm), [v.value.grad for v in model.trainable_variables]
 
 
+@pytest.mark.skipif(ON_TENSORFLOW and ROWS > 1, reason="there a loop clips what is no mean yet")
 def test_a_loop_may_clip_by_the_norm_of_all_stages():
     def loop(model, optimizer, compute, x, y):
         for _ in range(3):
@@ -89,10 +90,9 @@ def test_a_loop_may_clip_by_the_norm_of_all_stages():
         expected = loop(alone, adam(), in_microbatches, x, y)
         model, optimizer = distributed(residual, seed=0, regularizer=l2)
         found = loop(model, optimizer, lambda model, x: model(x, training=True), mine(x), mine(y))
-        if ROWS == 1 or not ON_TENSORFLOW:  # where a loop sees the mean over rows
-            assert np.allclose(found[0], expected[0], rtol=1e-12, atol=0)
-            assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+        assert np.allclose(found[0], expected[0], rtol=1e-12, atol=0)
         assert np.allclose(np.mean(gather("test", found[1])), expected[1], rtol=1e-12, atol=0)
+        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 @on_pytorch
