@@ -381,6 +381,26 @@ def test_an_embedding_of_a_class_of_its_own():
     assert plan.whole["project"] == "it shares a parameter with words"
 
 
+def test_a_projection_whose_bias_another_layer_has():
+    tokens = torch.zeros(3, 5, dtype=torch.long)
+    model = Words(use=lambda m, x: (m.project(x), m.other(x)))
+    model.other = nn.Linear(6, 12)
+    model.other.bias = model.project.bias
+    plan = prove(model, (tokens,), {}, 2)
+    assert not plan.divisions
+    assert plan.whole["project"] == "a parameter is also that of other"
+    model = Words(use=lambda m, x: (m.project(x), m.other(x, x, x)))
+    model.other = nn.MultiheadAttention(6, 2, batch_first=True)
+    model.other.in_proj_bias = nn.Parameter(torch.zeros(18))
+    model.project = nn.Linear(6, 18)
+    model.project.bias = model.other.in_proj_bias
+    model.words = nn.Embedding(18, 6, _weight=model.project.weight)
+    model.words.weight = model.project.weight
+    plan = prove(model, (tokens,), {}, 2)
+    assert not plan.divisions
+    assert "also used in multi_head_attention_forward()" in plan.whole["project"]
+
+
 def test_an_embedding_with_two_names():
     """As in Hugging Face's T5, whose encoder and decoder hold one embedding."""
     model = Words()

@@ -141,14 +141,14 @@ class Flow(EachOperation):
         output = func(*args, **kwargs)
         if name in _HARMLESS:
             return output
-        if name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
-            self._attend(self._inside[-1], leaves, marks)
-            return output
         layer = self._product(name, args, kwargs)
         for t in leaves:
             owners = self._owners.get(id(t), ())
             for owner in owners if layer not in owners else ():
                 self._use_otherwise(owner, name)
+        if name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
+            self._attend(self._inside[-1], leaves, marks)
+            return output
         if layer is not None:
             self._multiply(layer, name, args, output)
         elif self._inside and self._inside[-1] in self._layers and name not in _LAYOUTS:

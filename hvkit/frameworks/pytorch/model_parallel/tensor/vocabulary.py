@@ -9,7 +9,7 @@ gathered at once, unless the dry run shows that they lead to a loss that can be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,18 +87,22 @@ def vocabularies(model: nn.Module, layers: Mapping[str, Linear]) -> list[Vocabul
         for p in module.parameters(recurse=False):
             users.setdefault(p, []).append(name)
     found = []
+
+    def of_one_weight(weight: torch.Tensor, names: Sequence[str]) -> Vocabulary:
+        held = {p for name in names for p in model.get_submodule(name).parameters(recurse=False)}
+        called = {n for p in held for n in users[p] if layers.get(n, Linear()).taken_from}
+        return _vocabulary(model, layers, weight, names, called.difference(names))
+
     for weight, names in users.items():
-        embeddings = [n for n in names if _is_embedding(model, n)]
-        if embeddings:
-            others = [n for n in names if n not in embeddings]
-            found.append(_vocabulary(model, layers, weight, embeddings, others))
+        if any(_is_embedding(model, name) for name in names):
+            found.append(of_one_weight(weight, names))
     rows = {each.shape[0] for each in found}
     taken = {name for seen in layers.values() for columns in seen.taken_from for name in columns}
     for weight, (name, *others) in users.items():
         seen = layers.get(name, Linear())
         right = weight.dim() == 2 and weight.shape[0] in rows and not seen.transposed
         if right and seen.taken_from and not others and name not in taken:
-            found.append(_vocabulary(model, layers, weight, [], [name]))
+            found.append(of_one_weight(weight, [name]))
     return found
 
 
@@ -110,9 +114,12 @@ def _vocabulary(
     model: nn.Module,
     layers: Mapping[str, Linear],
     weight: torch.Tensor,
-    embeddings: Sequence[str],
-    projections: Sequence[str],
+    names: Sequence[str],
+    others: Collection[str],
 ) -> Vocabulary:
+    """The layers of these names, which ``others`` share something else with, as a bias."""
+    embeddings = tuple(n for n in names if _is_embedding(model, n))
+    projections = tuple(n for n in names if n not in embeddings)
     problems = {}
     for name in (*embeddings, *projections):
         module, seen = model.get_submodule(name), layers.get(name, Linear())
@@ -123,6 +130,8 @@ def _vocabulary(
             problems[name] = "the forward does not call it"
         elif seen.transposed != (name in embeddings):
             problems[name] = "it multiplies by the weight of an embedding, transposed"
+        elif others:
+            problems[name] = f"a parameter is also that of {', '.join(sorted(others))}"
         elif name in embeddings and option:
             problems[name] = f"{option}={getattr(module, option)!r} is about whole rows"
     in_loss = all(
@@ -130,4 +139,4 @@ def _vocabulary(
         for name in projections
         if name in layers
     )
-    return Vocabulary(tuple(embeddings), tuple(projections), weight.shape, problems, in_loss)
+    return Vocabulary(embeddings, projections, weight.shape, problems, in_loss)
