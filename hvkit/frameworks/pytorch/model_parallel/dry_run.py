@@ -54,6 +54,7 @@ class CutPlace:
         structure: its output, with a ``Slot`` in place of each tensor.
         begun: when its call began.
         beside: results of modules before it that are used later, too.
+        slots: for each tensor of the output, which of these it is; None for a new one.
     """
 
     module: str
@@ -63,6 +64,7 @@ class CutPlace:
     structure: Any
     begun: int
     beside: tuple[Result, ...] = ()
+    slots: tuple[int | None, ...] = ()
 
     def __str__(self) -> str:
         others = ", ".join(each.module for each in self.beside)
@@ -91,7 +93,7 @@ class DryRun:
     Attributes:
         places: where the model can be cut, in the order of forward.
         closed: modules from inside of which nothing is used later but their output, all of which
-            depends on weights.
+            is new and depends on weights.
         reads: by parameter, when it is used.
         calls: by module, when its first call began.
         writes: by buffer that is changed in place, when it is last.
@@ -136,7 +138,8 @@ class OnMeta(TorchFunctionMode):
             rest = (a for a in args[1:] if not isinstance(a, torch.device | str | int))
             args = (args[0], *(a.dtype if isinstance(a, torch.Tensor) else a for a in rest))
             return func(*args, **kwargs) if func is _TO and (args[1:] or kwargs) else args[0]
-        tensors = tensors_in((args, kwargs))
+        # Sizes that a script has made tensors of are read by pad.
+        tensors = [] if func is functional.pad else tensors_in((args, kwargs))
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
             args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
         return func(*args, **kwargs)
@@ -152,7 +155,7 @@ def _to_meta(t: torch.Tensor) -> torch.Tensor:
 
 def storage_of(t: torch.Tensor) -> int:
     """The number of its memory, as long as something holds it."""
-    return int(t.untyped_storage()._cdata)
+    return int(t.untyped_storage()._cdata) if t.layout is torch.strided else id(t)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -174,6 +177,8 @@ class _Flow(TorchFunctionMode):
             again.
         reads: by parameter, when it was used.
         changes: when the memory of a tensor was changed in place, by its number.
+        buffers: their names, by the number of their memory.
+        writes: by buffer, when it was changed last.
     """
 
     def __init__(self) -> None:
@@ -182,6 +187,8 @@ class _Flow(TorchFunctionMode):
         self.changes: list[tuple[int, int]] = []
         self.uses: list[tuple[int, int, torch.Tensor]] = []
         self.reads: dict[torch.Tensor, list[int]] = {}
+        # Memory that held no results of weights before: when such were written into it.
+        self._late: dict[int, tuple[int, torch.Tensor]] = {}
         self.buffers: dict[int, str] = {}
         self.writes: dict[str, int] = {}
 
@@ -198,16 +205,28 @@ class _Flow(TorchFunctionMode):
                     setattr(t, _BORN, self.time - 1)
                 self.uses.append((self.time, getattr(t, _BORN), t))
                 depends = True
-        if args and is_in_place(func) and isinstance(args[0], torch.Tensor):
-            self.changes.append((self.time, storage_of(args[0])))
-            if (name := self.buffers.get(id(args[0]))) is not None:
-                self.writes[name] = self.time
+            elif (late := self._late.get(storage_of(t))) is not None:
+                self.uses.append((self.time, *late))
+        versions = list(map(_version_of, inputs))
         out = func(*args, **(kwargs or {}))
+        changed = [t for t, v in zip(inputs, versions, strict=True) if _version_of(t) != v]
+        if args and is_in_place(func) and isinstance(args[0], torch.Tensor):
+            changed.append(args[0])
+        for t in changed:
+            self._note_change(t, depends)
         for t in tensors_in(out) if depends else ():
             changed_in_place = any(t is each for each in inputs)
             if not isinstance(t, nn.Parameter) and not (changed_in_place and hasattr(t, _BORN)):
                 setattr(t, _BORN, self.time)
         return out
+
+    def _note_change(self, t: torch.Tensor, depends: bool) -> None:
+        number = storage_of(t)
+        self.changes.append((self.time, number))
+        if number in self.buffers:
+            self.writes[self.buffers[number]] = self.time
+        if depends and not t.is_meta:
+            self._late[number] = self.time, t
 
     def use_all(self, tree: Any) -> None:
         """Count tensors as used after the end."""
@@ -230,11 +249,14 @@ class _Ended:
     """The end of a call of a module."""
 
     module: str
+    begun: int
     time: int
     flops: int
     tensors: list[torch.Tensor]
     structure: Any
     trained: list[bool]
+    given: list[Any]
+    changes_others: bool
 
     @property
     def is_inside_a_function(self) -> bool:
@@ -246,10 +268,21 @@ class _Ended:
 
 
 class _Calls:
-    """The calls of modules during a dry run."""
+    """The calls of modules during a dry run.
 
-    def __init__(self, flow: _Flow, flops: FlopCounterMode) -> None:
-        self._flow, self._flops = flow, flops
+    Args:
+        flow: its clock.
+        flops: counts those of the forward.
+        buffers: of the model, by name.
+    """
+
+    def __init__(
+        self, flow: _Flow, flops: FlopCounterMode, buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._flow, self._flops, self._buffers = flow, flops, buffers
+        # Of the calls that are running: when they began, with what, and what they might change.
+        # By module; a call that an error ends leaves one behind.
+        self._running: dict[str, list[tuple[int, Any, Any]]] = {}
         self.begun: dict[str, int] = {}
         self.count: dict[str, int] = {}
         self.ended: list[_Ended] = []
@@ -260,22 +293,79 @@ class _Calls:
         for name, module in model.named_modules():
             if name:
                 begin = functools.partial(self._begin, name)
-                hooks.append(module.register_forward_pre_hook(begin))
-                hooks.append(module.register_forward_hook(functools.partial(self._end, name)))
+                hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+                end = functools.partial(self._end, name)
+                hooks.append(module.register_forward_hook(end, with_kwargs=True))
+        hooks.append(model.register_forward_hook(self._end_of_all))
         return hooks
 
-    def _begin(self, name: str, *_: Any) -> None:
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.begun.setdefault(name, self._flow.time)
         self.count[name] = self.count.get(name, 0) + 1
+        given = tree_leaves((args, kwargs))
+        before = _changeable(module, args, kwargs)
+        self._running.setdefault(name, []).append((self._flow.time, given, before))
 
-    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_of_all(self, model: nn.Module, args: Any, output: Any) -> None:
+        for name, module in model.named_modules():
+            self._note_new_buffers(name, module)
+
+    def _note_new_buffers(self, name: str, module: nn.Module) -> None:
+        """Note when buffers of a module have got other tensors."""
+        for own, buffer in module.named_buffers(recurse=False):
+            whole = f"{name}.{own}" if name else own
+            if whole in self._buffers and storage_of(buffer) != storage_of(self._buffers[whole]):
+                self._flow.writes.setdefault(whole, self._flow.time)
+
+    def _end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        begun, given, before = self._running[name].pop()
+        self._note_new_buffers(name, module)
+        changes_others = _changeable(module, args, kwargs) != before
         flops = self._flops.get_total_flops()
         if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
             return  # a number, say, that may be another one in the next call
         if not _recomputed_from_within(module):
             tensors, structure = tensors_in(output), structure_of(output)
             trained = [t.requires_grad for t in tensors]
-            self.ended.append(_Ended(name, self._flow.time, flops, tensors, structure, trained))
+            self.ended.append(
+                _Ended(
+                    name,
+                    begun,
+                    self._flow.time,
+                    flops,
+                    tensors,
+                    structure,
+                    trained,
+                    given,
+                    changes_others,
+                )
+            )
+
+
+def _changeable(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What the call of a module may change beside its result; equal if it has not.
+
+    Lists and dicts that it is given, tensors, and attributes in which it keeps tensors.
+    """
+    # Not to be seen by the modes that look at operations.
+    with torch._C.DisableTorchFunction():
+        return _changeable_now(module, args, kwargs)
+
+
+def _changeable_now(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    kept = [
+        [id(t) for t in tensors_in(value)]
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if not name.startswith("_") and isinstance(value, torch.Tensor | list | dict | tuple)
+    ]
+    versions = [_version_of(each) for each in leaves if isinstance(each, torch.Tensor)]
+    return spec, list(map(id, leaves)), versions, kept
+
+
+def _version_of(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
 def _recomputed_from_within(module: nn.Module) -> bool:
@@ -310,9 +400,9 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
     """
     flow, flops = _Flow(), FlopCounterMode(display=False)
     meta, names = on_meta(model)
-    calls, saved = _Calls(flow, flops), _Saved(flow, meta.values())
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    flow.buffers = {id(b): name for name, b in buffers.items()}
+    flow.buffers = {storage_of(b): name for name, b in buffers.items()}
+    calls, saved = _Calls(flow, flops, buffers), _Saved(flow, meta.values())
     hooks = calls.follow(model)
     try:
         with ExitStack() as stack:
@@ -435,8 +525,9 @@ def explaining_meta() -> Iterator[None]:
         if "meta" not in str(error).lower():
             raise
         raise ValueError(
-            "the model's forward looks at a value that depends on its weights, which a rank of a "
-            "pipeline does not have for the stages of others. Move the decision out of forward, or "
+            "the model's forward looks at a value that depends on its weights, or was computed "
+            "together with one that does, and that ranks do not have for layers of others. Move "
+            "the decision out of forward (nn.TransformerEncoder: enable_nested_tensor=False), or "
             f"use hvkit.FullyShard(). PyTorch says: {error}"
         ) from error
 
@@ -511,21 +602,26 @@ def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
     ended = [each for each in once if not each.is_inside_a_function]
     for i, each in enumerate(ended):
         crossing = flow.crossing(each.time)
-        own = set(map(id, each.tensors))
-        if not crossing or not own & crossing.keys() or each.time >= flow.time:
+        new = [t for t in each.tensors if _is_new(t, each, calls)]
+        numbers = set(map(id, new))
+        if each.changes_others or numbers.isdisjoint(crossing) or each.time >= flow.time:
             continue
-        others = {number: t for number, t in crossing.items() if number not in own}
-        beside = [_result(t, ended[:i], each.time, flow) for t in others.values()]
-        if None in beside or _share_memory([*each.tensors, *others.values()], len(others)):
+        # What it has been given and returns is sent as a result of the module that has made it.
+        others = {n: t for n, t in crossing.items() if n not in numbers}
+        known = [_result(t, ended[:i], each.time, flow) for t in others.values()]
+        if None in known or _share_memory([*new, *others.values()], len(others)):
             continue
+        beside = tuple(result for result in known if result is not None)
+        order = list(others)
         place = CutPlace(
             each.module,
             each.time,
             each.flops,
-            bytes_of([*each.tensors, *others.values()]),
+            bytes_of([*new, *others.values()]),
             each.structure,
             calls.begun[each.module],
-            tuple(result for result in beside if result is not None),
+            beside,
+            tuple(order.index(id(t)) if id(t) in others else None for t in each.tensors),
         )
         # Of those that end together the outermost.
         if found and found[-1].time == each.time:
@@ -536,16 +632,27 @@ def _places(flow: _Flow, calls: _Calls) -> list[CutPlace]:
 
 
 def _result(t: torch.Tensor, ended: Sequence[_Ended], time: int, flow: _Flow) -> Result | None:
-    """The module that returns a tensor, of those that have ended; the outermost.
+    """The module that returns a tensor first, of those that have ended; others may keep it.
 
-    None if there is none, or if the tensor is changed before ``time``: a later stage would change
-    it again.
+    None if there is none; if that was given the tensor, or changes something else; or if the tensor
+    is changed before ``time``: a later stage would change it again.
     """
-    for each in reversed(ended):
+    for each in ended:
         numbers = [number for number, own in enumerate(each.tensors) if own is t]
         if numbers:
-            return None if flow.is_changed(t, each.time, time) else Result(each.module, numbers[0])
+            known = each.changes_others or any(given is t for given in each.given)
+            if known or flow.is_changed(t, each.time, time):
+                return None
+            return Result(each.module, numbers[0])
     return None
+
+
+def _is_new(t: torch.Tensor, call: _Ended, calls: _Calls) -> bool:
+    """Whether no one has had a result of a call before."""
+    if any(each is t for each in call.given):
+        return False
+    before = (each for each in calls.ended if each.time <= call.begun)
+    return not any(own is t for each in before for own in each.tensors)
 
 
 def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
@@ -560,8 +667,9 @@ def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
 def _closed(flow: _Flow, calls: _Calls) -> Iterator[str]:
     """The modules of whose calls later stages need to know no more than the shapes of outputs."""
     for each in calls.ended:
-        depends = [hasattr(t, _BORN) for t in each.tensors]
-        if calls.count[each.module] == 1 and depends and all(depends):
+        depends = [hasattr(t, _BORN) and _is_new(t, each, calls) for t in each.tensors]
+        once = calls.count[each.module] == 1 and not each.changes_others
+        if once and depends and all(depends):
             made = flow.crossing(each.time, calls.begun[each.module])
             if made.keys() <= set(map(id, each.tensors)):
                 yield each.module

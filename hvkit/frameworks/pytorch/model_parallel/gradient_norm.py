@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -22,6 +23,8 @@ from hvkit.frameworks.pytorch.optimizers import share_overflows
 from hvkit.watch.calls import call, translated, waiting
 
 _living: WeakSet[GradientsOfAllRanks] = WeakSet()
+# The one whose model has computed last.
+_latest: weakref.ref[GradientsOfAllRanks] | None = None
 
 
 class ClippingObserver(Protocol):
@@ -64,6 +67,11 @@ class GradientsOfAllRanks:
         self._name = name
         _living.add(self)
         _see_all_ranks()
+
+    def used(self) -> None:
+        """Note that the model computes: the next norm is probably of its gradients."""
+        global _latest
+        _latest = weakref.ref(self)
 
     def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether one of these is a parameter of the model."""
@@ -164,7 +172,7 @@ def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
         for model in _living:
             parameters = model.of_gradients(held)
             # A stage whose parameters are all frozen has no gradients to recognise.
-            if parameters or (not held and len(_living) == 1):
+            if parameters or (not held and _latest is not None and _latest() is model):
                 return _checked(model.norm(parameters, float(norm_type)), held, error_if_nonfinite)
         return plain(held, norm_type, error_if_nonfinite, foreach)
 

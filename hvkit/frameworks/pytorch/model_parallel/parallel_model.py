@@ -46,6 +46,7 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
+from hvkit.frameworks.pytorch.model_parallel.pipeline.sample_independence import plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
@@ -171,6 +172,7 @@ class ParallelModel:
                 for number, hook in list(self._model._forward_pre_hooks.items()):
                     if number not in hooks:
                         args, kwargs = cast(Any, hook)(self._model, args, kwargs) or (args, kwargs)
+            self._gradients.used()
             self._say_waits()
             if self._pipeline is not None:
                 self._pipeline.seed = self._seed
@@ -243,6 +245,9 @@ class ParallelModel:
         if self._rounded == "weights":
             self._require_one_stage_for_each(stages)
         rank = options.position.along("pipeline")
+        expected = None
+        if self._recipe is None and rank == stages.rank_of[-1] and len(stages) > 1:
+            expected = plain_result(model, args, kwargs)
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
         self.layout = _hash_of([holders, placements_of(model, plan)])
         own = self._take_part(stages, rank)
@@ -272,7 +277,7 @@ class ParallelModel:
         )
         around = functools.partial(self._before_backward, self._train(own, norms))
         pipeline = self._pipeline = Pipeline(
-            model, staged, stages, rank, self._links, count, self._divider, around
+            model, staged, stages, rank, self._links, count, self._divider, around, expected
         )
         if options.schedule == GPIPE:
             return pipeline

@@ -73,11 +73,11 @@ def _parts_within(
     Weights are there only while their module is called, so one whose weights another module reads,
     such as the last projection of ``nn.MultiheadAttention``, is gathered with that one.
     """
-    names = {module: name for name, module in model.named_modules()}
+    at_cuts = {model.get_submodule(cut) for cut in cuts}
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for unit in units_of(model):
-        has_cut = any(cut.startswith(f"{names[unit]}.") for cut in cuts)
+        has_cut = not at_cuts.isdisjoint(set(unit.modules()) - {unit})
         if not has_cut and all(p in held for p in unit.parameters()):
             found.append(unit)
             taken.update(unit.parameters())

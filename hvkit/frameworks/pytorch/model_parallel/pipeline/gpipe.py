@@ -101,6 +101,7 @@ class Pipeline:
         microbatches: how many a batch is divided into.
         divide: divides it.
         around_backward: called before backward, and returns what to call after it.
+        expected: what the first batch must give; only the last stage's rank may know.
     """
 
     def __init__(
@@ -113,11 +114,13 @@ class Pipeline:
         microbatches: int,
         divide: Divider,
         around_backward: Callable[[], Callable[[], None]],
+        expected: list[torch.Tensor] | None,
     ) -> None:
         self.staged, self.stages, self.rank, self.links = staged, stages, rank, links
         self.microbatches = microbatches
         self.modules = list(model.modules())
         self._parameters = list(model.parameters())
+        self.has_few_bits = any(p.dtype.itemsize < 4 for p in self._parameters)
         self.around_backward = around_backward
         self.mine = stages.of_rank(rank)
         self.last = len(stages) - 1
@@ -129,7 +132,7 @@ class Pipeline:
         refuse_chosen_inputs()
         # Of the next pass; the same on all ranks of the pipeline.
         self.seed = 0
-        self._independence = SampleIndependence(self)
+        self._independence = SampleIndependence(self, expected)
 
     def __call__(self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None) -> Any:
         """The result of the model's forward for a batch; a collective of the pipeline.
@@ -139,8 +142,7 @@ class Pipeline:
             batches: its micro-batches; None for those of a batch that need not be equal.
         """
         batches = batches or self.divide(args, kwargs, self.microbatches)
-        if len(batches) > 1:
-            self._independence.check(args, kwargs, batches)
+        self._independence.check(args, kwargs, batches)
         done = self.forward(batches, self.seed)
         result, tensors = self._on_all_ranks(done)
         if torch.is_grad_enabled() and any(done.trained):

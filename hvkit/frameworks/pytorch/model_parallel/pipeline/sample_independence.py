@@ -1,15 +1,18 @@
-"""Whether micro-batches give what the whole batch gives.
+"""Whether a pipeline gives what the model gives, and micro-batches what the whole batch gives.
 
-They do not if samples depend on each other, if an input has no dimension of samples, or if a model
-computes a loss that is no mean over samples: the weights would differ without an error.
+The first holds unless a stage needs something that a cut does not pass on. The second does not if
+samples depend on each other, if an input has no dimension of samples, or if a model computes a loss
+that is no mean over samples. Otherwise the weights would differ without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import (
     attributes_kept,
@@ -36,10 +39,11 @@ class SampleIndependence:
 
     Args:
         pipeline: this rank's part.
+        expected: by ``plain_result``, on the rank of the last stage, for the first call.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, expected: list[torch.Tensor] | None) -> None:
+        self._pipeline, self._expected = pipeline, expected
         # Calls in several micro-batches, and whether one with targets left out was compared.
         self._calls = 0
         self._compared_ignored = False
@@ -49,7 +53,7 @@ class SampleIndependence:
 
         Args:
             args, kwargs: of the call.
-            batches: its micro-batches, at least two.
+            batches: its micro-batches.
 
         Raises:
             ValueError: the results differ.
@@ -64,6 +68,8 @@ class SampleIndependence:
         padding begins: then also after 2, 4, 8, ... calls, and where targets are left out first.
         """
         self._calls += 1
+        if len(batches) == 1:
+            return self._calls == 1
         known = self._pipeline.result_of(batches)
         if self._calls == 1 or known is None or all(spec.shape for spec in known[1]):
             return self._calls == 1
@@ -87,9 +93,6 @@ class SampleIndependence:
         source, found = pipeline.stages.rank_of[pipeline.last], None
         devices = [pipeline.links.device] if pipeline.links.device.type == "cuda" else []
         caches = torch.is_autocast_cache_enabled()
-        buffers = {
-            b: b.clone() for module in pipeline.modules for b in module.buffers(recurse=False)
-        }
         try:
             # Weights that autocast casts here have no gradient, and must not be used again.
             torch.set_autocast_cache_enabled(False)
@@ -98,6 +101,7 @@ class SampleIndependence:
                 torch.random.fork_rng(devices),
                 pipeline.in_modes(evaluation),
                 attributes_kept(pipeline.modules),
+                _buffers_kept(pipeline.modules),
             ):
                 parts, *whole = (
                     pipeline.forward(pipeline.divide(*copied_call(args, kwargs), count=count), seed)
@@ -106,18 +110,28 @@ class SampleIndependence:
             if pipeline.rank == source:
                 once, again = (tensors_in(each.result[0]) for each in whole)
                 mean = joined([tensors_in(each) for each in parts.result], parts.sizes)
-                found = _largest_difference(mean, once), _largest_difference(again, once)
+                expected, self._expected = self._expected, None
+                found = (
+                    None if expected is None else self._difference(once, expected),
+                    self._difference(mean, once),
+                    self._difference(again, once),
+                )
         finally:
             torch.set_autocast_cache_enabled(caches)
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-        text, by_chance = pipeline.links.object_from_rank(source, found)
-        if text and by_chance:
+        of_pipeline, text, by_chance = pipeline.links.object_from_rank(source, found)
+        if (of_pipeline or text) and by_chance:
             warn_once(
                 "random results",
                 "the model's results are random in evaluation, too, so hvkit cannot see whether "
                 "micro-batches give the result of the whole batch: its samples must not depend on "
                 "each other, and its inputs have the batch as their first dimension",
+            )
+        elif of_pipeline:
+            raise ValueError(
+                f"in a pipeline the model gives another result than without: {of_pipeline}. A "
+                "later stage needs something that no cut passes on, such as a buffer that depends "
+                "on activations, or what a module changes beside its result: choose other cuts "
+                "with stages=[...], or return what is needed"
             )
         elif text:
             raise ValueError(
@@ -128,8 +142,57 @@ class SampleIndependence:
                 "compute the loss outside of the model, or pass microbatches=1"
             )
 
+    def _difference(self, found: list[torch.Tensor], whole: list[torch.Tensor]) -> str | None:
+        """What is wrong with outputs; None if they are equal but for rounding."""
+        kind = self._pipeline.links.device.type
+        few_bits = torch.is_autocast_enabled(kind) or self._pipeline.has_few_bits
+        return _largest_difference(found, whole, few_bits=few_bits)
 
-def _largest_difference(found: list[torch.Tensor], whole: list[torch.Tensor]) -> str | None:
+
+@contextmanager
+def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts buffers back that a forward changes meanwhile, or replaces."""
+    before = [
+        (module, name, b, b.data, b.clone())
+        for module in modules
+        for name, b in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, data, value in before:
+            module._buffers[name] = buffer
+            buffer.data = data.copy_(value)
+
+
+@torch.no_grad()
+def plain_result(model: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
+    """The tensors that a model returns in evaluation, before it is divided.
+
+    None if it is on another device than its inputs.
+    """
+    tensors = tensors_in((args, kwargs))
+    if len({t.device for t in (*tensors, *model.parameters())}) > 1:
+        return None
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    caches = torch.is_autocast_cache_enabled()
+    devices = [t.device for t in tensors[:1] if t.is_cuda]
+    try:
+        torch.set_autocast_cache_enabled(False)
+        with torch.random.fork_rng(devices), attributes_kept(modules), _buffers_kept(modules):
+            model.eval()
+            args, kwargs = copied_call(args, kwargs)
+            return tensors_in(model.forward(*args, **kwargs))
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def _largest_difference(
+    found: list[torch.Tensor], whole: list[torch.Tensor], *, few_bits: bool
+) -> str | None:
     """What is wrong with outputs; None if they are equal but for rounding."""
     for number, (mine, theirs) in enumerate(zip(found, whole, strict=True)):
         if mine.shape != theirs.shape:
@@ -143,6 +206,7 @@ def _largest_difference(found: list[torch.Tensor], whole: list[torch.Tensor]) ->
         apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).abs().max()
         scale = b[b.isfinite()].abs().amax() if b.isfinite().any() else b.new_zeros(())
         relative = float(apart / scale.clamp(min=1e-30))
-        if not relative <= _TOLERANCE.get(mine.dtype, _TOLERANCE_OF_FEW_BITS):
+        exact = _TOLERANCE.get(mine.dtype, _TOLERANCE_OF_FEW_BITS)
+        if not relative <= (_TOLERANCE_OF_FEW_BITS if few_bits else exact):
             return f"output {number} by {relative:.1e} of its largest value"
     return None

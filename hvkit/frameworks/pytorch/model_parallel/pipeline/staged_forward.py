@@ -78,9 +78,10 @@ class StagedForward:
         self._before: _Before | None = None
         self._shapes: dict[Hashable, Any] = {}
         self._running = False
-        modules = dict(model.named_modules())
+        modules = self._modules = dict(model.named_modules())
         for name, module in modules.items():
-            if any(p.is_meta for p in module.parameters(recurse=False)):
+            # The model itself is called from outside, and may hold parameters of any stage.
+            if name and any(p.is_meta for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(functools.partial(self._refuse_outside, name))
         self._numbers = SharedNumbers(device, _on_one_rank(model, stages), seeded)
         for number, cut in enumerate(stages.cuts):
@@ -152,15 +153,20 @@ class StagedForward:
             if self._stage == number + 1:
                 assert self._before is not None
                 self._before.end()
-                return with_tensors(cut.structure, self._received)
-            if self._stage > number + 1:
+                given = self._received[len(self._received) - len(cut.beside) :]
+                new = iter(self._received)
+                tensors = [next(new) if slot is None else given[slot] for slot in cut.slots]
+                return with_tensors(cut.structure, tensors)
+            # A tensor that it passes on may have arrived from another stage.
+            if self._stage > number + 1 and not any(slot is not None for slot in cut.slots):
                 return self._shape_of(module, own, args, kwargs)
             return own(*args, **kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._running and self._stage == number:
                 beside = [self._beside[each.module][each.number] for each in cut.beside]
-                raise StageEnd((output, beside) if beside else output)
+                pairs = zip(tensors_in(output), cut.slots, strict=True)
+                raise StageEnd([*(t for t, slot in pairs if slot is None), *beside])
 
         module.forward = forward
         module.register_forward_hook(leave)
@@ -191,12 +197,14 @@ class StagedForward:
 
     def _skipped(self, found: DryRun, beside: Collection[str]) -> list[str]:
         """The modules of which shapes are enough for later stages."""
-        inside = [*(cut.module for cut in self._stages.cuts), *beside]
+        modules = self._modules
+        cuts = {modules[cut.module] for cut in self._stages.cuts}
+        given = {modules[name] for name in beside}
         return [
             name
             for name in found.closed
-            if name not in {cut.module for cut in self._stages.cuts}
-            and not any(each.startswith(f"{name}.") for each in inside)
+            if cuts.isdisjoint(inside := set(modules[name].modules()))
+            and given.isdisjoint(inside - {modules[name]})
         ]
 
     def _skip(self, module: nn.Module, stage: int) -> None:
@@ -213,12 +221,13 @@ class StagedForward:
         """What a module of an earlier stage returns, on the meta device."""
         key = (id(module), module.training, call_key(args, kwargs))
         if key not in self._shapes:
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
             buffers = {name: b.clone() for name, b in module.named_buffers()}
             patched, module.forward = module.forward, own
             try:
                 with torch.no_grad(), explaining_meta():
-                    self._shapes[key] = torch.func.functional_call(module, buffers, args, kwargs)
+                    # Values that are there, such as masks, stay: it may look at them.
+                    output = torch.func.functional_call(module, buffers, args, kwargs)
+                    self._shapes[key] = tree_map_only(torch.Tensor, lambda t: t.to("meta"), output)
             finally:
                 module.forward = patched
         return self._shapes[key]
@@ -226,16 +235,18 @@ class StagedForward:
 
 def _on_one_rank(model: nn.Module, stages: Stages) -> list[nn.Module]:
     """The largest modules without a cut inside."""
-    cuts = [cut.module for cut in stages.cuts]
+    cuts = {model.get_submodule(cut.module) for cut in stages.cuts}
+    found: dict[nn.Module, None] = {}
 
-    def spans(name: str) -> bool:
-        return not name or any(cut.startswith(f"{name}.") for cut in cuts)
+    def look_into(module: nn.Module) -> None:
+        if module is not model and cuts.isdisjoint(set(module.modules()) - {module}):
+            found[module] = None
+        else:
+            for child in module.children():
+                look_into(child)
 
-    return [
-        module
-        for name, module in model.named_modules()
-        if not spans(name) and spans(name.rpartition(".")[0])
-    ]
+    look_into(model)
+    return list(found)
 
 
 # PyTorch's list of the modes that are active, the innermost last.

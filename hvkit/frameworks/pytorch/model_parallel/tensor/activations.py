@@ -8,6 +8,7 @@ divided one, whose gradient must come out whole.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -86,6 +87,20 @@ class DividedActivations(EachOperation):
     ) -> Any:
         if not any(isinstance(t, DTensor) for t in leaves):
             return func(*args, **kwargs)
+        result = self._of_divided(func, name, args, kwargs, leaves)
+        for t in filter(is_fused, leaves):
+            tree_map_only(DTensor, functools.partial(_mark_if_fused, t), result)
+        return result
+
+    def _of_divided(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+    ) -> Any:
+        """The result of an operation on a divided activation, and perhaps others."""
         if name in _OF_ELEMENTS and any(map(is_fused, leaves)):
             raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(args[0]) if args else None
@@ -104,11 +119,41 @@ class DividedActivations(EachOperation):
                     return self._loss(call)
                 if isinstance(step, Followed):
                     return self._on_parts(func, args, kwargs, call, step)
+        if self._needs_whole(func, name, args, kwargs, leaves):
+            args, kwargs = gathered((tuple(args), kwargs), f"{name}() takes it apart")
+            return func(*args, **kwargs)
         if name == "cat":  # an empty tensor of no shape: a cache that holds nothing yet
             args = ([t for t in args[0] if t.shape != (0,)], *args[1:])
         if len(leaves) > 1:
             args, kwargs = tree_map_only(torch.Tensor, self._as_whole, (tuple(args), kwargs))
         return tree_map_only(DTensor, self._plain_if_whole, func(*args, **kwargs))
+
+    def _needs_whole(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+    ) -> bool:
+        """Whether an operation mixes the ranks' parts as DTensor cannot, or gets wrong."""
+        if name in _WHOLE:
+            return True
+        dims = [_divided_by(t) for t in leaves]
+        if dims[0] is None:
+            return any(d is not None for d in dims) and name == "__getitem__"
+        if name in SPLITS:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            return bool(dim % leaves[0].dim() == dims[0])
+        if name not in ("__getitem__", "unbind"):
+            return False
+        example, *others = tree_map_only(torch.Tensor, _shape_of, list(args))
+        if any(isinstance(each, torch.Tensor) for each in others) or len(leaves) > 1:
+            return True
+        call = Operation(
+            func, name, [example, *others], kwargs, [example], dims, [], self._mesh.size()
+        )
+        return isinstance(follow(call), str)
 
     def _view(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
@@ -128,9 +173,11 @@ class DividedActivations(EachOperation):
     ) -> tuple[DTensor, ...] | None:
         """Shares of a product: this rank's part is made up of a part of each of them.
 
-        None where the split is along another dimension.
+        None where the split is along another dimension, or of a product that is no fused one.
         """
         whole: Any = args[0]
+        if not is_fused(whole):
+            return None
         shares = func(_shape_of(whole), *args[1:], **kwargs)
         if shares[0].shape[dim] == whole.shape[dim]:
             return None
@@ -225,8 +272,12 @@ def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return x.redistribute(mesh, [Shard(x.dim() - 1)]).to_local()
 
 
-def gathered(value: Any) -> Any:
+def gathered(value: Any, use: str = "the model returns it") -> Any:
     """A value in which divided activations have become whole; a cache stays divided.
+
+    Args:
+        value: any tree.
+        use: for the error.
 
     Raises:
         HvkitError: a fused product is among them, whose parts are not in their order.
@@ -234,7 +285,7 @@ def gathered(value: Any) -> Any:
 
     def whole(t: DTensor) -> torch.Tensor:
         if is_fused(t):
-            raise _not_proven("the model returns it")
+            raise _not_proven(use)
         return t.full_tensor()
 
     return tree_map_only(DTensor, whole, value, is_leaf=lambda v: is_cache(type(v).__name__))
@@ -244,12 +295,27 @@ def gathered(value: Any) -> Any:
 # each other.
 _OF_ELEMENTS = frozenset({"__getitem__", "select", "narrow", "index_select", "flip", "roll", "cat"})
 _FUSED = "_hvkit_fused"
+# What DTensor does not do along the divided dimension, or would do on each rank by itself.
+_WHOLE = frozenset(
+    {
+        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "prod", "cdist"),
+        *("conv1d", "conv2d", "conv3d", "masked_select", "tolist"),
+    }
+)
 
 
 def mark_fused(product: DTensor) -> DTensor:
     """Remember that a product holds several tensors, each of which is divided by itself."""
     setattr(product, _FUSED, True)
     return product
+
+
+def _mark_if_fused(before: torch.Tensor, after: DTensor) -> DTensor:
+    """Mark what an operation has made of a fused product, if it holds the same tensors."""
+    dim, now = _divided_by(before), _divided_by(after)
+    if dim is not None and now is not None and before.shape[dim] == after.shape[now]:
+        mark_fused(after)
+    return after
 
 
 def is_fused(t: torch.Tensor) -> bool:
