@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import Result, dry_run
+from hvkit.frameworks.pytorch.model_parallel.cut_places import Result
+from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run
 
 
 class Net(nn.Module):

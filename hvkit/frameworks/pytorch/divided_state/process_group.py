@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,3 +145,14 @@ def stop() -> None:
     start.cache_clear()
     device_mesh.cache_clear()
     _groups_of.cache_clear()
+    _forget_dtensors()
+
+
+def _forget_dtensors() -> None:
+    """Drop what DTensor has cached, with the names of groups that are no more."""
+    if tensor := sys.modules.get("torch.distributed.tensor"):
+        propagator: Any = tensor.DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        # Older versions of PyTorch have only the cache above.
+        if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
+            clear()

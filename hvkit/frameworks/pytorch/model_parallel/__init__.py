@@ -6,6 +6,9 @@
     parallel_model    a model that is divided when its first batch comes
     division          decides from that batch how
     dry_run           a forward without weights: where the model can be cut, what it costs
+    cut_places        where that is, from who uses what
+    meta_device       forwards that give shapes only
+    tensor_trees      nested arguments and results
     forecast          what each rank will hold, and how long it will wait
     parts             gathers the whole state, and loads a part of it
     mesh_keeper       what a strategy keeps of the parts, for checkpoints

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, dry_run, samples_in
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, dry_run
 from hvkit.frameworks.pytorch.model_parallel.forecast import (
     Memory,
     bubble,
@@ -39,6 +39,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, agreed, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions

@@ -29,10 +29,6 @@ from hvkit.frameworks.pytorch.model_parallel.division import (
     log_division,
     of_parameters,
 )
-from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    call_key,
-    tensors_in,
-)
 from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     GradientsOfAllRanks,
     watch_overflows,
@@ -61,6 +57,7 @@ from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once

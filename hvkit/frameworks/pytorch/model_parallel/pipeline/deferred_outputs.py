@@ -18,16 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    OnMeta,
-    is_in_place,
-    tensors_in,
-)
+from hvkit.frameworks.pytorch.model_parallel.cut_places import is_in_place
+from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     autocast_as,
     autocast_state,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 # What reads a property, and needs no value.
 _WITHOUT_VALUE = frozenset(

@@ -20,13 +20,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    Slot,
-    call_key,
-    structure_of,
-    tensors_in,
-    with_tensors,
-)
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     Divider,
     MicroBatch,
@@ -51,6 +44,13 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
+    Slot,
+    call_key,
+    structure_of,
+    tensors_in,
+    with_tensors,
+)
 
 
 @dataclass

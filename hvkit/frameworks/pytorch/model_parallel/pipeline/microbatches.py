@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import samples_in
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
 from hvkit.frameworks.stage_division import sizes_of
 
 

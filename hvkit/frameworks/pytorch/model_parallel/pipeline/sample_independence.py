@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    attributes_kept,
-    copied_call,
-    tensors_in,
-)
+from hvkit.frameworks.pytorch.model_parallel.meta_device import attributes_kept
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     MicroBatch,
     ignored_unevenly,
     joined,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import copied_call, tensors_in
 from hvkit.main_rank import warn_once
 
 if TYPE_CHECKING:

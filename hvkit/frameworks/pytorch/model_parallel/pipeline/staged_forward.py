@@ -18,20 +18,18 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    CutPlace,
-    DryRun,
-    OnMeta,
-    call_key,
-    explaining_meta,
-    structure_of,
-    tensors_in,
-    uncompiled,
-    with_tensors,
-)
+from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
+from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import SharedNumbers
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
+    call_key,
+    structure_of,
+    tensors_in,
+    with_tensors,
+)
 
 
 class StageEnd(BaseException):

@@ -11,7 +11,8 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import CutPlace, DryRun
+from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.stage_division import balanced_cuts
 
 Balance = Literal["flops", "bytes"]

@@ -20,11 +20,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 
 from hvkit.communication.traffic import count
-from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    samples_in,
-    tensors_in,
-    with_tensors,
-)
 from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     DeferredRun,
     Recorded,
@@ -40,6 +35,11 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
+    samples_in,
+    tensors_in,
+    with_tensors,
+)
 from hvkit.main_rank import warn_once
 
 GPIPE = "GPipe"

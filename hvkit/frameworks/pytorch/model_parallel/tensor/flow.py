@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation, Operation, follow
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 _MARK = "_hvkit_divided"
 # What may be read of a weight or of a divided activation: nothing of its size is in it.

@@ -16,17 +16,12 @@ import torch
 from torch import nn
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.dry_run import (
-    OnMeta,
-    attributes_kept,
-    bytes_of,
-    copied_call,
-    on_meta,
-)
+from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, attributes_kept, on_meta
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
 from hvkit.frameworks.pytorch.model_parallel.tensor.vocabulary import vocabularies
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call
 
 
 @dataclass(frozen=True)

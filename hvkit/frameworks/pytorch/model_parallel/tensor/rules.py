@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
 class EachOperation(TorchFunctionMode):

@@ -1,0 +1,116 @@
+"""Forwards on the meta device, which knows the shapes of tensors and computes nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+
+
+class OnMeta(TorchFunctionMode):
+    """What is computed from a tensor on the meta device is on the meta device, too.
+
+    Args:
+        device: which the tensors claim to be on, so that a forward makes masks and positions there.
+
+    Attributes:
+        active: whether it does anything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.active = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            return self.device
+        if func in _MOVES and args[0].is_meta:
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+            rest = (a for a in args[1:] if not isinstance(a, torch.device | str | int))
+            args = (args[0], *(a.dtype if isinstance(a, torch.Tensor) else a for a in rest))
+            return func(*args, **kwargs) if func is _TO and (args[1:] or kwargs) else args[0]
+        # Sizes that a script has made tensors of are read by pad.
+        tensors = [] if func is functional.pad else tensors_in((args, kwargs))
+        if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
+            args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_TO: Any = torch.Tensor.to
+
+
+_MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
+
+
+def _to_meta(t: torch.Tensor) -> torch.Tensor:
+    return t.to("meta")
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts attributes of modules back that a forward sets meanwhile: counters, caches."""
+    before = [(module, dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Runs compiled modules as they were before, since there is nothing to compute."""
+    # Importing the compiler takes a second.
+    used = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if used else nullcontext()
+
+
+def on_meta(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[torch.Tensor, str]]:
+    """Parameters of the same shapes without memory, by each of their names; and their first names.
+
+    A parameter of several modules is one in both. A module with several names has its first one,
+    since ``functional_call`` would put back what it has itself put there under another.
+    """
+    made: dict[torch.Tensor, nn.Parameter] = {}
+    by_name: dict[str, nn.Parameter] = {}
+    first: dict[torch.Tensor, str] = {}
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            if p not in made:
+                made[p] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+                first[made[p]] = name
+            by_name[name] = made[p]
+    return by_name, first
+
+
+@contextmanager
+def explaining_meta() -> Iterator[None]:
+    """Explains PyTorch's errors about tensors without values.
+
+    Raises:
+        ValueError: instead of them.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ValueError(
+            "the model's forward looks at a value that depends on its weights, or was computed "
+            "together with one that does, and that ranks do not have for layers of others. Move "
+            "the decision out of forward (nn.TransformerEncoder: enable_nested_tensor=False), or "
+            f"use hvkit.FullyShard(). PyTorch says: {error}"
+        ) from error

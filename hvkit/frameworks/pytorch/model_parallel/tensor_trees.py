@@ -1,0 +1,74 @@
+"""Nested lists, dicts and the like with tensors in them: arguments and results of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+
+class Slot:
+    """Stands where a tensor was."""
+
+
+def storage_of(t: torch.Tensor) -> int:
+    """The number of its memory, as long as something holds it."""
+    return int(t.untyped_storage()._cdata) if t.layout is torch.strided else id(t)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists, dicts and the like, in order."""
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all elements of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def call_key(args: Any, kwargs: Any) -> Hashable:
+    """The arguments of a call without the values of tensors."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return str(spec), tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, int | float | str | bool | None)
+        else repr(type(leaf))
+        for leaf in leaves
+    )
+
+
+def copied_call(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call with copies of tensors, which a forward may change in place."""
+    some, named = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    return some, named
+
+
+def samples_in(args: Any, kwargs: Any) -> int:
+    """The length of the first dimension of the first tensor that has dimensions.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for t in tensors_in((args, kwargs)):
+        if t.dim():
+            return t.shape[0]
+    raise ValueError(
+        "a model in a pipeline must be called with tensors whose first dimension is the batch; it "
+        "was called with none"
+    )
+
+
+def with_tensors(structure: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """A structure with tensors in its slots, in order."""
+    following = iter(tensors)
+    return tree_map_only(Slot, lambda slot: next(following), structure)
+
+
+def structure_of(tree: Any) -> Any:
+    """A tree with a ``Slot`` in place of each tensor."""
+    make: Callable[[torch.Tensor], Slot] = lambda t: Slot()  # noqa: E731
+    return tree_map_only(torch.Tensor, make, tree)
