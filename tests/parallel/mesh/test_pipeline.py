@@ -74,3 +74,9 @@ def test_float32_differs_no_more_than_micro_batches_do(schedule):
 def sgd(model):
     """AdamW would make much of rounding where a gradient is zero."""
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_results_of_two_levels_pass_by_a_cut(schedule):
+    found = differences(UNet, images(6), schedule=schedule, stages=["below"])
+    assert max(found) < 1e-11

@@ -46,6 +46,29 @@ def test_the_number_among_several_results_counts():
     assert places_of(one_half_later)["second"].beside == (Result("halves", 1),)
 
 
+class Activated(nn.Sequential):
+    """Its last module changes in place, and returns, what the one before has returned."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.ReLU(inplace=True))
+
+
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.below, self.up = Activated(), Activated(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        down = self.down(x)
+        return self.up(self.below(down) + down)
+
+
+def test_what_passes_by_is_the_result_of_the_module_after_all_changes_in_place():
+    found = dry_run(Skips(), (torch.ones(2, 4),), {}, torch.device("cpu"))
+    beside = {place.module: place.beside for place in found.places}
+    assert beside["below"] == (Result("down", 0),)
+
+
 def doubled_before(net, x):
     doubled = 2 * x
     return net.second(x) + doubled

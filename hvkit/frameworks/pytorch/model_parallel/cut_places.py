@@ -149,10 +149,16 @@ class TensorUses(TorchFunctionMode):
 
 @dataclass
 class _Ended:
-    """The end of a call of a module."""
+    """The end of a call of a module.
+
+    Attributes:
+        earlier: how many calls had ended when it began.
+        given: the arguments.
+        changes_others: whether it has changed more than what it returns.
+    """
 
     module: str
-    begun: int
+    earlier: int
     time: int
     flops: int
     tensors: list[torch.Tensor]
@@ -189,6 +195,8 @@ class ModuleCalls:
         self.begun: dict[str, int] = {}
         self.count: dict[str, int] = {}
         self.ended: list[_Ended] = []
+        # By the id of a tensor, the number of the call in ``ended`` that has returned it first.
+        self.first: dict[int, int] = {}
 
     def follow(self, model: nn.Module) -> list[Any]:
         """Register hooks, and return what removes them."""
@@ -207,7 +215,7 @@ class ModuleCalls:
         self.count[name] = self.count.get(name, 0) + 1
         given = tree_leaves((args, kwargs))
         before = _changeable(module, args, kwargs)
-        self._running.setdefault(name, []).append((self._flow.time, given, before))
+        self._running.setdefault(name, []).append((len(self.ended), given, before))
 
     def _end_of_all(self, model: nn.Module, args: Any, output: Any) -> None:
         for name, module in model.named_modules():
@@ -221,7 +229,7 @@ class ModuleCalls:
                 self._flow.writes.setdefault(whole, self._flow.time)
 
     def _end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        begun, given, before = self._running[name].pop()
+        earlier, given, before = self._running[name].pop()
         self._note_new_buffers(name, module)
         changes_others = _changeable(module, args, kwargs) != before
         flops = self._flops.get_total_flops()
@@ -229,11 +237,14 @@ class ModuleCalls:
             return  # a number, say, that may be another one in the next call
         if not _recomputed_from_within(module):
             tensors, structure = tensors_in(output), structure_of(output)
-            trained = [t.requires_grad for t in tensors]
+            with torch._C.DisableTorchFunction():  # a look is no use
+                trained = [t.requires_grad for t in tensors]
+            for t in tensors:
+                self.first.setdefault(id(t), len(self.ended))
             self.ended.append(
                 _Ended(
                     name,
-                    begun,
+                    earlier,
                     self._flow.time,
                     flops,
                     tensors,
@@ -252,19 +263,15 @@ def _changeable(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """
     # Not to be seen by the modes that look at operations.
     with torch._C.DisableTorchFunction():
-        return _changeable_now(module, args, kwargs)
-
-
-def _changeable_now(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
-    kept = [
-        [id(t) for t in tensors_in(value)]
-        for each in module.modules()
-        for name, value in vars(each).items()
-        if not name.startswith("_") and isinstance(value, torch.Tensor | list | dict | tuple)
-    ]
-    versions = [_version_of(each) for each in leaves if isinstance(each, torch.Tensor)]
-    return spec, list(map(id, leaves)), versions, kept
+        leaves, spec = tree_flatten((args, kwargs))
+        kept = [
+            [id(t) for t in tensors_in(value)]
+            for each in module.modules()
+            for name, value in vars(each).items()
+            if not name.startswith("_") and isinstance(value, torch.Tensor | list | dict | tuple)
+        ]
+        versions = [_version_of(each) for each in leaves if isinstance(each, torch.Tensor)]
+        return spec, list(map(id, leaves)), versions, kept
 
 
 def _version_of(t: torch.Tensor) -> int:
@@ -308,7 +315,7 @@ def places_in(flow: TensorUses, calls: ModuleCalls) -> list[CutPlace]:
             continue
         # What it has been given and returns is sent as a result of the module that has made it.
         others = {n: t for n, t in crossing.items() if n not in numbers}
-        known = [_result(t, ended[:i], each.time, flow) for t in others.values()]
+        known = [_result(t, ended[:i], each.time, flow, calls) for t in others.values()]
         if None in known or _share_memory([*new, *others.values()], len(others)):
             continue
         beside = tuple(result for result in known if result is not None)
@@ -331,28 +338,26 @@ def places_in(flow: TensorUses, calls: ModuleCalls) -> list[CutPlace]:
     return found
 
 
-def _result(t: torch.Tensor, ended: Sequence[_Ended], time: int, flow: TensorUses) -> Result | None:
-    """The module that returns a tensor first, of those that have ended; others may keep it.
+def _result(
+    t: torch.Tensor, ended: Sequence[_Ended], time: int, uses: TensorUses, calls: ModuleCalls
+) -> Result | None:
+    """The module that returns a tensor first as it is, of those that have ended; others keep it.
 
-    None if there is none; if that was given the tensor, or changes something else; or if the tensor
-    is changed before ``time``: a later stage would change it again.
+    None if there is none, or if the tensor is changed before ``time``: a later stage would change
+    it again. A module that was given the tensor, or changes something else, does not count.
     """
     for each in ended:
         numbers = [number for number, own in enumerate(each.tensors) if own is t]
-        if numbers:
-            known = each.changes_others or any(given is t for given in each.given)
-            if known or flow.is_changed(t, each.time, time):
-                return None
+        if not numbers or each.changes_others or not _is_new(t, each, calls):
+            continue
+        if not uses.is_changed(t, each.time, time):
             return Result(each.module, numbers[0])
     return None
 
 
 def _is_new(t: torch.Tensor, call: _Ended, calls: ModuleCalls) -> bool:
-    """Whether no one has had a result of a call before."""
-    if any(each is t for each in call.given):
-        return False
-    before = (each for each in calls.ended if each.time <= call.begun)
-    return not any(own is t for each in before for own in each.tensors)
+    """Whether no one has had a result of a call before, but modules inside of it."""
+    return calls.first[id(t)] >= call.earlier and not any(each is t for each in call.given)
 
 
 def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
