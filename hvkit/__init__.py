@@ -1,4 +1,4 @@
-"""hvkit puts a PyTorch or Keras training script on Horovod's ring-allreduce with one call.
+"""hvkit puts a PyTorch, Keras or JAX training script on Horovod's ring-allreduce with one call.
 
 Importing hvkit is cheap: each public name is resolved on first use. The strategies are those that
 ``hvkit.strategies`` exports.
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hvkit.errors import LaunchError as LaunchError
     from hvkit.errors import RankLostError as RankLostError
     from hvkit.errors import RanksDisagreeError as RanksDisagreeError
+    from hvkit.frameworks.jax.batches import batch as batch
     from hvkit.main_rank import is_main as is_main
     from hvkit.main_rank import main_first as main_first
     from hvkit.mesh import Mesh as Mesh
@@ -64,6 +65,7 @@ _NAMES_BY_MODULE = {
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"
     ),
+    "frameworks.jax.batches": "batch",
     "main_rank": "is_main main_first",
     "mesh": "Mesh",
     "metrics": "EarlyStopping any_rank average",

@@ -89,9 +89,11 @@ def distribute(
 
     Args:
         model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow or
-            PyTorch), or a list of them that train together.
+            PyTorch), or a list of them that train together; or of JAX, an ``nnx.Module`` or a
+            pytree.
         optimizer: the one that updates the model, or a list of all, also of later phases. It may
-            hold parameters of no module, such as SAC's ``log_alpha``.
+            hold parameters of no module, such as SAC's ``log_alpha``. In JAX an ``nnx.Optimizer``;
+            for a pytree, a transformation of Optax or its state.
         lr_scaling: the factor on the learning rate inside an update: 1 for ``"none"``, the world
             size for ``"linear"``, its square root for ``"sqrt"``. The rate you set stays yours.
         warmup_steps: optimizer steps in which the rate grows to the full one; 0 for none.
@@ -124,7 +126,8 @@ def distribute(
             ``{"*.fc1": "colwise", "*.fc2": "rowwise"}``; None for all that hvkit proves it can.
 
     Returns:
-        The same model and optimizer objects (or the lists) that were passed in.
+        The same model and optimizer objects (or the lists) that were passed in; for a pytree of
+        JAX a new one.
 
     Raises:
         TypeError: the model or optimizer has an unsupported type, or they belong to different
@@ -139,8 +142,11 @@ def distribute(
         LaunchError: Horovod sees another number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.
     """
-    models = list(model) if isinstance(model, list | tuple) else [model]
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    in_jax = framework_of(model) == "jax"
+    # A list may be a pytree of JAX.
+    models = list(model) if isinstance(model, list | tuple) and not in_jax else [model]
+    several = isinstance(optimizer, list | tuple) and not in_jax
+    optimizers = list(optimizer) if several else [optimizer]
     engine = engine_of(framework_of(models[0])) if models else None
     runtime.init(engine)
     group = _group or all_ranks()
@@ -175,7 +181,13 @@ def distribute(
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         framework = _framework_of_all(models)
-        _refuse_second_call(models, optimizers)
+        if not in_jax:  # whose port knows it by the arrays
+            _refuse_second_call(models, optimizers)
+        elif monitor is not None:
+            raise ValueError(
+                "monitor is not for models of JAX, whose compiled steps show neither gradients nor "
+                "rates: return what you want to see from the step"
+            )
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem, group=group)
@@ -189,7 +201,7 @@ def distribute(
         problem = error
     raise_together(problem, group=group)
     assert port is not None
-    records = [(each, Record()) for each in optimizers]
+    records = [] if in_jax else [(each, Record()) for each in optimizers]
     keeper: Keeper | None = None
     if group.size > 1:
         monitored = "" if monitor is None else ", with a monitor"
@@ -221,8 +233,12 @@ def distribute(
         records, keeper = port.keep_in_step()
         if group.rank == 0:
             said = describe(rates, lr_scaling, options.group.size)
+            if in_jax:
+                said = "hvkit.batch makes one batch of theirs"
             logger.info(f"{group.size} ranks; {said}")
-    record(models, records, keeper, group)
+    record([] if in_jax else models, records, keeper, group)
+    if in_jax:
+        return port.model, port.optimizer
     return model, optimizer
 
 
@@ -258,7 +274,10 @@ def settled(*things: Any) -> Iterator[None]:
     with ExitStack() as stack:
         with call_within("hvkit.settled"):
             for thing in _each(things):
-                if framework_of(thing) is not None:
+                kind = framework_of(thing)
+                if kind == "jax":
+                    _require_module(thing)
+                elif kind is not None:
                     for keeper in keepers_of(thing):
                         stack.enter_context(keeper.settled())
                 elif _record(thing) is None:
@@ -270,6 +289,16 @@ def settled(*things: Any) -> Iterator[None]:
                 if (known := _record(thing)) is not None and known.gathered:
                     stack.enter_context(known.gathered())
         yield
+
+
+def _require_module(thing: Any) -> None:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(thing, nnx.Module | nnx.Optimizer):
+        raise TypeError(
+            "hvkit.settled takes modules and optimizers of Flax NNX, whose arrays it can set, but "
+            f"not a pytree ({type(thing).__name__}): where a strategy divides its arrays, make them whole with "
+            "jax.experimental.multihost_utils.process_allgather(tree, tiled=True) on every rank"
+        )
 
 
 def _each(things: Iterable[Any]) -> Iterator[Any]:
@@ -362,10 +391,10 @@ def _refuse_nonfinite(options: Options) -> None:
 
 
 def _framework_of_all(models: Sequence[Any]) -> str:
-    """``"torch"`` or ``"keras"``.
+    """``"torch"``, ``"keras"`` or ``"jax"``.
 
     Raises:
-        TypeError: one is no model, or they are of both.
+        TypeError: one is no model, or they are of several.
     """
     frameworks = [framework_of(model) or _refuse(model) for model in models]
     if len(set(frameworks)) > 1:
@@ -377,7 +406,7 @@ def _framework_of_all(models: Sequence[Any]) -> str:
 def _port_for(
     framework: str, models: Sequence[Any], optimizers: Sequence[Any], options: Options
 ) -> Port:
-    """Make the port for models of PyTorch or Keras; imports no other framework.
+    """Make the port for models of PyTorch, Keras or JAX; imports no other framework.
 
     Raises:
         TypeError: an optimizer belongs to another framework.
@@ -385,6 +414,10 @@ def _port_for(
     """
     if framework == "keras":
         return _port_for_keras(models, optimizers, options)
+    if framework == "jax":
+        from hvkit.frameworks.jax import JaxPort
+
+        return JaxPort(models[0], optimizers[0], options)
     if options.mesh:
         from hvkit.frameworks.pytorch.model_parallel.port import MeshPort
 
@@ -441,7 +474,8 @@ def _refuse(model: Any) -> NoReturn:
             "model: hvkit.distribute(actor, [actor_optimizer, alpha_optimizer])"
         )
     raise TypeError(
-        f"model must be a torch.nn.Module or a keras.Model, or a list of them, got {kind}{hint}"
+        "model must be a torch.nn.Module, a keras.Model or an nnx.Module, or a list of them, or a "
+        f"pytree with arrays of JAX, got {kind}{hint}"
     )
 
 

@@ -1,7 +1,7 @@
 """This process's place among the ranks, and the start of Horovod.
 
 With one process nothing is started. With several, the first use starts Horovod through the library
-of the framework that the script has imported.
+of the framework that the script has imported, or for JAX, MPI and JAX's own processes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class _World:
     of_parent: bool = False
 
 
+_FRAMEWORKS = (*ENGINES, "jax")
+
 # A rank sets this variable, so that processes that it starts do not take themselves for ranks.
 _MARK = "HVKIT_RANK"
 
@@ -52,17 +54,21 @@ def init(framework: str | None = None) -> None:
     ``hvkit.distribute`` calls this. Call it yourself, right after the imports, if code before
     that needs the rank, or if TensorFlow sees more than one GPU. A second call does nothing.
 
+    A JAX script must call ``hvkit.init("jax")`` before it makes its first array: it starts JAX's
+    own processes, one for each rank, and needs no Horovod.
+
     Args:
-        framework: ``"torch"`` or ``"tensorflow"``; by default the one that is imported already.
+        framework: ``"torch"``, ``"tensorflow"`` or ``"jax"``; by default the one that is imported
+            already.
 
     Raises:
         ValueError: unknown framework.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
-        LaunchError: Horovod sees another number of ranks than were launched, or this host has more
-            ranks than GPUs.
+        LaunchError: Horovod sees another number of ranks than were launched, this host has more
+            ranks than GPUs, or JAX has made arrays already.
     """
-    if framework is not None and framework not in ENGINES:
-        raise ValueError(f"framework must be one of {sorted(ENGINES)}, got {framework!r}")
+    if framework is not None and framework not in _FRAMEWORKS:
+        raise ValueError(f"framework must be one of {sorted(_FRAMEWORKS)}, got {framework!r}")
     world = _world or _join(framework)
     if world.size > 1 and framework is not None and framework not in _engines:
         _engines[framework] = _start(framework, world)
@@ -144,12 +150,12 @@ def _join(framework: str | None = None) -> _World:
     report(starting=True)
     try:
         with watch.starting():
-            engine = ENGINES[framework]()
+            engine = _new_engine(framework)
     finally:
         report(starting=False)
     hvd = engine.hvd
     if hvd.size() != announced.size:
-        raise LaunchError(_another_size(announced, hvd.size()))
+        raise LaunchError(_another_size(announced, hvd.size(), engine.library))
     report(pid=os.getpid())
     heartbeat.begin()
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
@@ -167,14 +173,28 @@ def _join(framework: str | None = None) -> _World:
     return _world
 
 
-def _another_size(announced: Launched, seen: int) -> str:
-    """Why Horovod sees another number of ranks than were launched, and the fix."""
-    counts = f"{announced.launcher} launched {announced.size} processes, but Horovod sees {seen}: "
+def _new_engine(framework: str) -> Engine:
+    if framework == "jax":
+        from hvkit.communication.jax_engine import JaxEngine
+
+        return JaxEngine()
+    return ENGINES[framework]()
+
+
+def _another_size(announced: Launched, seen: int, library: str) -> str:
+    """Why Horovod or mpi4py sees another number of ranks than were launched, and the fix."""
+    counts = f"{announced.launcher} launched {announced.size} processes, but {library} sees {seen}: "
     if announced.launcher == "srun":
         return (
             f"{counts}the MPI below it does not take its ranks from this srun. Start the script "
             f"with `hvkit run` instead, as in `salloc -n {announced.size} hvkit run "
             "train.py`, or in a batch script (`hvkit manifest slurm` writes one)"
+        )
+    if library != "Horovod":
+        return (
+            f"{counts}it has loaded another MPI than this {announced.launcher} belongs to, or the "
+            "ranks were started without MPI (--gloo). Start them with `hvkit run` or with the "
+            "mpirun of the MPI that mpi4py finds (`python -m mpi4py --mpi-lib-version`)"
         )
     return (
         f"{counts}it was built for another MPI than this {announced.launcher} belongs to. Rebuild "
@@ -184,7 +204,7 @@ def _another_size(announced: Launched, seen: int) -> str:
 
 def _start(framework: str, world: _World) -> Engine:
     _refuse_in_child(world)
-    engine = ENGINES[framework]()
+    engine = _new_engine(framework)
     engine.take_device(world.local_rank, world.local_size)
     return engine
 
@@ -197,7 +217,7 @@ def _shut_down() -> None:
 
 def _imported_framework() -> str:
     """The framework that the script has imported; else one that Horovod was built for."""
-    for framework in ("torch", "tensorflow"):
+    for framework in _FRAMEWORKS:  # JAX last: its scripts may load data with another one
         if framework in sys.modules:
             return framework
     return next(iter(built_for()), "torch")

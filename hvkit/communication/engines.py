@@ -54,7 +54,9 @@ class Engine(ABC):
     Collectives are those of all ranks, or of a process set. Ranks have their numbers among all.
     """
 
-    hvd: ModuleType
+    hvd: Any
+    library = "Horovod"
+    """What finds the ranks, for messages."""
 
     @abstractmethod
     def shut_down(self) -> None:
@@ -150,7 +152,7 @@ class PyTorchEngine(Engine):
             return
         keep_freed_memory(os.environ)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(_cpu_threads(local_size))
+            torch.set_num_threads(cpu_threads(local_size))
 
     def _shares_gpu(self, gpu: int | None) -> bool:
         """Whether two ranks have the same GPU; a collective, also of ranks that have none."""
@@ -177,7 +179,7 @@ class PyTorchEngine(Engine):
 
         in_place = "" if collective == "allgather" else "_"  # on the copy that is made here
         function = getattr(self.hvd, collective + in_place)
-        with torch.inference_mode(False), _for_ranks(within):
+        with torch.inference_mode(False), in_collective(within):
             sent = torch.from_numpy(array.copy())
             return _numpy(function(sent, name=f"hvkit.{collective}", **options))
 
@@ -203,7 +205,7 @@ class TensorFlowEngine(Engine):
         gpu = gpu_of_rank(local_rank, local_size, len(gpus))
         if gpu is None:
             if "OMP_NUM_THREADS" not in os.environ and not _tensorflow_has_started():
-                tf.config.threading.set_intra_op_parallelism_threads(_cpu_threads(local_size))
+                tf.config.threading.set_intra_op_parallelism_threads(cpu_threads(local_size))
             return
         try:
             tf.config.set_visible_devices(gpus[gpu], "GPU")
@@ -222,7 +224,7 @@ class TensorFlowEngine(Engine):
         import tensorflow as tf
 
         function = getattr(self.hvd, collective)
-        with _for_ranks(within), tf.init_scope(), tf.device("CPU:0"):
+        with in_collective(within), tf.init_scope(), tf.device("CPU:0"):
             return _numpy(function(tf.constant(array), name=f"hvkit.{collective}", **options))
 
 
@@ -277,7 +279,8 @@ Every rank makes these collectives equally often, and returns from one only afte
 
 
 @contextmanager
-def _for_ranks(within: ProcessSet | None = None) -> Iterator[None]:
+def in_collective(within: ProcessSet | None = None) -> Iterator[None]:
+    """Wraps an engine's collective, of all ranks or of some of them."""
     if within and before_collective:
         raise ValueError(
             f"{ranks_text(within.ranks)} train as a group while rank 0 serves weights or batches "
@@ -340,7 +343,8 @@ def _reduces_in_host_memory(hvd: ModuleType, shared_gpu: bool = False) -> bool:
     return True
 
 
-def _cpu_threads(local_size: int) -> int:
+def cpu_threads(local_size: int) -> int:
+    """How many threads this rank should compute with, one of ``local_size`` ranks on its host."""
     usable, host = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     return threads_of_rank(local_size, usable, host, allowance().cpus)
 

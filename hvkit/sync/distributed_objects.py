@@ -118,7 +118,7 @@ def _weights_of(model: Any) -> list[Any]:
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.layers.Layer):  # on PyTorch also a module
         return [w._value for w in model.weights if getattr(w, "_value", None) is not None]
-    return list(model.parameters())
+    return list(model.parameters()) if hasattr(model, "parameters") else []  # none of JAX
 
 
 def _plain(model: Any) -> Any:

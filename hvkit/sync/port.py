@@ -211,18 +211,31 @@ class Port(Protocol):
 
 
 def framework_of(model: object) -> str | None:
-    """``"torch"`` or ``"keras"`` for one of their models, None for any other object."""
+    """``"torch"``, ``"keras"`` or ``"jax"`` for one of their models, None for any other object.
+
+    A model of JAX is a module of Flax NNX, or any pytree with an array of JAX.
+    """
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):  # on PyTorch also one of its modules
         return "keras"
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return "torch"
-    return None
+    return "jax" if _is_of_jax(model) else None
+
+
+def _is_of_jax(model: object) -> bool:
+    jax, nnx = sys.modules.get("jax"), sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(model, nnx.Module):
+        return True
+    # A framework that is not JAX may have imported it, without using it.
+    if jax is None or not hasattr(jax, "tree"):
+        return False
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model))
 
 
 def engine_of(framework: str | None) -> str | None:
-    """The Horovod for models of ``framework_of``: ``"torch"`` or ``"tensorflow"``.
+    """The engine for models of ``framework_of``: ``"torch"``, ``"tensorflow"`` or ``"jax"``.
 
     None if there is none: no model, or one of a backend of Keras without a port.
     """

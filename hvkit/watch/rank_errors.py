@@ -43,6 +43,9 @@ class Witness(Protocol):
     def failed(self, how: str, *, ends: bool) -> None:
         """Record that this rank has an error of its own, and whether it ends with it now."""
 
+    def run_ends(self) -> bool:
+        """Whether the run must end, so that no wait for another rank is of use."""
+
 
 _witness: Witness | None = None
 E = TypeVar("E", bound=Exception)
@@ -126,6 +129,11 @@ def note_uncaught() -> None:
         _witness.failed(_failed_with(meant), ends=True)
 
 
+def run_ends() -> bool:
+    """Whether another rank has ended, or waits in another call, so that waits for it never end."""
+    return _witness is not None and _witness.run_ends()
+
+
 # The last error of hvkit that a function has raised which a graph called, until ``meaning_of`` has
 # seen what the graph raises for it.
 _in_function: list[Exception] = []
@@ -191,9 +199,9 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
         )
         return mark_as_shown_by(meant, 0) if on_every_rank else meant
     if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
-        return _lost(call)
+        return lost(call)
     if isinstance(error, RuntimeError) and "/gloo/transport/" in text:  # a connection that broke
-        return _lost(call)
+        return lost(call)
     if _from_horovod(error) and "Mismatched" in text:
         reason = text[text.index("Mismatched") :].split("\n")[0]
         here = f"{call or 'a collective'} ({line_of_script()})"
@@ -205,9 +213,9 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
 
 
 def _from_horovod(error: BaseException) -> bool:
-    from horovod.common.exceptions import HorovodInternalError
-
-    return isinstance(error, HorovodInternalError) or _from_tensorflow(error)
+    horovod = sys.modules.get("horovod.common.exceptions")
+    internal = horovod is not None and isinstance(error, horovod.HorovodInternalError)
+    return internal or _from_tensorflow(error)
 
 
 def _from_tensorflow(error: BaseException) -> bool:
@@ -215,7 +223,7 @@ def _from_tensorflow(error: BaseException) -> bool:
     return type(error).__module__.startswith("tensorflow.")
 
 
-def _lost(call: str) -> RankLostError:
+def lost(call: str) -> RankLostError:
     """The error of a rank whose collective ended without a result."""
     line = line_of_script()
     reason = _witness.reason() if _witness else ""

@@ -108,6 +108,10 @@ class Watcher:
         other = self._explained.is_set() and self._shown_by != self.rank
         return self._shown_by if other else None
 
+    def run_ends(self) -> bool:
+        """Whether a reason to end the run is known."""
+        return self._explained.is_set()
+
     def failed(self, how: str, *, ends: bool) -> None:
         """Record that this rank ends with an error of its own.
 

@@ -1,0 +1,165 @@
+"""Models and optimizers of JAX as trees of arrays, and the places of these arrays.
+
+A model is a ``flax.nnx.Module``, whose arrays are set in place, or a pytree, of which a new one is
+made: Flax's ``TrainState``, a module of Equinox, or a dict of parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hvkit.communication.collectives import broadcast_state
+
+RANKS = "ranks"
+"""The axis of the mesh of all ranks' devices."""
+
+Place = Callable[[tuple[int, ...]], NamedSharding]
+"""Where an array of some shape is: whole on each device, or divided among them."""
+
+
+@cache
+def all_devices() -> Mesh:
+    """The devices of all ranks, in rank order."""
+    return Mesh(np.array(jax.devices()), (RANKS,))
+
+
+def whole(shape: tuple[int, ...]) -> NamedSharding:
+    """On every device the whole array."""
+    return NamedSharding(all_devices(), PartitionSpec())
+
+
+def divided(shape: tuple[int, ...]) -> NamedSharding:
+    """On every device an equal part, by the longest dimension that can be divided so, if any."""
+    devices = all_devices().size
+    usable = [n for n, length in enumerate(shape) if length and length % devices == 0]
+    if not usable:
+        return whole(shape)
+    axis = max(usable, key=lambda n: shape[n])
+    return NamedSharding(all_devices(), PartitionSpec(*(None,) * axis, RANKS))
+
+
+def by_rows() -> NamedSharding:
+    """On every device an equal part of the rows."""
+    return NamedSharding(all_devices(), PartitionSpec(RANKS))
+
+
+def is_nnx(thing: object) -> bool:
+    """Whether arrays are set inside this object: a module or optimizer of Flax NNX."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(thing, nnx.Module | nnx.Optimizer)
+
+
+def tree_of(thing: Any) -> Any:
+    """The arrays of a model or an optimizer, as a pytree."""
+    return sys.modules["flax.nnx"].state(thing) if is_nnx(thing) else thing
+
+
+def with_tree(thing: Any, tree: Any) -> Any:
+    """The model or optimizer with other arrays: the same object with NNX, else the tree itself."""
+    if not is_nnx(thing):
+        return tree
+    sys.modules["flax.nnx"].update(thing, tree)
+    return thing
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf of a tree is an array, and no number, function or text."""
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def named_leaves(thing: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a model or an optimizer with their names: ``.params['dense']['kernel']``."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree_of(thing)):
+        # NNX has its arrays inside of variables, as an attribute value.
+        yield jax.tree_util.keystr(path).removesuffix(".value"), leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def on_host(leaf: Any) -> np.ndarray[Any, Any]:
+    """A copy of an array in host memory, of a key the numbers that it is made of.
+
+    Of a divided array, this needs all ranks: ``gathered`` comes first.
+    """
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype))
+
+
+def own_part(leaf: Any) -> np.ndarray[Any, Any]:
+    """What this rank has of an array, in host memory: all of one that is whole on each device."""
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    if not isinstance(data, jax.Array) or data.is_fully_addressable:
+        return np.asarray(data)
+    return np.asarray(data.addressable_data(0))
+
+
+def placed(leaf: Any, host: np.ndarray[Any, Any], place: Place) -> jax.Array:
+    """An array with these numbers on the devices of all ranks.
+
+    Args:
+        leaf: the array that it stands for.
+        host: as from ``on_host``, the same on every rank.
+        place: where it is.
+    """
+    # Not device_put, which would compare the numbers of all ranks.
+    place = whole if _is_key(leaf) else place
+    array = jax.make_array_from_callback(host.shape, place(host.shape), lambda part: host[part])
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+
+
+def from_rank_0(tree: Any, place: Place) -> Any:
+    """A tree whose arrays have rank 0's numbers and belong to all ranks; a collective."""
+
+    def received(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        host = on_host(leaf)
+        broadcast_state(host.reshape(-1).view(np.uint8))
+        return placed(leaf, host, place)
+
+    return jax.tree.map(received, tree)
+
+
+def constrained(tree: Any, place: Place) -> Any:
+    """Inside a compiled function: a tree whose arrays are at these places."""
+    return jax.tree.map(
+        lambda leaf: (
+            jax.lax.with_sharding_constraint(leaf, place(leaf.shape))
+            if isinstance(leaf, jax.Array) and not _is_key(leaf)
+            else leaf
+        ),
+        tree,
+    )
+
+
+def gathered(tree: Any) -> Any:
+    """A tree whose arrays are whole on every device; a collective, if some are divided."""
+
+    def whole_of(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return jax.jit(lambda x: x, out_shardings=whole(leaf.shape))(leaf)
+
+    return jax.tree.map(whole_of, tree)
+
+
+def is_whole_everywhere(leaf: Any) -> bool:
+    """Whether every rank has all of an array."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
+
+
+def belongs_to_all(thing: Any) -> bool:
+    """Whether arrays of a model are on the devices of several ranks."""
+    return any(
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        for leaf in jax.tree.leaves(tree_of(thing))
+    )

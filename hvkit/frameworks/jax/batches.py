@@ -1,0 +1,205 @@
+"""``hvkit.batch``: each rank's batch as a part of one batch of all ranks.
+
+A compiled function that gets such a batch computes with the rows of all ranks, as one process does
+with the whole batch: XLA has each rank compute with its own rows, and adds the collectives.
+
+It is also where ranks meet in Python once in a step, since steps of JAX are compiled. So here a
+rank that has ended or sleeps is noticed, and the ranks compare their weights now and then: a batch
+that has not come through here leaves them different, and nothing else would show it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit import runtime
+from hvkit.communication.collectives import gather, raise_together
+from hvkit.errors import RanksDisagreeError, ranks_text
+from hvkit.frameworks.jax.arrays import (
+    all_devices,
+    by_rows,
+    is_array,
+    is_whole_everywhere,
+    named_leaves,
+    own_part,
+    placed,
+    whole,
+)
+from hvkit.main_rank import warn_once
+from hvkit.sync.fingerprints import Compared, fingerprint, require_same
+from hvkit.watch.calls import named
+from hvkit.watch.rank_errors import mark_as_shown_by
+
+_FIX = (
+    "each rank has trained with other batches, or other keys or arrays of its own: pass each batch "
+    "through hvkit.batch, and the same keys and other arguments to compiled functions on every rank"
+)
+
+
+class _Checks:
+    """When the ranks compare the weights of which models.
+
+    Args:
+        every: each so many batches; None for after 1, 2, 4, 8, ...
+        models: of NNX. Weights in pytrees are the script's, and out of reach.
+    """
+
+    def __init__(self, every: int | None, models: Sequence[Any]) -> None:
+        self._every = every
+        self._models = models
+        self._batches = 0
+
+    def next_batch(self) -> None:
+        """Compare the weights, if it is time; a collective then."""
+        n = self._batches
+        self._batches += 1
+        if n and (n % self._every == 0 if self._every else n & (n - 1) == 0):
+            self.compare()
+
+    def compare(self) -> None:
+        """Raise on every rank unless all hold the same weights; a collective."""
+        leaves = [
+            each
+            for model in self._models
+            for each in named_leaves(model)
+            if is_array(each[1]) and is_whole_everywhere(each[1])
+        ]
+        require_same(
+            "batch",
+            [Compared(name, fix=_FIX) for name, _ in leaves],
+            [fingerprint(own_part(leaf)) for _, leaf in leaves],
+        )
+
+
+_checks: list[_Checks] = []
+_compared_first = False
+
+
+def expect(check_every: int | None, models: Sequence[Any]) -> None:
+    """From now on, compare the weights of these models now and then in ``batch``."""
+    if models:
+        _checks.append(_Checks(check_every, models))
+
+
+@named("hvkit.batch")
+def batch(*arrays: Any) -> Any:
+    """Make one batch of all ranks' batches, for the compiled step of a JAX script.
+
+        x, y = hvkit.batch(x, y)
+        loss = train_step(model, optimizer, x, y)
+
+    A collective: every rank must call it, in each step. The result has the rows of all ranks in
+    rank order, each on its own rank's devices, and a function of ``jax.jit`` or ``nnx.jit`` computes
+    with all of them: its losses are means over the global batch, and so are the statistics of batch
+    norm. If the ranks have different numbers of rows, as at the end of an epoch, or numbers that
+    their devices cannot share equally, every device gets all rows of that batch: the result is the
+    same, and takes as long as in one process.
+
+    With one process it returns what it was given.
+
+    Args:
+        *arrays: of NumPy or JAX, tensors in host memory of PyTorch or TensorFlow, or pytrees of
+            these. All have equally many rows, the first dimension.
+
+    Returns:
+        The same with arrays of JAX; one argument as itself, several as a tuple. What belongs to all
+        ranks already stays as it is.
+
+    Raises:
+        ValueError: there is no array, or the numbers of rows differ; on every rank.
+        RanksDisagreeError: the ranks' arrays differ in number, shape behind the rows, or dtype; or
+            the ranks' weights differ.
+        RankLostError: another rank has ended, or waits in another call.
+    """
+    given: Any = arrays[0] if len(arrays) == 1 else arrays
+    if runtime.size() == 1:
+        return given
+    runtime.init("jax")
+    leaves, structure = jax.tree.flatten(given)
+    own: list[NDArray[Any]] = []
+    problem: Exception | None = None
+    try:
+        if all(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
+            if leaves:
+                return given
+        own = [_rows_of(leaf) for leaf in leaves]
+        _require_rows(own)
+    except Exception as error:  # of any type: the other ranks must not wait for this one
+        problem = error
+    raise_together(problem, "batch")
+    counts = _counts(own, str(structure))
+    for each in _checks:
+        each.next_batch()
+    devices = len(all_devices().local_devices)
+    if len(set(counts)) == 1 and counts[0] % devices == 0:
+        rows = sum(counts)
+        placing = by_rows()
+        made = [
+            jax.make_array_from_process_local_data(placing, leaf, (rows, *leaf.shape[1:]))
+            for leaf in own
+        ]
+    else:
+        made = [placed(leaf, _rows_of_all(leaf), whole) for leaf in own]
+    return jax.tree.unflatten(structure, made)
+
+
+def _rows_of(leaf: Any) -> NDArray[Any]:
+    array = np.asarray(leaf)
+    return np.ascontiguousarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def _require_rows(arrays: Sequence[NDArray[Any]]) -> None:
+    if not arrays:
+        raise ValueError("hvkit.batch got no array: pass those of one step, hvkit.batch(x, y)")
+    shapes = [each.shape for each in arrays]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            "hvkit.batch takes arrays with equally many rows, the first dimension; got the shapes "
+            f"{shapes}. Pass numbers and keys, the same on every rank, to the step itself"
+        )
+
+
+def _counts(arrays: Sequence[NDArray[Any]], structure: str) -> list[int]:
+    """Each rank's number of rows; a collective.
+
+    Raises:
+        RanksDisagreeError: the arrays differ in anything else.
+    """
+    global _compared_first
+    kinds = f"{[(each.dtype.name, each.shape[1:]) for each in arrays]} {structure}"
+    content = 0
+    if not _compared_first:
+        for each in arrays:
+            content = zlib.crc32(each.view(np.uint8), content)
+    # One small message a step: the kinds in full only if they differ.
+    everyone = gather("batch", (len(arrays[0]), zlib.crc32(kinds.encode()), content))
+    if len({theirs for _, theirs, _ in everyone}) > 1:
+        said = gather("batch", kinds)
+        other = next(rank for rank, theirs in enumerate(said) if theirs != said[0])
+        error = RanksDisagreeError(
+            f"in hvkit.batch rank {other} passes arrays of {said[other]}, rank 0 of {said[0]}: "
+            "pass arrays of the same dtypes, and the same shapes behind the rows, on every rank"
+        )
+        raise mark_as_shown_by(error, 0)
+    if not _compared_first:
+        _compared_first = True
+        if len({of for _, _, of in everyone}) == 1:
+            warn_once(
+                "equal work",
+                f"{ranks_text(range(len(everyone)))} pass the same first batch to hvkit.batch: "
+                "give each rank its own part of the data with hvkit.shard(data)",
+            )
+    return [count for count, _, _ in everyone]
+
+
+def _rows_of_all(array: NDArray[Any]) -> NDArray[Any]:
+    """All ranks' rows, in rank order; a collective."""
+    engine = runtime.engine("jax")
+    data = engine.allgather(array.reshape(-1).view(np.uint8))
+    return data.view(array.dtype).reshape(-1, *array.shape[1:])

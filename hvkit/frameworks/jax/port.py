@@ -1,0 +1,221 @@
+"""The steps of ``hvkit.distribute`` for JAX.
+
+A model's arrays become arrays of all ranks, each rank's batch a part of one batch of all
+(``hvkit.batch``). The script's own compiled step then computes what one process would with the
+whole batch: losses, batch norm and dropout included. XLA averages gradients inside of it, so that
+whatever hvkit does with gradients elsewhere is refused here, with what takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+
+from hvkit.communication.engines import Engine
+from hvkit.frameworks.jax import batches
+from hvkit.frameworks.jax.arrays import (
+    Place,
+    belongs_to_all,
+    divided,
+    from_rank_0,
+    gathered,
+    is_array,
+    is_nnx,
+    named_leaves,
+    tree_of,
+    whole,
+    with_tree,
+)
+from hvkit.frameworks.jax.updates import divided_updates, is_transformation
+from hvkit.learning_rate import Multiplier
+from hvkit.strategies.fully_shard import FullyShard
+from hvkit.strategies.sharded_optimizer import ShardedOptimizer
+from hvkit.strategies.synchronous import Synchronous
+from hvkit.sync.port import Keeper, Options, Record
+
+_STRATEGIES = (Synchronous, ShardedOptimizer, FullyShard)
+
+
+class JaxPort:
+    """Implements ``hvkit.sync.port.Port``.
+
+    Args:
+        model: one model, or with NNX a list of them.
+        optimizer: an ``nnx.Optimizer`` or a list of them; else a transformation of Optax, or the
+            state of one.
+        options: as passed to ``distribute``.
+
+    Attributes:
+        model: as passed; a new pytree after ``synchronise`` unless it is of NNX.
+        optimizer: the same.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, options: Options) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._options = options
+        self._refuse_options()
+        for role, thing in (("model", model), ("optimizer", optimizer)):
+            for each in _each(thing):
+                if belongs_to_all(each):
+                    raise ValueError(
+                        f"this {role} ({type(each).__name__}) was passed to hvkit.distribute "
+                        "before: pass a model and its optimizer once, before the first step"
+                    )
+        if any(map(is_nnx, _each(model))) != any(map(is_nnx, _each(optimizer))):
+            raise TypeError(
+                "an nnx.Module goes with its nnx.Optimizer, and a pytree of parameters with a "
+                f"transformation of Optax or its state; got a model {type(model).__name__} and an "
+                f"optimizer {type(optimizer).__name__}"
+            )
+        self._of_weights: Place = whole
+        self._of_state: Place = whole
+        if isinstance(options.strategy, FullyShard):
+            self._of_weights = self._of_state = divided
+        elif isinstance(options.strategy, ShardedOptimizer):
+            self._of_state = divided
+        if self._is_divided and not any(_transformations(model, optimizer)):
+            raise TypeError(
+                f"{options.strategy} must change the optimizer's update, which a state does not "
+                "hold: pass the transformation, `params, tx = hvkit.distribute(params, tx, ...)`, "
+                "and call tx.init(params) afterwards"
+            )
+
+    @property
+    def _is_divided(self) -> bool:
+        return self._of_state is divided
+
+    def _refuse_options(self) -> None:
+        """Raise for options that would need to look at gradients between two ranks.
+
+        Raises:
+            ValueError: names the option, and what takes its place.
+        """
+        options = self._options
+        refused = {
+            f"strategy={options.strategy}": (
+                not isinstance(options.strategy, _STRATEGIES),
+                "XLA averages gradients inside the compiled step, so that ranks hold the same "
+                "weights after each: choose hvkit.Synchronous(), hvkit.ShardedOptimizer() or "
+                "hvkit.FullyShard()",
+            ),
+            f"compression={options.compression}": (
+                options.compression is not None,
+                "XLA sends gradients in their own dtype: compute in jax.numpy.bfloat16 to halve "
+                "what is sent",
+            ),
+            f"accumulate={options.accumulate}": (
+                options.accumulate > 1,
+                "wrap the optimizer: optax.MultiSteps(tx, every_k_schedule=...)",
+            ),
+            f"batch_norm={options.batch_norm!r}": (
+                options.batch_norm == "local",
+                "a batch is one array of all ranks, and its statistics are those of all: leave "
+                "batch_norm out",
+            ),
+            f"on_nonfinite={options.on_nonfinite!r}": (
+                options.on_nonfinite != "ignore",
+                "wrap the optimizer: optax.apply_if_finite(tx, max_consecutive_errors=...)",
+            ),
+            f"warmup_steps={options.warmup_steps}": (
+                options.warmup_steps > 0,
+                "use a schedule of Optax: optax.warmup_cosine_decay_schedule(...)",
+            ),
+            "mesh": (
+                options.mesh is not None,
+                "meshes divide models of PyTorch and Keras: in JAX, hvkit.FullyShard() divides "
+                "weights, and jax.sharding the rest",
+            ),
+        }
+        for option, (is_set, instead) in refused.items():
+            if is_set:
+                raise ValueError(f"{option} is not for models of JAX: {instead}")
+
+    def facts(self) -> Sequence[str]:
+        return [
+            f"{role} {name} {leaf.dtype}{list(leaf.shape)}"
+            if is_array(leaf)
+            else f"{role} {name} {leaf!r}"
+            for role, things in (("model", self.model), ("optimizer", self.optimizer))
+            for thing in _each(things)
+            for name, leaf in named_leaves(thing)
+            if is_array(leaf) or isinstance(leaf, bool | int | float | complex | str)
+        ]
+
+    def more_than_sgd(self) -> list[str]:
+        return []  # no strategy with a momentum of its own comes here
+
+    def synchronise(self) -> None:
+        self.model = self._placed(self.model, self._of_weights)
+        self.optimizer = self._placed(self.optimizer, self._of_state)
+
+    def _placed(self, things: Any, place: Place) -> Any:
+        if not isinstance(things, list) or not any(map(is_nnx, things)):
+            return with_tree(things, from_rank_0(tree_of(things), place))
+        return [with_tree(each, from_rank_0(tree_of(each), place)) for each in things]
+
+    def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
+        if not multiplier.changes_nothing:
+            raise ValueError(
+                "lr_scaling is not for models of JAX, whose rates are inside of Optax: multiply "
+                "the rate there, optax.sgd(rate * hvkit.size())"
+            )
+        return []
+
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        if self._is_divided:
+            self._divide_updates()
+        batches.expect(self._options.check_every, [m for m in _each(self.model) if is_nnx(m)])
+        return [
+            (thing, Record(gathered=partial(_whole_for_a_while, thing)))
+            for things in (self.model, self.optimizer)
+            for thing in _each(things)
+            if is_nnx(thing)
+        ], None
+
+    def _divide_updates(self) -> None:
+        """Have each update leave its results divided."""
+
+        def of(transformation: Any) -> Any:
+            return divided_updates(transformation, self._of_weights, self._of_state)
+
+        for each in _each(self.optimizer):
+            if is_nnx(each):
+                each.tx = of(each.tx)
+        if is_transformation(self.optimizer):
+            self.optimizer = of(self.optimizer)
+        if hasattr(self.model, "tx") and hasattr(self.model, "replace"):
+            self.model = self.model.replace(tx=of(self.model.tx))
+
+
+def _each(thing: Any) -> list[Any]:
+    """The modules or optimizers of NNX in a list; anything else by itself."""
+    if isinstance(thing, list | tuple) and any(map(is_nnx, thing)):
+        return list(thing)
+    return [thing]
+
+
+def _transformations(model: Any, optimizer: Any) -> Iterator[Any]:
+    """The transformations of Optax that were passed."""
+    for each in _each(optimizer):
+        if is_nnx(each):
+            yield each.tx
+        elif is_transformation(each):
+            yield each
+    if is_transformation(getattr(model, "tx", None)):  # Flax's TrainState
+        yield model.tx
+
+
+@contextmanager
+def _whole_for_a_while(thing: Any) -> Iterator[None]:
+    """Hold the whole arrays on every rank; a collective if some are divided."""
+    before = tree_of(thing)
+    with_tree(thing, gathered(before))
+    try:
+        yield
+    finally:
+        with_tree(thing, before)
