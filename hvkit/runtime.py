@@ -183,7 +183,9 @@ def _new_engine(framework: str) -> Engine:
 
 def _another_size(announced: Launched, seen: int, library: str) -> str:
     """Why Horovod or mpi4py sees another number of ranks than were launched, and the fix."""
-    counts = f"{announced.launcher} launched {announced.size} processes, but {library} sees {seen}: "
+    counts = (
+        f"{announced.launcher} launched {announced.size} processes, but {library} sees {seen}: "
+    )
     if announced.launcher == "srun":
         return (
             f"{counts}the MPI below it does not take its ranks from this srun. Start the script "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from hvkit.checkpoint.saved_object import JsonPart, MonitorPart, Part
@@ -30,7 +31,9 @@ def parts_of(given: Mapping[str, Any]) -> list[Part]:
                 f"{name!r} cannot be the name of a part: use a Python identifier other than "
                 f"{', '.join(_RESERVED)}"
             )
-    models = {name: each for name, each in named.items() if framework_of(each) is not None}
+    models = {
+        name: each for name, each in named.items() if framework_of(each) in ("torch", "keras")
+    }
     rest = {name: each for name, each in named.items() if name not in models}
     return [part_for(name, each, list(models.values())) for name, each in (models | rest).items()]
 
@@ -38,7 +41,7 @@ def parts_of(given: Mapping[str, Any]) -> list[Part]:
 def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every object with its name; those in lists and dicts as ``optimizer-0``, ``model-critic``."""
     for name, thing in given.items():
-        if _has_state(thing):
+        if _has_state(thing) or framework_of(thing) == "jax":
             yield name, thing
         elif isinstance(thing, Mapping):
             yield from ((f"{name}-{key}", each) for key, each in thing.items())
@@ -63,6 +66,19 @@ def part_for(name: str, thing: Any, models: list[Any]) -> Part:
         from hvkit.checkpoint.keras import CallbackPart
 
         return CallbackPart(name, thing)
+    if "jax" in sys.modules and not _has_state(thing):
+        from hvkit.frameworks.jax.arrays import is_nnx
+
+        if is_nnx(thing) or isinstance(thing, SimpleNamespace):
+            from hvkit.checkpoint.jax import ArraysPart
+
+            return ArraysPart(name, thing)
+        if framework_of(thing) == "jax":
+            raise TypeError(
+                f"{name} is a pytree ({type(thing).__name__}), which steps replace and restore() "
+                "cannot set: hold it in an object that your loop updates, run = "
+                "types.SimpleNamespace(params=params, opt_state=opt_state), and pass run=run"
+            )
     if not _has_state(thing):
         raise TypeError(
             f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "

@@ -194,14 +194,16 @@ def _taken(value: Any) -> _Value:
     tf = sys.modules.get("tensorflow")
     if tf is not None and isinstance(value, tf.Tensor | tf.Variable):
         return _from_tensorflow(value)
+    if (jax := sys.modules.get("jax")) is not None and isinstance(value, jax.Array):
+        return _from_jax(value)
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
         array = np.asarray(value)
         array = array.astype(array.dtype.newbyteorder("="))
         scalar = isinstance(value, np.generic)
         return _Value(array.dtype.name, array, lambda new: new[()] if scalar else new)
     raise TypeError(
-        "allreduce takes a dense tensor of PyTorch or TensorFlow, a NumPy array or a number, got "
-        f"{value!r} of type {type(value).__name__}; hvkit.allgather takes any object"
+        "allreduce takes a dense tensor of PyTorch or TensorFlow, an array of NumPy or JAX, or a "
+        f"number, got {value!r} of type {type(value).__name__}; hvkit.allgather takes any object"
     )
 
 
@@ -237,3 +239,22 @@ def _from_tensorflow(value: Any) -> _Value:
             return tf.cast(tf.constant(new), value.dtype)
 
     return _Value(dtype, array, restore)
+
+
+def _from_jax(value: Any) -> _Value:
+    import jax
+
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            "allreduce needs the values of an array, which has none inside a compiled function: "
+            "call it outside, on the function's result"
+        )
+    if not value.is_fully_addressable and not value.is_fully_replicated:
+        raise TypeError(
+            f"allreduce reduces what each rank has for itself, but this array of shape "
+            f"{value.shape} belongs to all ranks: reduce it with jax.numpy"
+        )
+    _require_defined(value.dtype.name, "max" if value.dtype.name == "bool" else "sum")
+    array = np.asarray(value)
+    array = array.astype(np.float32) if value.dtype.name == "bfloat16" else array
+    return _Value(value.dtype.name, array, lambda new: jax.numpy.asarray(new).astype(value.dtype))

@@ -113,7 +113,32 @@ def placed(leaf: Any, host: np.ndarray[Any, Any], place: Place) -> jax.Array:
     # Not device_put, which would compare the numbers of all ranks.
     place = whole if _is_key(leaf) else place
     array = jax.make_array_from_callback(host.shape, place(host.shape), lambda part: host[part])
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+    return (
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+    )
+
+
+def shape_on_host(leaf: Any) -> tuple[int, ...]:
+    """The shape of what ``on_host`` returns."""
+    return tuple(jax.random.key_data(leaf).shape if _is_key(leaf) else leaf.shape)
+
+
+def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
+    """An array with these numbers where another one is now.
+
+    Args:
+        leaf: an array of NumPy or JAX.
+        host: as from ``on_host``, the same on every rank if the array belongs to several.
+    """
+    if not isinstance(leaf, jax.Array):
+        return host.astype(leaf.dtype)
+    host = host if _is_key(leaf) else host.astype(leaf.dtype)
+    if not leaf.is_fully_addressable:
+        return placed(leaf, host, lambda shape: leaf.sharding)
+    array = jax.numpy.asarray(host)
+    return (
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+    )
 
 
 def from_rank_0(tree: Any, place: Place) -> Any:

@@ -1,0 +1,147 @@
+"""The part for JAX: the arrays of a module of Flax NNX, or of pytrees, by name in an ``.npz`` file.
+
+Arrays come back on the devices where they are now, so a run that divides them in another way, or on
+another number of ranks, resumes the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from hvkit.checkpoint.saved_object import ContentReader, Part
+from hvkit.frameworks.jax.arrays import (
+    gathered,
+    is_array,
+    is_nnx,
+    is_whole_everywhere,
+    like,
+    named_leaves,
+    on_host,
+    own_part,
+    shape_on_host,
+    tree_of,
+    with_tree,
+)
+from hvkit.sync.distributed_objects import record_of
+from hvkit.sync.fingerprints import Compared, Rows, fingerprint
+from hvkit.sync.port import Record
+
+# The entry of the file that names the dtypes, which NumPy's format has not all.
+_DTYPES = "dtypes"
+
+
+class ArraysPart(Part):
+    """The arrays and numbers of a module or an optimizer of NNX, or of pytrees in a namespace.
+
+    Args:
+        name: the part's name.
+        thing: the module or optimizer, whose arrays ``load`` sets; or a ``types.SimpleNamespace``
+            that holds pytrees, whose attributes it sets.
+    """
+
+    def __init__(self, name: str, thing: Any) -> None:
+        super().__init__(name, ".npz")
+        self._thing = thing
+        # What ``save`` writes: whole arrays, while ranks are in ``gathered``.
+        self._whole: Any = None
+
+    @property
+    def record(self) -> Record | None:
+        return record_of(self._thing) if is_nnx(self._thing) else None
+
+    def _tree(self) -> Any:
+        return (
+            vars(self._thing) if isinstance(self._thing, SimpleNamespace) else tree_of(self._thing)
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "shapes": {
+                name: list(leaf.shape)
+                for name, leaf in named_leaves(self._tree())
+                if is_array(leaf)
+            }
+        }
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        self._whole = gathered(self._tree())
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def save(self, path: Path) -> None:
+        tree = self._tree() if self._whole is None else self._whole
+        values = {name: _saved(name, leaf) for name, leaf in named_leaves(tree) if _holds(leaf)}
+        dtypes = {name: value.dtype.name for name, value in values.items()}
+        # NumPy's format knows none of ml_dtypes.
+        plain = {
+            name: value.view(f"u{value.dtype.itemsize}") if value.dtype.kind == "V" else value
+            for name, value in values.items()
+        }
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **plain, **{_DTYPES: np.array(json.dumps(dtypes))})
+
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
+        own = {name: leaf for name, leaf in named_leaves(self._tree()) if _holds(leaf)}
+        with np.load(ContentReader(content)) as file:
+            dtypes = json.loads(str(file[_DTYPES]))
+            if other := sorted(set(dtypes) ^ set(own)):
+                where = "the checkpoint" if other[0] in dtypes else "the script"
+                raise ValueError(f"only {where} has {other[0]}")
+            values = {name: file[name].view(np.dtype(dtype)) for name, dtype in dtypes.items()}
+        tree = self._tree()
+        leaves = [
+            _loaded(name, leaf, values[name]) if _holds(leaf) else leaf
+            for name, leaf in named_leaves(tree)
+        ]
+        tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        if isinstance(self._thing, SimpleNamespace):
+            vars(self._thing).update(tree)
+        else:
+            with_tree(self._thing, tree)
+
+    def compared(self) -> tuple[list[Compared], list[Rows]]:
+        leaves = [
+            each
+            for each in named_leaves(self._tree())
+            if is_array(each[1]) and is_whole_everywhere(each[1])
+        ]
+        return (
+            [Compared(f"{self.name} {name}") for name, _ in leaves],
+            [fingerprint(own_part(leaf)) for _, leaf in leaves],
+        )
+
+
+def _holds(leaf: Any) -> bool:
+    """Whether a checkpoint saves a leaf: arrays and numbers, but no functions or text."""
+    return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _saved(name: str, leaf: Any) -> np.ndarray[Any, Any]:
+    if name == _DTYPES:
+        raise ValueError(f"an array cannot have the name {name!r}")
+    return on_host(leaf) if is_array(leaf) else np.asarray(leaf)
+
+
+def _loaded(name: str, leaf: Any, value: np.ndarray[Any, Any]) -> Any:
+    """A value of the file as the leaf that it replaces: an array in the same place, or a number.
+
+    Raises:
+        ValueError: the shape differs.
+    """
+    if not is_array(leaf):
+        return type(leaf)(value[()])
+    expected = shape_on_host(leaf)
+    if value.shape != expected:
+        raise ValueError(f"{name} has the shape {value.shape} there and {expected} here")
+    return like(leaf, value)
