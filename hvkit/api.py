@@ -145,8 +145,9 @@ def distribute(
     in_jax = framework_of(model) == "jax"
     # A list may be a pytree of JAX.
     models = list(model) if isinstance(model, list | tuple) and not in_jax else [model]
-    several = isinstance(optimizer, list | tuple) and not in_jax
-    optimizers = list(optimizer) if several else [optimizer]
+    optimizers = (
+        list(optimizer) if isinstance(optimizer, list | tuple) and not in_jax else [optimizer]
+    )
     engine = engine_of(framework_of(models[0])) if models else None
     runtime.init(engine)
     group = _group or all_ranks()
@@ -183,11 +184,6 @@ def distribute(
         framework = _framework_of_all(models)
         if not in_jax:  # whose port knows it by the arrays
             _refuse_second_call(models, optimizers)
-        elif monitor is not None:
-            raise ValueError(
-                "monitor is not for models of JAX, whose compiled steps show neither gradients nor "
-                "rates: return what you want to see from the step"
-            )
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem, group=group)
@@ -237,8 +233,9 @@ def distribute(
                 said = "hvkit.batch makes one batch of theirs"
             logger.info(f"{group.size} ranks; {said}")
     record([] if in_jax else models, records, keeper, group)
-    if in_jax:
-        return port.model, port.optimizer
+    if in_jax:  # whose pytrees are new ones
+        of_jax: Any = port
+        return of_jax.model, of_jax.optimizer
     return model, optimizer
 
 
@@ -296,8 +293,9 @@ def _require_module(thing: Any) -> None:
     if nnx is None or not isinstance(thing, nnx.Module | nnx.Optimizer):
         raise TypeError(
             "hvkit.settled takes modules and optimizers of Flax NNX, whose arrays it can set, but "
-            f"not a pytree ({type(thing).__name__}): where a strategy divides its arrays, make them whole with "
-            "jax.experimental.multihost_utils.process_allgather(tree, tiled=True) on every rank"
+            f"not a pytree ({type(thing).__name__}): where a strategy divides its arrays, "
+            "jax.experimental.multihost_utils.process_allgather(tree, tiled=True) on every rank "
+            "returns whole ones"
         )
 
 

@@ -5,7 +5,8 @@
     checkpoint             Checkpoint: save() and restore(), called on every rank
     ├── saved_object       Part, which saves one object into one file; small JSON states
     │   ├── pytorch        PyTorch models, optimizers and anything else with a state dict
-    │   └── keras          Keras models, optimizers and callbacks
+    │   ├── keras          Keras models, optimizers and callbacks
+    │   └── jax            arrays of Flax NNX, and pytrees
     ├── object_kinds       which part saves which kind of object
     ├── strategies         the state that the models' strategies keep
     ├── progress           where training continues: epoch, step, batches, extras

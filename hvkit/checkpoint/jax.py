@@ -62,14 +62,13 @@ class ArraysPart(Part):
             vars(self._thing) if isinstance(self._thing, SimpleNamespace) else tree_of(self._thing)
         )
 
-    def facts(self) -> dict[str, Any]:
-        return {
-            "shapes": {
-                name: list(leaf.shape)
-                for name, leaf in named_leaves(self._tree())
-                if is_array(leaf)
-            }
-        }
+    def _named(self, tree: Any) -> Iterator[tuple[str, Any]]:
+        """The leaves of a tree of this object, with their names."""
+        return named_leaves(tree, in_variables=is_nnx(self._thing))
+
+    def _leaves(self, tree: Any) -> Iterator[tuple[str, Any]]:
+        """Those that a checkpoint saves."""
+        return (each for each in self._named(tree) if _holds(each[1]))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -80,8 +79,11 @@ class ArraysPart(Part):
             self._whole = None
 
     def save(self, path: Path) -> None:
-        tree = self._tree() if self._whole is None else self._whole
-        values = {name: _saved(name, leaf) for name, leaf in named_leaves(tree) if _holds(leaf)}
+        values: dict[str, np.ndarray[Any, Any]] = {}
+        for name, leaf in self._leaves(self._tree() if self._whole is None else self._whole):
+            if name in values or name == _DTYPES:
+                raise ValueError(f"{self.name} has two arrays of the name {name}")
+            values[name] = on_host(leaf) if is_array(leaf) else np.asarray(leaf)
         dtypes = {name: value.dtype.name for name, value in values.items()}
         # NumPy's format knows none of ml_dtypes.
         plain = {
@@ -92,7 +94,7 @@ class ArraysPart(Part):
             np.savez(file, allow_pickle=False, **plain, **{_DTYPES: np.array(json.dumps(dtypes))})
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
-        own = {name: leaf for name, leaf in named_leaves(self._tree()) if _holds(leaf)}
+        own = dict(self._leaves(self._tree()))
         with np.load(ContentReader(content)) as file:
             dtypes = json.loads(str(file[_DTYPES]))
             if other := sorted(set(dtypes) ^ set(own)):
@@ -102,7 +104,7 @@ class ArraysPart(Part):
         tree = self._tree()
         leaves = [
             _loaded(name, leaf, values[name]) if _holds(leaf) else leaf
-            for name, leaf in named_leaves(tree)
+            for name, leaf in self._named(tree)
         ]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
         if isinstance(self._thing, SimpleNamespace):
@@ -113,7 +115,7 @@ class ArraysPart(Part):
     def compared(self) -> tuple[list[Compared], list[Rows]]:
         leaves = [
             each
-            for each in named_leaves(self._tree())
+            for each in self._leaves(self._tree())
             if is_array(each[1]) and is_whole_everywhere(each[1])
         ]
         return (
@@ -125,12 +127,6 @@ class ArraysPart(Part):
 def _holds(leaf: Any) -> bool:
     """Whether a checkpoint saves a leaf: arrays and numbers, but no functions or text."""
     return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
-
-
-def _saved(name: str, leaf: Any) -> np.ndarray[Any, Any]:
-    if name == _DTYPES:
-        raise ValueError(f"an array cannot have the name {name!r}")
-    return on_host(leaf) if is_array(leaf) else np.asarray(leaf)
 
 
 def _loaded(name: str, leaf: Any, value: np.ndarray[Any, Any]) -> Any:

@@ -10,6 +10,7 @@
     mailbox                messages that a rank polls for, for the parameter server
     exchanges              the collectives that compressions and strategies use, as data
     engines                the one place that imports Horovod's collectives
+    jax_engine             the same for JAX: MPI's collectives, and JAX's own processes
     encoding               hvkit's own messages as bytes; reading them runs no code
     point_to_point         messages between two ranks; the one place that imports mpi4py
     traffic                hvkit.traffic: bytes sent, by purpose

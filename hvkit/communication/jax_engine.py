@@ -24,7 +24,6 @@ import numpy as np
 
 from hvkit.communication import point_to_point
 from hvkit.communication.engines import Engine, cpu_threads, in_collective
-from hvkit.communication.group import ProcessSet
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.gpus import gpu_of_rank, visible_gpus
 from hvkit.host.network import addresses_for_others
@@ -32,6 +31,8 @@ from hvkit.watch import calls, rank_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from hvkit.communication.group import ProcessSet
 
 # Seconds between two looks at a collective of MPI: it begins to sleep after the first short ones.
 _FIRST_LOOKS = 100
@@ -73,7 +74,7 @@ class JaxEngine(Engine):
             local_rank=lambda: host.rank,
             local_size=lambda: host.size,
             mpi_enabled=lambda: True,
-            global_process_set=ProcessSet(0, tuple(range(size))),
+            global_process_set=SimpleNamespace(size=lambda: size),
             Sum=self._mpi.SUM,
             Min=self._mpi.MIN,
             Max=self._mpi.MAX,

@@ -261,7 +261,7 @@ class Monitor:
     ) -> None:
         """Record the learning rate and the norm of the gradients; ``distribute`` calls this.
 
-        A collective.
+        A collective. With JAX both are inside the compiled step: what it returns can be logged.
 
         Args:
             models: the models that are trained together.
@@ -286,6 +286,8 @@ class Monitor:
             self._counts = position.along("data") == 0
         self._open()
         gradients: Any
+        if framework_of(models[0]) == "jax":
+            return  # whose compiled steps show neither
         if framework_of(models[0]) == "keras":
             if position is None:
                 self._counts = runtime.rank() == 0

@@ -20,8 +20,8 @@ from hvkit.communication.collectives import broadcast_state
 RANKS = "ranks"
 """The axis of the mesh of all ranks' devices."""
 
-Place = Callable[[tuple[int, ...]], NamedSharding]
-"""Where an array of some shape is: whole on each device, or divided among them."""
+Place = Callable[[tuple[int, ...]], Any]
+"""The sharding of an array of some shape: whole on each device, or divided among them."""
 
 
 @cache
@@ -74,11 +74,16 @@ def is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def named_leaves(thing: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a model or an optimizer with their names: ``.params['dense']['kernel']``."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree_of(thing)):
-        # NNX has its arrays inside of variables, as an attribute value.
-        yield jax.tree_util.keystr(path).removesuffix(".value"), leaf
+def named_leaves(tree: Any, *, in_variables: bool) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree with their names: ``params/dense/kernel``.
+
+    Args:
+        tree: as from ``tree_of``.
+        in_variables: whether it is of NNX, whose arrays are values of variables.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        yield name.removesuffix("/value") if in_variables else name, leaf
 
 
 def _is_key(leaf: Any) -> bool:

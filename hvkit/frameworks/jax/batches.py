@@ -23,12 +23,14 @@ from hvkit.communication.collectives import gather, raise_together
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.jax.arrays import (
     all_devices,
+    belongs_to_all,
     by_rows,
     is_array,
     is_whole_everywhere,
     named_leaves,
     own_part,
     placed,
+    tree_of,
     whole,
 )
 from hvkit.main_rank import warn_once
@@ -67,7 +69,7 @@ class _Checks:
         leaves = [
             each
             for model in self._models
-            for each in named_leaves(model)
+            for each in named_leaves(tree_of(model), in_variables=True)
             if is_array(each[1]) and is_whole_everywhere(each[1])
         ]
         require_same(
@@ -95,11 +97,11 @@ def batch(*arrays: Any) -> Any:
         loss = train_step(model, optimizer, x, y)
 
     A collective: every rank must call it, in each step. The result has the rows of all ranks in
-    rank order, each on its own rank's devices, and a function of ``jax.jit`` or ``nnx.jit`` computes
-    with all of them: its losses are means over the global batch, and so are the statistics of batch
-    norm. If the ranks have different numbers of rows, as at the end of an epoch, or numbers that
-    their devices cannot share equally, every device gets all rows of that batch: the result is the
-    same, and takes as long as in one process.
+    rank order, each on its own rank's devices, and a function of ``jax.jit`` or ``nnx.jit``
+    computes with all of them: its losses are means over the global batch, and so are the statistics
+    of batch norm. If the ranks have different numbers of rows, as at the end of an epoch, or ones
+    that their devices cannot share equally, every device gets all rows of that batch: the result is
+    the same, and takes as long as in one process.
 
     With one process it returns what it was given.
 
@@ -125,9 +127,8 @@ def batch(*arrays: Any) -> Any:
     own: list[NDArray[Any]] = []
     problem: Exception | None = None
     try:
-        if all(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
-            if leaves:
-                return given
+        if leaves and all(map(belongs_to_all, leaves)):
+            return given
         own = [_rows_of(leaf) for leaf in leaves]
         _require_rows(own)
     except Exception as error:  # of any type: the other ranks must not wait for this one
@@ -176,7 +177,7 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str) -> list[int]:
     content = 0
     if not _compared_first:
         for each in arrays:
-            content = zlib.crc32(each.view(np.uint8), content)
+            content = zlib.crc32(each.tobytes(), content)
     # One small message a step: the kinds in full only if they differ.
     everyone = gather("batch", (len(arrays[0]), zlib.crc32(kinds.encode()), content))
     if len({theirs for _, theirs, _ in everyone}) > 1:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from hvkit.communication.engines import Engine
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import (
     Place,
@@ -142,7 +141,7 @@ class JaxPort:
             else f"{role} {name} {leaf!r}"
             for role, things in (("model", self.model), ("optimizer", self.optimizer))
             for thing in _each(things)
-            for name, leaf in named_leaves(thing)
+            for name, leaf in named_leaves(tree_of(thing), in_variables=is_nnx(thing))
             if is_array(leaf) or isinstance(leaf, bool | int | float | complex | str)
         ]
 
@@ -213,7 +212,7 @@ def _transformations(model: Any, optimizer: Any) -> Iterator[Any]:
 @contextmanager
 def _whole_for_a_while(thing: Any) -> Iterator[None]:
     """Hold the whole arrays on every rank; a collective if some are divided."""
-    before = tree_of(thing)
+    before = jax.tree.map(lambda leaf: leaf, tree_of(thing))  # apart from the module's variables
     with_tree(thing, gathered(before))
     try:
         yield

@@ -1,0 +1,158 @@
+"""``hvkit.batch``, what ranks compare in it, and what is refused."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hvkit
+from hvkit.frameworks.jax import batches
+
+
+def test_a_batch_has_the_rows_of_all_ranks():
+    rows = np.full((2, 3), hvkit.rank(), np.float32)
+    made = hvkit.batch({"x": rows, "y": np.full(2, hvkit.rank())})
+    assert made["x"].shape == (2 * hvkit.size(), 3)
+    assert made["x"].addressable_data(0).shape == (2, 3)
+    total = jax.jit(lambda batch: batch["x"].sum(1) + batch["y"])(made)
+    whole = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(total.sharding.mesh, P()))
+    np.testing.assert_array_equal(whole(total), np.repeat(np.arange(hvkit.size()) * 4.0, 2))
+    assert hvkit.batch(made) is made
+
+
+P = jax.sharding.PartitionSpec
+
+
+def test_an_uneven_batch_is_whole_on_every_rank():
+    counts = [1 + rank for rank in range(hvkit.size())]
+    x = hvkit.batch(np.full((counts[hvkit.rank()], 2), hvkit.rank(), jnp.bfloat16))
+    assert x.is_fully_replicated
+    np.testing.assert_array_equal(np.asarray(x)[:, 0], np.repeat(np.arange(hvkit.size()), counts))
+
+
+def test_numpy_s_wide_numbers_become_those_of_jax():
+    x, y = hvkit.batch(np.ones((2, 3)), np.arange(2))
+    assert (x.dtype, y.dtype) == (jnp.float32, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: (np.ones((2, 3)), np.ones(3)), r"equally many rows.*\(2, 3\), \(3,\)"),
+        (lambda: (np.ones((2, 3)), np.float32(1)), "equally many rows"),
+        (tuple, "got no array"),
+    ],
+)
+def test_a_batch_needs_equally_many_rows(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        hvkit.batch(*wrong())
+
+
+def test_ranks_that_pass_other_kinds_of_arrays_are_named():
+    wide = hvkit.rank() == 1
+    with pytest.raises(hvkit.RanksDisagreeError, match=r"rank 1 passes arrays of .*float32.*4"):
+        hvkit.batch(np.ones((2, 4 if wide else 3), np.float32))
+
+
+def test_the_same_first_batch_on_every_rank_is_said(caplog, monkeypatch):
+    monkeypatch.setattr(batches, "_compared_first", False)
+    hvkit.batch(np.ones((2, 3)))
+    said = "pass the same first batch" in caplog.text
+    assert said == (hvkit.rank() == 0)
+
+
+def small(seed=0, strategy=None, **options):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    return hvkit.distribute(model, optimizer, strategy=strategy or hvkit.Synchronous(), **options)
+
+
+def test_weights_that_differ_are_noticed_in_the_next_batches(monkeypatch):
+    monkeypatch.setattr(batches, "_checks", [])
+    model, _ = small(check_every=2)
+    for _ in range(2):
+        hvkit.batch(np.ones((2, 3)))
+    own = np.ones((3, 2), np.float32) * (1 + hvkit.rank())
+    sharding = model.kernel[...].sharding
+    model.kernel[...] = jax.make_array_from_callback((3, 2), sharding, lambda part: own[part])
+    with pytest.raises(hvkit.RanksDisagreeError, match=r"kernel.*rank 1.*hvkit\.batch"):
+        hvkit.batch(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"strategy": hvkit.LocalSGD(every=2)}, "inside the compiled step"),
+        ({"compression": "bf16"}, "bfloat16"),
+        ({"accumulate": 2}, "optax.MultiSteps"),
+        ({"batch_norm": "local"}, "leave batch_norm out"),
+        ({"on_nonfinite": "skip"}, "optax.apply_if_finite"),
+        ({"warmup_steps": 5}, "schedule of Optax"),
+        ({"lr_scaling": "linear"}, r"rate \* hvkit.size\(\)"),
+        ({"mesh": hvkit.Mesh(tensor=hvkit.size())}, "jax.sharding"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_what_xla_cannot_do_is_refused_with_what_does(options, instead):
+    with pytest.raises(ValueError, match=instead):
+        small(**options)
+
+
+def test_a_model_goes_with_its_own_optimizer_once():
+    model, optimizer = small()
+    with pytest.raises(ValueError, match="was passed to hvkit"):
+        hvkit.distribute(model, optimizer)
+    with pytest.raises(TypeError, match="goes with its"):
+        hvkit.distribute(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1))
+    state = optax.adam(0.1).init({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match=r"pass the transformation"):
+        hvkit.distribute({"w": jnp.ones(2)}, state, strategy=hvkit.ShardedOptimizer())
+    with (
+        pytest.raises(TypeError, match=r"not a pytree \(dict\)"),
+        hvkit.settled({"w": jnp.ones(2)}),
+    ):
+        pass
+
+
+def test_ranks_with_other_models_are_named():
+    with pytest.raises(hvkit.RanksDisagreeError, match=r"float32\[2\] on rank 1.*float32\[3\]"):
+        hvkit.distribute({"w": jnp.ones(2 if hvkit.rank() == 1 else 3)}, optax.sgd(0.1))
+
+
+def test_every_array_of_a_model_begins_as_rank_0_s():
+    params = {
+        "bfloat16": jnp.full(3, 1 + hvkit.rank(), jnp.bfloat16),
+        "key": jax.random.key(hvkit.rank()),
+        "old key": jax.random.PRNGKey(hvkit.rank()),
+        "numpy": np.arange(3) + hvkit.rank(),
+        "empty": jnp.ones((0, 2)),
+        "number": 3,
+    }
+    params, _ = hvkit.distribute(params, optax.sgd(0.1))
+    assert np.asarray(params["bfloat16"]).tolist() == [1, 1, 1]
+    assert (jax.random.key_data(params["key"]) == jax.random.key_data(jax.random.key(0))).all()
+    assert (np.asarray(params["old key"]) == jax.random.PRNGKey(0)).all()
+    assert np.asarray(params["numpy"]).tolist() == [0, 1, 2]
+    assert params["empty"].shape == (0, 2)
+    assert params["number"] == 3
+
+
+def test_allreduce_and_average_take_arrays_of_jax():
+    mean = hvkit.allreduce(jnp.full(2, hvkit.rank(), jnp.bfloat16))
+    assert (mean.dtype, mean.tolist()) == (jnp.bfloat16, [(hvkit.size() - 1) / 2] * 2)
+    assert hvkit.average(jnp.float32(hvkit.rank())) == (hvkit.size() - 1) / 2
+    assert [each.tolist() for each in hvkit.allgather(jnp.full(1, hvkit.rank()))] == [
+        [rank] for rank in range(hvkit.size())
+    ]
+    with pytest.raises(TypeError, match="belongs to all ranks"):
+        hvkit.allreduce(hvkit.batch(np.ones((2, 3), np.float32)))
+
+
+def test_a_checkpoint_takes_no_pytree_that_it_could_not_set(tmp_path):
+    with pytest.raises(TypeError, match="SimpleNamespace"):
+        hvkit.Checkpoint(tmp_path, params={"w": jnp.ones(2)})
+    assert hvkit.Checkpoint(tmp_path, run=types.SimpleNamespace(params={"w": jnp.ones(2)}))

@@ -1,0 +1,61 @@
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax_styles import FEATURES, NNX, STYLES, WIDTH, Equinox, Linen
+
+import hvkit
+
+# Weights of one process with the whole batch, by style.
+_alone = {}
+
+
+def alone(style):
+    """The losses and weights of this process's own training with the whole batch."""
+    if style not in _alone:
+        model = style(optax.sgd(0.05))
+        _alone[style] = model.train(), model.weights()
+    return _alone[style]
+
+
+def require_close(model, losses, style, bound=2e-7):
+    expected_losses, expected = alone(style)
+    assert np.abs(np.array(losses) - expected_losses).max() <= 1e-6
+    found = model.weights()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= bound * max(1, np.abs(value).max()), name
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+def test_ranks_train_the_model_of_one_process(style):
+    model = style(optax.sgd(0.05), hvkit.Synchronous())
+    require_close(model, model.train(), style)
+
+
+@pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)
+@pytest.mark.parametrize("style", [NNX, Linen, Equinox], ids=lambda style: style.__name__)
+def test_divided_states_and_weights_change_nothing_but_memory(style, strategy):
+    model = style(optax.sgd(0.05), strategy)
+    require_close(model, model.train(), style)
+    divides_weights = isinstance(strategy, hvkit.FullyShard)
+    assert parts(model.tree()) == (hvkit.size() if divides_weights else 1)
+
+
+def parts(tree):
+    """Into how many parts the ranks divide the largest array of a tree, after training."""
+    largest = max(jax.tree.leaves(tree), key=lambda leaf: leaf.size)
+    return largest.size // largest.addressable_data(0).size
+
+
+@pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)
+def test_the_state_of_the_optimizer_stays_divided(strategy):
+    model = NNX(optax.adam(1e-2), strategy)
+    model.train()
+    assert parts(nnx.state(model.optimizer)) == hvkit.size()
+    with hvkit.settled(model.model, model.optimizer):
+        assert model.model.first.kernel[...].is_fully_replicated
+        assert model.model.first.kernel[...].shape == (FEATURES, WIDTH)
+        assert parts(nnx.state(model.optimizer)) == 1
+    assert parts(nnx.state(model.optimizer)) == hvkit.size()

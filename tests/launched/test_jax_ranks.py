@@ -1,0 +1,93 @@
+"""JAX's ranks end with what explains it: JAX itself would wait for minutes, or abort the others."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+TRAIN = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp, numpy as np, optax, hvkit
+{start}
+params, tx = hvkit.distribute({{"w": jnp.ones(3)}}, optax.sgd(0.1))
+rank = hvkit.rank()
+state = tx.init(params)
+for i in range({steps}):
+    {inside}
+    x = hvkit.batch(np.full((2, 3), rank, np.float32))  # batch
+    gradients = jax.grad(lambda params: (x @ params["w"]).mean())(params)
+    changes, state = tx.update(gradients, state)
+    params = optax.apply_updates(params, changes)
+print(f"trained {{params['w'][0]:.4f}}")
+"""
+
+
+def run(tmp_path, inside="pass", start='hvkit.init("jax")', steps=5, launcher=(), **settings):
+    """The exit status, the output, and the seconds of a script on two ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.format(inside=inside, start=start, steps=steps))
+    command = launcher or ("hvkit", "run", "-np", "2")
+    environment = {"OMP_NUM_THREADS": "1", **settings}
+    begun = time.monotonic()
+    done = subprocess.run(
+        [*command, sys.executable, str(script)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("launcher", [(), ("mpirun", "-np", "2")], ids=["hvkit run", "mpirun"])
+def test_ranks_train_and_end(tmp_path, launcher):
+    status, said, _ = run(tmp_path, launcher=launcher)
+    assert status == 0, said
+    assert re.findall("trained (.*)", said) == ["0.7500", "0.7500"]  # the mean of x is 0.5
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, failing):
+    status, said, seconds = run(
+        tmp_path, inside=f"if rank == {failing} and i == 3: raise ValueError('no')"
+    )
+    assert status == 1
+    assert said.count("ValueError: no") >= 1
+    assert "Traceback" in said
+    assert seconds < 60  # on a busy machine: JAX itself would wait for 300 s
+    first = said.index("ValueError: no")
+    assert "Terminating process" not in said[:first]
+
+
+def test_a_rank_that_sleeps_is_named(tmp_path):
+    status, said, _ = run(
+        tmp_path,
+        inside="if rank == 1 and i == 3: time.sleep(100)",
+        HVKIT_STALL_SECONDS="10",
+        HVKIT_STALL_LIMIT_SECONDS="20",
+    )
+    assert status != 0
+    assert re.search(r"rank 1 has not reached hvkit\.batch .*train\.py", said), said
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    status, said, _ = run(
+        tmp_path, inside="if rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert status != 0
+    assert re.search("rank 1 .*(SIGKILL|killed)", said), said
+
+
+def test_ranks_with_other_numbers_of_steps_are_named(tmp_path):
+    status, said, _ = run(tmp_path, steps="(5 if hvkit.rank() else 7)")
+    assert status != 0
+    assert re.search(r"rank 0 waits in hvkit\.batch .*rank 1 has ended its script", said), said
+
+
+def test_a_start_after_the_first_array_is_refused_with_the_fix(tmp_path):
+    status, said, _ = run(tmp_path, start='jnp.ones(1); hvkit.init("jax")')
+    assert status == 1
+    assert 'call hvkit.init("jax") right after the imports' in said
