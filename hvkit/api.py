@@ -228,9 +228,9 @@ def distribute(
         rates = port.scale_learning_rate(multiplier)
         records, keeper = port.keep_in_step()
         if group.rank == 0:
-            said = describe(rates, lr_scaling, options.group.size)
-            if in_jax:
-                said = "hvkit.batch makes one batch of theirs"
+            said = "their batches are one"
+            if engine != "jax":
+                said = describe(rates, lr_scaling, options.group.size)
             logger.info(f"{group.size} ranks; {said}")
     record([] if in_jax else models, records, keeper, group)
     if in_jax:  # whose pytrees are new ones
@@ -453,6 +453,10 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
         from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 
         return KerasOnPyTorchPort(models, optimizers, options)
+    if engine == "jax":
+        from hvkit.frameworks.keras.on_jax import KerasOnJaxPort
+
+        return KerasOnJaxPort(models, optimizers, options)
     backend = sys.modules["keras"].backend.backend()
     raise ValueError(
         f"Keras runs on the {backend!r} backend, for which hvkit has no port: set KERAS_BACKEND to "

@@ -219,6 +219,9 @@ def _shut_down() -> None:
 
 def _imported_framework() -> str:
     """The framework that the script has imported; else one that Horovod was built for."""
+    keras = sys.modules.get("keras")
+    if keras is not None and keras.backend.backend() == "jax":
+        return "jax"
     for framework in _FRAMEWORKS:  # JAX last: its scripts may load data with another one
         if framework in sys.modules:
             return framework

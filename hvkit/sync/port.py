@@ -24,7 +24,7 @@ from hvkit.strategies.strategy import Strategy
 BatchNorm = Literal["average", "local", "sync"]
 BATCH_NORMS = get_args(BatchNorm)
 
-KERAS_BACKENDS = ("tensorflow", "torch")
+KERAS_BACKENDS = ("tensorflow", "torch", "jax")
 """The backends of Keras for which there is a port."""
 
 

@@ -54,14 +54,14 @@ def test_a_batch_needs_equally_many_rows(wrong, message):
 
 def test_ranks_that_pass_other_kinds_of_arrays_are_named():
     wide = hvkit.rank() == 1
-    with pytest.raises(hvkit.RanksDisagreeError, match=r"rank 1 passes arrays of .*float32.*4"):
+    with pytest.raises(hvkit.RanksDisagreeError, match=r"rank 1 passes a batch of arrays of .*float32.*4"):
         hvkit.batch(np.ones((2, 4 if wide else 3), np.float32))
 
 
 def test_the_same_first_batch_on_every_rank_is_said(caplog, monkeypatch):
     monkeypatch.setattr(batches, "_compared_first", False)
     hvkit.batch(np.ones((2, 3)))
-    said = "pass the same first batch" in caplog.text
+    said = "train with the same first batch" in caplog.text
     assert said == (hvkit.rank() == 0)
 
 

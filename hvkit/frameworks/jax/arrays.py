@@ -56,17 +56,45 @@ def is_nnx(thing: object) -> bool:
     return nnx is not None and isinstance(thing, nnx.Module | nnx.Optimizer)
 
 
+def is_keras(thing: object) -> bool:
+    """Whether this is a model or an optimizer of Keras."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer)
+
+
+def is_in_place(thing: object) -> bool:
+    """Whether arrays are set inside this object, so that it stays the same one."""
+    return is_nnx(thing) or is_keras(thing)
+
+
 def tree_of(thing: Any) -> Any:
     """The arrays of a model or an optimizer, as a pytree."""
-    return sys.modules["flax.nnx"].state(thing) if is_nnx(thing) else thing
+    if is_nnx(thing):
+        return sys.modules["flax.nnx"].state(thing)
+    if is_keras(thing):
+        return {name: v._value for name, v in _variables(thing).items()}
+    return thing
 
 
 def with_tree(thing: Any, tree: Any) -> Any:
-    """The model or optimizer with other arrays: the same object with NNX, else the tree itself."""
-    if not is_nnx(thing):
-        return tree
-    sys.modules["flax.nnx"].update(thing, tree)
-    return thing
+    """The model or optimizer with other arrays: the same object, or the new tree itself."""
+    if is_nnx(thing):
+        sys.modules["flax.nnx"].update(thing, tree)
+    elif is_keras(thing):
+        for name, variable in _variables(thing).items():
+            set_variable(variable, tree[name])
+    return thing if is_in_place(thing) else tree
+
+
+def _variables(thing: Any) -> dict[str, Any]:
+    """The variables of a model or an optimizer of Keras that have values, by name."""
+    made = [v for v in thing.variables if getattr(v, "_value", None) is not None]
+    return {f"{i} {v.path}": v for i, v in enumerate(made)}
+
+
+def set_variable(variable: Any, array: jax.Array) -> None:
+    """Set a variable of Keras; what is assigned later, as from a file, goes to the same place."""
+    variable._layout, variable._value = array.sharding, array
 
 
 def is_array(leaf: object) -> bool:

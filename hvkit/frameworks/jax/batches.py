@@ -26,6 +26,7 @@ from hvkit.frameworks.jax.arrays import (
     belongs_to_all,
     by_rows,
     is_array,
+    is_nnx,
     is_whole_everywhere,
     named_leaves,
     own_part,
@@ -49,7 +50,7 @@ class _Checks:
 
     Args:
         every: each so many batches; None for after 1, 2, 4, 8, ...
-        models: of NNX. Weights in pytrees are the script's, and out of reach.
+        models: of NNX or Keras. Weights in pytrees are the script's, and out of reach.
     """
 
     def __init__(self, every: int | None, models: Sequence[Any]) -> None:
@@ -57,23 +58,23 @@ class _Checks:
         self._models = models
         self._batches = 0
 
-    def next_batch(self) -> None:
+    def next_batch(self, call: str) -> None:
         """Compare the weights, if it is time; a collective then."""
         n = self._batches
         self._batches += 1
         if n and (n % self._every == 0 if self._every else n & (n - 1) == 0):
-            self.compare()
+            self._compare(call)
 
-    def compare(self) -> None:
+    def _compare(self, call: str) -> None:
         """Raise on every rank unless all hold the same weights; a collective."""
         leaves = [
             each
             for model in self._models
-            for each in named_leaves(tree_of(model), in_variables=True)
+            for each in named_leaves(tree_of(model), in_variables=is_nnx(model))
             if is_array(each[1]) and is_whole_everywhere(each[1])
         ]
         require_same(
-            "batch",
+            call,
             [Compared(name, fix=_FIX) for name, _ in leaves],
             [fingerprint(own_part(leaf)) for _, leaf in leaves],
         )
@@ -84,7 +85,7 @@ _compared_first = False
 
 
 def expect(check_every: int | None, models: Sequence[Any]) -> None:
-    """From now on, compare the weights of these models now and then in ``batch``."""
+    """From now on, compare the weights of these models now and then, with the batches."""
     if models:
         _checks.append(_Checks(check_every, models))
 
@@ -134,20 +135,44 @@ def batch(*arrays: Any) -> Any:
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem, "batch")
-    counts = _counts(own, str(structure))
+    return jax.tree.unflatten(structure, as_one(own, str(structure), "batch")[0])
+
+
+def as_one(
+    arrays: Sequence[NDArray[Any]], structure: str, call: str
+) -> tuple[list[jax.Array], list[int]]:
+    """Arrays of all ranks' rows; a collective.
+
+    Args:
+        arrays: this rank's, with equally many rows.
+        structure: what holds them, in words that are the same on every rank.
+        call: the user's call.
+
+    Returns:
+        The arrays, and each rank's number of rows.
+
+    Raises:
+        RanksDisagreeError: the ranks' arrays differ in anything but their number of rows.
+    """
+    counts = _counts(arrays, structure, call)
     for each in _checks:
-        each.next_batch()
-    devices = len(all_devices().local_devices)
-    if len(set(counts)) == 1 and counts[0] % devices == 0:
-        rows = sum(counts)
-        placing = by_rows()
-        made = [
-            jax.make_array_from_process_local_data(placing, leaf, (rows, *leaf.shape[1:]))
-            for leaf in own
-        ]
-    else:
-        made = [placed(leaf, _rows_of_all(leaf), whole) for leaf in own]
-    return jax.tree.unflatten(structure, made)
+        each.next_batch(call)
+    if not are_in_parts(counts):
+        return [placed(each, _rows_of_all(each), whole) for each in arrays], counts
+    rows, placing = sum(counts), by_rows()
+    return [
+        jax.make_array_from_process_local_data(placing, each, (rows, *each.shape[1:]))
+        for each in arrays
+    ], counts
+
+
+def are_in_parts(counts: Sequence[int]) -> bool:
+    """Whether each rank has its own rows of a batch, and not all of them.
+
+    Args:
+        counts: each rank's number of rows.
+    """
+    return len(set(counts)) == 1 and counts[0] % len(all_devices().local_devices) == 0
 
 
 def _rows_of(leaf: Any) -> NDArray[Any]:
@@ -166,7 +191,7 @@ def _require_rows(arrays: Sequence[NDArray[Any]]) -> None:
         )
 
 
-def _counts(arrays: Sequence[NDArray[Any]], structure: str) -> list[int]:
+def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[int]:
     """Each rank's number of rows; a collective.
 
     Raises:
@@ -179,12 +204,12 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str) -> list[int]:
         for each in arrays:
             content = zlib.crc32(each.tobytes(), content)
     # One small message a step: the kinds in full only if they differ.
-    everyone = gather("batch", (len(arrays[0]), zlib.crc32(kinds.encode()), content))
+    everyone = gather(call, (len(arrays[0]), zlib.crc32(kinds.encode()), content))
     if len({theirs for _, theirs, _ in everyone}) > 1:
-        said = gather("batch", kinds)
+        said = gather(call, kinds)
         other = next(rank for rank, theirs in enumerate(said) if theirs != said[0])
         error = RanksDisagreeError(
-            f"in hvkit.batch rank {other} passes arrays of {said[other]}, rank 0 of {said[0]}: "
+            f"rank {other} passes a batch of arrays of {said[other]}, rank 0 of {said[0]}: "
             "pass arrays of the same dtypes, and the same shapes behind the rows, on every rank"
         )
         raise mark_as_shown_by(error, 0)
@@ -193,7 +218,7 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str) -> list[int]:
         if len({of for _, _, of in everyone}) == 1:
             warn_once(
                 "equal work",
-                f"{ranks_text(range(len(everyone)))} pass the same first batch to hvkit.batch: "
+                f"{ranks_text(range(len(everyone)))} train with the same first batch: "
                 "give each rank its own part of the data with hvkit.shard(data)",
             )
     return [count for count, _, _ in everyone]

@@ -23,6 +23,7 @@ from hvkit.frameworks.jax.arrays import (
     from_rank_0,
     gathered,
     is_array,
+    is_in_place,
     is_nnx,
     named_leaves,
     tree_of,
@@ -58,35 +59,51 @@ class JaxPort:
         self.optimizer = optimizer
         self._options = options
         self._refuse_options()
-        for role, thing in (("model", model), ("optimizer", optimizer)):
-            for each in _each(thing):
-                if belongs_to_all(each):
-                    raise ValueError(
-                        f"this {role} ({type(each).__name__}) was passed to hvkit.distribute "
-                        "before: pass a model and its optimizer once, before the first step"
-                    )
-        if any(map(is_nnx, _each(model))) != any(map(is_nnx, _each(optimizer))):
-            raise TypeError(
-                "an nnx.Module goes with its nnx.Optimizer, and a pytree of parameters with a "
-                f"transformation of Optax or its state; got a model {type(model).__name__} and an "
-                f"optimizer {type(optimizer).__name__}"
-            )
+        self._refuse_things()
         self._of_weights: Place = whole
         self._of_state: Place = whole
         if isinstance(options.strategy, FullyShard):
             self._of_weights = self._of_state = divided
         elif isinstance(options.strategy, ShardedOptimizer):
             self._of_state = divided
-        if self._is_divided and not any(_transformations(model, optimizer)):
-            raise TypeError(
-                f"{options.strategy} must change the optimizer's update, which a state does not "
-                "hold: pass the transformation, `params, tx = hvkit.distribute(params, tx, ...)`, "
-                "and call tx.init(params) afterwards"
-            )
+        self._refuse_state_alone()
 
     @property
     def _is_divided(self) -> bool:
         return self._of_state is divided
+
+    def _refuse_things(self) -> None:
+        """Raise if the model and the optimizer do not go together, or were passed before.
+
+        Raises:
+            TypeError, ValueError: they do not, or were.
+        """
+        for role, thing in (("model", self.model), ("optimizer", self.optimizer)):
+            for each in _each(thing):
+                if belongs_to_all(each):
+                    raise ValueError(
+                        f"this {role} ({type(each).__name__}) was passed to hvkit.distribute "
+                        "before: pass a model and its optimizer once, before the first step"
+                    )
+        if any(map(is_nnx, _each(self.model))) != any(map(is_nnx, _each(self.optimizer))):
+            raise TypeError(
+                "an nnx.Module goes with its nnx.Optimizer, and a pytree of parameters with a "
+                "transformation of Optax or its state; got a model "
+                f"{type(self.model).__name__} and an optimizer {type(self.optimizer).__name__}"
+            )
+
+    def _refuse_state_alone(self) -> None:
+        """Raise if a strategy has to change the optimizer's update, and only has a state.
+
+        Raises:
+            TypeError: it has.
+        """
+        if self._is_divided and not any(_transformations(self.model, self.optimizer)):
+            raise TypeError(
+                f"{self._options.strategy} must change the optimizer's update, which a state does "
+                "not hold: pass the transformation, `params, tx = hvkit.distribute(params, tx, "
+                "...)`, and call tx.init(params) afterwards"
+            )
 
     def _refuse_options(self) -> None:
         """Raise for options that would need to look at gradients between two ranks.
@@ -153,7 +170,7 @@ class JaxPort:
         self.optimizer = self._placed(self.optimizer, self._of_state)
 
     def _placed(self, things: Any, place: Place) -> Any:
-        if not isinstance(things, list) or not any(map(is_nnx, things)):
+        if not isinstance(things, list) or not any(map(is_in_place, things)):
             return with_tree(things, from_rank_0(tree_of(things), place))
         return [with_tree(each, from_rank_0(tree_of(each), place)) for each in things]
 
@@ -168,12 +185,12 @@ class JaxPort:
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         if self._is_divided:
             self._divide_updates()
-        batches.expect(self._options.check_every, [m for m in _each(self.model) if is_nnx(m)])
+        batches.expect(self._options.check_every, [m for m in _each(self.model) if is_in_place(m)])
         return [
             (thing, Record(gathered=partial(_whole_for_a_while, thing)))
             for things in (self.model, self.optimizer)
             for thing in _each(things)
-            if is_nnx(thing)
+            if is_in_place(thing)
         ], None
 
     def _divide_updates(self) -> None:
@@ -192,8 +209,8 @@ class JaxPort:
 
 
 def _each(thing: Any) -> list[Any]:
-    """The modules or optimizers of NNX in a list; anything else by itself."""
-    if isinstance(thing, list | tuple) and any(map(is_nnx, thing)):
+    """Modules or optimizers of NNX or Keras in a list; anything else by itself."""
+    if isinstance(thing, list | tuple) and any(map(is_in_place, thing)):
         return list(thing)
     return [thing]
 
