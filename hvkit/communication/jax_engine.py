@@ -108,6 +108,7 @@ class JaxEngine(Engine):
         try:
             jax.distributed.initialize(
                 address,
+                coordinator_bind_address=address,  # by default all interfaces
                 num_processes=self.hvd.size(),
                 process_id=self.hvd.rank(),
                 local_device_ids=None if gpu is None else [gpu],

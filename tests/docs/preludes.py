@@ -119,7 +119,48 @@ def layers_of(model):
 steps = 4
 """
 
+JAX = """
+import types
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import hvkit
+
+images = x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")
+labels = y = np.random.default_rng(1).integers(0, 4, 256)
+batches = [(images, labels)] * 2
+
+
+def Net(rngs):
+    return nnx.Linear(8, 4, rngs=rngs)
+
+
+def loss_of(logits, y):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@nnx.jit
+def train_step(model, optimizer, x, y):
+    loss, gradients = nnx.value_and_grad(lambda model: loss_of(model(x), y))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+params = {"w": jax.numpy.ones((8, 4))}
+opt_state = optax.sgd(0.1).init(params)
+
+
+def step(params, opt_state, x, y):
+    return params, opt_state, loss_of(x @ params["w"], y)
+
+
+"""
+
 PRELUDES = {
+    "docs/jax.md": JAX,
     "README.md": PYTORCH + KERAS,
     "docs/index.md": PYTORCH,
     "docs/tutorial.md": "",

@@ -1,3 +1,7 @@
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
 import pytest
 
 import hvkit

@@ -54,7 +54,9 @@ def test_a_batch_needs_equally_many_rows(wrong, message):
 
 def test_ranks_that_pass_other_kinds_of_arrays_are_named():
     wide = hvkit.rank() == 1
-    with pytest.raises(hvkit.RanksDisagreeError, match=r"rank 1 passes a batch of arrays of .*float32.*4"):
+    with pytest.raises(
+        hvkit.RanksDisagreeError, match=r"rank 1 passes a batch of arrays of .*float32.*4"
+    ):
         hvkit.batch(np.ones((2, 4 if wide else 3), np.float32))
 
 

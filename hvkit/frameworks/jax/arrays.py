@@ -184,7 +184,7 @@ def from_rank_0(tree: Any, place: Place) -> Any:
         broadcast_state(host.reshape(-1).view(np.uint8))
         return placed(leaf, host, place)
 
-    return jax.tree.map(received, tree)
+    return jax.tree.map(received, gathered(tree))
 
 
 def constrained(tree: Any, place: Place) -> Any:

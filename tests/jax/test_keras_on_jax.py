@@ -1,0 +1,141 @@
+"""Keras on JAX: ``fit``, ``evaluate`` and ``predict`` on ranks, against one process."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import hvkit
+from hvkit.frameworks.jax.arrays import gathered
+
+ROWS, BATCH, EPOCHS = 192, 24, 12
+
+
+@pytest.fixture(autouse=True)
+def _no_distribution():
+    yield
+    keras.distribution.set_distribution(None)
+
+
+def data():
+    random = np.random.default_rng(0)
+    return random.normal(size=(ROWS, 6, 6, 1)).astype("float32"), random.integers(0, 4, ROWS)
+
+
+def part(rows):
+    """This rank's rows: those of each global batch of which it has an equal part."""
+    own = BATCH // hvkit.size()
+    starts = range(hvkit.rank() * own, ROWS, BATCH)
+    return np.concatenate([rows[start : start + own] for start in starts])
+
+
+def mlp(built=True):
+    dense = [layers.Flatten(), layers.Dense(24, "relu"), layers.Dense(4, "softmax")]
+    return keras.Sequential([keras.Input((6, 6, 1)), *dense] if built else dense)
+
+
+def cnn():
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 1)),
+            layers.Conv2D(6, 3, activation="relu", use_bias=False),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+            layers.Dropout(0.3),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+
+
+def fitted(model, optimizer, strategy=None, **options):
+    """The model after ``fit``, with its losses: on the ranks if there is a strategy."""
+    x, y = data()
+    if strategy is not None:
+        model, optimizer = hvkit.distribute(model, optimizer, strategy=strategy, **options)
+        x, y = part(x), part(y)
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    size = BATCH if strategy is None else BATCH // hvkit.size()
+    history = model.fit(x, y, batch_size=size, epochs=EPOCHS, shuffle=False, verbose=0)
+    return model, history.history["loss"]
+
+
+def weights(model):
+    return [np.asarray(gathered(v.value)) for v in model.weights]
+
+
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.FullyShard()], ids=str)
+@pytest.mark.parametrize(
+    ("make", "optimizer", "bound"),
+    [
+        (mlp, lambda: keras.optimizers.Adam(1e-3), 1e-6),
+        (lambda: mlp(built=False), lambda: keras.optimizers.Adam(1e-3), 1e-6),
+        (cnn, lambda: keras.optimizers.SGD(0.05), 1e-5),
+    ],
+    ids=["mlp", "built in fit", "cnn"],
+)
+def test_fit_trains_the_model_of_one_process(make, optimizer, bound, strategy):
+    keras.utils.set_random_seed(0)
+    alone, expected = fitted(make(), optimizer())
+    keras.utils.set_random_seed(0 if hvkit.rank() == 0 else 7)  # ranks begin with rank 0's
+    model, losses = fitted(make(), optimizer(), strategy)
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    for mine, theirs in zip(weights(model), weights(alone), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=bound)
+    largest = max((v.value for v in model.trainable_variables), key=lambda array: array.size)
+    divided = isinstance(strategy, hvkit.FullyShard)
+    assert largest.size // largest.addressable_data(0).size == (hvkit.size() if divided else 1)
+
+
+@pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)
+def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(strategy):
+    model, _ = fitted(mlp(), keras.optimizers.Adam(1e-3), strategy)
+    moments = [v for v in model.optimizer.variables if "momentum" in v.path and v.value.size > 100]
+    assert moments[0].value.size // moments[0].value.addressable_data(0).size == hvkit.size()
+    x, y = data()
+    ends = np.cumsum([0, *(10 + rank for rank in range(hvkit.size()))])  # uneven parts
+    own = slice(*ends[hvkit.rank() : hvkit.rank() + 2])
+    probabilities = model.predict(x[own], batch_size=16, verbose=0)
+    whole = np.concatenate(hvkit.allgather(probabilities))
+    loss, accuracy = model.evaluate(x[own], y[own], batch_size=16, verbose=0)
+    one = mlp()
+    keras.distribution.set_distribution(None)
+    one.set_weights(weights(model))
+    expected = np.asarray(one(x[: ends[-1]]))
+    np.testing.assert_allclose(whole, expected, atol=1e-6)
+    likely = -np.log(expected[np.arange(ends[-1]), y[: ends[-1]]])
+    np.testing.assert_allclose(loss, likely.mean(), rtol=1e-5)
+    np.testing.assert_allclose(accuracy, (expected.argmax(1) == y[: ends[-1]]).mean(), rtol=1e-6)
+
+
+def test_a_checkpoint_resumes_fit_with_the_same_bits(tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    x, y = map(part, data())
+    size = BATCH // hvkit.size()
+
+    def training(seed):
+        keras.utils.set_random_seed(seed + hvkit.rank())
+        model, optimizer = hvkit.distribute(cnn(), keras.optimizers.Adam(1e-3))
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        return model, hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+
+    model, checkpoint = training(1)
+    model.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
+    checkpoint.save(epoch=1, step=8)
+    model.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
+    resumed, checkpoint = training(5)
+    assert checkpoint.restore().epoch == 1
+    resumed.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
+    for mine, theirs in zip(weights(resumed), weights(model), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
+    with pytest.raises(ValueError, match=r"SGD\(rate \* hvkit.size\(\)\)"):
+        hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), lr_scaling="linear")
+    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    with pytest.raises(ValueError, match="was passed to hvkit"):
+        hvkit.distribute(model, keras.optimizers.SGD(0.1))
+    keras.distribution.set_distribution(keras.distribution.DataParallel())
+    keras.utils.set_random_seed(0)  # which Keras then needs to be the same on all ranks
+    with pytest.raises(ValueError, match="leave set_distribution out"):
+        hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
