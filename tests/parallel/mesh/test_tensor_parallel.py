@@ -229,10 +229,12 @@ def test_logits_of_a_divided_loss_are_not_sent():
     before = hvkit.traffic().get("activations", (0, 0))
     model(x).sum().backward()
     sent = hvkit.traffic()["activations"]
-    # Rows that are looked up, and their gradient; three numbers for each target.
-    words, targets = 4 * 8 * 8 * 8, 4 * 7 * 8
-    assert sent[1] - before[1] == 5
-    assert sent[0] - before[0] == (2 * words + 3 * targets) * 2 * (hvkit.size() - 1) // hvkit.size()
+    # Rows that are looked up, and their gradient, in halves of sums; three numbers for each target;
+    # the gradient of the norm's weight and bias.
+    words, targets, norm = 4 * 8 * 8 * 8, 4 * 7 * 8, 2 * 8 * 8
+    assert sent[1] - before[1] == 4 + 3 + 1
+    sums = 2 * words + 3 * targets + norm
+    assert sent[0] - before[0] == sums * 2 * (hvkit.size() - 1) // hvkit.size()
 
 
 @pytest.mark.parametrize("ahead", [0, 64])
@@ -521,18 +523,31 @@ def test_a_cache_of_keys():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_sent_are_the_sums_of_activations_and_the_logits(tied):
+@pytest.mark.parametrize("length", [8, 7])
+def test_bytes_sent_are_the_sums_of_activations_and_the_logits(length, tied):
     x = ids(batch=2, length=8)
     model, _, _ = divided(GPT(layers=3, width=32, tied=tied).double(), x)
     before = hvkit.traffic().get("activations", (0, 0))
-    model(x).sum().backward()
+    model(x[:, :length]).sum().backward()
     sent = hvkit.traffic()["activations"]
+    size, tokens, others = 8, 2 * length, hvkit.size() - 1
+    features, logits = (tokens * n * size * others // hvkit.size() for n in (32, 64))
     sums = 3 * 2 * 2 + 1  # layers; attention and MLP; forward and backward; of the projection
-    assert sent[1] - before[1] == sums + 2
-    size, tokens, others = 8, 2 * 8, hvkit.size() - 1
-    features, logits = (tokens * n * size // hvkit.size() * others for n in (32, 64))
     # Rows that are looked up are summed, features gathered.
-    assert sent[0] - before[0] == (2 * sums + (2 if tied else 1)) * features + logits
+    exchanges = 2 * sums + (2 if tied else 1)
+    messages, parameters = sums + 2, 0
+    if length % hvkit.size() == 0:
+        # Two exchanges in place of a sum. Where the first norm takes the whole, the sum stays.
+        messages = exchanges + 1 if tied else exchanges
+        # Of the positions, or of what the first block takes, each rank takes a part.
+        messages += 1
+        exchanges += 1 / 2 if tied else 1
+        # Norms' weights with their biases, and the biases of row layers.
+        norms = 7 if tied else 6
+        messages += norms + 6
+        parameters = (norms * 2 + 6) * 32 * size * 2 * others // hvkit.size()
+    assert sent[1] - before[1] == messages
+    assert sent[0] - before[0] == exchanges * features + logits + parameters
 
 
 def test_layers_that_take_the_same_activation_share_one_sum():
@@ -540,8 +555,10 @@ def test_layers_that_take_the_same_activation_share_one_sum():
     model, _, _ = divided(Llama(layers=1).double(), x)
     before = hvkit.traffic().get("activations", (0, 0))[1]
     model(x).sum().backward()
-    of_a_block, of_embedding_and_projection = 4, 3
-    assert hvkit.traffic()["activations"][1] - before == of_a_block + of_embedding_and_projection
+    # Two exchanges each: what attention and MLP return, what the MLP and the projection take. One:
+    # the gradient of what attention takes whole, and of the part of it that is added; two norms;
+    # the embedding, and the logits.
+    assert hvkit.traffic()["activations"][1] - before == 2 * 4 + 2 + 2 + 2
 
 
 def test_a_layer_outside_the_forward_of_its_model():

@@ -292,10 +292,29 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     saved = tuple(
         replace(each, nbytes=each.nbytes // plan.ways)
         if any(begin + 1 < each.time <= end + 1 for begin, end in inside)
+        or _in_stream(each.time, found, plan)
         else each
         for each in found.saved
     )
     return replace(found, places=places, saved=saved)
+
+
+def _in_stream(time: int, found: DryRun, plan: TensorPlan) -> bool:
+    """Whether what is kept then is divided along the sequence."""
+    # A layer without a call of its own ends that of the one that holds it.
+    began = {
+        name: found.calls.get(name, found.calls.get(name.rpartition(".")[0], 0))
+        for stream in plan.streams
+        for name in (*stream.begins, *stream.ends)
+    }
+    for stream in plan.streams:
+        first = min(began[name] for name in stream.begins)
+        last = max(began[name] for name in stream.ends)
+        if first + 1 < time <= last:
+            # What is between, but for what layers take, and for the inside of attention layers.
+            latest = max((t, name) for name, t in found.calls.items() if t < time)[1]
+            return latest not in plan.divisions or plan.divisions[latest].kind == "row"
+    return False
 
 
 def of_parameters(

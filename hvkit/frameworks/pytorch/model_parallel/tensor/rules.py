@@ -19,36 +19,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
-
-
-class EachOperation(TorchFunctionMode):
-    """Sees every operation inside of it, also of attributes that are read of tensors."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name: str = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(cast(Any, func).__self__, "__name__", name)
-        kwargs = dict(kwargs or {})
-        return self.operation(func, name, args, kwargs, tensors_in((args, kwargs)))
-
-    def operation(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-    ) -> Any:
-        """Return what ``func`` would, of these arguments with these tensors among them."""
-        raise NotImplementedError
 
 
 class Followed(NamedTuple):
@@ -82,9 +55,20 @@ class Operation:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     inputs: Sequence[torch.Tensor]
-    dims: Sequence[int | None]
-    outputs: Sequence[torch.Tensor]
-    ways: int
+    dims: Sequence[int | None] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    ways: int = 1
+
+    def run(self, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
+        """What it returns.
+
+        Args:
+            change: what to take in place of each tensor among the arguments.
+        """
+        args, kwargs = tuple(self.args), self.kwargs
+        if change is not None:
+            args, kwargs = tree_map_only(torch.Tensor, change, (args, kwargs))
+        return self.function(*args, **kwargs)
 
     @property
     def first(self) -> tuple[torch.Tensor, int]:
@@ -104,6 +88,27 @@ class Operation:
         )
 
 
+class EachOperation(TorchFunctionMode):
+    """Sees every operation inside of it, also of attributes that are read of tensors."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name: str = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(cast(Any, func).__self__, "__name__", name)
+        kwargs = dict(kwargs or {})
+        return self.operation(Operation(func, name, args, kwargs, tensors_in((args, kwargs))))
+
+    def operation(self, call: Operation) -> Any:
+        """Return what the operation would."""
+        raise NotImplementedError
+
+
 # Of the divided dimension, where its place in a view is looked for: no product of lengths.
 _STRIDE = 2**31 - 1
 
@@ -119,6 +124,11 @@ def follow(call: Operation) -> Followed | str | None:
     if rule is None:
         return f"{call.name}() has no rule by which it could be divided"
     return rule(call)
+
+
+def has_rule(name: str) -> bool:
+    """Whether ``follow`` knows operations of this name."""
+    return name in _RULES
 
 
 def writes_in_place(name: str) -> bool:
@@ -151,6 +161,8 @@ def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> 
 
 
 def _elementwise(call: Operation) -> Followed | str:
+    if call.name == "where" and len(call.args) == 1:
+        return "where() of one argument gives the places of elements"
     if call.name in ("dropout", "alpha_dropout") and call.argument(3, "inplace"):
         return f"{call.name}() in place changes an activation that others may read"
     out = call.outputs[0].dim()
@@ -289,6 +301,10 @@ def _keeps_shape(call: Operation) -> Followed | str:
     return _takes_apart(call)
 
 
+WRITES = (
+    "x[...] = value writes into it: write x = torch.where(mask, value, x), or "
+    "x = x.masked_fill(mask, number), which make a new tensor"
+)
 VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
 SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
 _NAMES = """
@@ -300,7 +316,7 @@ _NAMES = """
 """
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow")
 _IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
-_ELEMENTWISE = [
+ELEMENTWISE = [
     *(each for name in _NAMES.split() for each in (name, f"{name}_")),
     *(f"__{kind}{name}__" for kind in ("", "r") for name in _OPERATORS),
     *_IN_PLACE,
@@ -309,7 +325,7 @@ _ELEMENTWISE = [
     *("__lt__", "__gt__", "__le__", "__ge__"),
 ]
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SPLITS, _split),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "mT", "T", "t", "permute"), _rearrange),
