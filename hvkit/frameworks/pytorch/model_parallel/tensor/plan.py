@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, attributes_kept, on_meta
+from hvkit.frameworks.pytorch.model_parallel.meta_device import (
+    OnMeta,
+    attributes_kept,
+    on_meta,
+    uncompiled,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
@@ -144,7 +149,7 @@ def _with_streams(
     """A plan with the activations between pairs that can be divided along the sequence."""
     streams = Streams(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
-    with streams.entered():
+    with uncompiled(), streams.entered():
         streams.returned(_forward_on_meta(model, meta, args, kwargs, streams))
     found, problems = streams.found()
     return replace(plan, streams=tuple(found), whole_streams=tuple(problems))

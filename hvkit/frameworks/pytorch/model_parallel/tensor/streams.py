@@ -173,6 +173,10 @@ class Streams(EachOperation):
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._called.append(name)
+        for mark in filter(None, map(_mark_of, tensors_in((args, kwargs)))):
+            if _is_compiled(self._modules[name]):
+                seen = self._of(mark.begins)
+                seen.problem = seen.problem or f"{name}, which takes them, is compiled"
         if name not in self._divisions:
             return
         division = self._divisions[name]
@@ -249,6 +253,10 @@ class Streams(EachOperation):
 
 def _mark_of(t: torch.Tensor) -> _Part | None:
     return getattr(t, _MARK, None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 _CALL = nn.Module._call_impl.__code__
