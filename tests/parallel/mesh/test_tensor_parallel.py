@@ -522,7 +522,7 @@ def _written(h):
         lambda h: h.view(-1, 32).view(4, 8, 32).flip(1),
         lambda h: F.group_norm(h.transpose(1, 2), 4).transpose(1, 2),
         lambda h: F.linear(h, torch.eye(32, dtype=h.dtype)) - h.mean(1, keepdim=True),
-        lambda h: F.relu(h, inplace=True).mul_(2),
+        lambda h: F.relu(h.mul_(2), inplace=True),
         lambda h: h * (h[h > 0].mean() > h.detach().cpu().numpy().mean()),
         _written,
     ],

@@ -177,7 +177,7 @@ class BetweenBlocks(GPT):
         ),
         (
             lambda block, x: block(x).roll(1, 1).view(2, 8, 32),
-            "it would take as many exchanges again, since roll() needs the whole sequence",
+            "parts would send more, since roll() needs the whole sequence",
         ),
     ],
 )

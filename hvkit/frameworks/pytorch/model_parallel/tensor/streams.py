@@ -15,6 +15,7 @@ the meta device with the pairs known, and counts these.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -65,17 +66,15 @@ class _Seen:
     Attributes:
         ends, modules: as for ``Stream``.
         carried: exchanges of the layers where they begin and end.
-        others: exchanges elsewhere, in those of an activation of the same size.
+        others: exchanges elsewhere, in those of an activation of the same size, by their reason.
         problem: why they cannot be divided at all.
-        reason: what has caused the first of ``others``.
     """
 
     ends: dict[str, None] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
     carried: int = 0
-    others: float = 0.0
+    others: Counter[str] = field(default_factory=Counter)
     problem: str = ""
-    reason: str = ""
 
     def add(self, other: _Seen) -> None:
         """Take over what has been seen of activations that meet these."""
@@ -83,7 +82,7 @@ class _Seen:
         self.modules |= other.modules
         self.carried += other.carried
         self.others += other.others
-        self.problem, self.reason = self.problem or other.problem, self.reason or other.reason
+        self.problem = self.problem or other.problem
 
 
 @dataclass(frozen=True)
@@ -221,10 +220,10 @@ class Streams(EachOperation):
         together: dict[frozenset[str], _Seen] = {}
         for begins, seen in self._seen.items():
             total = _Seen()
-            total.add(seen)
             for others in [each for each in together if each & begins]:
                 total.add(together.pop(others))
                 begins |= others
+            total.add(seen)
             together[begins] = total
         order = {name: i for i, name in enumerate(self._modules)}
         streams, problems = [], []
@@ -233,8 +232,8 @@ class Streams(EachOperation):
             if not seen.ends:
                 continue
             problem = seen.problem
-            if not problem and seen.others > _OTHERS * seen.carried:
-                problem = f"it would take as many exchanges again, since {seen.reason}"
+            if not problem and seen.others.total() > _OTHERS * seen.carried:
+                problem = f"parts would send more, since {seen.others.most_common(1)[0][0]}"
             if problem:
                 problems.append(f"after {names[0]} stay whole: {problem}")
             else:
@@ -246,9 +245,7 @@ class Streams(EachOperation):
         return self._seen.setdefault(begins, _Seen())
 
     def _exchange(self, begins: frozenset[str], amount: float, reason: str) -> None:
-        seen = self._of(begins)
-        seen.others += amount
-        seen.reason = seen.reason or reason
+        self._of(begins).others[reason] += amount  # type: ignore[assignment]
 
 
 def _mark_of(t: torch.Tensor) -> _Part | None:
