@@ -544,11 +544,23 @@ def _overwritten(h):
     return h
 
 
-def test_a_later_call_that_writes_into_a_part():
+def _first_overwritten(h):
+    h.view(-1, 32)[0].zero_()
+    return h
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (_overwritten, "x[...] = value writes into it: write x = torch.where(mask, value, x)"),
+        (_first_overwritten, "is one of a copy, into which zero_() would write"),
+    ],
+)
+def test_a_later_call_that_writes_into_a_part(use, why):
     model, _, _ = divided(Between().double(), ids())
-    kind, text = error_of(lambda: model(ids(), _overwritten))
+    kind, text = error_of(lambda: model(ids(), use))
     assert kind is hvkit.HvkitError
-    assert "x[...] = value writes into it: write x = torch.where(mask, value, x)" in text
+    assert why in text
 
 
 class Checkpointed(GPT):

@@ -147,6 +147,11 @@ def _zeroed(x):
     return x
 
 
+def _first_zeroed(x):
+    x.view(-1, 32)[0].zero_()
+    return x
+
+
 class BetweenBlocks(GPT):
     """What a test does to the result of each block."""
 
@@ -169,6 +174,7 @@ class BetweenBlocks(GPT):
         (lambda block, x: block(x).mul_(2), ""),
         (lambda block, x: block(x) - x.mean(1, keepdim=True), ""),
         (lambda block, x: _zeroed(block(x)), "__setitem__() writes into them"),
+        (lambda block, x: _first_zeroed(block(x)), "zero_() writes into a view of them"),
         (lambda block, x: F.dropout(block(x), 0.1, inplace=True), "dropout() writes into them"),
         (lambda block, x: Sine.apply(block(x)), "sin() is called in a function that computes in"),
         (

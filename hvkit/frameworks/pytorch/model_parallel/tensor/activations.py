@@ -43,8 +43,9 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     follow,
     has_rule,
     viewed,
-    writes_in_place,
+    writes,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 _active = threading.local()
 _ON_PARTS = {
@@ -92,6 +93,8 @@ class DividedActivations(EachOperation):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def operation(self, call: Operation) -> Any:
+        if writes(call):
+            _refuse_lost(call)
         if not any(isinstance(t, DTensor) for t in call.inputs):
             return call.run()
         dims = [_divided_by(t) for t in call.inputs]
@@ -103,8 +106,6 @@ class DividedActivations(EachOperation):
     def _of_divided(self, call: Operation) -> Any:
         """The result of an operation on a divided activation, and perhaps others."""
         name = call.name
-        if name == "__setitem__" and call.dims[0] is not None:
-            raise HvkitError(f"{_PARTS}, but {WRITES}")
         if name in _OF_ELEMENTS and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(call.args[0]) if call.args else None
@@ -114,7 +115,7 @@ class DividedActivations(EachOperation):
         elif dim is not None and name in SPLITS:
             if (shares := self._split(call, dim)) is not None:
                 return shares
-        elif name in _ON_PARTS and call.dims != [None] * len(call.dims) and not _in_place(call):
+        elif name in _ON_PARTS and call.dims != [None] * len(call.dims) and not writes(call):
             largest = max(call.inputs, key=torch.Tensor.dim)
             step = follow(replace(call, outputs=[largest]))
             if step is None:
@@ -131,7 +132,11 @@ class DividedActivations(EachOperation):
 
     def _of_whole(self, call: Operation) -> Any:
         """The result of an operation that needs whole activations."""
-        args, kwargs = gathered((tuple(call.args), call.kwargs), f"{call.name}() takes it apart")
+        before = tuple(call.args), call.kwargs
+        args, kwargs = gathered(before, f"{call.name}() takes it apart")
+        for part, whole in zip(tensors_in(before), tensors_in((args, kwargs)), strict=True):
+            if whole is not part:
+                setattr(whole, _COPY, True)
         return replace(call, args=args, kwargs=kwargs).run()
 
     def _needs_whole(self, call: Operation) -> bool:
@@ -328,6 +333,7 @@ _WHOLE = frozenset(
         *("conv1d", "conv2d", "conv3d", "masked_select", "tolist"),
     }
 )
+_COPY = "_hvkit_copy"
 _OF_AUTOGRAD = {"backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 _PARTS = (
     "each rank of the tensor axis has a part of an activation, and can compute with it and change "
@@ -354,19 +360,28 @@ def is_fused(t: torch.Tensor) -> bool:
     return hasattr(t, _FUSED)
 
 
-def _in_place(call: Operation) -> bool:
-    """Whether an elementwise operation may change its input."""
-    options = () if call.name in _DRAWS else (*call.args, call.kwargs.get("inplace"))
-    return call.name in ELEMENTWISE and (
-        writes_in_place(call.name) or any(each is True for each in options)
-    )
+def _refuse_lost(call: Operation) -> None:
+    """Raise if an operation writes where nobody reads.
+
+    Raises:
+        HvkitError: with what to do.
+    """
+    written = call.inputs[0] if call.inputs else None
+    if isinstance(written, DTensor) and call.name == "__setitem__":
+        raise HvkitError(f"{_PARTS}, but {WRITES}")
+    if written is not None and hasattr(written if written._base is None else written._base, _COPY):
+        raise HvkitError(
+            f"{_PARTS}. A view of some of it, as x[:, 0], is one of a copy, into which "
+            f"{call.name}() would write: write into a clone of it, and put the whole together "
+            "with torch.cat or torch.where"
+        )
 
 
 def _is_about_tensor(call: Operation) -> bool:
     """Whether a call without a rule computes no other tensor: sizes, hooks, writes."""
     of_attribute = getattr(call.function, "__name__", "") in ("__get__", "__set__")
     name = call.name
-    return of_attribute or name in HARMLESS | SIZES | _OF_AUTOGRAD or writes_in_place(name)
+    return of_attribute or name in HARMLESS | SIZES | _OF_AUTOGRAD or writes(call)
 
 
 def _not_proven(use: str) -> HvkitError:

@@ -131,9 +131,15 @@ def has_rule(name: str) -> bool:
     return name in _RULES
 
 
-def writes_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument: ``add_``, ``__iadd__``."""
-    return name.endswith("_") and (not name.endswith("__") or name in _IN_PLACE)
+def writes(call: Operation) -> bool:
+    """Whether an operation changes its first argument: ``add_``, ``__iadd__``, ``x[0] = 1``.
+
+    So do ``relu`` and others that have an option for it.
+    """
+    if call.name in _IN_PLACE_OPTION:
+        return bool(call.argument(_IN_PLACE_OPTION[call.name], "inplace"))
+    by_name = call.name.endswith("_") and not call.name.endswith("__")
+    return by_name or call.name in _IN_PLACE
 
 
 def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> Followed | None:
@@ -163,7 +169,7 @@ def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> 
 def _elementwise(call: Operation) -> Followed | str:
     if call.name == "where" and len(call.args) == 1:
         return "where() of one argument gives the places of elements"
-    if call.name in ("dropout", "alpha_dropout") and call.argument(3, "inplace"):
+    if call.name in ("dropout", "alpha_dropout") and writes(call):
         return f"{call.name}() in place changes an activation that others may read"
     out = call.outputs[0].dim()
     places = {
@@ -176,7 +182,7 @@ def _elementwise(call: Operation) -> Followed | str:
     meets_whole = any(
         place - (out - t.dim()) >= 0 and t.shape[place - (out - t.dim())] != 1 for t in whole
     )
-    if meets_whole and writes_in_place(call.name) and call.dims[0] is None:
+    if meets_whole and writes(call) and call.dims[0] is None:
         return f"{call.name}() writes a divided activation into one that is whole"
     # A whole tensor of that length is in the order of the whole, not of parts.
     return Followed(place, 1 if meets_whole else None)
@@ -315,11 +321,18 @@ _NAMES = """
     true_divide where zeros_like
 """
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow")
-_IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
+# Where functions have the option to change their first argument.
+_IN_PLACE_OPTION = {
+    **dict.fromkeys(("relu", "relu6", "selu", "silu", "mish", "hardswish", "hardsigmoid"), 1),
+    **dict.fromkeys(("celu", "elu", "leaky_relu"), 2),
+    **dict.fromkeys(("dropout", "alpha_dropout", "hardtanh"), 3),
+}
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
+_IN_PLACE = {*_IN_PLACE_OPERATORS, "__setitem__"}
 ELEMENTWISE = [
     *(each for name in _NAMES.split() for each in (name, f"{name}_")),
     *(f"__{kind}{name}__" for kind in ("", "r") for name in _OPERATORS),
-    *_IN_PLACE,
+    *_IN_PLACE_OPERATORS,
     *("__neg__", "contiguous", "clone", "to", "type", "type_as", "half", "bfloat16", "double"),
     *("alpha_dropout", "cuda", "cpu", "detach", "eq", "ne", "lt", "le", "gt", "ge"),
     *("__lt__", "__gt__", "__le__", "__ge__"),

@@ -15,7 +15,6 @@ the meta device with the pairs known, and counts these.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,9 +32,9 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     Followed,
     Operation,
     follow,
-    writes_in_place,
+    writes,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 _MARK = "_hvkit_stream"
 # Of the exchanges that a stream needs anyway, how many others may come to them.
@@ -60,7 +59,7 @@ class Stream:
 
 
 @dataclass
-class _Seen:
+class _SeenStream:
     """What the dry run has seen of activations that begin at the same layers.
 
     Attributes:
@@ -73,16 +72,33 @@ class _Seen:
     ends: dict[str, None] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
     carried: int = 0
-    others: Counter[str] = field(default_factory=Counter)
+    others: dict[str, float] = field(default_factory=dict)
     problem: str = ""
 
-    def add(self, other: _Seen) -> None:
+    def add(self, other: _SeenStream) -> None:
         """Take over what has been seen of activations that meet these."""
         self.ends |= other.ends
         self.modules |= other.modules
         self.carried += other.carried
-        self.others += other.others
-        self.problem = self.problem or other.problem
+        for reason, amount in other.others.items():
+            self.exchange(amount, reason)
+        self.refuse(other.problem)
+
+    def refuse(self, problem: str) -> None:
+        """Note why they cannot be divided, if there is a reason."""
+        self.problem = self.problem or problem
+
+    def exchange(self, amount: float, reason: str) -> None:
+        """Note one elsewhere."""
+        self.others[reason] = self.others.get(reason, 0.0) + amount
+
+    @property
+    def why_whole(self) -> str:
+        """Why they are not divided; an empty text if they can be."""
+        if not self.problem and sum(self.others.values()) > _OTHERS * self.carried:
+            most = max(self.others, key=lambda reason: self.others[reason])
+            return f"parts would send more, since {most}"
+        return self.problem
 
 
 @dataclass(frozen=True)
@@ -111,22 +127,29 @@ class Streams(EachOperation):
         super().__init__()
         self._divisions, self._ways = divisions, ways
         self._modules = dict(model.named_modules())
-        self._seen: dict[frozenset[str], _Seen] = {}
+        self._seen: dict[frozenset[str], _SeenStream] = {}
         self._called: list[str] = []
         # Inside of how many divided layers.
         self._depth = 0
         # What the last column layer has taken: the next ones may take it, too.
         self._taken: torch.Tensor | None = None
+        # By the number of its memory, an activation that could be divided.
+        self._memory: dict[int, torch.Tensor] = {}
 
     def operation(self, call: Operation) -> Any:
         output = call.run()
         marks = [_mark_of(t) for t in call.inputs]
+        if writes(call) and call.inputs and not marks[0]:
+            # Of a part, another view than those that the rules know would be of a copy.
+            of_part = self._memory.get(storage_of(call.inputs[0]))
+            if of_part is not None and (mark := _mark_of(of_part)):
+                self._of(mark.begins).refuse(f"{call.name}() writes into a view of them")
         if self._depth or call.name in HARMLESS or call.name in SIZES or not any(marks):
             return output
         begins = frozenset().union(*(mark.begins for mark in marks if mark))
         seen = self._of(begins)
         seen.modules.add(self._called[-1] if self._called else "")
-        seen.problem = seen.problem or _in_function(call.name)
+        seen.refuse(_in_function(call.name))
         outputs = tensors_in(output)
         dims = [mark.dim if mark else None for mark in marks]
         seen_by_rules = replace(call, dims=dims, outputs=outputs, ways=self._ways)
@@ -134,14 +157,14 @@ class Streams(EachOperation):
         if isinstance(step, Followed):
             self._meet_whole(seen_by_rules, begins)
             for each in outputs:
-                setattr(each, _MARK, _Part(begins, step.dim))
-        elif marks[0] and (writes_in_place(call.name) or call.name in ("__setitem__", "dropout")):
-            seen.problem = seen.problem or f"{call.name}() writes into them"
+                self._mark(each, _Part(begins, step.dim))
+        elif marks[0] and writes(call):
+            seen.refuse(f"{call.name}() writes into them")
         elif outputs or call.name == "__setitem__":
             size = max(t.numel() for t, mark in zip(call.inputs, marks, strict=True) if mark)
             joins_results = call.name in ("mean", "sum")
             amount = 2 * outputs[0].numel() / max(size, 1) if joins_results else 1
-            self._exchange(begins, amount, f"{call.name}() needs the whole sequence")
+            self._of(begins).exchange(amount, f"{call.name}() needs the whole sequence")
         return output
 
     def _meet_whole(self, call: Operation, begins: frozenset[str]) -> None:
@@ -152,7 +175,7 @@ class Streams(EachOperation):
             at = t.dim() - from_right
             if d is None and t.is_meta and at >= 0 and t.shape[at] > 1:
                 amount = t.numel() / max(first.numel(), 1)
-                self._exchange(begins, amount, f"{call.name}() takes parts of what is whole")
+                self._of(begins).exchange(amount, f"{call.name}() takes parts of what is whole")
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -172,17 +195,17 @@ class Streams(EachOperation):
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._called.append(name)
-        for mark in filter(None, map(_mark_of, tensors_in((args, kwargs)))):
+        taken = [mark for t in tensors_in((args, kwargs)) if (mark := _mark_of(t))]
+        for each in taken:
             if _is_compiled(self._modules[name]):
-                seen = self._of(mark.begins)
-                seen.problem = seen.problem or f"{name}, which takes them, is compiled"
+                self._of(each.begins).refuse(f"{name}, which takes them, is compiled")
         if name not in self._divisions:
             return
         division = self._divisions[name]
         for t in dict.fromkeys(tensors_in((args, kwargs))) if not self._depth else ():
             mark = _mark_of(t)
             if mark and division.kind == "row":
-                self._exchange(mark.begins, 2, f"{name} takes parts of its features")
+                self._of(mark.begins).exchange(2, f"{name} takes parts of its features")
             elif mark:
                 seen = self._of(mark.begins)
                 seen.ends[name] = None
@@ -199,7 +222,7 @@ class Streams(EachOperation):
         first = next(iter(tensors_in(output)), None)
         if not self._depth and begin and first is not None and first.dim() > 1:
             self._of(frozenset([begin])).carried += 1
-            setattr(first, _MARK, _Part(frozenset([begin]), first.dim() - 2))
+            self._mark(first, _Part(frozenset([begin]), first.dim() - 2))
 
     def _begins(self, name: str) -> str | None:
         """The row layer that ends the call of a module, if any."""
@@ -213,13 +236,13 @@ class Streams(EachOperation):
         """Note which the model returns: they have to be whole."""
         for t in tensors_in(output):
             if mark := _mark_of(t):
-                self._exchange(mark.begins, 1, "the model returns them")
+                self._of(mark.begins).exchange(1, "the model returns them")
 
     def found(self) -> tuple[list[Stream], list[str]]:
         """Those that can be divided for the bytes of what they replace; why others are not."""
-        together: dict[frozenset[str], _Seen] = {}
+        together: dict[frozenset[str], _SeenStream] = {}
         for begins, seen in self._seen.items():
-            total = _Seen()
+            total = _SeenStream()
             for others in [each for each in together if each & begins]:
                 total.add(together.pop(others))
                 begins |= others
@@ -231,21 +254,19 @@ class Streams(EachOperation):
             names = sorted(begins, key=lambda name: order[name])
             if not seen.ends:
                 continue
-            problem = seen.problem
-            if not problem and seen.others.total() > _OTHERS * seen.carried:
-                problem = f"parts would send more, since {seen.others.most_common(1)[0][0]}"
-            if problem:
+            if problem := seen.why_whole:
                 problems.append(f"after {names[0]} stay whole: {problem}")
             else:
                 ends = sorted(seen.ends, key=lambda name: order[name])
                 streams.append(Stream(tuple(names), tuple(ends), frozenset(seen.modules)))
         return streams, problems
 
-    def _of(self, begins: frozenset[str]) -> _Seen:
-        return self._seen.setdefault(begins, _Seen())
+    def _mark(self, t: torch.Tensor, mark: _Part) -> None:
+        setattr(t, _MARK, mark)
+        self._memory[storage_of(t)] = t
 
-    def _exchange(self, begins: frozenset[str], amount: float, reason: str) -> None:
-        self._of(begins).others[reason] += amount  # type: ignore[assignment]
+    def _of(self, begins: frozenset[str]) -> _SeenStream:
+        return self._seen.setdefault(begins, _SeenStream())
 
 
 def _mark_of(t: torch.Tensor) -> _Part | None:
