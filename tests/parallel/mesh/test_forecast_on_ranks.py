@@ -143,8 +143,11 @@ def test_other_schedules_keep_at_most_that(predicted, monkeypatch, schedule):
     assert 0 < kept.peak < 1.02 * own_of(predicted).activations
 
 
-@pytest.mark.parametrize("name", ["GPT", "Llama", "GPT with dropout", "encoder"])
-def test_ranks_that_divide_layers_hold_parts(predicted, name):
+@pytest.mark.parametrize(
+    ("name", "within"),
+    [("GPT", 0.02), ("Llama", 0.1), ("GPT with dropout", 0.02), ("encoder", 0.1)],
+)
+def test_ranks_that_divide_layers_hold_parts(predicted, name, within):
     mesh, (make, data) = hvkit.Mesh(tensor=2), MODELS[name]
     model, optimizer = distributed(make(), mesh=mesh, microbatches=None)
     batches, kept = of_this_rank(data(2)), {}
@@ -162,7 +165,8 @@ def test_ranks_that_divide_layers_hold_parts(predicted, name):
     mine = hvkit.broadcast(list(predicted))[0]
     assert mine.weights == sum(p.nbytes for p in model.parameters())
     assert mine.gradients == mine.weights
-    assert mine.activations == pytest.approx(sum(each.nbytes() for each in kept.values()), rel=0.15)
+    found = sum(each.nbytes() for each in kept.values())
+    assert mine.activations == pytest.approx(found, rel=within)
     state = [t for each in optimizer.state.values() for t in each.values()]
     assert mine.state == sum(t.nbytes for t in state)
 

@@ -51,11 +51,13 @@ class Stream:
         begins: row layers and embeddings that leave each rank its part.
         ends: column layers, and attention layers, that join the parts.
         modules: in whose forward they are computed.
+        others: what else needs an exchange, and how often.
     """
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     modules: frozenset[str]
+    others: tuple[tuple[str, float], ...]
 
 
 @dataclass
@@ -258,7 +260,8 @@ class Streams(EachOperation):
                 problems.append(f"after {names[0]} stay whole: {problem}")
             else:
                 ends = sorted(seen.ends, key=lambda name: order[name])
-                streams.append(Stream(tuple(names), tuple(ends), frozenset(seen.modules)))
+                modules, exchanges = frozenset(seen.modules), tuple(seen.others.items())
+                streams.append(Stream(tuple(names), tuple(ends), modules, exchanges))
         return streams, problems
 
     def _mark(self, t: torch.Tensor, mark: _Part) -> None:
