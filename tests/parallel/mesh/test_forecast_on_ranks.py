@@ -145,7 +145,7 @@ def test_other_schedules_keep_at_most_that(predicted, monkeypatch, schedule):
 
 @pytest.mark.parametrize(
     ("name", "within"),
-    [("GPT", 0.02), ("Llama", 0.1), ("GPT with dropout", 0.02), ("encoder", 0.1)],
+    [("GPT", 0.02), ("Llama", 0.15), ("GPT with dropout", 0.02), ("encoder", 0.1)],
 )
 def test_ranks_that_divide_layers_hold_parts(predicted, name, within):
     mesh, (make, data) = hvkit.Mesh(tensor=2), MODELS[name]
