@@ -20,9 +20,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.tensor import streams
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import agreed, prove
+
+
+@pytest.fixture(autouse=True)
+def _small_activations(monkeypatch):
+    """Are divided along the sequence, too."""
+    monkeypatch.setattr(streams, "SMALLEST", 0)
+
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 COLUMN, ROW = Division("column"), Division("row")
@@ -192,6 +200,13 @@ def test_what_ends_the_division_along_the_sequence(between, why):
     assert len(plan.divisions) == 10
     assert bool(plan.streams) == (not why)
     assert why in "".join(plan.whole_streams)
+
+
+def test_parts_of_small_activations_do_not_pay(monkeypatch):
+    monkeypatch.undo()
+    plan = prove(GPT(), (IDS,), {}, 2)
+    assert "they have at most 0.00205 MB, and parts pay from 1 MB" in str(plan)
+    assert prove(GPT(length=4096), (torch.zeros(2, 4096, dtype=torch.long),), {}, 2).streams
 
 
 def test_blocks_that_are_compiled_take_whole_activations():

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_loss import cross_entropy
 from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import (
+    added_once,
     joined,
     joined_for_all,
     own_part,
@@ -145,7 +146,7 @@ class DividedActivations(EachOperation):
         if name in _WHOLE or not (has_rule(name) or _is_about_tensor(call)):
             return True
         if dim is None:
-            return name == "__getitem__" and any(d is not None for d in call.dims)
+            return writes(call) or (name == "__getitem__" and any(d is not None for d in call.dims))
         if name in VIEWS:  # another one than those that each rank can have of its part
             return True
         if name in SPLITS:
@@ -296,9 +297,9 @@ def total_for_all(
     if not along_sequence or dim < 0 or y.shape[dim] % mesh.size() or y.is_meta:
         y = summed(y, mesh)
         return y if bias is None else y + bias.to(y.dtype)
+    if bias is not None:  # all ranks have the gradient of the whole sum here
+        y = y + added_once(bias, mesh).to(y.dtype)
     y = own_part_summed(y, mesh, dim)
-    if bias is not None:
-        y = y + used_by_all(bias, mesh).to(y.dtype)
     return DTensor.from_local(y, mesh, [Shard(dim)], run_check=False)
 
 

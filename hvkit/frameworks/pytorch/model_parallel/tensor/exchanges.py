@@ -23,6 +23,11 @@ def used_by_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return _both_ways(x, mesh, 0, _same, _total)
 
 
+def added_once(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """What each rank adds of a tensor that all hold, before a sum for which all get gradients."""
+    return _both_ways(x, mesh, 0, _share, _same)
+
+
 def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' tensors, on every rank, which all go on alike with it."""
     return _both_ways(x, mesh, 0, _total, _same)
@@ -74,6 +79,10 @@ _both_ways: Callable[..., torch.Tensor] = _BothWays.apply
 
 def _same(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return x.view_as(x)
+
+
+def _share(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    return x / mesh.size()
 
 
 def _total(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:

@@ -39,6 +39,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, ten
 _MARK = "_hvkit_stream"
 # Of the exchanges that a stream needs anyway, how many others may come to them.
 _OTHERS = 1 / 4
+SMALLEST = 1_000_000
+"""Bytes of an activation from which parts pay: they take more messages, for the same bytes."""
 # Operations that compute each position by itself, if their rule says so.
 _BY_POSITION = {*ELEMENTWISE, "layer_norm", "rms_norm", "softmax", "mean", "sum", "var", "amax"}
 
@@ -68,6 +70,7 @@ class _SeenStream:
         ends, modules: as for ``Stream``.
         carried: exchanges of the layers where they begin and end.
         others: exchanges elsewhere, in those of an activation of the same size, by their reason.
+        largest: bytes of an activation.
         problem: why they cannot be divided at all.
     """
 
@@ -75,6 +78,7 @@ class _SeenStream:
     modules: set[str] = field(default_factory=set)
     carried: int = 0
     others: dict[str, float] = field(default_factory=dict)
+    largest: int = 0
     problem: str = ""
 
     def add(self, other: _SeenStream) -> None:
@@ -82,6 +86,7 @@ class _SeenStream:
         self.ends |= other.ends
         self.modules |= other.modules
         self.carried += other.carried
+        self.largest = max(self.largest, other.largest)
         for reason, amount in other.others.items():
             self.exchange(amount, reason)
         self.refuse(other.problem)
@@ -100,6 +105,9 @@ class _SeenStream:
         if not self.problem and sum(self.others.values()) > _OTHERS * self.carried:
             most = max(self.others, key=lambda reason: self.others[reason])
             return f"parts would send more, since {most}"
+        if not self.problem and self.largest < SMALLEST:
+            found, least = (f"{nbytes / 1e6:.3g} MB" for nbytes in (self.largest, SMALLEST))
+            return f"they have at most {found}, and parts pay from {least}"
         return self.problem
 
 
@@ -223,7 +231,8 @@ class Streams(EachOperation):
         begin = self._begins(name)
         first = next(iter(tensors_in(output)), None)
         if not self._depth and begin and first is not None and first.dim() > 1:
-            self._of(frozenset([begin])).carried += 1
+            seen = self._of(frozenset([begin]))
+            seen.carried, seen.largest = seen.carried + 1, max(seen.largest, first.nbytes)
             self._mark(first, _Part(frozenset([begin]), first.dim() - 2))
 
     def _begins(self, name: str) -> str | None:
