@@ -205,8 +205,8 @@ def test_what_ends_the_division_along_the_sequence(between, why):
 def test_parts_of_small_activations_do_not_pay(monkeypatch):
     monkeypatch.undo()
     plan = prove(GPT(), (IDS,), {}, 2)
-    assert "they have at most 0.00205 MB, and parts pay from 1 MB" in str(plan)
-    assert prove(GPT(length=4096), (torch.zeros(2, 4096, dtype=torch.long),), {}, 2).streams
+    assert "they have at most 0.00205 MB, and parts pay from 8 MB" in str(plan)
+    assert prove(GPT(length=32768), (torch.zeros(2, 32768, dtype=torch.long),), {}, 2).streams
 
 
 def test_blocks_that_are_compiled_take_whole_activations():

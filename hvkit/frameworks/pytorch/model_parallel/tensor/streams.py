@@ -39,7 +39,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, ten
 _MARK = "_hvkit_stream"
 # Of the exchanges that a stream needs anyway, how many others may come to them.
 _OTHERS = 1 / 4
-SMALLEST = 1_000_000
+SMALLEST = 8_000_000
 """Bytes of an activation from which parts pay: they take more messages, for the same bytes."""
 # Operations that compute each position by itself, if their rule says so.
 _BY_POSITION = {*ELEMENTWISE, "layer_norm", "rms_norm", "softmax", "mean", "sum", "var", "amax"}
