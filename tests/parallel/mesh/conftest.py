@@ -5,6 +5,7 @@ import torch
 
 import hvkit
 from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.model_parallel.tensor import streams
 
 
 def pytest_collection_modifyitems(config, items):
@@ -33,3 +34,9 @@ def _in_float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _small_activations(monkeypatch):
+    """Are divided along the sequence, too."""
+    monkeypatch.setattr(streams, "SMALLEST", 0)

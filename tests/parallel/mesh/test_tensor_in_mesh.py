@@ -135,6 +135,24 @@ def test_dropout_is_the_same_on_both_ranks():
     assert torch.equal(together[0], together[1])
 
 
+def test_a_hook_of_one_rank_alone():
+    """It needs whole activations, which the other ranks would not join."""
+    found = []
+
+    def look(module, args, y):
+        found.append(float(y.detach().flip(1).sum().is_meta))
+
+    def make():
+        model = GPT(layers=4)
+        for block in model.h if hvkit.rank() == 0 else ():
+            block.register_forward_hook(look)
+        return model
+
+    mesh = hvkit.Mesh(tensor=2)
+    assert max(differences(make, tokens(2), mesh=mesh, microbatches=None)) < 1e-11
+    assert len(found) > 4 or hvkit.rank()
+
+
 def test_a_file_is_that_of_the_plain_model(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     data = tokens(6)

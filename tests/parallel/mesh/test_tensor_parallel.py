@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +35,12 @@ def vectors(batch=6):
 
 def sequences(batch=3, length=5):
     return torch.randn(batch, length, 20, dtype=torch.float64)
+
+
+def of_many_lengths(make):
+    """Of eight positions, which ranks can divide, and of some that they cannot."""
+    lengths = itertools.cycle((8, 7, 8, 1))
+    return lambda: make(length=next(lengths))
 
 
 def images(batch=4):
@@ -91,15 +99,15 @@ def furthest(found, model, largest):
 @pytest.mark.parametrize(
     ("make", "batch", "share"),
     [
-        pytest.param(GPT, ids, 0.97, id="GPT"),
+        pytest.param(GPT, of_many_lengths(ids), 0.97, id="GPT"),
         pytest.param(
             lambda: GPT(tied=False, fused=False), ids, 0.97, id="GPT, untied, own attention"
         ),
         pytest.param(gpt_of_conv1d, ids, 0.97, id="GPT of Conv1D"),
-        pytest.param(Llama, ids, 0.99, id="Llama"),
+        pytest.param(Llama, of_many_lengths(ids), 0.99, id="Llama"),
         pytest.param(lambda: Llama(head_norm=True), ids, 0.99, id="Qwen"),
         pytest.param(LearntInside, sequences, 0.91, id="parameters inside"),
-        pytest.param(Encoder, sequences, 0.92, id="nn.TransformerEncoder"),
+        pytest.param(Encoder, of_many_lengths(sequences), 0.92, id="nn.TransformerEncoder"),
         pytest.param(MLP, vectors, 0.82, id="MLP"),
         pytest.param(SkipNet, vectors, 0.46, id="net with skips"),
         pytest.param(CNN, images, 0.65, id="CNN"),
@@ -229,10 +237,12 @@ def test_logits_of_a_divided_loss_are_not_sent():
     before = hvkit.traffic().get("activations", (0, 0))
     model(x).sum().backward()
     sent = hvkit.traffic()["activations"]
-    # Rows that are looked up, and their gradient; three numbers for each target.
-    words, targets = 4 * 8 * 8 * 8, 4 * 7 * 8
-    assert sent[1] - before[1] == 5
-    assert sent[0] - before[0] == (2 * words + 3 * targets) * 2 * (hvkit.size() - 1) // hvkit.size()
+    # Rows that are looked up, and their gradient, in halves of sums; three numbers for each target;
+    # the gradient of the norm's weight and bias.
+    words, targets, norm = 4 * 8 * 8 * 8, 4 * 7 * 8, 2 * 8 * 8
+    assert sent[1] - before[1] == 4 + 3 + 1
+    sums = 2 * words + 3 * targets + norm
+    assert sent[0] - before[0] == sums * 2 * (hvkit.size() - 1) // hvkit.size()
 
 
 @pytest.mark.parametrize("ahead", [0, 64])
@@ -288,12 +298,15 @@ def test_gradients_and_outputs_are_plain_and_whole():
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_evaluation(context):
-    x, padding = sequences(), torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 5])
     reference = Encoder(dropout=0.1).double().eval()
-    model, _, _ = divided(reference, x)
-    with context():
-        assert torch.allclose(model(x), reference(x), atol=1e-12)
-        assert torch.allclose(model(x, padding), reference(x, padding), atol=1e-12)
+    model, plan, _ = divided(reference, sequences(length=8))
+    assert plan.streams
+    for length in (8, 5):
+        x, padding = sequences(length=length), torch.zeros(3, length, dtype=torch.bool)
+        padding[1, -1] = True
+        with context():
+            assert torch.allclose(model(x), reference(x), atol=1e-12)
+            assert torch.allclose(model(x, padding), reference(x, padding), atol=1e-12)
 
 
 def test_a_copy_has_weights_of_its_own():
@@ -433,6 +446,124 @@ def test_ranks_drop_different_elements_of_their_parts():
     assert len({str(each) for rank in hvkit.allgather(kept) for each in rank}) == 2 * hvkit.size()
 
 
+@pytest.mark.parametrize("length", [8, 7])
+def test_dropout_between_pairs(length):
+    """Each rank drops other elements of its part; the same ones where all hold the whole."""
+    kept = []
+
+    def keep(module, args, y):
+        held = y.to_local() if isinstance(y, DTensor) else y
+        assert y.shape == (4, length, 32)
+        assert held.shape[1] == (length if length == 7 else length // hvkit.size())
+        kept.append((held != 0).tolist())
+
+    model, _, _ = divided(GPT(dropout=0.5).double(), ids())
+    model.h[0].mlp[3].register_forward_hook(keep)
+    torch.manual_seed(1 + hvkit.rank())
+    x = ids(length=length)
+    model(x)
+    model(x)
+    found = {str(each) for rank in hvkit.allgather(kept) for each in rank}
+    assert len(found) == 2 * (1 if length == 7 else hvkit.size())
+
+
+def bytes_kept(model, *args):
+    """What autograd keeps for backward, without parameters."""
+    kept = {}
+
+    def keep(t):
+        held = t.to_local() if isinstance(t, DTensor) else t
+        kept[held.untyped_storage().data_ptr()] = held.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(*args)
+    for p in model.parameters():
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_a_rank_keeps_its_part_of_what_lies_between_pairs():
+    reference, x = GPT(layers=3).double(), ids()
+    plan = prove(reference, (x,), {}, hvkit.size())
+    mesh = init_device_mesh("cpu", (hvkit.size(),))
+    found = []
+    for streams in ((), plan.streams):
+        model = copy.deepcopy(reference)
+        divide(model, replace(plan, streams=streams), mesh)
+        found.append(bytes_kept(model, x))
+    # What seven norms take, with the mean and the deviation of each position.
+    norms = 7 * 4 * 8 * (32 + 2) * 8
+    weights = 7 * 2 * 32 * 8
+    assert found[0] - found[1] + weights >= norms * (hvkit.size() - 1) // hvkit.size()
+    assert found[0] - found[1] <= norms * (hvkit.size() - 1) // hvkit.size()
+
+
+class Between(GPT):
+    """Does something to what lies between its blocks, in a later call."""
+
+    def forward(self, ids, use=lambda h: h):
+        h = self.wte(ids) + self.wpe(torch.arange(ids.size(1)))
+        for block in self.h:
+            h = use(block(h))
+        return self.lm_head(self.ln_f(h))
+
+
+def _written(h):
+    other = torch.zeros(4, 8, 32, dtype=h.dtype)
+    other[:, :8] = h
+    other.add_(h)
+    return other
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h: h[:, -1:],
+        lambda h: h.view(-1, 32).view(4, 8, 32).flip(1),
+        lambda h: F.group_norm(h.transpose(1, 2), 4).transpose(1, 2),
+        lambda h: F.linear(h, torch.eye(32, dtype=h.dtype)) - h.mean(1, keepdim=True),
+        lambda h: F.relu(h.mul_(2), inplace=True),
+        lambda h: h * (h[h > 0].mean() > h.detach().cpu().numpy().mean()),
+        _written,
+    ],
+)
+def test_what_a_later_call_does_between_pairs(use):
+    reference, x = Between().double(), ids()
+    model, plan, placements = divided(reference, x)
+    assert plan.streams
+    for each in (model, reference):
+        each(x, use).square().mean().backward()
+    assert torch.allclose(model(x, use), reference(x, use), rtol=1e-12)
+    gradients = whole(model, placements, lambda p: p.grad)
+    for name, p in reference.named_parameters():
+        assert torch.allclose(gradients[name], p.grad, atol=1e-12), name
+
+
+def _overwritten(h):
+    h[h > 0] = 0
+    return h
+
+
+def _first_overwritten(h):
+    h.view(-1, 32)[0].zero_()
+    return h
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (_overwritten, "x[...] = value writes into it: write x = torch.where(mask, value, x)"),
+        (_first_overwritten, "is one of a copy, into which zero_() would write"),
+    ],
+)
+def test_a_later_call_that_writes_into_a_part(use, why):
+    model, _, _ = divided(Between().double(), ids())
+    kind, text = error_of(lambda: model(ids(), use))
+    assert kind is hvkit.HvkitError
+    assert why in text
+
+
 class Checkpointed(GPT):
     """Computes each block again during backward."""
 
@@ -450,7 +581,7 @@ def test_gradient_checkpointing_drops_the_same_elements_again():
         reference.again = again
         torch.manual_seed(3 + hvkit.rank())
         model, plan, _ = divided(reference, x)
-        assert len(plan.divisions) == 10
+        assert (len(plan.divisions), len(plan.streams)) == (10, 1)
         model(x).square().mean().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -521,18 +652,31 @@ def test_a_cache_of_keys():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_sent_are_the_sums_of_activations_and_the_logits(tied):
+@pytest.mark.parametrize("length", [8, 7])
+def test_bytes_sent_are_the_sums_of_activations_and_the_logits(length, tied):
     x = ids(batch=2, length=8)
     model, _, _ = divided(GPT(layers=3, width=32, tied=tied).double(), x)
     before = hvkit.traffic().get("activations", (0, 0))
-    model(x).sum().backward()
+    model(x[:, :length]).sum().backward()
     sent = hvkit.traffic()["activations"]
+    size, tokens, others = 8, 2 * length, hvkit.size() - 1
+    features, logits = (tokens * n * size * others // hvkit.size() for n in (32, 64))
     sums = 3 * 2 * 2 + 1  # layers; attention and MLP; forward and backward; of the projection
-    assert sent[1] - before[1] == sums + 2
-    size, tokens, others = 8, 2 * 8, hvkit.size() - 1
-    features, logits = (tokens * n * size // hvkit.size() * others for n in (32, 64))
     # Rows that are looked up are summed, features gathered.
-    assert sent[0] - before[0] == (2 * sums + (2 if tied else 1)) * features + logits
+    exchanges = 2 * sums + (2 if tied else 1)
+    messages, parameters = sums + 2, 0
+    if length % hvkit.size() == 0:
+        # Two exchanges in place of a sum. Where the first norm takes the whole, the sum stays.
+        messages = exchanges + 1 if tied else exchanges
+        # Of the positions, or of what the first block takes, each rank takes a part.
+        messages += 1
+        exchanges += 1 / 2 if tied else 1
+        # The gradients of norms' weights with their biases.
+        norms = 7 if tied else 6
+        messages += norms
+        parameters = norms * 2 * 32 * size * 2 * others // hvkit.size()
+    assert sent[1] - before[1] == messages
+    assert sent[0] - before[0] == exchanges * features + logits + parameters
 
 
 def test_layers_that_take_the_same_activation_share_one_sum():
@@ -540,8 +684,10 @@ def test_layers_that_take_the_same_activation_share_one_sum():
     model, _, _ = divided(Llama(layers=1).double(), x)
     before = hvkit.traffic().get("activations", (0, 0))[1]
     model(x).sum().backward()
-    of_a_block, of_embedding_and_projection = 4, 3
-    assert hvkit.traffic()["activations"][1] - before == of_a_block + of_embedding_and_projection
+    # Two exchanges each: what attention and MLP return, what the MLP and the projection take. One:
+    # the gradient of what attention takes whole, and of the part of it that is added; two norms;
+    # the embedding, and the logits.
+    assert hvkit.traffic()["activations"][1] - before == 2 * 4 + 2 + 2 + 2
 
 
 def test_a_layer_outside_the_forward_of_its_model():

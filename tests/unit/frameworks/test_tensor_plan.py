@@ -2,16 +2,35 @@
 
 import pytest
 import torch
-from mesh_models import CNN, GPT, MLP, Encoder, Llama, ResNet, SkipNet, gpt_of_conv1d
+from mesh_models import (
+    CNN,
+    GPT,
+    MLP,
+    Encoder,
+    EncoderDecoder,
+    Llama,
+    ResNet,
+    SkipNet,
+    gpt_of_conv1d,
+)
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.tensor import streams
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import agreed, prove
+
+
+@pytest.fixture(autouse=True)
+def _small_activations(monkeypatch):
+    """Are divided along the sequence, too."""
+    monkeypatch.setattr(streams, "SMALLEST", 0)
+
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 COLUMN, ROW = Division("column"), Division("row")
@@ -60,6 +79,10 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
     assert plan.regions == ("h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp")
     assert plan.share == pytest.approx(0.97, abs=0.005)
     assert "10 of 11 linear layers and embeddings divided, 97% of all weights" in str(plan)
+    (stream,) = plan.streams
+    assert set(stream.begins) == {n for n, d in plan.divisions.items() if d.kind == "row"}
+    assert set(stream.ends) == {n for n, d in plan.divisions.items() if d.kind == "column"}
+    assert "between wte and lm_head activations" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +105,125 @@ def test_models_as_people_write_them(make, shape, divided):
     before = {n: t.clone() for n, t in model.state_dict().items()}
     assert len(prove(model, (shape,), {}, 4).divisions) == divided
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "streams"),
+    [
+        (lambda: GPT(dropout=0.1, tied=False), IDS, [("h.0.attn.c_proj", "lm_head")]),
+        (gpt_of_conv1d, IDS, [("wte", "lm_head")]),
+        (Llama, IDS, [("layers.0.o_proj", "lm_head")]),
+        (
+            Encoder,
+            torch.ones(2, 5, 20),
+            [("encoder.layers.0.self_attn.out_proj", "encoder.layers.1.linear1")],
+        ),
+        (
+            EncoderDecoder,
+            IDS,
+            [
+                (
+                    "layers.encoder.layers.0.self_attn.out_proj",
+                    "layers.decoder.layers.1.multihead_attn",
+                ),
+                ("layers.decoder.layers.0.self_attn.out_proj", "head"),
+            ],
+        ),
+        (MLP, torch.ones(2, 20), []),
+        (SkipNet, torch.ones(2, 20), []),
+    ],
+)
+def test_where_activations_are_divided_along_the_sequence(make, x, streams):
+    plan = prove(make(), (x,), {}, 2)
+    assert [(each.begins[0], each.ends[-1]) for each in plan.streams] == streams
+    assert not plan.whole_streams
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+def _zeroed(x):
+    x[:, 0] = 0
+    return x
+
+
+def _first_zeroed(x):
+    x.view(-1, 32)[0].zero_()
+    return x
+
+
+class BetweenBlocks(GPT):
+    """What a test does to the result of each block."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.size(1)))
+        for block in self.h:
+            x = self.between(block, x)
+        return self.lm_head(self.ln_f(x))
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (lambda block, x: block(x), ""),
+        (lambda block, x: checkpoint(block, x, use_reentrant=False), ""),
+        (lambda block, x: block(x).mul_(2), ""),
+        (lambda block, x: block(x) - x.mean(1, keepdim=True), ""),
+        (lambda block, x: _zeroed(block(x)), "__setitem__() writes into them"),
+        (lambda block, x: _first_zeroed(block(x)), "zero_() writes into a view of them"),
+        (lambda block, x: F.dropout(block(x), 0.1, inplace=True), "dropout() writes into them"),
+        (lambda block, x: Sine.apply(block(x)), "sin() is called in a function that computes in"),
+        (
+            lambda block, x: checkpoint(lambda x: block(x) * 2, x, use_reentrant=False),
+            "mul() is called in a function that computes in backward, too",
+        ),
+        (
+            lambda block, x: block(x).roll(1, 1).view(2, 8, 32),
+            "parts would send more, since roll() needs the whole sequence",
+        ),
+    ],
+)
+def test_what_ends_the_division_along_the_sequence(between, why):
+    plan = prove(BetweenBlocks(between), (IDS,), {}, 2)
+    assert len(plan.divisions) == 10
+    assert bool(plan.streams) == (not why)
+    assert why in "".join(plan.whole_streams)
+
+
+def test_parts_of_small_activations_do_not_pay(monkeypatch):
+    monkeypatch.undo()
+    plan = prove(GPT(), (IDS,), {}, 2)
+    assert "they have at most 0.00205 MB, and parts pay from 8 MB" in str(plan)
+    assert prove(GPT(length=32768), (torch.zeros(2, 32768, dtype=torch.long),), {}, 2).streams
+
+
+def test_blocks_that_are_compiled_take_whole_activations():
+    model = GPT()
+    for block in model.h:
+        block.compile(backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        plan = prove(model, (IDS,), {}, 2)
+    assert not plan.streams
+    assert "h.0, which takes them, is compiled" in str(plan)
+
+
+def test_what_one_mode_alone_divides_along_the_sequence_stays_whole():
+    model = BetweenBlocks(lambda block, x: block(x) if model.training else _zeroed(block(x)))
+    plan, other = (prove(model.train(mode), (IDS,), {}, 2) for mode in (True, False))
+    assert (len(plan.streams), len(other.streams)) == (1, 0)
+    assert agreed(model, plan, other).streams == ()
 
 
 def test_queries_and_keys_that_4_heads_and_2_ranks_can_divide_8_ranks_cannot():

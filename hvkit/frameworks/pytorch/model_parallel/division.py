@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, dry_run
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, Kept, dry_run
 from hvkit.frameworks.pytorch.model_parallel.forecast import (
     Memory,
     bubble,
@@ -288,14 +289,48 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
         for place in found.places
         if not any(begin < place.time <= end for begin, end in inside)
     )
-    # What a layer takes is kept by the first operation of its call.
+    divided = _divided_when(found, plan, inside)
     saved = tuple(
-        replace(each, nbytes=each.nbytes // plan.ways)
-        if any(begin + 1 < each.time <= end + 1 for begin, end in inside)
-        else each
+        replace(each, nbytes=each.nbytes // plan.ways) if divided(each) else each
         for each in found.saved
     )
     return replace(found, places=places, saved=saved)
+
+
+def _divided_when(
+    found: DryRun, plan: TensorPlan, inside: Sequence[tuple[int, int]]
+) -> Callable[[Kept], bool]:
+    """What says whether ranks have parts of what autograd keeps.
+
+    Args:
+        found: by the dry run of the whole model.
+        plan: of its layers.
+        inside: when the calls begin of each column layer and its row layer.
+    """
+    calls = sorted((time, name) for name, time in found.calls.items())
+    streams = []
+    for stream in plan.streams:
+        # What has no call of its own ends that of the layer that holds it.
+        began = [
+            found.calls.get(name, found.calls.get(name.rpartition(".")[0], 0))
+            for name in (*stream.begins, *stream.ends)
+        ]
+        streams.append((min(began), max(began[len(stream.begins) :])))
+    # Of attention layers, what they take.
+    taken: dict[str, int] = {}
+
+    def divided(each: Kept) -> bool:
+        latest = calls[bisect.bisect_left(calls, (each.time,)) - 1][1]
+        division = plan.divisions.get(latest)
+        # What a layer takes is kept by the first operation of its call.
+        if any(begin + 1 < each.time <= end + 1 for begin, end in inside):
+            return True
+        if division and f"{latest}.out_proj".removeprefix(".") in plan.divisions:
+            return taken.setdefault(latest, each.storage) != each.storage
+        takes_whole = division is not None and division.kind == "column"
+        return not takes_whole and any(begin + 1 < each.time <= end for begin, end in streams)
+
+    return divided
 
 
 def of_parameters(

@@ -10,6 +10,7 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -227,7 +228,7 @@ class ParallelModel:
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
-        division = decide(model, options, self._device, first, args, kwargs)
+        division = self._same_on_all(decide(model, options, self._device, first, args, kwargs))
         found, plan, stages = division.found, division.plan, division.stages
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             log_division(
@@ -279,6 +280,19 @@ class ParallelModel:
         if options.schedule == GPIPE:
             return pipeline
         return ScheduledPipeline(pipeline, options.schedule, own)
+
+    def _same_on_all(self, division: ModelDivision) -> ModelDivision:
+        """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
+        plan = division.plan
+        if plan.ways == 1:
+            return division
+        mine = _hash_of([(each.begins, each.ends, each.others) for each in plan.streams])
+        everyone = self._together.gather_numbers([mine]).flatten().tolist()
+        if len(set(everyone)) == 1:
+            return division
+        why = "stay whole: a forward on one rank does more than on another, perhaps in a hook"
+        plan = replace(plan, streams=(), whole_streams=(*plan.whole_streams, why))
+        return replace(division, plan=plan)
 
     def _say_waits(self) -> None:
         """Log once how long the first rank of a pipeline has waited for others."""

@@ -24,6 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaini
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import SharedNumbers
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.tensor.activations import gathered
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     call_key,
     structure_of,
@@ -164,7 +165,8 @@ class StagedForward:
             if self._running and self._stage == number:
                 beside = [self._beside[each.module][each.number] for each in cut.beside]
                 pairs = zip(tensors_in(output), cut.slots, strict=True)
-                raise StageEnd([*(t for t, slot in pairs if slot is None), *beside])
+                # Ranks of the tensor axis may have parts of the sequence, and send the whole.
+                raise StageEnd(gathered([*(t for t, slot in pairs if slot is None), *beside]))
 
         module.forward = forward
         module.register_forward_hook(leave)

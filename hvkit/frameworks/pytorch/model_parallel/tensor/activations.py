@@ -10,31 +10,47 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_loss import cross_entropy
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import used_by_all
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import (
+    added_once,
+    joined,
+    joined_for_all,
+    own_part,
+    own_part_summed,
+    summed,
+    used_by_all,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS, SIZES, is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    ELEMENTWISE,
     SPLITS,
     VIEWS,
+    WRITES,
     EachOperation,
     Followed,
     Operation,
     follow,
+    has_rule,
     viewed,
+    writes,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 _active = threading.local()
 _ON_PARTS = {
+    *ELEMENTWISE,
     *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
 }
@@ -77,108 +93,93 @@ class DividedActivations(EachOperation):
         _active.last = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def operation(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-    ) -> Any:
-        if not any(isinstance(t, DTensor) for t in leaves):
-            return func(*args, **kwargs)
-        result = self._of_divided(func, name, args, kwargs, leaves)
-        for t in filter(is_fused, leaves):
+    def operation(self, call: Operation) -> Any:
+        if writes(call):
+            _refuse_lost(call)
+        if not any(isinstance(t, DTensor) for t in call.inputs):
+            return call.run()
+        dims = [_divided_by(t) for t in call.inputs]
+        result = self._of_divided(replace(call, dims=dims, ways=self._mesh.size()))
+        for t in filter(is_fused, call.inputs):
             tree_map_only(DTensor, functools.partial(_mark_if_fused, t), result)
         return result
 
-    def _of_divided(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-    ) -> Any:
+    def _of_divided(self, call: Operation) -> Any:
         """The result of an operation on a divided activation, and perhaps others."""
-        if name in _OF_ELEMENTS and any(map(is_fused, leaves)):
+        name = call.name
+        if name in _OF_ELEMENTS and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{name}() takes elements of it")
-        dim = _divided_by(args[0]) if args else None
+        dim = _divided_by(call.args[0]) if call.args else None
         if dim is not None and name in VIEWS:
-            if (view := self._view(func, args, kwargs, dim)) is not None:
+            if (view := self._view(call, dim)) is not None:
                 return view
         elif dim is not None and name in SPLITS:
-            if (shares := self._split(func, args, kwargs, dim)) is not None:
+            if (shares := self._split(call, dim)) is not None:
                 return shares
-        elif name in _ON_PARTS:
-            dims = [_divided_by(t) for t in leaves]
-            call = Operation(func, name, args, kwargs, leaves, dims, leaves[:1], self._mesh.size())
-            if any(d is not None for d in dims):
-                step = follow(call)
-                if step is None:
-                    return self._loss(call)
-                if isinstance(step, Followed):
-                    return self._on_parts(func, args, kwargs, call, step)
-        if self._needs_whole(func, name, args, kwargs, leaves):
-            args, kwargs = gathered((tuple(args), kwargs), f"{name}() takes it apart")
-            return func(*args, **kwargs)
+        elif name in _ON_PARTS and call.dims != [None] * len(call.dims) and not writes(call):
+            largest = max(call.inputs, key=torch.Tensor.dim)
+            step = follow(replace(call, outputs=[largest]))
+            if step is None:
+                return self._loss(call)
+            if isinstance(step, Followed):
+                return self._on_parts(call, step)
+        if self._needs_whole(call):
+            return self._of_whole(call)
         if name == "cat":  # an empty tensor of no shape: a cache that holds nothing yet
-            args = ([t for t in args[0] if t.shape != (0,)], *args[1:])
-        if len(leaves) > 1:
-            args, kwargs = tree_map_only(torch.Tensor, self._as_whole, (tuple(args), kwargs))
-        return tree_map_only(DTensor, self._plain_if_whole, func(*args, **kwargs))
+            kept = [t for t in call.args[0] if t.shape != (0,)]
+            call = replace(call, args=(kept, *call.args[1:]))
+        result = call.run(self._as_whole if len(call.inputs) > 1 else None)
+        return tree_map_only(DTensor, self._plain_if_whole, result)
 
-    def _needs_whole(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-    ) -> bool:
+    def _of_whole(self, call: Operation) -> Any:
+        """The result of an operation that needs whole activations."""
+        before = tuple(call.args), call.kwargs
+        args, kwargs = gathered(before, f"{call.name}() takes it apart")
+        for part, whole in zip(tensors_in(before), tensors_in((args, kwargs)), strict=True):
+            if whole is not part:
+                setattr(whole, _COPY, True)
+        return replace(call, args=args, kwargs=kwargs).run()
+
+    def _needs_whole(self, call: Operation) -> bool:
         """Whether an operation mixes the ranks' parts as DTensor cannot, or gets wrong."""
-        if name in _WHOLE:
+        name, dim = call.name, call.dims[0]
+        if name in _WHOLE or not (has_rule(name) or _is_about_tensor(call)):
             return True
-        dims = [_divided_by(t) for t in leaves]
-        if dims[0] is None:
-            return any(d is not None for d in dims) and name == "__getitem__"
+        if dim is None:
+            return writes(call) or (name == "__getitem__" and any(d is not None for d in call.dims))
+        if name in VIEWS:  # another one than those that each rank can have of its part
+            return True
         if name in SPLITS:
-            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-            return bool(dim % leaves[0].dim() == dims[0])
+            along = call.argument(2, "dim", 0)
+            return bool(along % call.inputs[0].dim() == dim)
+        if name == "linear":
+            return dim != call.inputs[0].dim() - 1
         if name not in ("__getitem__", "unbind"):
             return False
-        example, *others = tree_map_only(torch.Tensor, _shape_of, list(args))
-        if any(isinstance(each, torch.Tensor) for each in others) or len(leaves) > 1:
+        example, *others = tree_map_only(torch.Tensor, _shape_of, list(call.args))
+        if any(isinstance(each, torch.Tensor) for each in others) or len(call.inputs) > 1:
             return True
-        call = Operation(
-            func, name, [example, *others], kwargs, [example], dims, [], self._mesh.size()
-        )
-        return isinstance(follow(call), str)
+        return isinstance(follow(replace(call, args=[example, *others], inputs=[example])), str)
 
-    def _view(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
-    ) -> DTensor | None:
+    def _view(self, call: Operation, dim: int) -> DTensor | None:
         """A view of this rank's part; None where no dimension of it would be divided."""
-        whole: Any = args[0]
-        empty, *others = tree_map_only(torch.Tensor, _shape_of, list(args))
-        shape = list(func(empty, *others, **kwargs).shape)
+        whole: Any = call.args[0]
+        shape = list(call.run(_shape_of).shape)
         step = viewed(whole.shape, dim, shape, self._mesh.size())
         if step is None:
             return None
         shape[step.dim] //= self._mesh.size()
         return self._divided(whole.to_local().reshape(shape), step.dim)
 
-    def _split(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int
-    ) -> tuple[DTensor, ...] | None:
+    def _split(self, call: Operation, dim: int) -> tuple[DTensor, ...] | None:
         """Shares of a product: this rank's part is made up of a part of each of them.
 
         None where the split is along another dimension, or of a product that is no fused one.
         """
-        whole: Any = args[0]
+        whole: Any = call.args[0]
         if not is_fused(whole):
             return None
-        shares = func(_shape_of(whole), *args[1:], **kwargs)
+        shares = call.run(_shape_of)
         if shares[0].shape[dim] == whole.shape[dim]:
             return None
         parts = whole.to_local().chunk(len(shares), dim)
@@ -191,33 +192,40 @@ class DividedActivations(EachOperation):
         reduction = call.argument(6, "reduction", "mean")
         return cross_entropy(logits, target, self._mesh, ignored, reduction)
 
-    def _on_parts(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        call: Operation,
-        step: Followed,
-    ) -> DTensor:
+    def _on_parts(self, call: Operation, step: Followed) -> Any:
         """Each rank computes with its part; the rules say that the parts are independent."""
         first, dim = call.first
         # Dimensions count from the right where tensors of fewer dimensions take part.
         from_right = first.dim() - dim
+        meets = call.name in ELEMENTWISE or call.name == "scaled_dot_product_attention"
+        if call.name in ELEMENTWISE and step.parts and any(map(is_fused, call.inputs)):
+            raise _not_proven(f"{call.name}() combines it with a tensor of its whole length")
+
+        def has_dim(t: torch.Tensor) -> bool:
+            return meets and t.dim() >= from_right and t.shape[t.dim() - from_right] > 1
+
+        whole = [t for t in call.inputs if not isinstance(t, DTensor) and not has_dim(t)]
+        used = self._used_by_all([t for t in whole if t.requires_grad])
 
         def local(t: torch.Tensor) -> torch.Tensor:
-            if isinstance(t, DTensor) and _divided_by(t) is not None:
+            if isinstance(t, DTensor):
                 return t.to_local()
-            whole = self._as_whole(t)
-            at = t.dim() - from_right
-            if call.name == "scaled_dot_product_attention" and at >= 0 and t.shape[at] > 1:
-                return whole.redistribute(placements=[Shard(at)]).to_local()
-            return whole.to_local(grad_placements=[Partial()])
+            if has_dim(t):
+                return own_part(t, self._mesh, t.dim() - from_right)
+            return used.get(t, t)
 
-        args, kwargs = tree_map_only(torch.Tensor, local, (tuple(args), kwargs))
-        if call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0:
-            with self._random.different(first.device):
-                return self._divided(func(*args, **kwargs), step.dim)
-        return self._divided(func(*args, **kwargs), step.dim)
+        draws = call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0
+        with self._random.different(first.device) if draws else nullcontext():
+            result = call.run(local)
+        return tree_map_only(torch.Tensor, lambda t: self._divided(t, step.dim), result)
+
+    def _used_by_all(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Tensors for use with each rank's part; one sum of gradients for those of one dtype."""
+        if len({t.dtype for t in tensors}) != 1 or len(tensors) == 1:
+            return {t: used_by_all(t, self._mesh) for t in tensors}
+        joint = used_by_all(torch.cat([t.flatten() for t in tensors]), self._mesh)
+        pairs = zip(tensors, torch.split(joint, [t.numel() for t in tensors]), strict=True)
+        return {t: each.view(t.shape) for t, each in pairs}
 
     def _as_whole(self, t: torch.Tensor) -> DTensor:
         """A tensor that all ranks hold; the sum of the ranks' gradients is its gradient."""
@@ -248,18 +256,20 @@ def _divided_by(t: Any) -> int | None:
 
 
 def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """An activation that all ranks hold, for a product with each rank's part of a weight.
+    """An activation for a product with each rank's part of a weight: whole on all ranks.
 
     Its gradient is the sum of the ranks' gradients. Layers that take the same activation one after
     the other, as those of queries, keys and values, get the same tensor: one sum serves them all.
     """
-    if isinstance(x, DTensor):
-        x = x.redistribute(mesh, [Replicate()]).to_local()
     state = torch.is_grad_enabled(), None if x.is_inference() else x._version
     last: _Copied | None = getattr(_active, "last", None)
     if last is not None and last.whole is x and last.state == state:
         return last.copy
-    copy = used_by_all(x, mesh)
+    dim = _divided_by(x)
+    if isinstance(x, DTensor) and dim is not None:
+        copy = joined_for_all(x.to_local(), mesh, dim)
+    else:
+        copy = used_by_all(x, mesh)
     if DividedActivations.active():
         _active.last = _Copied(x, state, copy)
     return copy
@@ -267,9 +277,30 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of the last dimension of an activation."""
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return x.redistribute(mesh, [Shard(x.dim() - 1)]).to_local()
+    dim = _divided_by(x)
+    if isinstance(x, DTensor) and dim == x.dim() - 1:
+        return x.to_local()
+    return own_part(gathered(x), mesh, x.dim() - 1)
+
+
+def total_for_all(
+    y: torch.Tensor, bias: torch.Tensor | None, mesh: DeviceMesh, *, along_sequence: bool
+) -> torch.Tensor:
+    """The sum of the ranks' products with their parts of a weight, and a bias.
+
+    Args:
+        y: this rank's.
+        along_sequence: whether each rank goes on with its part of the last dimension but one, if
+            there are parts of equal length.
+    """
+    dim = y.dim() - 2
+    if not along_sequence or dim < 0 or y.shape[dim] % mesh.size() or y.is_meta:
+        y = summed(y, mesh)
+        return y if bias is None else y + bias.to(y.dtype)
+    if bias is not None:  # all ranks have the gradient of the whole sum here
+        y = y + added_once(bias, mesh).to(y.dtype)
+    y = own_part_summed(y, mesh, dim)
+    return DTensor.from_local(y, mesh, [Shard(dim)], run_check=False)
 
 
 def gathered(value: Any, use: str = "the model returns it") -> Any:
@@ -286,7 +317,8 @@ def gathered(value: Any, use: str = "the model returns it") -> Any:
     def whole(t: DTensor) -> torch.Tensor:
         if is_fused(t):
             raise _not_proven(use)
-        return t.full_tensor()
+        dim = _divided_by(t)
+        return t.full_tensor() if dim is None else joined(t.to_local(), t.device_mesh, dim)
 
     return tree_map_only(DTensor, whole, value, is_leaf=lambda v: is_cache(type(v).__name__))
 
@@ -301,6 +333,12 @@ _WHOLE = frozenset(
         *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "prod", "cdist"),
         *("conv1d", "conv2d", "conv3d", "masked_select", "tolist"),
     }
+)
+_COPY = "_hvkit_copy"
+_OF_AUTOGRAD = {"backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+_PARTS = (
+    "each rank of the tensor axis has a part of an activation, and can compute with it and change "
+    "all of it, as by x.mul_(2)"
 )
 
 
@@ -321,6 +359,30 @@ def _mark_if_fused(before: torch.Tensor, after: DTensor) -> DTensor:
 def is_fused(t: torch.Tensor) -> bool:
     """Whether ``mark_fused`` got this tensor."""
     return hasattr(t, _FUSED)
+
+
+def _refuse_lost(call: Operation) -> None:
+    """Raise if an operation writes where nobody reads.
+
+    Raises:
+        HvkitError: with what to do.
+    """
+    written = call.inputs[0] if call.inputs else None
+    if isinstance(written, DTensor) and call.name == "__setitem__":
+        raise HvkitError(f"{_PARTS}, but {WRITES}")
+    if written is not None and hasattr(written if written._base is None else written._base, _COPY):
+        raise HvkitError(
+            f"{_PARTS}. A view of some of it, as x[:, 0], is one of a copy, into which "
+            f"{call.name}() would write: write into a clone of it, and put the whole together "
+            "with torch.cat or torch.where"
+        )
+
+
+def _is_about_tensor(call: Operation) -> bool:
+    """Whether a call without a rule computes no other tensor: sizes, hooks, writes."""
+    of_attribute = getattr(call.function, "__name__", "") in ("__get__", "__set__")
+    name = call.name
+    return of_attribute or name in HARMLESS | SIZES | _OF_AUTOGRAD or writes(call)
 
 
 def _not_proven(use: str) -> HvkitError:

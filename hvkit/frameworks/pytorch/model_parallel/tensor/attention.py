@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.activations import for_all
+from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
+    for_all,
+    total_for_all,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import summed
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 
@@ -24,11 +27,15 @@ class DividedHeads:
     Args:
         mesh: the tensor group.
         random: the random numbers of the group.
+        along_sequence: whether each rank goes on with its part of the sequence.
     """
 
-    def __init__(self, mesh: DeviceMesh, random: SameRandomNumbers) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, random: SameRandomNumbers, *, along_sequence: bool = False
+    ) -> None:
         self._mesh = mesh
         self._random = random
+        self._along_sequence = along_sequence
 
     def __call__(
         self,
@@ -57,13 +64,12 @@ class DividedHeads:
             else:
                 y = F.scaled_dot_product_attention(q, k, v, mask, drop)
         y = F.linear(y.transpose(1, 2).flatten(2), module.out_proj.weight)
-        y = summed(y, self._mesh)
-        if module.out_proj.bias is not None:
-            y = y + module.out_proj.bias.to(y.dtype)
         if not batched:
             y = y.squeeze(0)
         elif not module.batch_first:
             y = y.transpose(0, 1)
+        bias, along = module.out_proj.bias, self._along_sequence
+        y = total_for_all(y, bias, self._mesh, along_sequence=along)
         if weights is None:
             return y, None
         weights = self._of_all_heads(weights, module.num_heads, average_attn_weights)

@@ -8,34 +8,39 @@ operation or use stands in the way.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation, Operation, follow
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    WRITES,
+    EachOperation,
+    Operation,
+    follow,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 _MARK = "_hvkit_divided"
 # What may be read of a weight or of a divided activation: nothing of its size is in it.
-_HARMLESS = {
+HARMLESS = {
     *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
     *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
     *("grad_fn", "is_mkldnn", "element_size", "is_inference", "__hash__", "__repr__"),
 }
-_SIZES = {
+SIZES = {
     *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
 }
-_LAYOUTS = {*_SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
+_LAYOUTS = {*SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
 # Names that lead to a tensor in what a model returns, at most.
 _DEEPEST = 8
 _MULTI_HEAD = "multi_head_attention_forward"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Mark:
     """What is known of an activation that could be divided.
 
@@ -50,7 +55,7 @@ class Mark:
     parts: int | None = None
 
 
-@dataclasses.dataclass
+@dataclass
 class Linear:
     """What the dry run has seen of a layer that multiplies by a weight, or looks up its rows.
 
@@ -69,9 +74,9 @@ class Linear:
 
     transposed: bool = False
     divisible: bool = True
-    parts: set[int] = dataclasses.field(default_factory=set)
-    taken_from: list[frozenset[str]] = dataclasses.field(default_factory=list)
-    together: set[str] = dataclasses.field(default_factory=set)
+    parts: set[int] = field(default_factory=set)
+    taken_from: list[frozenset[str]] = field(default_factory=list)
+    together: set[str] = field(default_factory=set)
     ends: bool = False
     problem: str = ""
     returned: str = ""
@@ -129,33 +134,26 @@ class Flow(EachOperation):
         self._embeddings: set[str] = set()
         self._inside: list[str] = []
 
-    def operation(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-    ) -> Any:
-        marks = [mark_of(t) for t in leaves]
-        output = func(*args, **kwargs)
-        if name in _HARMLESS:
+    def operation(self, call: Operation) -> Any:
+        marks = [mark_of(t) for t in call.inputs]
+        output = call.run()
+        if call.name in HARMLESS:
             return output
-        layer = self._product(name, args, kwargs)
-        for t in leaves:
+        layer = self._product(call)
+        for t in call.inputs:
             owners = self._owners.get(id(t), ())
             for owner in owners if layer not in owners else ():
-                self._use_otherwise(owner, name)
-        if name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
-            self._attend(self._inside[-1], leaves, marks)
+                self._use_otherwise(owner, call.name)
+        if call.name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
+            self._attend(self._inside[-1], marks)
             return output
         if layer is not None:
-            self._multiply(layer, name, args, output)
-        elif self._inside and self._inside[-1] in self._layers and name not in _LAYOUTS:
-            why = f"its forward calls {name}(), and is not a product alone"
+            self._multiply(layer, call, output)
+        elif self._inside and self._inside[-1] in self._layers and call.name not in _LAYOUTS:
+            why = f"its forward calls {call.name}(), and is not a product alone"
             self._see(self._inside[-1]).unusable = why
-        if layer is None and any(marks) and name not in _SIZES:
-            self._follow(func, name, args, kwargs, leaves, marks, output)
+        if layer is None and any(marks) and call.name not in SIZES:
+            self._follow(call, marks, output)
         return output
 
     @contextmanager
@@ -201,29 +199,29 @@ class Flow(EachOperation):
     def _see(self, name: str) -> Linear:
         return self.linears.setdefault(name, Linear())
 
-    def _product(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    def _product(self, call: Operation) -> str | None:
         """The layer whose product this is, if its weight and bias are where they belong."""
         bias = None
-        if name in ("linear", "embedding"):
-            weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if name == "linear":
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        elif name == "addmm" and len(args) == 3 and not kwargs:
-            bias, weight = args[0], args[2]
-        elif name != "embedding":
+        if call.name in ("linear", "embedding"):
+            weight = call.argument(1, "weight")
+        if call.name == "linear":
+            bias = call.argument(2, "bias")
+        elif call.name == "addmm" and len(call.args) == 3 and not call.kwargs:
+            bias, weight = call.args[0], call.args[2]
+        elif call.name != "embedding":
             return None
         layer = self._inside[-1] if self._inside else ""
-        if (name == "embedding") != (layer in self._embeddings):
+        if (call.name == "embedding") != (layer in self._embeddings):
             return None
         used = [id(weight)] if bias is None else [id(weight), id(bias)]
         return layer if [id(p) for p in self._layers.get(layer, ())] == used else None
 
-    def _multiply(self, layer: str, name: str, args: Sequence[Any], output: torch.Tensor) -> None:
-        seen, factor = self._see(layer), args[1 if name == "addmm" else 0]
-        seen.transposed = name != "linear"
+    def _multiply(self, layer: str, call: Operation, output: torch.Tensor) -> None:
+        seen, factor = self._see(layer), call.args[1 if call.name == "addmm" else 0]
+        seen.transposed = call.name != "linear"
         mark = mark_of(factor)
         seen.taken_from.append(frozenset())
-        if name == "embedding":
+        if call.name == "embedding":
             self._spoil(mark.columns if mark else frozenset(), f"{layer} looks up rows by it")
             return
         if mark and mark.dim != factor.dim() - 1:
@@ -241,23 +239,14 @@ class Flow(EachOperation):
         else:
             _set_mark(output, Mark(frozenset([layer]), output.dim() - 1))
 
-    def _follow(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-        marks: Sequence[Mark | None],
-        output: Any,
-    ) -> None:
+    def _follow(self, call: Operation, marks: Sequence[Mark | None], output: Any) -> None:
         columns = frozenset().union(*(mark.columns for mark in marks if mark))
-        outputs = tensors_in(output)
+        outputs, name = tensors_in(output), call.name
         dims = [mark.dim if mark else None for mark in marks]
         if not outputs:
-            self._spoil(columns, f"{name}() takes it")
+            self._spoil(columns, WRITES if name == "__setitem__" else f"{name}() takes it")
             return
-        step = follow(Operation(func, name, args, kwargs, leaves, dims, outputs, self._ways))
+        step = follow(replace(call, dims=dims, outputs=outputs, ways=self._ways))
         if isinstance(step, str):
             self._spoil(columns, step)
             return
@@ -299,9 +288,7 @@ class Flow(EachOperation):
         where = f" of {self._inside[-1]}" if self._inside else ""
         seen.unusable = seen.unusable or f"its weight or bias is also used in {name}(){where}"
 
-    def _attend(
-        self, layer: str, leaves: Sequence[torch.Tensor], marks: Sequence[Mark | None]
-    ) -> None:
+    def _attend(self, layer: str, marks: Sequence[Mark | None]) -> None:
         module = self._heads[layer]
         problem = self.heads.get(layer, "")
         if module.num_heads % self._ways:

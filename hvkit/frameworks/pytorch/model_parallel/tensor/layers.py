@@ -26,9 +26,10 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered,
     mark_fused,
     part_for_this_rank,
+    total_for_all,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.attention import DividedHeads
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import joined, summed
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import joined
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Division,
     Placement,
@@ -83,16 +84,23 @@ def divide(
     attentions = {
         n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)
     }
+    along_sequence = {name for stream in plan.streams for name in stream.begins}
     for name, division in plan.divisions.items():
         module: Any = model.get_submodule(name)
         if name in attentions:
-            module.forward = MethodType(_heads(DividedHeads(mesh, random)), module)
+            along = f"{name}.out_proj".removeprefix(".") in along_sequence
+            divided = DividedHeads(mesh, random, along_sequence=along)
+            module.forward = MethodType(_heads(divided), module)
         elif name.rpartition(".")[0] not in attentions:  # its out_proj has no call of its own
-            make = _column if division.kind == "column" else _row
             if isinstance(module, nn.Embedding):
-                make = _lookup
-            module.forward = MethodType(make(mesh, division), module)
-    for name in {*plan.regions, ""}:
+                forward = _lookup(mesh, division, name in along_sequence)
+            elif division.kind == "row":
+                forward = _row(mesh, division, name in along_sequence)
+            else:
+                forward = _column(mesh, division)
+            module.forward = MethodType(forward, module)
+    of_streams = {name for stream in plan.streams for name in stream.modules}
+    for name in {*plan.regions, *of_streams, ""}:
         region: Any = model.get_submodule(name)
         wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
         region.forward = MethodType(wrapped, region)
@@ -140,19 +148,19 @@ def _column(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]
     return forward
 
 
-def _row(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
-    """The forward of a layer with this rank's part of the inputs: all ranks get the sum."""
+def _row(mesh: DeviceMesh, division: Division, along_sequence: bool) -> Callable[..., torch.Tensor]:
+    """The forward of a layer with this rank's part of the inputs: the products are summed."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        part = part_for_this_rank(input, mesh)
-        y = summed(_product(part, self.weight, None, division.transposed), mesh)
-        bias = getattr(self, "bias", None)
-        return y if bias is None else y + bias.to(y.dtype)
+        y = _product(part_for_this_rank(input, mesh), self.weight, None, division.transposed)
+        return total_for_all(y, getattr(self, "bias", None), mesh, along_sequence=along_sequence)
 
     return forward
 
 
-def _lookup(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
+def _lookup(
+    mesh: DeviceMesh, division: Division, along_sequence: bool
+) -> Callable[..., torch.Tensor]:
     """The forward of an embedding with this rank's part of the features, or of the rows."""
 
     def features(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
@@ -165,7 +173,8 @@ def _lookup(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]
         padding = None if self.padding_idx is None else self.padding_idx - count * index
         own_padding = padding if padding in range(count) else None
         found = F.embedding(place, self.weight, own_padding)
-        return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return total_for_all(found, None, mesh, along_sequence=along_sequence)
 
     return features if division.kind == "column" else rows
 

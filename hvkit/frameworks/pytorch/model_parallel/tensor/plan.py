@@ -16,10 +16,17 @@ import torch
 from torch import nn
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, attributes_kept, on_meta
+from hvkit.frameworks.pytorch.model_parallel.meta_device import (
+    OnMeta,
+    attributes_kept,
+    on_meta,
+    uncompiled,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation
+from hvkit.frameworks.pytorch.model_parallel.tensor.streams import Stream, Streams
 from hvkit.frameworks.pytorch.model_parallel.tensor.vocabulary import vocabularies
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call
 
@@ -36,6 +43,8 @@ class TensorPlan:
         share: of the bytes of all parameters, those that are divided.
         regions: modules inside whose forward activations are divided; "" is the model.
         vocabularies: names of the layers that have one weight, for each.
+        streams: activations between pairs that are divided along the sequence.
+        whole_streams: why others are not.
     """
 
     ways: int
@@ -44,6 +53,8 @@ class TensorPlan:
     share: float = 0.0
     regions: tuple[str, ...] = ()
     vocabularies: tuple[frozenset[str], ...] = ()
+    streams: tuple[Stream, ...] = ()
+    whole_streams: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -52,6 +63,12 @@ class TensorPlan:
             f"divided, {self.share:.0%} of all weights"
         ]
         lines += [f"  {name} stays whole: {why}" for name, why in self.whole.items()]
+        lines += [
+            f"  between {stream.begins[0]} and {stream.ends[-1]} activations that pairs of layers "
+            "leave whole are divided along the sequence"
+            for stream in self.streams
+        ]
+        lines += [f"  activations between pairs {why}" for why in self.whole_streams]
         return "\n".join(lines)
 
 
@@ -95,7 +112,9 @@ def prove(
     if words is not None:
         divisions = divisions_in_words(model, words, linears, found, ways)
         whole = {n: "plan= does not name it" for n in linears if n not in divisions}
-        return TensorPlan(ways, divisions, whole, _share(model, divisions), ("",), found_layers)
+        share = _share(model, divisions)
+        plan = TensorPlan(ways, divisions, whole, share, ("",), found_layers)
+        return _with_streams(plan, model, args, kwargs)
     divisions = {}
     regions = set()
     for group in _largest_first(model, _groups(linears, flow)):
@@ -113,7 +132,7 @@ def prove(
                     divisions[name] = chosen
                 else:
                     whole[name] = chosen
-    return TensorPlan(
+    plan = TensorPlan(
         ways,
         {n: divisions[n] for n in order if n in divisions},
         {n: whole[n] for n in order if n in whole and n not in divisions},
@@ -121,14 +140,28 @@ def prove(
         tuple(n for n in order if n in regions),
         found_layers,
     )
+    return _with_streams(plan, model, args, kwargs)
+
+
+def _with_streams(
+    plan: TensorPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> TensorPlan:
+    """A plan with the activations between pairs that can be divided along the sequence."""
+    streams = Streams(model, plan.divisions, plan.ways)
+    meta, _ = on_meta(model)
+    with uncompiled(), streams.entered():
+        streams.returned(_forward_on_meta(model, meta, args, kwargs, streams))
+    found, problems = streams.found()
+    return replace(plan, streams=tuple(found), whole_streams=tuple(problems))
 
 
 def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
     """A plan of one mode whose vocabularies suit that of the other, training or evaluation.
 
     Where one divides a vocabulary as the other does not, it stays whole. Logits that stay divided
-    up to a loss in one alone are gathered.
+    up to a loss in one alone are gathered. What is divided along the sequence is so in both.
     """
+    begun = {stream.begins for stream in other.streams}
     divisions, whole = dict(plan.divisions), dict(plan.whole)
     for layers in {*plan.vocabularies, *other.vocabularies}:
         pairs = {name: (plan.divisions.get(name), other.divisions.get(name)) for name in layers}
@@ -138,14 +171,16 @@ def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
             elif any(a or b for a, b in pairs.values()):
                 divisions.pop(name, None)
                 whole[name] = "training and evaluation use its weight in different ways"
-    return replace(plan, divisions=divisions, whole=whole, share=_share(model, divisions))
+    streams = tuple(each for each in plan.streams if each.begins in begun)
+    return replace(
+        plan, divisions=divisions, whole=whole, share=_share(model, divisions), streams=streams
+    )
 
 
 def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ways: int) -> Flow:
-    """Follow one forward; parameters are on the meta device, inputs and buffers as they are."""
+    """Follow what could be divided through one forward."""
     meta, _ = on_meta(model)
     twins = {p: meta[name] for name, p in model.named_parameters()}
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
     modules = dict(model.named_modules())
     layers = {
         n: [twins[p] for p in m.parameters(recurse=False)]
@@ -154,19 +189,32 @@ def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], w
     }
     heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
     flow = Flow(layers, heads, ways)
+    with flow.entered(modules):
+        flow.returned(_forward_on_meta(model, meta, args, kwargs, flow))
+    return flow
+
+
+def _forward_on_meta(
+    model: nn.Module,
+    meta: Mapping[str, nn.Parameter],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: EachOperation,
+) -> Any:
+    """What the model's forward returns; parameters are ``meta``, inputs and buffers as they are."""
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            attributes_kept(list(modules.values())),
-            flow.entered(modules),
+            attributes_kept(list(model.modules())),
             OnMeta(device),
-            flow,
+            mode,
         ):
             args, kwargs = copied_call(tuple(args), dict(kwargs))
-            output = torch.func.functional_call(
+            return torch.func.functional_call(
                 model, {**meta, **buffers}, tuple(args), dict(kwargs), tie_weights=False
             )
     except Exception as error:
@@ -175,8 +223,6 @@ def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], w
             f"values ({type(error).__name__}: {error}): take out what reads values of "
             "activations, or pass plan={} to divide nothing"
         ) from error
-    flow.returned(output)
-    return flow
 
 
 def _may_be_linear(module: nn.Module) -> bool:

@@ -19,36 +19,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
-
-
-class EachOperation(TorchFunctionMode):
-    """Sees every operation inside of it, also of attributes that are read of tensors."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name: str = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(cast(Any, func).__self__, "__name__", name)
-        kwargs = dict(kwargs or {})
-        return self.operation(func, name, args, kwargs, tensors_in((args, kwargs)))
-
-    def operation(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-    ) -> Any:
-        """Return what ``func`` would, of these arguments with these tensors among them."""
-        raise NotImplementedError
 
 
 class Followed(NamedTuple):
@@ -82,9 +55,20 @@ class Operation:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     inputs: Sequence[torch.Tensor]
-    dims: Sequence[int | None]
-    outputs: Sequence[torch.Tensor]
-    ways: int
+    dims: Sequence[int | None] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    ways: int = 1
+
+    def run(self, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
+        """What it returns.
+
+        Args:
+            change: what to take in place of each tensor among the arguments.
+        """
+        args, kwargs = tuple(self.args), self.kwargs
+        if change is not None:
+            args, kwargs = tree_map_only(torch.Tensor, change, (args, kwargs))
+        return self.function(*args, **kwargs)
 
     @property
     def first(self) -> tuple[torch.Tensor, int]:
@@ -104,6 +88,27 @@ class Operation:
         )
 
 
+class EachOperation(TorchFunctionMode):
+    """Sees every operation inside of it, also of attributes that are read of tensors."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name: str = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(cast(Any, func).__self__, "__name__", name)
+        kwargs = dict(kwargs or {})
+        return self.operation(Operation(func, name, args, kwargs, tensors_in((args, kwargs))))
+
+    def operation(self, call: Operation) -> Any:
+        """Return what the operation would."""
+        raise NotImplementedError
+
+
 # Of the divided dimension, where its place in a view is looked for: no product of lengths.
 _STRIDE = 2**31 - 1
 
@@ -121,9 +126,20 @@ def follow(call: Operation) -> Followed | str | None:
     return rule(call)
 
 
-def writes_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument: ``add_``, ``__iadd__``."""
-    return name.endswith("_") and (not name.endswith("__") or name in _IN_PLACE)
+def has_rule(name: str) -> bool:
+    """Whether ``follow`` knows operations of this name."""
+    return name in _RULES
+
+
+def writes(call: Operation) -> bool:
+    """Whether an operation changes its first argument: ``add_``, ``__iadd__``, ``x[0] = 1``.
+
+    So do ``relu`` and others that have an option for it.
+    """
+    if call.name in _IN_PLACE_OPTION:
+        return bool(call.argument(_IN_PLACE_OPTION[call.name], "inplace"))
+    by_name = call.name.endswith("_") and not call.name.endswith("__")
+    return by_name or call.name in _IN_PLACE
 
 
 def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> Followed | None:
@@ -151,7 +167,9 @@ def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> 
 
 
 def _elementwise(call: Operation) -> Followed | str:
-    if call.name in ("dropout", "alpha_dropout") and call.argument(3, "inplace"):
+    if call.name == "where" and len(call.args) == 1:
+        return "where() of one argument gives the places of elements"
+    if call.name in ("dropout", "alpha_dropout") and writes(call):
         return f"{call.name}() in place changes an activation that others may read"
     out = call.outputs[0].dim()
     places = {
@@ -164,7 +182,7 @@ def _elementwise(call: Operation) -> Followed | str:
     meets_whole = any(
         place - (out - t.dim()) >= 0 and t.shape[place - (out - t.dim())] != 1 for t in whole
     )
-    if meets_whole and writes_in_place(call.name) and call.dims[0] is None:
+    if meets_whole and writes(call) and call.dims[0] is None:
         return f"{call.name}() writes a divided activation into one that is whole"
     # A whole tensor of that length is in the order of the whole, not of parts.
     return Followed(place, 1 if meets_whole else None)
@@ -289,6 +307,10 @@ def _keeps_shape(call: Operation) -> Followed | str:
     return _takes_apart(call)
 
 
+WRITES = (
+    "x[...] = value writes into it: write x = torch.where(mask, value, x), or "
+    "x = x.masked_fill(mask, number), which make a new tensor"
+)
 VIEWS = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
 SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
 _NAMES = """
@@ -299,17 +321,24 @@ _NAMES = """
     true_divide where zeros_like
 """
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow")
-_IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
-_ELEMENTWISE = [
+# Where functions have the option to change their first argument.
+_IN_PLACE_OPTION = {
+    **dict.fromkeys(("relu", "relu6", "selu", "silu", "mish", "hardswish", "hardsigmoid"), 1),
+    **dict.fromkeys(("celu", "elu", "leaky_relu"), 2),
+    **dict.fromkeys(("dropout", "alpha_dropout", "hardtanh"), 3),
+}
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
+_IN_PLACE = {*_IN_PLACE_OPERATORS, "__setitem__"}
+ELEMENTWISE = [
     *(each for name in _NAMES.split() for each in (name, f"{name}_")),
     *(f"__{kind}{name}__" for kind in ("", "r") for name in _OPERATORS),
-    *_IN_PLACE,
+    *_IN_PLACE_OPERATORS,
     *("__neg__", "contiguous", "clone", "to", "type", "type_as", "half", "bfloat16", "double"),
     *("alpha_dropout", "cuda", "cpu", "detach", "eq", "ne", "lt", "le", "gt", "ge"),
     *("__lt__", "__gt__", "__le__", "__ge__"),
 ]
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SPLITS, _split),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "mT", "T", "t", "permute"), _rearrange),

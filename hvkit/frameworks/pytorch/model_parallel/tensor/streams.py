@@ -1,0 +1,307 @@
+"""What lies between pairs of divided layers, followed to see where the sequence can be divided.
+
+A row layer sums over the ranks, and a column layer sums their gradients. Between them, all ranks
+would hold the same activations, and compute norms, dropout and residuals alike. Where each
+position of the sequence is computed by itself, a rank can do so for its part of them alone: the row
+layer then leaves each rank a part of the sum, and the column layer joins the parts. Both send half
+as much as a sum for all, in forward and in backward, so the bytes are the same (Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2).
+
+Anything may be computed from such a part, since what has no rule gets the whole. But to join it
+there, or to take parts of what is whole, costs an exchange. So ``Streams`` follows one forward on
+the meta device with the pairs known, and counts these.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS, SIZES
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    ELEMENTWISE,
+    EachOperation,
+    Followed,
+    Operation,
+    follow,
+    writes,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
+
+_MARK = "_hvkit_stream"
+# Of the exchanges that a stream needs anyway, how many others may come to them.
+_OTHERS = 1 / 4
+SMALLEST = 8_000_000
+"""Bytes of an activation from which parts pay: they take more messages, for the same bytes."""
+# Operations that compute each position by itself, if their rule says so.
+_BY_POSITION = {*ELEMENTWISE, "layer_norm", "rms_norm", "softmax", "mean", "sum", "var", "amax"}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Activations of which each rank has the same part of the sequence.
+
+    Attributes:
+        begins: row layers and embeddings that leave each rank its part.
+        ends: column layers, and attention layers, that join the parts.
+        modules: in whose forward they are computed.
+        others: what else needs an exchange, and how often.
+    """
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    modules: frozenset[str]
+    others: tuple[tuple[str, float], ...]
+
+
+@dataclass
+class _SeenStream:
+    """What the dry run has seen of activations that begin at the same layers.
+
+    Attributes:
+        ends, modules: as for ``Stream``.
+        carried: exchanges of the layers where they begin and end.
+        others: exchanges elsewhere, in those of an activation of the same size, by their reason.
+        largest: bytes of an activation.
+        problem: why they cannot be divided at all.
+    """
+
+    ends: dict[str, None] = field(default_factory=dict)
+    modules: set[str] = field(default_factory=set)
+    carried: int = 0
+    others: dict[str, float] = field(default_factory=dict)
+    largest: int = 0
+    problem: str = ""
+
+    def add(self, other: _SeenStream) -> None:
+        """Take over what has been seen of activations that meet these."""
+        self.ends |= other.ends
+        self.modules |= other.modules
+        self.carried += other.carried
+        self.largest = max(self.largest, other.largest)
+        for reason, amount in other.others.items():
+            self.exchange(amount, reason)
+        self.refuse(other.problem)
+
+    def refuse(self, problem: str) -> None:
+        """Note why they cannot be divided, if there is a reason."""
+        self.problem = self.problem or problem
+
+    def exchange(self, amount: float, reason: str) -> None:
+        """Note one elsewhere."""
+        self.others[reason] = self.others.get(reason, 0.0) + amount
+
+    @property
+    def why_whole(self) -> str:
+        """Why they are not divided; an empty text if they can be."""
+        if not self.problem and sum(self.others.values()) > _OTHERS * self.carried:
+            most = max(self.others, key=lambda reason: self.others[reason])
+            return f"parts would send more, since {most}"
+        if not self.problem and self.largest < SMALLEST:
+            found, least = (f"{nbytes / 1e6:.3g} MB" for nbytes in (self.largest, SMALLEST))
+            return f"they have at most {found}, and parts pay from {least}"
+        return self.problem
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Marks an activation of which each rank could have a part.
+
+    Attributes:
+        begins: the layers whose outputs it is computed from.
+        dim: of the sequence.
+    """
+
+    begins: frozenset[str]
+    dim: int
+
+
+class Streams(EachOperation):
+    """Follows what row layers return.
+
+    Args:
+        model: the whole one.
+        divisions: of its layers.
+        ways: among how many ranks.
+    """
+
+    def __init__(self, model: nn.Module, divisions: Mapping[str, Division], ways: int) -> None:
+        super().__init__()
+        self._divisions, self._ways = divisions, ways
+        self._modules = dict(model.named_modules())
+        self._seen: dict[frozenset[str], _SeenStream] = {}
+        self._called: list[str] = []
+        # Inside of how many divided layers.
+        self._depth = 0
+        # What the last column layer has taken: the next ones may take it, too.
+        self._taken: torch.Tensor | None = None
+        # By the number of its memory, an activation that could be divided.
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def operation(self, call: Operation) -> Any:
+        output = call.run()
+        marks = [_mark_of(t) for t in call.inputs]
+        if writes(call) and call.inputs and not marks[0]:
+            # Of a part, another view than those that the rules know would be of a copy.
+            of_part = self._memory.get(storage_of(call.inputs[0]))
+            if of_part is not None and (mark := _mark_of(of_part)):
+                self._of(mark.begins).refuse(f"{call.name}() writes into a view of them")
+        if self._depth or call.name in HARMLESS or call.name in SIZES or not any(marks):
+            return output
+        begins = frozenset().union(*(mark.begins for mark in marks if mark))
+        seen = self._of(begins)
+        seen.modules.add(self._called[-1] if self._called else "")
+        seen.refuse(_in_function(call.name))
+        outputs = tensors_in(output)
+        dims = [mark.dim if mark else None for mark in marks]
+        seen_by_rules = replace(call, dims=dims, outputs=outputs, ways=self._ways)
+        step = follow(seen_by_rules) if outputs and call.name in _BY_POSITION else None
+        if isinstance(step, Followed):
+            self._meet_whole(seen_by_rules, begins)
+            for each in outputs:
+                self._mark(each, _Part(begins, step.dim))
+        elif marks[0] and writes(call):
+            seen.refuse(f"{call.name}() writes into them")
+        elif outputs or call.name == "__setitem__":
+            size = max(t.numel() for t, mark in zip(call.inputs, marks, strict=True) if mark)
+            joins_results = call.name in ("mean", "sum")
+            amount = 2 * outputs[0].numel() / max(size, 1) if joins_results else 1
+            self._of(begins).exchange(amount, f"{call.name}() needs the whole sequence")
+        return output
+
+    def _meet_whole(self, call: Operation, begins: frozenset[str]) -> None:
+        """Of a whole tensor as long as the sequence, each rank takes its part."""
+        first, dim = call.first
+        from_right = first.dim() - dim
+        for t, d in zip(call.inputs, call.dims, strict=True):
+            at = t.dim() - from_right
+            if d is None and t.is_meta and at >= 0 and t.shape[at] > 1:
+                amount = t.numel() / max(first.numel(), 1)
+                self._of(begins).exchange(amount, f"{call.name}() takes parts of what is whole")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Know in which module an operation happens, while the context lasts."""
+        with ExitStack() as stack:
+            for name, module in self._modules.items():
+                enter = module.register_forward_pre_hook(
+                    self._hook(self._enter, name), prepend=True, with_kwargs=True
+                )
+                leave = module.register_forward_hook(self._hook(self._leave, name))
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            yield
+
+    def _hook(self, do: Callable[..., None], name: str) -> Callable[..., None]:
+        return lambda module, *values: do(name, *values)
+
+    def _enter(self, name: str, args: Any, kwargs: Any) -> None:
+        self._called.append(name)
+        taken = [mark for t in tensors_in((args, kwargs)) if (mark := _mark_of(t))]
+        for each in taken:
+            if _is_compiled(self._modules[name]):
+                self._of(each.begins).refuse(f"{name}, which takes them, is compiled")
+        if name not in self._divisions:
+            return
+        division = self._divisions[name]
+        for t in dict.fromkeys(tensors_in((args, kwargs))) if not self._depth else ():
+            mark = _mark_of(t)
+            if mark and division.kind == "row":
+                self._of(mark.begins).exchange(2, f"{name} takes parts of its features")
+            elif mark:
+                seen = self._of(mark.begins)
+                seen.ends[name] = None
+                seen.carried += t is not self._taken
+                self._taken = t
+        self._depth += 1
+
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        self._called.pop()
+        if name not in self._divisions:
+            return
+        self._depth -= 1
+        begin = self._begins(name)
+        first = next(iter(tensors_in(output)), None)
+        if not self._depth and begin and first is not None and first.dim() > 1:
+            seen = self._of(frozenset([begin]))
+            seen.carried, seen.largest = seen.carried + 1, max(seen.largest, first.nbytes)
+            self._mark(first, _Part(frozenset([begin]), first.dim() - 2))
+
+    def _begins(self, name: str) -> str | None:
+        """The row layer that ends the call of a module, if any."""
+        module, division = self._modules[name], self._divisions[name]
+        if isinstance(module, nn.MultiheadAttention):
+            return f"{name}.out_proj".removeprefix(".")
+        alone = division.by_itself and not isinstance(module, nn.Embedding)
+        return name if division.kind == "row" and not alone else None
+
+    def returned(self, output: Any) -> None:
+        """Note which the model returns: they have to be whole."""
+        for t in tensors_in(output):
+            if mark := _mark_of(t):
+                self._of(mark.begins).exchange(1, "the model returns them")
+
+    def found(self) -> tuple[list[Stream], list[str]]:
+        """Those that can be divided for the bytes of what they replace; why others are not."""
+        together: dict[frozenset[str], _SeenStream] = {}
+        for begins, seen in self._seen.items():
+            total = _SeenStream()
+            for others in [each for each in together if each & begins]:
+                total.add(together.pop(others))
+                begins |= others
+            total.add(seen)
+            together[begins] = total
+        order = {name: i for i, name in enumerate(self._modules)}
+        streams, problems = [], []
+        for begins, seen in together.items():
+            names = sorted(begins, key=lambda name: order[name])
+            if not seen.ends:
+                continue
+            if problem := seen.why_whole:
+                problems.append(f"after {names[0]} stay whole: {problem}")
+            else:
+                ends = sorted(seen.ends, key=lambda name: order[name])
+                modules, exchanges = frozenset(seen.modules), tuple(seen.others.items())
+                streams.append(Stream(tuple(names), tuple(ends), modules, exchanges))
+        return streams, problems
+
+    def _mark(self, t: torch.Tensor, mark: _Part) -> None:
+        setattr(t, _MARK, mark)
+        self._memory[storage_of(t)] = t
+
+    def _of(self, begins: frozenset[str]) -> _SeenStream:
+        return self._seen.setdefault(begins, _SeenStream())
+
+
+def _mark_of(t: torch.Tensor) -> _Part | None:
+    return getattr(t, _MARK, None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+_CALL = nn.Module._call_impl.__code__
+_FUNCTIONS = {torch.utils.checkpoint.__file__, torch.autograd.function.__file__}
+
+
+def _in_function(name: str) -> str:
+    """Why an operation may happen outside of every module's forward, or an empty text.
+
+    Functions under ``torch.utils.checkpoint``, and those of ``torch.autograd.Function``, compute in
+    backward, where only the forward of a module that they call knows what is divided.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _CALL:
+        if frame.f_code.co_filename in _FUNCTIONS:
+            return f"{name}() is called in a function that computes in backward, too"
+        frame = frame.f_back
+    return ""
