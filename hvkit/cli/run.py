@@ -19,13 +19,13 @@ from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN
 from hvkit.host.cpus import usable_cores
 from hvkit.host.gpus import visible_gpus
-from hvkit.launch.allocation import SAGEMAKER
-from hvkit.launch.launchers import NAMES
-from hvkit.launch.prepare import Request, prepared, shown
-from hvkit.launch.rank_command import with_python
-from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks
-from hvkit.launch.start import start
-from hvkit.launch.supervision.rank_output import Style
+from hvkit.launching.allocation import SAGEMAKER
+from hvkit.launching.launchers import NAMES
+from hvkit.launching.prepare import Request, prepared, shown
+from hvkit.launching.rank_command import with_python
+from hvkit.launching.sagemaker import are_of_a_job, follow, starts_ranks
+from hvkit.launching.start import start
+from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger
 from hvkit.wording import counted
 

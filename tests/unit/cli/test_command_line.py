@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hvkit.cli import main, run
-from hvkit.launch.hosts import Host
+from hvkit.launching.hosts import Host
 
 HVKIT = [sys.executable, "-m", "hvkit"]
 
