@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with all_written():
         try:
             args = parser().parse_args(arguments)
-            _set_home()
+            set_home()
             status: int = args.execute(args)
         except HvkitError as error:
             print(f"hvkit: {error}", file=sys.stderr)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _set_home() -> None:
+def set_home() -> None:
     """Set HOME if it is not: Open MPI's programs do not start without it.
 
     It is missing in some services and containers.

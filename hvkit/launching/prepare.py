@@ -66,6 +66,7 @@ class Request:
         timeline: a file for the trace of all ranks; None for none.
         max_restarts: how often to start the ranks again without progress between two failures.
         min_size: the fewest ranks to go on with; ``None`` for all of them.
+        call: the folder of the function that ``command`` runs; ``None`` for other commands.
     """
 
     command: tuple[str, ...]
@@ -84,6 +85,7 @@ class Request:
     timeline: Path | None = None
     max_restarts: int = 0
     min_size: int | None = None
+    call: Path | None = None
 
 
 def prepared(
@@ -170,6 +172,7 @@ def prepared(
         hosts=tuple(host.name for host in job.hosts for _ in range(host.slots or 0)),
         here=here,
         style=request.style,
+        call=request.call,
     )
 
 

@@ -1,4 +1,4 @@
-"""``hvkit run``: from the parsed request to an exit status, over all restarts."""
+"""``hvkit run``: from the parsed request to the run's outcome, over all restarts."""
 
 import json
 import secrets
@@ -31,12 +31,13 @@ _BETWEEN_LOOKS = 20.0
 _FREED = 20.0
 
 
-def start(request: Request) -> int:
-    """Start the ranks, supervise them to their end, and return the exit status.
+def start(request: Request) -> Outcome:
+    """Start the ranks, supervise them to their end, and return how the last try has ended.
 
     If the request allows restarts, the ranks are started again after a failure, without hosts that
     are not ready then; a later restart uses them again. SIGINT, SIGTERM and SIGHUP end the run at
-    any time, with 128 plus the signal's number. ``hvkit top`` shows the run until it ends.
+    any time, with the status 128 plus the signal's number. ``hvkit top`` shows the run until it
+    ends.
 
     Raises:
         LaunchError: the request cannot be met; nothing was started.
@@ -56,10 +57,10 @@ def start(request: Request) -> int:
         with end_on_signals(lambda: status.now.saved), run_status.serve(status.read):
             return _start(request, status)
     except EndedBySignal as end:
-        return end.code
+        return Outcome(end.code)
 
 
-def _start(request: Request, status: RunStatus) -> int:
+def _start(request: Request, status: RunStatus) -> Outcome:
     if request.system == SAGEMAKER:
         wait_for_hosts(request.hosts)
     run = replace(prepared(request), status=status)
@@ -72,7 +73,7 @@ def _start(request: Request, status: RunStatus) -> int:
         timeline.close()
 
 
-def _with_restarts(request: Request, run: SupervisedRun) -> int:
+def _with_restarts(request: Request, run: SupervisedRun) -> Outcome:
     restarts = Restarts(request.max_restarts)
     least = request.min_size or run.size
     replicas, failed = False, True
@@ -86,7 +87,7 @@ def _with_restarts(request: Request, run: SupervisedRun) -> int:
             if not restarts.again(outcome):
                 if request.max_restarts and outcome.restartable:
                     logger.error("%s", restarts.end)
-                return outcome.status
+                return outcome
             _report_restart(run, restarts, outcome)
             said = {"restart": restarts.made, "reason": outcome.reason, "reached": reached}
             variables = {**request.variables, RESTART: json.dumps(said)}
@@ -96,7 +97,7 @@ def _with_restarts(request: Request, run: SupervisedRun) -> int:
                 run = _prepared_again(request, run, least, restarts, preempted)
             except LaunchError as error:
                 logger.error("gives up: %s", error)
-                return outcome.status
+                return outcome
     finally:
         if replicas:
             run.status.update(phase="deletes checkpoints from the memory of the hosts")

@@ -13,23 +13,29 @@ kill the other. The agent is in a session of its own: if Linux divides CPU time 
 (``sched_autogroup_enabled``), a rank then has a share of its own, however many processes other
 programs have. An agent ends its command when it loses its guard or its connection to the
 supervisor.
+
+If ranks run a function, an agent on another host than the supervisor's makes a folder for it
+(``hvkit.host.call_folder``), copies the call into it, and sends back what the rank leaves there.
 """
 
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from hvkit import threads
-from hvkit.host import cpus, run_reports
+from hvkit.host import call_folder, cpus, run_reports
 from hvkit.host.launcher_variables import place
 from hvkit.launching.supervision.processes import (
     adopt_orphans,
@@ -42,6 +48,7 @@ from hvkit.launching.supervision.processes import (
 from hvkit.launching.supervision.protocol import (
     CANNOT_RUN,
     KEY_VARIABLE,
+    PIECE,
     SUPERVISOR_VARIABLE,
     AgentSettings,
     Connection,
@@ -55,8 +62,6 @@ from hvkit.launching.supervision.protocol import (
 _LEFT_BEHIND = 1.0
 # Seconds to send the last output and the exit status when the run is being stopped.
 _LAST_OUTPUT = 1.0
-# Bytes per read; small, so that several fit into the window of the connection.
-_READ = 1 << 14
 # Seconds between two checks of the processes around this one.
 _TICK = 0.2
 
@@ -78,8 +83,14 @@ def main(command: Sequence[str]) -> int:
             return CANNOT_RUN
     settings = AgentSettings.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
-    guard = _fork_below_guard()
-    if socket.gethostname() == settings.host:
+    here_is_supervisor = socket.gethostname() == settings.host
+    folder = None
+    if settings.call is not None:
+        if not here_is_supervisor:
+            folder = Path(tempfile.mkdtemp(prefix=call_folder.PREFIX))
+        os.environ[call_folder.VARIABLE] = settings.call if folder is None else str(folder)
+    guard = _fork_below_guard(folder)
+    if here_is_supervisor:
         os.environ.update(settings.variables)
     here = place(os.environ)
     if here is None:
@@ -94,7 +105,8 @@ def main(command: Sequence[str]) -> int:
         share = cpus.share(cpus.cores(usable), here.local_rank, here.local_size)
         os.sched_setaffinity(0, share or usable)
     try:
-        connection = Connection.to_supervisor(settings, key, here.rank)
+        wants_call = folder is not None
+        connection = Connection.to_supervisor(settings, key, here.rank, wants_call=wants_call)
     except OSError as error:
         addresses = ", ".join(settings.addresses)
         print(
@@ -104,17 +116,25 @@ def main(command: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    return _Agent(connection, command, settings, guard).run()
+    outcome = None if folder is None else call_folder.outcome_in(folder, here.rank)
+    return _Agent(connection, command, settings, guard, outcome).run()
 
 
 class _Agent:
     def __init__(
-        self, connection: Connection, command: Sequence[str], settings: AgentSettings, guard: int
+        self,
+        connection: Connection,
+        command: Sequence[str],
+        settings: AgentSettings,
+        guard: int,
+        outcome: Path | None,
     ) -> None:
         self.connection = connection
         self.command = command
         self.settings = settings
         self.guard = guard
+        # Where the rank leaves what the supervisor must get; None if that is on this host.
+        self.outcome = outcome
         self.stopping = threading.Event()
         self.deadline = float("inf")
         self.interrupted = False
@@ -134,7 +154,12 @@ class _Agent:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self.signal_command)
         try:
+            self.copy_call()
             child = self.start_command()
+        except ConnectionLost:
+            self.connection.send(Kind.STOPPED, packed(0))
+            self.report_end({"status": 1, "stopped": True})
+            return 1
         except OSError as error:
             self.listener = threads.start("hvkit-requests", self.listen)
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
@@ -148,6 +173,13 @@ class _Agent:
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
         pumps = [threads.start("hvkit-output", self.pump, *stream) for stream in streams]
         return self.finish(child, self.wait(child), [*pumps, reports])
+
+    def copy_call(self) -> None:
+        """Copy the function and its arguments, if this host has another folder for them."""
+        if self.outcome is not None:
+            with call_folder.written(call_folder.call_in(self.outcome.parent)) as file:
+                for piece in self.connection.pieces_of_call():
+                    file.write(piece)
 
     def start_command(self) -> "subprocess.Popen[bytes]":
         self.reports, reports = os.pipe()
@@ -203,6 +235,9 @@ class _Agent:
             os._exit(1)
         for pump in pumps:
             self.join(pump)
+        self.join(threads.start("hvkit-outcome", self.send_outcome))
+        if self.guard_lost and self.outcome is not None:
+            shutil.rmtree(self.outcome.parent, ignore_errors=True)
         how: dict[str, Any] = {"status": status, "ago": time.monotonic() - self.ended_at}
         if self.guard_lost:
             how["problem"] = "its guard, the process between the launcher and the rank, was killed"
@@ -224,8 +259,16 @@ class _Agent:
 
     def pump(self, kind: Kind, stream: IO[bytes]) -> None:
         """Send the command's output to the supervisor."""
-        while data := os.read(stream.fileno(), _READ):
+        while data := os.read(stream.fileno(), PIECE):
             self.connection.send_output(kind, data)
+
+    def send_outcome(self) -> None:
+        """Send what the function has returned or raised, if this host has a folder of its own."""
+        if self.outcome is not None and self.outcome.exists():
+            with self.outcome.open("rb") as file:
+                while data := file.read(PIECE):
+                    self.connection.send_output(Kind.OUTCOME, data)
+            self.connection.send_output(Kind.OUTCOME, b"")
 
     def pass_reports_on(self) -> None:
         """Send the rank's reports to the supervisor."""
@@ -283,15 +326,22 @@ class _Agent:
             self.child.send_signal(number)
 
 
-def _fork_below_guard() -> int:
-    """Continue in a child of this process, which becomes the guard; return the guard's id."""
+def _fork_below_guard(folder: Path | None) -> int:
+    """Continue in a child of this process, which becomes the guard; return the guard's id.
+
+    Args:
+        folder: what the guard removes at the end.
+    """
     guard, launcher = os.getpid(), os.getppid()
     adopt_orphans()
     agent = os.fork()
     if agent == 0:
         os.setsid()
         return guard
-    os._exit(_guard(agent, launcher))
+    status = _guard(agent, launcher)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(status)
 
 
 def _guard(agent: int, launcher: int) -> int:

@@ -36,9 +36,14 @@ def reap_adopted(child: int) -> None:
             os.waitpid(found.si_pid, 0)
 
 
-def ends_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """For ``preexec_fn``: the child gets this signal when the thread that started it ends."""
-    parent = os.getpid()
+def ends_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
+    """For ``preexec_fn``: the child gets this signal when the thread that started it ends.
+
+    Args:
+        number: the signal.
+        parent: the process that the thread belongs to; None for this one.
+    """
+    parent = os.getpid() if parent is None else parent
 
     def arrange() -> None:
         _prctl(_PR_SET_PDEATHSIG, number)

@@ -16,7 +16,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,6 +37,9 @@ _NUMBER = struct.Struct("!I")
 HEADER_BYTES = _HEADER.size
 _LONGEST_FRAME = 1 << 16
 
+PIECE = 1 << 14
+"""Bytes of output, or of a file, in a frame; small, so that several fit into the window."""
+
 WINDOW = 1 << 16
 """Bytes of output, with headers, that an agent may send ahead of the supervisor."""
 
@@ -54,7 +57,7 @@ class Kind(IntEnum):
     """The kinds of frames. An agent sends those up to ``CLOCK``, the supervisor the others."""
 
     HELLO = 1
-    """Rank and host, in JSON."""
+    """Rank and host, and whether it wants the call (``CALL``), in JSON."""
     STDOUT = 2
     """Bytes that the command wrote to its standard output."""
     STDERR = 3
@@ -67,6 +70,9 @@ class Kind(IntEnum):
     """A report of the rank, see ``hvkit.host.run_reports``: a line of JSON."""
     SPANS = 11
     """What the rank has done, see ``hvkit.watch.heartbeat``: a line of JSON. Counts as output."""
+    OUTCOME = 14
+    """A piece of the file with what the function has returned or raised on another host; an empty
+    one is its end. Counts as output."""
     CLOCK = 12
     """The number of an ASK, and this host's ``time.monotonic()``, in JSON."""
     TAKEN = 7
@@ -79,6 +85,8 @@ class Kind(IntEnum):
     """Send the command the signal of Ctrl-C; a STOP follows if it does not end."""
     ASK = 13
     """A number; a CLOCK answers it."""
+    CALL = 15
+    """A piece of the file with the function to call; an empty one is its end."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class AgentSettings:
         grace: seconds that a command has to end when its launcher ends it.
         bind: whether to bind each rank to its share of the host's cores.
         variables: environment variables for the commands on the supervisor's host only.
+        call: the folder on the supervisor's host, as in ``hvkit.host.call_folder``, if ranks run a
+            function.
     """
 
     host: str
@@ -103,6 +113,7 @@ class AgentSettings:
     grace: float
     bind: bool
     variables: Mapping[str, str]
+    call: str | None = None
 
     def to_json(self) -> str:
         """The value of ``SUPERVISOR_VARIABLE``."""
@@ -133,8 +144,16 @@ class Connection:
         self._lost = False
 
     @classmethod
-    def to_supervisor(cls, settings: AgentSettings, key: str, rank: int) -> "Connection":
+    def to_supervisor(
+        cls, settings: AgentSettings, key: str, rank: int, *, wants_call: bool = False
+    ) -> "Connection":
         """Connect to the first address where the supervisor answers, and send the HELLO.
+
+        Args:
+            settings: with the addresses.
+            key: the key of the run, in hexadecimal.
+            rank: the agent's rank.
+            wants_call: whether ``pieces_of_call`` follows.
 
         Raises:
             OSError: the supervisor answers at none of its addresses.
@@ -142,7 +161,8 @@ class Connection:
         connected = handshake.connect(settings.addresses, settings.port, bytes.fromhex(key))
         keep_alive(connected, settings.lost_after)
         connection = cls(connected)
-        connection.send_json(Kind.HELLO, {"rank": rank, "host": socket.gethostname()})
+        hello = {"rank": rank, "host": socket.gethostname(), "call": wants_call}
+        connection.send_json(Kind.HELLO, hello)
         return connection
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
@@ -162,6 +182,21 @@ class Connection:
     def send_json(self, kind: Kind, values: Mapping[str, Any]) -> None:
         """Send a frame with JSON in it."""
         self.send(kind, json.dumps(values).encode())
+
+    def pieces_of_call(self) -> Iterator[bytes]:
+        """The pieces of the call, which the supervisor sends before anything else.
+
+        Raises:
+            ConnectionLost: the rest will not come, since the run ends.
+        """
+        while True:
+            kind, length = header(self._exactly(HEADER_BYTES))
+            piece = self._exactly(length)
+            if kind is not Kind.CALL:
+                raise ConnectionLost(f"{kind.name} instead of the call")
+            if not piece:
+                return
+            yield piece
 
     def receive(self) -> tuple[Kind, int]:
         """Wait for the next frame from the supervisor, and return its kind and number.

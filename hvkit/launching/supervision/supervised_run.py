@@ -9,8 +9,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hvkit.errors import LEFT, ranks_text
+from hvkit.host import call_folder
 from hvkit.launching.supervision.first_failure import (
     Failure,
     first_failure,
@@ -85,6 +87,8 @@ class SupervisedRun:
         timeline: gets the spans of all ranks; None if the run has no timeline.
         status: gets the newest state of the ranks, for ``hvkit top``.
         saved_in: as in ``Supervisor``, which updates it; the same dict in all tries.
+        call: the folder of the function that ranks run, as in ``hvkit.host.call_folder``; None if
+            they run a command.
     """
 
     command: Sequence[str]
@@ -101,6 +105,7 @@ class SupervisedRun:
     timeline: Timeline | None = None
     status: RunStatus = field(default_factory=RunStatus)
     saved_in: dict[str, int] = field(default_factory=dict)
+    call: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class Outcome:
         saved: the step of the newest checkpoint; None if the run has saved or resumed none.
         replicas: whether hosts hold copies of it in memory.
         raised: the exception that ended it before any step; None for anything else.
+        rank: the rank that failed first; None if none did.
+        size: the number of ranks; 0 if none were started.
     """
 
     status: int
@@ -127,6 +134,8 @@ class Outcome:
     saved: int | None = None
     replicas: bool = False
     raised: Raised | None = None
+    rank: int | None = None
+    size: int = 0
 
 
 def supervise(run: SupervisedRun) -> Outcome:
@@ -142,7 +151,8 @@ def supervise(run: SupervisedRun) -> Outcome:
     with same_handlers_after():
         outcome = asyncio.run(supervision.supervise())
     # A signal may have come after the outcome was known.
-    return replace(outcome, restartable=outcome.restartable and not supervision.signalled_late)
+    restartable = outcome.restartable and not supervision.signalled_late
+    return replace(outcome, restartable=restartable, size=run.size)
 
 
 class _Supervision:
@@ -159,6 +169,9 @@ class _Supervision:
         self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
         self.supervisor.timeline = run.timeline
         self.supervisor.saved_in = run.saved_in
+        self.supervisor.call = run.call
+        if run.call is not None:
+            call_folder.remove_outcomes(run.call)
         self.screen = self.supervisor.screen
         writer, log_dir = self.supervisor.writer, run.style.log_dir
         self.launcher_output = LauncherOutput(writer, self.screen.show, lambda: self.ends, log_dir)
@@ -215,6 +228,7 @@ class _Supervision:
             grace=run.grace,
             bind=run.bind,
             variables=run.here,
+            call=None if run.call is None else str(run.call),
         )
         own = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
         streams = [await self.launcher_output.pipe(kind) for kind in (Kind.STDOUT, Kind.STDERR)]
@@ -379,7 +393,12 @@ class _Supervision:
         if first:
             outcome = self.ended(first.exit_status, in_one_line(*about))
             cannot_run = first.problem is not None and first.status == CANNOT_RUN
-            return replace(outcome, restartable=not cannot_run, raised=self.raised_early(first))
+            return replace(
+                outcome,
+                restartable=not cannot_run,
+                raised=self.raised_early(first),
+                rank=first.rank,
+            )
         if status is None and self.supervisor.all_ended.is_set():
             return Outcome(0)
         if status is None:

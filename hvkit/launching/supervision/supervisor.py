@@ -8,10 +8,12 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hvkit import threads
 from hvkit.handshake import Listener
+from hvkit.host import call_folder
 from hvkit.launching.supervision import protocol
 from hvkit.launching.supervision.first_failure import Failure
 from hvkit.launching.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
@@ -77,6 +79,7 @@ class Supervisor:
         terminated: the ranks that got SIGTERM, with their hosts.
         left: the ranks that have saved a checkpoint after SIGTERM, and ended.
         timeline: gets the spans of the ranks; None if the run has no timeline.
+        call: the folder of the function that ranks run; None if they run a command.
     """
 
     size: int
@@ -96,6 +99,7 @@ class Supervisor:
     terminated: dict[int, str] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     timeline: Timeline | None = None
+    call: Path | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
     _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -291,7 +295,7 @@ class Supervisor:
         kind, payload = await _read_frame(reader)
         if kind is not Kind.HELLO:
             return None
-        number, host = protocol.fields(payload, rank=int, host=str)
+        number, host, wants_call = protocol.fields(payload, rank=int, host=str, call=bool)
         if number in self._ranks or number not in range(self.size) or host is None:
             return None
         try:
@@ -307,7 +311,16 @@ class Supervisor:
             rank.send(Kind.STOP, round(self._grace * 1000))
         elif self._interrupted:
             rank.send(Kind.INTERRUPT, 0)
+        elif wants_call and self.call is not None:
+            await self._send_call(rank, call_folder.call_in(self.call))
         return rank
+
+    async def _send_call(self, rank: _Rank, call: Path) -> None:
+        with call.open("rb") as file:
+            while piece := file.read(protocol.PIECE):
+                rank.writer.write(protocol.frame(Kind.CALL, piece))
+                await rank.writer.drain()
+        rank.writer.write(protocol.frame(Kind.CALL))
 
     async def _follow(self, rank: _Rank) -> None:
         """Handle a rank's frames until it has ended."""
@@ -315,6 +328,9 @@ class Supervisor:
             kind, payload = await _read_frame(rank.reader)
             if kind in (Kind.STDOUT, Kind.STDERR):
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
+                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.OUTCOME:
+                await self.writer.do(functools.partial(self._take_outcome, rank.number, payload))
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.REPORT:
                 self._take_report(rank, payload)
@@ -347,6 +363,17 @@ class Supervisor:
                     self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
                 self._fail_if_missed()
                 return
+
+    def _take_outcome(self, rank: int, piece: bytes) -> None:
+        if self.call is None:
+            return
+        path = call_folder.outcome_in(self.call, rank)
+        part = call_folder.part_of(path)
+        if not piece:
+            part.replace(path)
+            return
+        with part.open("ab") as file:
+            file.write(piece)
 
     def _take_report(self, rank: _Rank, line: bytes) -> None:
         try:

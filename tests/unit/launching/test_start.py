@@ -407,7 +407,7 @@ def _tries(monkeypatch, first, names, least):
     monkeypatch.setattr(start, "_free_memory", lambda *args, **options: None)
     monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
     nodes = tuple(Host(name, slots=1) for name in names)
-    assert start.start(request(hosts=nodes, size=2, min_size=least, max_restarts=1)) == 0
+    assert start.start(request(hosts=nodes, size=2, min_size=least, max_restarts=1)).status == 0
     return tries
 
 

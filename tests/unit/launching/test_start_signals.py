@@ -56,7 +56,7 @@ start.prepared = prepared
 restarts._FIRST_PAUSE = 60 if stage.startswith("pause") else 0.01
 start._BETWEEN_LOOKS = 600
 hosts = (Host("localhost"),)
-sys.exit(start.start(Request(command=(), hosts=hosts, max_restarts=1)))
+sys.exit(start.start(Request(command=(), hosts=hosts, max_restarts=1)).status)
 """
 RANK = """
 import sys
