@@ -21,6 +21,7 @@ setup(
     },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
     install_requires=[
+        "cloudpickle>=3.0",
         "filelock>=4.0",
         "mpi4py>=4.1",
         "msgpack>=1.0.5",
@@ -41,7 +42,11 @@ setup(
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
         "completion": COMPLETION,
-        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", *COMPLETION],
+        "dev": [
+            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"),
+            *("ipykernel", "nbclient"),
+            *COMPLETION,
+        ],
     },
     # A path instead of an import hook, which type checkers and editors do not follow.
     options={"editable_wheel": {"mode": "compat"}},

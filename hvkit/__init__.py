@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hvkit.errors import LaunchError as LaunchError
     from hvkit.errors import RankLostError as RankLostError
     from hvkit.errors import RanksDisagreeError as RanksDisagreeError
+    from hvkit.functions.launch import launch as launch
     from hvkit.main_rank import is_main as is_main
     from hvkit.main_rank import main_first as main_first
     from hvkit.mesh import Mesh as Mesh
@@ -64,6 +65,7 @@ _NAMES_BY_MODULE = {
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"
     ),
+    "functions.launch": "launch",
     "main_rank": "is_main main_first",
     "mesh": "Mesh",
     "metrics": "EarlyStopping any_rank average",

@@ -123,6 +123,7 @@ PRELUDES = {
     "README.md": PYTORCH + KERAS,
     "docs/index.md": PYTORCH,
     "docs/tutorial.md": "",
+    "docs/notebooks.md": "",
     "docs/script.md": PYTORCH + KERAS,
     "docs/unusual-scripts.md": PYTORCH
     + KERAS
