@@ -57,6 +57,21 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=name))
 
 
+def check_function(user: str, function: object, example: str) -> None:
+    """Raise ``TypeError`` if this is no function.
+
+    Args:
+        user: what shall run it, for the error.
+        function: what the caller has passed.
+        example: a call that is right.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"{user} needs a function, got {function!r}: pass the function itself, not its "
+            f"result: {example}"
+        )
+
+
 def dump(value: object, file: BinaryIO) -> None:
     """Pickle a value into a file."""
     Pickler(file).dump(value)

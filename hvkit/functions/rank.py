@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
@@ -16,6 +17,13 @@ from hvkit.functions.outcomes import from_function, save_error, save_result
 from hvkit.functions.pickling import read_call
 from hvkit.host import call_folder
 from hvkit.host.launcher_variables import place
+
+
+def command_of_rank(function: Callable[..., object]) -> list[str]:
+    """The command of each rank; the function's name is there for ``hvkit top``."""
+    name = getattr(function, "__name__", "")
+    named = [name] if name.isidentifier() else []
+    return [sys.executable, "-P", "-m", "hvkit.functions.rank", *named]
 
 
 def main() -> None:

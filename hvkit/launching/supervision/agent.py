@@ -83,14 +83,15 @@ def main(command: Sequence[str]) -> int:
             return CANNOT_RUN
     settings = AgentSettings.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
     key = os.environ.pop(KEY_VARIABLE)
-    here_is_supervisor = socket.gethostname() == settings.host
+    supervisor_is_here = socket.gethostname() == settings.host
     folder = None
     if settings.call is not None:
-        if not here_is_supervisor:
+        shared = supervisor_is_here and os.access(call_folder.call_in(Path(settings.call)), os.R_OK)
+        if not shared:
             folder = Path(tempfile.mkdtemp(prefix=call_folder.PREFIX))
         os.environ[call_folder.VARIABLE] = settings.call if folder is None else str(folder)
     guard = _fork_below_guard(folder)
-    if here_is_supervisor:
+    if supervisor_is_here:
         os.environ.update(settings.variables)
     here = place(os.environ)
     if here is None:
@@ -116,8 +117,7 @@ def main(command: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    outcome = None if folder is None else call_folder.outcome_in(folder, here.rank)
-    return _Agent(connection, command, settings, guard, outcome).run()
+    return _Agent(connection, command, settings, guard, here.rank, folder).run()
 
 
 class _Agent:
@@ -127,14 +127,16 @@ class _Agent:
         command: Sequence[str],
         settings: AgentSettings,
         guard: int,
-        outcome: Path | None,
+        number: int,
+        folder: Path | None,
     ) -> None:
         self.connection = connection
         self.command = command
         self.settings = settings
         self.guard = guard
-        # Where the rank leaves what the supervisor must get; None if that is on this host.
-        self.outcome = outcome
+        self.number = number
+        # Of the function to call, if this host does not share that of the supervisor.
+        self.folder = folder
         self.stopping = threading.Event()
         self.deadline = float("inf")
         self.interrupted = False
@@ -176,8 +178,8 @@ class _Agent:
 
     def copy_call(self) -> None:
         """Copy the function and its arguments, if this host has another folder for them."""
-        if self.outcome is not None:
-            with call_folder.written(call_folder.call_in(self.outcome.parent)) as file:
+        if self.folder is not None:
+            with call_folder.written(call_folder.call_in(self.folder)) as file:
                 for piece in self.connection.pieces_of_call():
                     file.write(piece)
 
@@ -236,8 +238,8 @@ class _Agent:
         for pump in pumps:
             self.join(pump)
         self.join(threads.start("hvkit-outcome", self.send_outcome))
-        if self.guard_lost and self.outcome is not None:
-            shutil.rmtree(self.outcome.parent, ignore_errors=True)
+        if self.guard_lost and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         how: dict[str, Any] = {"status": status, "ago": time.monotonic() - self.ended_at}
         if self.guard_lost:
             how["problem"] = "its guard, the process between the launcher and the rank, was killed"
@@ -264,11 +266,13 @@ class _Agent:
 
     def send_outcome(self) -> None:
         """Send what the function has returned or raised, if this host has a folder of its own."""
-        if self.outcome is not None and self.outcome.exists():
-            with self.outcome.open("rb") as file:
-                while data := file.read(PIECE):
-                    self.connection.send_output(Kind.OUTCOME, data)
-            self.connection.send_output(Kind.OUTCOME, b"")
+        if self.folder is None:
+            return
+        outcome = call_folder.outcome_in(self.folder, self.number)
+        if outcome.exists():
+            with outcome.open("rb") as file:
+                pieces = iter(lambda: file.read(PIECE), b"")
+                self.connection.send_outcome(self.number, pieces)
 
     def pass_reports_on(self) -> None:
         """Send the rank's reports to the supervisor."""

@@ -12,6 +12,7 @@ stopped.
 """
 
 import contextlib
+import hmac
 import json
 import socket
 import struct
@@ -71,8 +72,8 @@ class Kind(IntEnum):
     SPANS = 11
     """What the rank has done, see ``hvkit.watch.heartbeat``: a line of JSON. Counts as output."""
     OUTCOME = 14
-    """A piece of the file with what the function has returned or raised on another host; an empty
-    one is its end. Counts as output."""
+    """A piece of the file with what the function has returned or raised on another host; a SEAL
+    follows the last. Counts as output."""
     CLOCK = 12
     """The number of an ASK, and this host's ``time.monotonic()``, in JSON."""
     TAKEN = 7
@@ -86,7 +87,9 @@ class Kind(IntEnum):
     ASK = 13
     """A number; a CLOCK answers it."""
     CALL = 15
-    """A piece of the file with the function to call; an empty one is its end."""
+    """A piece of the file with the function to call; a SEAL follows the last."""
+    SEAL = 16
+    """From both: a digest of the file before it (``sealing``), since what is in it is executed."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,9 @@ class Connection:
     After the connection is lost, sending drops the data; the receiving thread gets the error.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, key: bytes) -> None:
         self._socket = connected
+        self._key = key
         self._sending = threading.Lock()
         self._window = threading.Condition()
         self._not_taken = 0
@@ -160,7 +164,7 @@ class Connection:
         """
         connected = handshake.connect(settings.addresses, settings.port, bytes.fromhex(key))
         keep_alive(connected, settings.lost_after)
-        connection = cls(connected)
+        connection = cls(connected, bytes.fromhex(key))
         hello = {"rank": rank, "host": socket.gethostname(), "call": wants_call}
         connection.send_json(Kind.HELLO, hello)
         return connection
@@ -187,16 +191,26 @@ class Connection:
         """The pieces of the call, which the supervisor sends before anything else.
 
         Raises:
-            ConnectionLost: the rest will not come, since the run ends.
+            ConnectionLost: the rest will not come, since the run ends; or somebody has changed it.
         """
+        seal = sealing(self._key, "call")
         while True:
             kind, length = header(self._exactly(HEADER_BYTES))
             piece = self._exactly(length)
+            if kind is Kind.SEAL and hmac.compare_digest(piece, seal.digest()):
+                return
             if kind is not Kind.CALL:
                 raise ConnectionLost(f"{kind.name} instead of the call")
-            if not piece:
-                return
+            seal.update(piece)
             yield piece
+
+    def send_outcome(self, rank: int, pieces: Iterator[bytes]) -> None:
+        """Send the file with what the function has returned or raised on this rank."""
+        seal = sealing(self._key, f"outcome {rank}")
+        for piece in pieces:
+            seal.update(piece)
+            self.send_output(Kind.OUTCOME, piece)
+        self.send(Kind.SEAL, seal.digest())
 
     def receive(self) -> tuple[Kind, int]:
         """Wait for the next frame from the supervisor, and return its kind and number.
@@ -241,6 +255,16 @@ class Connection:
                 raise ConnectionLost("the supervisor closed the connection")
             data += more
         return data
+
+
+def sealing(key: bytes, name: str) -> hmac.HMAC:
+    """Makes the SEAL of a file from its pieces.
+
+    Args:
+        key: of the run.
+        name: of the file, so that no other one can take its place.
+    """
+    return hmac.new(key, name.encode() + b"\0", "sha256")
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import hmac
 import json
 import math
 import socket
@@ -45,6 +46,7 @@ class _Rank:
     clock: HostClock = field(default_factory=HostClock)
     reports: RankReports = field(default_factory=RankReports)
     speed: float | None = None
+    seal: hmac.HMAC | None = None
 
     @property
     def ended(self) -> bool:
@@ -316,11 +318,13 @@ class Supervisor:
         return rank
 
     async def _send_call(self, rank: _Rank, call: Path) -> None:
+        seal = protocol.sealing(self.key, "call")
         with call.open("rb") as file:
             while piece := file.read(protocol.PIECE):
+                seal.update(piece)
                 rank.writer.write(protocol.frame(Kind.CALL, piece))
                 await rank.writer.drain()
-        rank.writer.write(protocol.frame(Kind.CALL))
+        rank.writer.write(protocol.frame(Kind.SEAL, seal.digest()))
 
     async def _follow(self, rank: _Rank) -> None:
         """Handle a rank's frames until it has ended."""
@@ -330,8 +334,12 @@ class Supervisor:
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.OUTCOME:
-                await self.writer.do(functools.partial(self._take_outcome, rank.number, payload))
+                await self.writer.do(functools.partial(self._take_outcome, rank, payload))
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.SEAL:
+                if rank.seal is None or not hmac.compare_digest(payload, rank.seal.digest()):
+                    raise ValueError("somebody has changed what the rank has sent")
+                await self.writer.do(functools.partial(self._complete_outcome, rank.number))
             elif kind is Kind.REPORT:
                 self._take_report(rank, payload)
             elif kind is Kind.SPANS:
@@ -364,16 +372,19 @@ class Supervisor:
                 self._fail_if_missed()
                 return
 
-    def _take_outcome(self, rank: int, piece: bytes) -> None:
+    def _take_outcome(self, rank: _Rank, piece: bytes) -> None:
         if self.call is None:
             return
-        path = call_folder.outcome_in(self.call, rank)
-        part = call_folder.part_of(path)
-        if not piece:
-            part.replace(path)
-            return
-        with part.open("ab") as file:
+        if rank.seal is None:
+            rank.seal = protocol.sealing(self.key, f"outcome {rank.number}")
+        rank.seal.update(piece)
+        with call_folder.part_of(call_folder.outcome_in(self.call, rank.number)).open("ab") as file:
             file.write(piece)
+
+    def _complete_outcome(self, rank: int) -> None:
+        if self.call is not None:
+            path = call_folder.outcome_in(self.call, rank)
+            call_folder.part_of(path).replace(path)
 
     def _take_report(self, rank: _Rank, line: bytes) -> None:
         try:

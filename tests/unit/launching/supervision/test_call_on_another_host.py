@@ -1,15 +1,18 @@
 """A function reaches ranks of another host, and their results return, through the agents."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
 
+import pytest
 from supervised import LAUNCHER
 
 from hvkit.functions.outcomes import error_in, result_in
 from hvkit.functions.pickling import write_call
 from hvkit.host.call_folder import call_in, outcome_in
+from hvkit.launching.supervision.protocol import Connection, ConnectionLost, Kind, frame, sealing
 
 # The supervisor takes itself for another host than that of its agents.
 RUN = """
@@ -83,3 +86,14 @@ def test_an_exception_travels_too_and_a_killed_agent_leaves_no_folder(tmp_path):
     assert error.filename == "weights.pt"
     assert "raised on rank 1" in error.__notes__[0]
     assert list(temporary.iterdir()) == []
+
+
+def test_a_call_that_somebody_has_changed_on_its_way_is_not_read():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(ours, b"key")
+        seal = sealing(b"another key", "call")
+        seal.update(b"piece")
+        theirs.sendall(frame(Kind.CALL, b"piece") + frame(Kind.SEAL, seal.digest()))
+        with pytest.raises(ConnectionLost, match="SEAL instead of the call"):
+            list(connection.pieces_of_call())
