@@ -124,6 +124,7 @@ PRELUDES = {
     "docs/index.md": PYTORCH,
     "docs/tutorial.md": "",
     "docs/notebooks.md": "",
+    "docs/from-spark.md": "",
     "docs/script.md": PYTORCH + KERAS,
     "docs/unusual-scripts.md": PYTORCH
     + KERAS
