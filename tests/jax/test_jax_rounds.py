@@ -59,7 +59,8 @@ def all_alike(model, kind=nnx.Param):
 def by_hand(every, outer):
     """What all ranks agree on after each round of plain averaging or of an outer step."""
     ranks = [made(0) for _ in range(hvkit.size())]
-    anchor = nnx.state(ranks[0][0], nnx.Param)
+    # A copy: the state that NNX returns is the module's own.
+    anchor = jax.tree.map(lambda leaf: leaf, nnx.state(ranks[0][0], nnx.Param))
     velocity = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), anchor)
     agreed = []
     for at in range(STEPS):
