@@ -156,13 +156,12 @@ class ArraysPart(Part):
             with_tree(self._thing, tree)
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
-        own = self._seeds() if self.is_local else set()
-        if self.is_local and self.model is None:
-            return [], []  # each rank's optimizer has a state of its own
+        if self.is_local:  # each rank's is its own
+            return [], []
         leaves = [
             each
             for each in self._leaves(self._tree())
-            if is_array(each[1]) and is_whole_everywhere(each[1]) and each[0] not in own
+            if is_array(each[1]) and is_whole_everywhere(each[1])
         ]
         return (
             [Compared(f"{self.name} {name}") for name, _ in leaves],

@@ -239,10 +239,17 @@ class NnxRounds(RoundKeeper):
             self._count_steps()
         super().arrive(numbers)
 
+    def begin_anew(self) -> None:
+        for optimizer in self._counted():
+            optimizer.forget_steps()  # a checkpoint has set the optimizer's own count
+        super().begin_anew()
+
     def _count_steps(self) -> None:
-        for optimizer in self._optimizers:
-            assert isinstance(optimizer, CountedOptimizer)
+        for optimizer in self._counted():
             optimizer.count_steps()
+
+    def _counted(self) -> list[CountedOptimizer]:
+        return [each for each in self._optimizers if isinstance(each, CountedOptimizer)]
 
 
 class CountedOptimizer:
@@ -287,6 +294,11 @@ class CountedOptimizer:
         for _ in range(new):
             self.taken += 1
             self._after()
+
+    def forget_steps(self) -> None:
+        """Count from what the optimizer says now."""
+        if (optimizer := self._optimizer()) is not None:
+            self._seen = int(optimizer.step.get_value())
 
     def held(self) -> set[int]:
         return set() if self._optimizer() is None else self._held
