@@ -1,16 +1,42 @@
 """Packaging of hvkit; tool settings live in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 PYTORCH = ["torch>=2.13", "numpy"]
 KERAS = ["keras>=3.5", "numpy"]
+# Docker's first layer is made from this file alone.
+README = Path(__file__).with_name("README.md")
 COMPLETION = ["shtab>=1.13"]
 
 setup(
     name="hvkit",
     version="0.1.0",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     description="Horovod's ring-allreduce for today's PyTorch and Keras, with one call",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    keywords=[
+        *("distributed training", "data parallel", "allreduce", "horovod", "mpi"),
+        *("pytorch", "keras", "tensorflow"),
+    ],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+    project_urls={"Horovod": "https://github.com/horovod/horovod"},
     python_requires=">=3.11",
     packages=find_packages(include=["hvkit", "hvkit.*"]),
     package_data={
@@ -41,7 +67,10 @@ setup(
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
         "completion": COMPLETION,
-        "dev": ["hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", *COMPLETION],
+        "dev": [
+            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", "twine"),
+            *COMPLETION,
+        ],
     },
     # A path instead of an import hook, which type checkers and editors do not follow.
     options={"editable_wheel": {"mode": "compat"}},

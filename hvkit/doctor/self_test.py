@@ -1,6 +1,7 @@
 """An allreduce on two ranks of this host, once for each framework.
 
-``self_test`` starts the ranks. Each rank runs ``python -m hvkit.doctor.self_test torch``: it
+``self_test`` starts the ranks; ``python -m hvkit.doctor.self_test`` calls it for what is installed.
+Each rank runs ``python -m hvkit.doctor.self_test torch``: it
 compares an allreduce in the host's memory with the right sum, and times it. Rank 0 prints the
 result as JSON after ``hvkit:``; a rank that fails prints the reason.
 """
@@ -23,6 +24,8 @@ import numpy as np
 import psutil
 
 from hvkit.communication.engines import ENGINES
+from hvkit.doctor.horovod import horovod
+from hvkit.doctor.software import mpi_launchers_here
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.host.mca import WITHOUT_TOOLS
 from hvkit.launch.hosts import Host
@@ -234,8 +237,29 @@ def _tensorflow_tensor(array: NDArray[np.float32]) -> Any:
 _TENSORS = {"torch": _torch_tensor, "tensorflow": _tensorflow_tensor}
 
 
+def try_installed() -> None:
+    """Try the installed Horovod with every framework that it has a library for.
+
+    Raises:
+        LaunchError: it does not work with one of them.
+    """
+    found = horovod()[0] or {"libraries": []}
+    broken = [one for one in found["libraries"] if one["error"]]
+    cores = {"usable": len(os.sched_getaffinity(0))}
+    launchers = mpi_launchers_here()
+    test = self_test({"horovod": found, "launchers": launchers, "cores": cores}) or {}
+    failed = [one["error"] for one in broken] + [
+        "\n".join([f"{one['framework']}: {one['error']}", *one["output"]])
+        for one in test.get("results", [])
+        if one["error"]
+    ]
+    if not test or test["error"] or failed:
+        reasons = [test.get("error"), *failed] if test else ["none of its libraries loads", *failed]
+        raise LaunchError("; ".join(filter(None, reasons)))
+
+
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        main(sys.argv[1]) if sys.argv[1:] else try_installed()
     except (HvkitError, ArithmeticError) as error:
         sys.exit(f"hvkit: {error}")
