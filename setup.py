@@ -42,7 +42,7 @@ setup(
     package_data={
         "hvkit": ["py.typed"],
         "hvkit.build": ["patches/*.patch"],
-        "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh"],
+        "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh", "trainjob.yaml"],
         "hvkit.monitor": ["report.html"],
     },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
