@@ -167,6 +167,7 @@ oldest: machine
 # for `hvkit install-horovod --wheels build/wheels` elsewhere. SYSROOT is a folder from
 # docker/old_c_library.sh: the wheels then run on older distributions than this one.
 WHEELS ?= build/wheels
+SYSROOT ?=
 wheels: $(VENV)/installed
 	for other in tensorflow pytorch; do $(if $(SYSROOT),CXX="$$(docker/old_c_library.sh --compiler $(SYSROOT))") \
 		PIP_CONSTRAINT=constraints.txt hvkit install-horovod --no-install --without $$other \

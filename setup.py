@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PYTORCH = ["torch>=2.13", "numpy"]
+PYTORCH = ["torch>=2.8", "numpy"]
 KERAS = ["keras>=3.5", "numpy"]
 # Docker's first layer is made from this file alone.
 README = Path(__file__).with_name("README.md")

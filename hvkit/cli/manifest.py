@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from hvkit.cli.foreign_options import FOREIGN_IN_MANIFESTS
 from hvkit.cli.manifest_options import SYSTEMS, Option, System, options_of
 from hvkit.manifest import fields
 from hvkit.manifest.fields import HvkitRun, Size
+
+_COLUMNS = 80
 
 
 def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -36,7 +39,7 @@ def _add_system(systems: "argparse._SubParsersAction[CommandParser]", system: Sy
     parser = systems.add_parser(
         system.name,
         help=system.help,
-        usage=f"hvkit manifest {system.name} {' '.join(required)} [options] COMMAND ...",
+        usage=_wrapped(f"hvkit manifest {system.name} {' '.join(required)} [options] COMMAND ..."),
         description=system.description,
         foreign=FOREIGN_IN_MANIFESTS,
         allow_abbrev=False,
@@ -61,6 +64,12 @@ def _add_system(systems: "argparse._SubParsersAction[CommandParser]", system: Sy
         help="a script, or a program with its arguments; options after it are its own",
     )
     parser.set_defaults(execute=_execute, system=system, refuse=parser.error)
+
+
+def _wrapped(usage: str) -> str:
+    return textwrap.fill(
+        usage, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _help(option: Option, system: System) -> str:
