@@ -3,6 +3,7 @@
 # make test-all   also scripts that fail, several hosts, further launchers and recipes, three ranks,
 #                 without averaging, docs and examples
 # make docs       the documentation, into build/docs
+# make wheels     wheels of Horovod, to install it elsewhere in seconds
 # make golden     all weights on record, after a change of how ranks are kept in step
 # make chaos      training runs that faults hit at random; FAULTS=30 SEED=1
 # make bench      hvkit's speed beside its peers; hours, with nothing else running
@@ -43,7 +44,7 @@ GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 
 PARTS := lint unit parallel recipes
 
-.PHONY: run test test-all $(PARTS) launched examples pages cluster spark golden records more-ranks docs chaos bench accuracy oldest image gpu-build \
+.PHONY: run test test-all $(PARTS) launched examples pages cluster spark golden records more-ranks docs chaos bench accuracy oldest image wheels gpu-build \
 	nccl-operations setup machine clean-venv
 
 run: setup
@@ -168,6 +169,16 @@ oldest: machine
 	$(call RANKS,2) $(wildcard tests/parallel/*/test_*_equals_one_process.py) \
 		tests/parallel/keras/test_keras_embeddings.py
 	python -m pytest tests/unit/data
+
+# Wheels of Horovod for the frameworks and the MPI of .venv, one for each framework, and their index:
+# for `hvkit install-horovod --wheels build/wheels` elsewhere. SYSROOT is a folder from
+# docker/old_c_library.sh: the wheels then run on older distributions than this one.
+WHEELS ?= build/wheels
+SYSROOT ?=
+wheels: $(VENV)/installed
+	for other in tensorflow pytorch; do $(if $(SYSROOT),CXX="$$(docker/old_c_library.sh --compiler $(SYSROOT))") \
+		PIP_CONSTRAINT=constraints.txt hvkit install-horovod --no-install --without $$other \
+		--gpu $(HVKIT_GPU) --wheel-dir $(WHEELS) || exit 1; done
 
 docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --site-dir build/docs

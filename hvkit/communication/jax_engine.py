@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from hvkit.communication.group import ProcessSet
 
-# Looks at a collective of MPI, and seconds between two: most end within the first looks. A rank that
-# waits for long leaves the core to others.
+# Looks at a collective of MPI, and seconds between two: most end within the first looks. A rank
+# that waits for long leaves the core to others.
 _FIRST_LOOKS = 100
 _QUICK_LOOKS = 1000
 _LOOK_EVERY = 50e-6

@@ -175,7 +175,7 @@ def _shaped(held: Any, vector: Vector) -> Any:
 
 
 @dataclass
-class _Ended:
+class _Done:
     """An agreement that has ended already: ranks wait for it between two steps."""
 
     numbers: list[int]
@@ -186,20 +186,20 @@ class _Ended:
         return self.outcome
 
 
-class Agreements:
+class MeansByMPI:
     """Implements ``hvkit.sync.rounds.Agreements`` for strategies that take means."""
 
     def __init__(self) -> None:
         self.place: Place = _Here(runtime.rank(), runtime.size())
 
-    def start(self, flow: Flow[Any], values: Vector, numbers: list[int], name: str) -> _Ended:
+    def start(self, flow: Flow[Any], values: Vector, numbers: list[int], name: str) -> _Done:
         exchange = next(flow)
         while True:
             assert isinstance(exchange, Mean)
             try:
                 exchange = flow.send(allreduce(exchange.vector))
             except StopIteration as end:
-                return _Ended(numbers, values, end.value)
+                return _Done(numbers, values, end.value)
 
     def commit(self, numbers: Container[int]) -> None:
         """Nothing to keep: there is no compression."""
@@ -330,7 +330,7 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     weights = {name: v for name, v in variables.items() if isinstance(v, nnx.Param)}
     statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]
     of_model = NnxWeights(weights, statistics, all_ranks())
-    keeper = NnxRounds(strategy, of_model, all_ranks().numbered("hvkit.jax"), Agreements())
+    keeper = NnxRounds(strategy, of_model, all_ranks().numbered("hvkit.jax"), MeansByMPI())
     counted = CountedOptimizer(optimizer, model, of_model)
     keeper.watch(counted, lambda: False)
     _keepers[model] = keeper
