@@ -7,6 +7,7 @@ import tensorflow as tf
 import torch
 
 from hvkit.communication import engines
+from hvkit.errors import HorovodNotFoundError
 from hvkit.host.cpus import Allowance
 
 
@@ -59,3 +60,15 @@ def test_ranks_of_tensorflow_share_the_time_of_their_container(container, monkey
 def _unstarted(engine):
     """The engine without Horovod, which starts only where there are ranks."""
     return object.__new__(engine)
+
+
+def test_a_library_for_another_tensorflow_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('loaded')")
+    (package / "metadata.json").write_text('{"tensorflow": "2.1.0"}')
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(HorovodNotFoundError, match=r"built for TensorFlow 2\.1\.0, and TensorFlow"):
+        engines.TensorFlowEngine()
