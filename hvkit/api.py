@@ -85,11 +85,12 @@ def distribute(
     train the model that one process trains with batch size N*B. One process trains as without it.
     PyTorch's gradients are averaged when ``backward()`` returns, Keras's inside
     ``optimizer.apply``, which ``fit`` calls. Take the mean over samples as the loss; multiply a sum
-    by ``hvkit.size()``. All ranks begin with rank 0's weights; do not change them on some later.
+    by ``hvkit.size()``, except in JAX, where a step sees the samples of all ranks. All ranks begin
+    with rank 0's weights; do not change them on some later.
 
     Args:
-        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow or
-            PyTorch), or a list of them that train together; or of JAX, an ``nnx.Module`` or a
+        model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow,
+            PyTorch or JAX), or a list of them that train together; in JAX an ``nnx.Module`` or a
             pytree.
         optimizer: the one that updates the model, or a list of all, also of later phases. It may
             hold parameters of no module, such as SAC's ``log_alpha``. In JAX an ``nnx.Optimizer``;
@@ -469,6 +470,8 @@ def _refuse(model: Any) -> NoReturn:
     kind, hint = f"{type(model).__module__}.{type(model).__qualname__}", ""
     if kind.startswith("tf_keras"):
         hint = " (tf_keras is Keras 2; unset TF_USE_LEGACY_KERAS and use Keras 3)"
+    elif isinstance(model, Mapping) and "jax" in sys.modules:
+        hint = ": make arrays of NumPy those of JAX, jax.tree.map(jax.numpy.asarray, params)"
     elif isinstance(model, Mapping):
         hint = ": pass list(models.values())"
     elif kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):

@@ -99,8 +99,9 @@ class Checkpoint:
             into the directory, which all ranks must see: for models that fit into no rank. Any
             mesh resumes it, and no mesh; ``hvkit join-checkpoint`` makes plain files of it.
         **parts: the objects to save, each under its name, usually ``model=`` and ``optimizer=``:
-            PyTorch and Keras models and optimizers, Keras callbacks that watch a metric, and
-            anything with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
+            PyTorch and Keras models and optimizers, modules and optimizers of Flax NNX, a
+            ``types.SimpleNamespace`` of pytrees, Keras callbacks that watch a metric, and anything
+            with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
             the results of ``hvkit.shard``. For several, pass lists, dicts or more names.
             Rank 0's state is saved, except for random states and layer statistics, which are saved
             for every rank.

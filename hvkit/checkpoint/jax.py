@@ -86,6 +86,7 @@ class ArraysPart(Part):
 
     def save(self, path: Path) -> None:
         values: dict[str, np.ndarray[Any, Any]] = {}
+        self._refuse_text()
         for name, leaf in self._leaves(self._tree() if self._whole is None else self._whole):
             if name in values or name == _DTYPES:
                 raise ValueError(f"{self.name} has two arrays of the name {name}")
@@ -98,6 +99,19 @@ class ArraysPart(Part):
         }
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **plain, **{_DTYPES: np.array(json.dumps(dtypes))})
+
+    def _refuse_text(self) -> None:
+        """Raise for text, which an array file does not hold and a run would lose.
+
+        Raises:
+            TypeError: names it.
+        """
+        for name, leaf in self._named(self._tree()):
+            if isinstance(leaf, str | bytes):
+                raise TypeError(
+                    f"{self.name} holds arrays and numbers, but {name} is {leaf!r}: pass text to "
+                    "save(..., extras={...})"
+                )
 
     def own(self) -> Arrays:
         """In a round of local weights: all arrays, and where this rank's random numbers go on."""

@@ -39,12 +39,22 @@ def test_numpy_s_wide_numbers_become_those_of_jax():
     assert (x.dtype, y.dtype) == (jnp.float32, jnp.int32)
 
 
+def test_keys_and_text_are_refused_by_name():
+    for wrong in (jax.random.key(0)[None], np.array(["a", "b"])):
+        with pytest.raises(TypeError, match="takes arrays of numbers, got"):
+            hvkit.batch(wrong)
+    whole = hvkit.batch(np.ones((2, 3), np.float32))
+    with pytest.raises(ValueError, match="belongs to all ranks already"):
+        hvkit.batch(whole, np.ones((2, 3)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (lambda: (np.ones((2, 3)), np.ones(3)), r"equally many rows.*\(2, 3\), \(3,\)"),
-        (lambda: (np.ones((2, 3)), np.float32(1)), "equally many rows"),
         (tuple, "got no array"),
+        (lambda: (np.ones((1, 3)), 0.5), "arrays with rows, got 0.5"),
+        (lambda: ([1, 2],), "arrays with rows, got 1"),
     ],
 )
 def test_a_batch_needs_equally_many_rows(wrong, message):
@@ -131,6 +141,8 @@ def test_every_array_of_a_model_begins_as_rank_0_s():
         "key": jax.random.key(hvkit.rank()),
         "old key": jax.random.PRNGKey(hvkit.rank()),
         "numpy": np.arange(3) + hvkit.rank(),
+        "transposed": (np.ones((2, 3)) * (1 + hvkit.rank())).T,
+        "number of NumPy": np.float32(1 + hvkit.rank()),
         "empty": jnp.ones((0, 2)),
         "number": 3,
     }
@@ -139,6 +151,8 @@ def test_every_array_of_a_model_begins_as_rank_0_s():
     assert (jax.random.key_data(params["key"]) == jax.random.key_data(jax.random.key(0))).all()
     assert (np.asarray(params["old key"]) == jax.random.PRNGKey(0)).all()
     assert np.asarray(params["numpy"]).tolist() == [0, 1, 2]
+    assert np.asarray(params["transposed"]).tolist() == np.ones((3, 2)).tolist()
+    assert float(params["number of NumPy"]) == 1
     assert params["empty"].shape == (0, 2)
     assert params["number"] == 3
 

@@ -106,3 +106,15 @@ def test_another_model_s_checkpoint_is_refused_by_name(folder):
         run = types.SimpleNamespace(params=params)
         with pytest.raises(ValueError, match=message):
             hvkit.Checkpoint(folder, run=run).restore()
+
+
+def test_numbers_of_numpy_come_back_and_text_is_refused(folder):
+    run = types.SimpleNamespace(step=np.int64(7), best=np.float32(0.5), w=jnp.ones(2))
+    hvkit.Checkpoint(folder, run=run).save(epoch=0, step=7)
+    run.step, run.best = np.int64(0), np.float32(0)
+    hvkit.Checkpoint(folder, run=run).restore()
+    assert (run.step, run.best) == (7, 0.5)
+    assert isinstance(run.step, np.int64)
+    run.name = "first"
+    with pytest.raises(TypeError, match=r"name is 'first': pass text to"):
+        hvkit.Checkpoint(folder, run=run).save(epoch=0, step=8)

@@ -11,12 +11,6 @@ from hvkit.frameworks.jax.arrays import gathered
 ROWS, BATCH, EPOCHS = 192, 24, 12
 
 
-@pytest.fixture(autouse=True)
-def _no_distribution():
-    yield
-    keras.distribution.set_distribution(None)
-
-
 def data():
     random = np.random.default_rng(0)
     return random.normal(size=(ROWS, 6, 6, 1)).astype("float32"), random.integers(0, 4, ROWS)
@@ -94,11 +88,12 @@ def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(stra
     x, y = data()
     ends = np.cumsum([0, *(10 + rank for rank in range(hvkit.size()))])  # uneven parts
     own = slice(*ends[hvkit.rank() : hvkit.rank() + 2])
-    probabilities = model.predict(x[own], batch_size=16, verbose=0)
+    for _ in range(2):
+        probabilities = model.predict(x[own], batch_size=16, verbose=0)
+    np.testing.assert_array_equal(model.predict_on_batch(x[own]), probabilities)
     whole = np.concatenate(hvkit.allgather(probabilities))
     loss, accuracy = model.evaluate(x[own], y[own], batch_size=16, verbose=0)
     one = mlp()
-    keras.distribution.set_distribution(None)
     one.set_weights(weights(model))
     expected = np.asarray(one(x[: ends[-1]]))
     np.testing.assert_allclose(whole, expected, atol=1e-6)
@@ -135,7 +130,48 @@ def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
     model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
     with pytest.raises(ValueError, match="was passed to hvkit"):
         hvkit.distribute(model, keras.optimizers.SGD(0.1))
-    keras.distribution.set_distribution(keras.distribution.DataParallel())
-    keras.utils.set_random_seed(0)  # which Keras then needs to be the same on all ranks
-    with pytest.raises(ValueError, match="leave set_distribution out"):
-        hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+    with (
+        keras.distribution.DataParallel().scope(),
+        pytest.raises(ValueError, match="leave set_distribution out"),
+    ):
+        hvkit.distribute(model, keras.optimizers.SGD(0.1))
+
+
+def test_what_each_rank_assigns_needs_no_other_rank_and_is_compared_later():
+    x, y = map(part, data())
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), check_every=2)
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    assert np.isfinite(model.train_on_batch(x[:4], y[:4]))
+    if hvkit.is_main():
+        model.layers[-1].bias.assign(np.ones(4))
+    with pytest.raises(hvkit.RanksDisagreeError, match="differs from that of rank 0"):
+        model.fit(x, y, batch_size=4, verbose=0)
+
+
+def test_other_models_stay_a_rank_s_own():
+    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    if hvkit.is_main():
+        other = mlp()
+        other.set_weights(weights(model))
+        x, y = data()
+        other.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        other.fit(x[:8], y[:8], verbose=0)
+        assert other.predict(x[:8], verbose=0).shape == (8, 4)
+    model.fit(*map(part, data()), batch_size=8, verbose=0)
+
+
+def test_ranks_with_other_numbers_of_batches_are_named():
+    x, y = data()
+    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    rows = 16 if hvkit.rank() == 1 else 20
+    with pytest.raises(hvkit.RanksDisagreeError, match="at another point of fit"):
+        model.fit(x[:rows], y[:rows], batch_size=4, epochs=2, verbose=0)
+
+
+def test_a_loop_of_the_script_s_own_divides_what_its_optimizer_builds():
+    model, optimizer = hvkit.distribute(
+        mlp(), keras.optimizers.Adam(1e-3), strategy=hvkit.ShardedOptimizer()
+    )
+    optimizer.build(model.trainable_variables)
+    moments = [v.value for v in optimizer.variables if "momentum" in v.path and v.value.size > 100]
+    assert moments[0].size // moments[0].addressable_data(0).size == hvkit.size()

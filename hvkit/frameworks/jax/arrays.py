@@ -76,6 +76,16 @@ def tree_of(thing: Any) -> Any:
     return thing
 
 
+def weights_of(model: Any) -> Any:
+    """As ``tree_of``; of a model of Keras also in ``fit``, which holds its values meanwhile."""
+    held = getattr(model, "_jax_state", None) if is_keras(model) else None
+    if not held:
+        return tree_of(model)
+    made = {kind: list(values) for kind, values in held.items() if kind != "metrics_variables"}
+    alive = not any(leaf.is_deleted() for leaf in jax.tree.leaves(made))
+    return made if alive else {}  # the step that runs has taken them over
+
+
 def with_tree(thing: Any, tree: Any) -> Any:
     """The model or optimizer with other arrays: the same object, or the new tree itself."""
     if is_nnx(thing):
@@ -99,7 +109,7 @@ def set_variable(variable: Any, array: jax.Array) -> None:
 
 def is_array(leaf: object) -> bool:
     """Whether a leaf of a tree is an array, and no number, function or text."""
-    return isinstance(leaf, jax.Array | np.ndarray)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def named_leaves(tree: Any, *, in_variables: bool) -> Iterator[tuple[str, Any]]:
@@ -124,7 +134,7 @@ def on_host(leaf: Any) -> np.ndarray[Any, Any]:
     Of a divided array, this needs all ranks: ``gathered`` comes first.
     """
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype))
+    return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype), order="C")
 
 
 def own_part(leaf: Any) -> np.ndarray[Any, Any]:
@@ -164,7 +174,7 @@ def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
         host: as from ``on_host``, the same on every rank if the array belongs to several.
     """
     if not isinstance(leaf, jax.Array):
-        return host.astype(leaf.dtype)
+        return host.astype(leaf.dtype)[() if isinstance(leaf, np.generic) else ...]
     host = host if _is_key(leaf) else host.astype(leaf.dtype)
     if not leaf.is_fully_addressable:
         return placed(leaf, host, lambda shape: leaf.sharding)

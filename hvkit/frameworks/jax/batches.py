@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ from hvkit.frameworks.jax.arrays import (
     named_leaves,
     own_part,
     placed,
-    tree_of,
+    weights_of,
     whole,
 )
 from hvkit.main_rank import warn_once
@@ -55,7 +56,7 @@ class _Checks:
 
     def __init__(self, every: int | None, models: Sequence[Any]) -> None:
         self._every = every
-        self._models = models
+        self._models = [ref(model) for model in models]
         self._batches = 0
 
     def next_batch(self, call: str) -> None:
@@ -69,8 +70,9 @@ class _Checks:
         """Raise on every rank unless all hold the same weights; a collective."""
         leaves = [
             each
-            for model in self._models
-            for each in named_leaves(tree_of(model), in_variables=is_nnx(model))
+            for reference in self._models
+            if (model := reference()) is not None
+            for each in named_leaves(weights_of(model), in_variables=is_nnx(model))
             if is_array(each[1]) and is_whole_everywhere(each[1])
         ]
         require_same(
@@ -137,7 +139,7 @@ def batch(*arrays: Any) -> Any:
     try:
         if leaves and all(map(belongs_to_all, leaves)):
             return given
-        own = [_rows_of(leaf) for leaf in leaves]
+        own = [rows_of(leaf) for leaf in leaves]
         _require_rows(own)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
@@ -182,8 +184,30 @@ def are_in_parts(counts: Sequence[int]) -> bool:
     return len(set(counts)) == 1 and counts[0] % len(all_devices().local_devices) == 0
 
 
-def _rows_of(leaf: Any) -> NDArray[Any]:
-    array = np.asarray(leaf)
+def rows_of(leaf: Any) -> NDArray[Any]:
+    """A leaf of this rank's batch in host memory, with JAX's dtype.
+
+    Raises:
+        TypeError: it is no array of numbers.
+        ValueError: it has no rows.
+    """
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"hvkit.batch got an array of shape {leaf.shape} that belongs to all ranks already, "
+            "beside one that does not: pass all arrays of a step in one call"
+        )
+    is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+    array = np.asarray(None if is_key else leaf)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"hvkit.batch takes arrays of numbers, got {type(leaf).__name__}: pass keys and text, "
+            "the same on every rank, to the step itself"
+        )
+    if not array.ndim:
+        raise ValueError(
+            f"hvkit.batch takes arrays with rows, got {leaf!r}: pass numbers, the same on every "
+            "rank, to the step itself"
+        )
     return np.ascontiguousarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
 
 

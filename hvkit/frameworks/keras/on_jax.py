@@ -3,17 +3,21 @@
 Keras has a place for both: the layout of each variable, and the distribution of its batches. Its
 compiled steps leave every variable where it is, so that a divided one stays divided. So ``fit``,
 ``evaluate`` and ``predict`` go on as they are, and XLA adds the collectives.
+
+The distribution is set only while a distributed model runs one of these, so that other models of
+the script stay this rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
-from keras.src.backend.jax import distribution_lib
+from keras.src.backend import in_stateless_scope
+from keras.src.backend.jax import distribution_lib, trainer
 
 from hvkit import runtime
 from hvkit.communication.collectives import require_equal
@@ -23,14 +27,20 @@ from hvkit.frameworks.jax.arrays import (
     Place,
     by_rows,
     from_rank_0,
+    placed,
     set_variable,
     whole,
 )
 from hvkit.frameworks.jax.port import JaxPort
 from hvkit.learning_rate import Multiplier
 from hvkit.sync.port import Keeper, Options, Record
+from hvkit.watch import calls
 
-_CALL = "a batch of fit, evaluate or predict"
+# The methods that take batches.
+_WITH_BATCHES = (
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+)
 
 
 class KerasOnJaxPort(JaxPort):
@@ -54,8 +64,7 @@ class KerasOnJaxPort(JaxPort):
                     "optimizer must be a keras.optimizers.Optimizer, got "
                     f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
                 )
-        distribution = keras.distribution.distribution()
-        if distribution is not None and not isinstance(distribution, _OfRanks):
+        if (distribution := keras.distribution.distribution()) is not None:
             raise ValueError(
                 f"keras.distribution is set to a {type(distribution).__name__}, which hvkit would "
                 "replace: leave set_distribution out, and choose a strategy of hvkit.distribute"
@@ -65,14 +74,18 @@ class KerasOnJaxPort(JaxPort):
         pass  # Keras itself leaves variables where they are
 
     def synchronise(self) -> None:
-        if keras.distribution.distribution() is None:
-            keras.distribution.set_distribution(_OfRanks())
-        distribution_lib.distribute_data_input = _rows_of_all_ranks
+        trainer._distribute_data = _one_batch
+        distribution_lib.distribute_tensor = _without_comparison
         for model in self.model:
-            self._place_variables(model)
+            self._place_variables(model, "distribute")
 
-    def _place_variables(self, model: Any) -> None:
-        """Make what a model has now belong to all ranks, with rank 0's values; a collective."""
+    def _place_variables(self, model: Any, call: str) -> None:
+        """Make what a model has now belong to all ranks, with rank 0's values; a collective.
+
+        Args:
+            model: of Keras.
+            call: the user's.
+        """
         weights = {id(v) for v in model.weights}
         optimizers = list(self.optimizer)
         if (used := getattr(model, "optimizer", None)) is not None:  # a loss scale may be around it
@@ -89,6 +102,7 @@ class KerasOnJaxPort(JaxPort):
             "model",
             [f"{v.path}: shape {tuple(v.shape)}, {v.dtype}" for v in new.values()],
             "build the same model on every rank",
+            call,
         )
         for number, variable in new.items():
             place: Place = whole
@@ -108,23 +122,29 @@ class KerasOnJaxPort(JaxPort):
         return [(float(each.learning_rate), multiplier) for each in self.optimizer]
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        ranks = _OfRanks()
         for model in self.model:
-            self._begin_before_steps(model)
+            self._place_before_steps(model)
+            for name in _WITH_BATCHES:
+                setattr(model, name, _among_ranks(model, name, ranks))
+        for optimizer in self.optimizer:
+            self._place_built(optimizer)
         return super().keep_in_step()
 
     def _divide_updates(self) -> None:
         pass
 
-    def _begin_before_steps(self, model: Any) -> None:
+    def _place_before_steps(self, model: Any) -> None:
         """Place variables that ``fit`` and the like make, before the first step."""
 
         def wrapped(name: str) -> Any:
             make = getattr(model, name)
 
             def placed_first(force: bool = False) -> Any:
-                self._place_variables(model)
+                self._place_variables(model, calls.current_call() or name)
+                before = model.predict_function
                 made = make(force=force)
-                if name == "make_predict_function":
+                if model.predict_function is not None and model.predict_function is not before:
                     model.predict_function = _of_own_rows(model, model.predict_function)
                 return made
 
@@ -132,6 +152,47 @@ class KerasOnJaxPort(JaxPort):
 
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, wrapped(name))
+
+    def _place_built(self, optimizer: Any) -> None:
+        """Place an optimizer's state when it is built, also in a loop of the script's own."""
+        build = optimizer.build
+
+        def build_and_place(variables: Any) -> None:
+            build(variables)
+            if in_stateless_scope():
+                return  # ``fit`` places it before its first step
+            for model in self.model:
+                self._place_variables(model, "optimizer.build")
+
+        optimizer.build = build_and_place
+
+
+def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
+    """A method of a model that takes batches, for which each rank's are parts of one of all."""
+    method = getattr(model, name)
+
+    def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
+        with calls.call_within(name), ranks.scope():
+            if name == "predict_on_batch":
+                args, kwargs = _one_batch((args, kwargs))
+            elif name == "fit" and not isinstance(
+                given := kwargs.get("callbacks"), keras.callbacks.CallbackList
+            ):
+                own = [given] if isinstance(given, keras.callbacks.Callback) else given or []
+                kwargs["callbacks"] = [*own, _Epochs()]
+            return method(*args, **kwargs)
+
+    return on_all_ranks
+
+
+class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes the epoch, so that ranks with other numbers of batches are named."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        _epoch[:] = [epoch]
+
+    def on_train_end(self, logs: Any = None) -> None:
+        _epoch.clear()
 
 
 class _OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
@@ -143,23 +204,41 @@ class _OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
 
     def get_variable_layout(self, variable: Any) -> Any:
-        """None for a new variable: ranks may draw other values, until the port places rank 0's."""
+        """None for a new variable: ranks may draw other values, until rank 0's are placed."""
         return getattr(variable, "_layout", None)
 
 
-# Each rank's number of rows in the last batch.
+# The epoch of ``fit``; empty outside. And each rank's number of rows in the last batch.
+_epoch: list[int] = []
 _last_counts: list[int] = []
 
+_distribute_data = trainer._distribute_data
+_distribute_tensor = distribution_lib.distribute_tensor
 
-def _rows_of_all_ranks(per_process_batch: Any, layout: Any, batch_dim_name: str) -> jax.Array:
-    """In place of Keras's own function, which does not look whether the ranks' rows fit together.
 
-    A collective.
+def _one_batch(data: Any, layouts: Any = None) -> Any:
+    """In place of Keras's function, which does not look whether the ranks' rows fit together.
+
+    A collective of the ranks, for models that they train together.
     """
-    array = np.ascontiguousarray(per_process_batch)
-    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-    (made,), _last_counts[:] = batches.as_one([array], "", _CALL)
-    return made
+    if not isinstance(keras.distribution.distribution(), _OfRanks):
+        return _distribute_data(data, layouts)
+    leaves, structure = jax.tree.flatten(data)
+    arrays = [batches.rows_of(leaf) for leaf in leaves]
+    point = f"a batch of epoch {_epoch[0] + 1}" if _epoch else "a batch"
+    made, _last_counts[:] = batches.as_one(arrays, str(structure), point)
+    return jax.tree.unflatten(structure, made)
+
+
+def _without_comparison(tensor: Any, layout: Any) -> Any:
+    """In place of Keras's function, in which all ranks would wait to compare what each assigns."""
+    of_ranks = isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
+    if not of_ranks or isinstance(tensor, jax.core.Tracer):
+        return _distribute_tensor(tensor, layout)
+    if isinstance(tensor, jax.Array) and tensor.sharding == layout:
+        return tensor
+    host = np.asarray(tensor)
+    return placed(tensor, host, lambda shape: layout)
 
 
 def _of_own_rows(model: Any, predict: Any) -> Any:
