@@ -43,7 +43,7 @@ GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 
 PARTS := lint unit parallel recipes
 
-.PHONY: run test test-all $(PARTS) launched examples pages cluster golden records more-ranks docs chaos bench accuracy oldest image gpu-build \
+.PHONY: run test test-all $(PARTS) launched examples pages cluster spark golden records more-ranks docs chaos bench accuracy oldest image gpu-build \
 	nccl-operations setup machine clean-venv
 
 run: setup
@@ -59,7 +59,7 @@ test: setup
 	printf "\n$$times"
 
 test-all: export PYTEST_ADDOPTS := -m "not accuracy"
-test-all: PARTS += launched examples pages cluster records more-ranks docs
+test-all: PARTS += launched examples pages cluster spark records more-ranks docs
 test-all: test
 
 lint: setup
@@ -126,6 +126,11 @@ pages: setup
 cluster: setup
 	python -m pytest $(HANGS) $(SIDE_BY_SIDE) tests/cluster $(ALONE:%=--ignore=%)
 	python -m pytest $(HANGS) $(ALONE)
+
+# On a Spark of two executors, which needs Java 17 or newer; pyspark is half a gigabyte.
+spark: setup
+	python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[spark]'
+	python -m pytest $(HANGS) tests/spark
 
 # Faults hit training runs on hosts of this machine: FAULTS of them, from a random SEED; as root.
 FAULTS ?= 30

@@ -22,6 +22,7 @@ setup(
     },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
     install_requires=[
+        "cloudpickle>=3.0",
         "filelock>=4.0",
         "mpi4py>=4.1",
         "msgpack>=1.0.5",
@@ -43,15 +44,11 @@ setup(
         "bench": ["accelerate", "lightning", "matplotlib"],
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
+        "spark": ["pyarrow>=18", "pyspark>=4.0"],
         "completion": COMPLETION,
         "dev": [
-            "equinox",
-            "hypothesis",
-            "jsonschema",
-            "mypy",
-            "pytest",
-            "pytest-xdist",
-            "ruff",
+            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"),
+            *("equinox", "ipykernel", "nbclient"),
             *COMPLETION,
         ],
     },

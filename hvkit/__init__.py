@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hvkit.errors import RankLostError as RankLostError
     from hvkit.errors import RanksDisagreeError as RanksDisagreeError
     from hvkit.frameworks.jax.batches import batch as batch
+    from hvkit.functions.launch import launch as launch
     from hvkit.main_rank import is_main as is_main
     from hvkit.main_rank import main_first as main_first
     from hvkit.mesh import Mesh as Mesh
@@ -66,6 +67,7 @@ _NAMES_BY_MODULE = {
         "RanksDisagreeError"
     ),
     "frameworks.jax.batches": "batch",
+    "functions.launch": "launch",
     "main_rank": "is_main main_first",
     "mesh": "Mesh",
     "metrics": "EarlyStopping any_rank average",

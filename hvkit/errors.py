@@ -9,7 +9,7 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other e
         │   ├── CannotRunError     hosts lack the command that ranks shall run
         │   └── UsageError         arguments of a command do not fit each other or the hosts
         ├── HostfileError          a hostfile or a list of hosts cannot be read
-        ├── RankLostError          another rank has ended, or waits in another call
+        ├── RankLostError          a rank has ended, or waits in another call
         ├── RanksDisagreeError     the ranks passed different models or arguments
         └── BuildError             Horovod could not be built or installed
 """
@@ -69,7 +69,7 @@ class RanksDisagreeError(HvkitError, ValueError):
 
 
 class RankLostError(HvkitError):
-    """This rank waited for one that has ended, or that waits in another call."""
+    """This process waited for a rank that has ended, or that waits in another call."""
 
 
 class BuildError(HvkitError):

@@ -122,6 +122,11 @@ def started() -> bool:
     return bool(_engines)
 
 
+def is_below_rank() -> bool:
+    """Whether this process is a rank that has started Horovod, or one has started it."""
+    return _MARK in os.environ
+
+
 def uses_mpi() -> bool:
     """Whether MPI runs in this process: not under Gloo, nor in a process that a rank started."""
     return any(engine.hvd.mpi_enabled() for engine in _engines.values())

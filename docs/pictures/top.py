@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvkit.cli import top
 from hvkit.errors import HvkitError
-from hvkit.launch.supervision import run_status
+from hvkit.launching.supervision import run_status
 from rich.console import Console, Group
 from rich.text import Text
 

@@ -3,11 +3,11 @@
 ::
 
     main                    parses the command line, turns HvkitError into a line and status 1
-    ├── run                 hvkit run               hvkit.launch.start
-    ├── top                 hvkit top               hvkit.launch.supervision.run_status
+    ├── run                 hvkit run               hvkit.launching.start
+    ├── top                 hvkit top               hvkit.launching.supervision.run_status
     ├── report              hvkit report            hvkit.monitor.terminal_report
     ├── join_checkpoint     hvkit join-checkpoint   hvkit.checkpoint.joining
-    ├── hosts               hvkit hosts             hvkit.launch.host_checks, hvkit.launch.hostfile
+    ├── hosts               hvkit hosts             hvkit.launching.host_checks and .hostfile
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build
     ├── manifest            hvkit manifest ...      hvkit.manifest
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with all_written():
         try:
             args = parser().parse_args(arguments)
-            _set_home()
+            set_home()
             status: int = args.execute(args)
         except HvkitError as error:
             print(f"hvkit: {error}", file=sys.stderr)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _set_home() -> None:
+def set_home() -> None:
     """Set HOME if it is not: Open MPI's programs do not start without it.
 
     It is missing in some services and containers.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvkit.errors import HostfileError
-from hvkit.launch.allocation import Allocation, allocation
-from hvkit.launch.hostfile import read_entries
-from hvkit.launch.hosts import Entry, Host, merged, read_hosts_option, repeated
-from hvkit.launch.prepare import Request
+from hvkit.launching.allocation import Allocation, allocation
+from hvkit.launching.hostfile import read_entries
+from hvkit.launching.hosts import Entry, Host, merged, read_hosts_option, repeated
+from hvkit.launching.prepare import Request
 
 COMMAND_MISSING = (
     "COMMAND is missing: give the script or program that every rank runs, such as `script.py`"

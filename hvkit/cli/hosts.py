@@ -13,9 +13,9 @@ from hvkit.cli.arguments import hosts_of, refuse
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import Terminal
 from hvkit.errors import UsageError
-from hvkit.launch.host_checks.hosts_check import Checked, check
-from hvkit.launch.hosts import Host
-from hvkit.launch.launchers import write_horovodrun, write_mpich, write_openmpi
+from hvkit.launching.host_checks.hosts_check import Checked, check
+from hvkit.launching.hosts import Host
+from hvkit.launching.launchers import write_horovodrun, write_mpich, write_openmpi
 from hvkit.wording import counted
 
 _NONE = "-"

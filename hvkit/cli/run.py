@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvkit.cli.arguments import (
@@ -19,13 +20,13 @@ from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN
 from hvkit.host.cpus import usable_cores
 from hvkit.host.gpus import visible_gpus
-from hvkit.launch.allocation import SAGEMAKER
-from hvkit.launch.launchers import NAMES
-from hvkit.launch.prepare import Request, prepared, shown
-from hvkit.launch.rank_command import with_python
-from hvkit.launch.sagemaker import are_of_a_job, follow, starts_ranks
-from hvkit.launch.start import start
-from hvkit.launch.supervision.rank_output import Style
+from hvkit.launching.allocation import SAGEMAKER
+from hvkit.launching.launchers import NAMES
+from hvkit.launching.prepare import Request, prepared, shown
+from hvkit.launching.rank_command import with_python
+from hvkit.launching.sagemaker import are_of_a_job, follow, starts_ranks
+from hvkit.launching.start import start
+from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger
 from hvkit.wording import counted
 
@@ -120,6 +121,27 @@ def _execute(args: argparse.Namespace) -> int:
         args.refuse(COMMAND_MISSING)
     if not command[0]:
         args.refuse(f"{COMMAND_BEGINS}, got ''")
+    request = request_of(args, command)
+    if request.system == SAGEMAKER and not args.dry_run and not starts_ranks(request.hosts):
+        follow(request.hosts[0])
+        return 0
+    if args.dry_run:
+        print(shown(prepared(request, supervised=False)))
+        return 0
+    return start(request).status
+
+
+def request_of(args: argparse.Namespace, command: Sequence[str]) -> Request:
+    """The request in the arguments, with hosts from the batch system if they name none.
+
+    Args:
+        args: what ``add_to``'s parser has found.
+        command: the command of every rank; this Python comes before a script.
+
+    Raises:
+        LaunchError: the hosts or the number of ranks cannot be.
+        HostfileError: the list or file of hosts is malformed.
+    """
     if args.min_np is not None and args.np is not None and args.min_np > args.np:
         args.refuse(f"--min-np {args.min_np} is more than -np {args.np}")
     hosts, allocation = hosts_of(args, refuse)
@@ -127,10 +149,7 @@ def _execute(args: argparse.Namespace) -> int:
     system = None if allocation is None else allocation.system
     if allocation is None and hosts and are_of_a_job(hosts):
         system = SAGEMAKER
-    if system == SAGEMAKER and not args.dry_run and not starts_ranks(hosts):
-        follow(hosts[0])
-        return 0
-    request = Request(
+    return Request(
         command=with_python(command, _standard_input),
         hosts=hosts,
         system=system,
@@ -148,10 +167,6 @@ def _execute(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         min_size=args.min_np,
     )
-    if args.dry_run:
-        print(shown(prepared(request, supervised=False)))
-        return 0
-    return start(request)
 
 
 def _number_here(args: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ from hvkit.cli.arguments import positive
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import Terminal
 from hvkit.errors import HvkitError
-from hvkit.launch.supervision import run_status
-from hvkit.launch.supervision.run_status import RankState
+from hvkit.launching.supervision import run_status
+from hvkit.launching.supervision.run_status import RankState
 from hvkit.log import printable
 from hvkit.wording import counted, duration, shortened
 

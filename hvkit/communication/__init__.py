@@ -8,6 +8,7 @@
     large_objects          large objects of all ranks to rank 0 and back, for checkpoints
     allreduce              hvkit.allreduce: arrays of any library
     mailbox                messages that a rank polls for, for the parameter server
+    tcp_mailbox            the same without MPI; chooses between the two
     exchanges              the collectives that compressions and strategies use, as data
     engines                the one place that imports Horovod's collectives
     jax_engine             the same for JAX: MPI's collectives, and JAX's own processes

@@ -1,12 +1,14 @@
 """Messages that a rank polls for, since it cannot know when another sends one.
 
-``point_to_point`` imports mpi4py. These messages have a communicator of their own. A wait inside
-MPI would keep a core busy, so all waits here poll, and sleep in between.
+They go through mpi4py, which ``point_to_point`` imports, on a communicator of their own; where
+Horovod runs on Gloo, through ``tcp_mailbox``. A wait inside MPI would keep a core busy, so all
+waits here poll, and sleep in between.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,17 +39,72 @@ class Envelope(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """An array that is on its way: it must stay in memory until it has gone."""
+    """An array that is on its way: it must stay in memory until it has gone.
+
+    Attributes:
+        array: what is sent.
+        requests: what ``finish`` waits for.
+    """
 
     array: NDArray[Any]
     requests: list[Any]
 
 
-class Mailbox:
-    """Sends this rank's messages and receives those to it; to create one is a collective.
+class Mailbox(ABC):
+    """Sends this rank's messages and receives those to it.
 
     Messages from one rank to another with the same tag come in the order in which they were sent.
-    Every method raises ``RankLostError`` once another rank has ended, and MPI with it.
+    Every method raises ``RankLostError`` once another rank has ended.
+    """
+
+    def send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> None:
+        """Send an array; wait until it has gone.
+
+        Args:
+            array: of shape (n,), contiguous.
+            to: the receiving rank.
+            tag: a number from 0.
+            purpose: as in ``hvkit.traffic``.
+        """
+        self.finish(self.start_to_send(array, to, tag, purpose))
+
+    @abstractmethod
+    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
+        """Start to send an array, and return what ``finish`` waits for; the rest as in ``send``."""
+
+    @abstractmethod
+    def finish(self, sending: Sending) -> None:
+        """Wait until an array has gone."""
+
+    @abstractmethod
+    def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
+        """Wait for an array of this length from a rank."""
+
+    @abstractmethod
+    def look(self) -> Envelope | None:
+        """The next message that has arrived; None if there is none."""
+
+    def wait(self) -> Envelope:
+        """Wait for the next message."""
+        for pause in pauses():
+            if (found := self.look()) is not None:
+                return found
+            time.sleep(pause)
+        raise AssertionError("pauses never end")
+
+    @abstractmethod
+    def require_ranks(self) -> None:
+        """Raise ``RankLostError`` if another rank has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send no more; on every rank, once all messages have been received."""
+
+
+class MpiMailbox(Mailbox):
+    """Sends through mpi4py, in pieces of at most ``engines.CHUNK`` bytes.
+
+    Making it is a collective.
 
     Args:
         user: what needs the messages, for the error.
@@ -64,20 +121,9 @@ class Mailbox:
         with waiting_for_all_ranks():
             self._communicator = self._mpi.COMM_WORLD.Dup()
 
-    def send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> None:
-        """Send an array, in pieces of at most ``engines.CHUNK`` bytes; wait until it has gone.
-
-        Args:
-            array: of shape (n,), contiguous.
-            to: the receiving rank.
-            tag: a number from 0.
-            purpose: as in ``hvkit.traffic``.
-        """
-        self.finish(self.start_to_send(array, to, tag, purpose))
-
     def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
-        """Start to send an array, and return what ``finish`` waits for; the rest as in ``send``."""
-        self.require_mpi()
+        """As in ``Mailbox``."""
+        self.require_ranks()
         requests = []
         for piece in _pieces(array):
             count(purpose, piece.nbytes)
@@ -86,34 +132,26 @@ class Mailbox:
         return Sending(array, requests)
 
     def finish(self, sending: Sending) -> None:
-        """Wait until an array has gone."""
+        """As in ``Mailbox``."""
         for request in sending.requests:
             self._finish(request)
 
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
-        """Wait for an array of this length from a rank."""
+        """As in ``Mailbox``."""
         for piece in _pieces(into):
-            self.require_mpi()
+            self.require_ranks()
             self._finish(self._communicator.Irecv([piece, self._mpi.BYTE], source=source, tag=tag))
 
     def look(self) -> Envelope | None:
-        """The next message that has arrived; None if there is none."""
-        self.require_mpi()
+        """As in ``Mailbox``; a message may be the first piece of an array."""
+        self.require_ranks()
         status = self._mpi.Status()
         if not self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
             return None
         return Envelope(status.Get_source(), status.Get_tag(), status.Get_count(self._mpi.BYTE))
 
-    def wait(self) -> Envelope:
-        """Wait for the next message."""
-        for pause in pauses():
-            if (found := self.look()) is not None:
-                return found
-            time.sleep(pause)
-        raise AssertionError("pauses never end")
-
-    def require_mpi(self) -> None:
-        """Raise ``RankLostError`` if MPI has ended."""
+    def require_ranks(self) -> None:
+        """As in ``Mailbox``."""
         # Horovod ends MPI on all ranks as soon as one has ended, from a thread of its own.
         if self._mpi.Is_finalized():
             with translated():
@@ -129,7 +167,7 @@ class Mailbox:
             if request.Test():
                 return
             time.sleep(pause)
-            self.require_mpi()
+            self.require_ranks()
 
 
 def pauses() -> Iterator[float]:

@@ -13,6 +13,7 @@
     │   ├── tfdata_batches      finds out how a pipeline was batched
     │   └── tfdata_files        files that a pipeline writes: one for each rank
     ├── keras_pydataset     keras.utils.PyDataset
+    ├── parquet             pyarrow.dataset of Parquet files, by row groups
     ├── rank_samples        the arithmetic all of them use: which samples of a step are this
     │                       rank's, seeds, and a loader's position
     └── random_generators   random numbers that begin in the same state on every rank

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
+from hvkit.data.parquet import ParquetRows, is_dataset
 from hvkit.data.rank_samples import Share
 from hvkit.mesh import Mesh, position_in
 from hvkit.watch.calls import named
@@ -15,8 +16,8 @@ from hvkit.watch.calls import named
 Data = TypeVar("Data")
 
 _ACCEPTED = (
-    "a torch DataLoader or Dataset, a tf.data.Dataset, a keras.utils.PyDataset, or arrays: one, or "
-    "a tuple, list or dict of them"
+    "a torch DataLoader or Dataset, a tf.data.Dataset, a keras.utils.PyDataset, a pyarrow.dataset, "
+    "or arrays: one, or a tuple, list or dict of them"
 )
 
 
@@ -42,7 +43,10 @@ def shard(
 
     Args:
         data: a ``DataLoader``, a ``torch.utils.data.Dataset``, a ``tf.data.Dataset``, a Keras
-            ``PyDataset``; or arrays of shape (n, ...), and tuples, lists and dicts of them.
+            ``PyDataset``; or arrays of shape (n, ...), and tuples, lists and dicts of them. A
+            ``pyarrow.dataset`` of Parquet files becomes the rows of this rank, which read only
+            the row groups that hold them, into memory (``to_table()``, ``to_numpy()``) or in
+            batches (``batches(batch_size)``); these rows follow each other in the files.
         exact: True for evaluation: every sample is on exactly one rank, in the original order.
             Parts may differ by one sample (or one element or batch), and may be empty.
         seed: None for the order that rank 0 would read in one process. With a number, the same on
@@ -137,6 +141,9 @@ def shard_for(data: Any, share: Share, seed: int | None) -> ShardedData:
         from hvkit.data.keras_pydataset import ShardedPyDataset, facts_of
 
         part = ShardedData(ShardedPyDataset(data, share, seed), facts_of(data, share, seed))
+    elif "pyarrow.dataset" in sys.modules and is_dataset(data):
+        rows = ParquetRows(data, share, seed)
+        part = ShardedData(rows, rows.facts)
     elif is_arrays(data):
         facts = [f"arrays of {rows_of(data)} rows", f"rows of sha256 {digest_of_rows(data)}"]
         part = ShardedData(shard_arrays(data, share), facts)

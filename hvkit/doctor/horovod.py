@@ -20,7 +20,7 @@ from hvkit.doctor import load_library
 from hvkit.doctor.software import folder_of
 from hvkit.errors import BuildError
 from hvkit.host.commands import Output, run
-from hvkit.launch.launchers import MpiVersion, identify
+from hvkit.launching.launchers import MpiVersion, identify
 
 _CONTROLLERS = ("mpi", "gloo")
 _OPERATIONS = ("nccl", "ddl", "ccl", "mpi", "gloo")

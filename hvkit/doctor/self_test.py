@@ -25,8 +25,8 @@ import psutil
 from hvkit.communication.engines import ENGINES
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.host.mca import WITHOUT_TOOLS
-from hvkit.launch.hosts import Host
-from hvkit.launch.launchers import Job, Launcher, find_launcher
+from hvkit.launching.hosts import Host
+from hvkit.launching.launchers import Job, Launcher, find_launcher
 from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:

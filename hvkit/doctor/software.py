@@ -16,7 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from hvkit.build.cuda import DEFAULT_HOME
 from hvkit.build.frameworks import DISTRIBUTIONS, cuda_version
 from hvkit.host.commands import run
-from hvkit.launch.launchers import identify
+from hvkit.launching.launchers import identify
 
 # Packages whose requirements are checked. TensorFlow comes as one of several packages.
 _CHECKED = ("hvkit", "torch", "keras", "horovod", *DISTRIBUTIONS["tensorflow"])

@@ -103,6 +103,18 @@ def interface_towards(address: str, port: int, seconds: float) -> str | None:
     return next((each.name for each in interfaces() if each.address == own), None)
 
 
+def interface_of(address: str) -> str:
+    """The name of the interface with this address of this host.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((each.name for each in interfaces() if each.address == address), None)
+    if found is None:
+        raise ValueError(f"no interface of {socket.gethostname()} has the address {address}")
+    return found
+
+
 def is_local(name: str) -> bool:
     """Whether a name or address refers to this host.
 

@@ -49,7 +49,7 @@ class Whereabouts(TypedDict, total=False):
 
 
 class RunReport(TypedDict, total=False):
-    """A report of a rank, with some of these values; ``hvkit.launch.supervision`` reads it."""
+    """A report of a rank, with some of these values; ``hvkit.launching.supervision`` reads it."""
 
     starting: bool
     """Whether it waits for Horovod to start."""

@@ -21,6 +21,7 @@ import numpy as np
 from hvkit import runtime
 from hvkit.communication import collectives, engines
 from hvkit.communication.mailbox import Mailbox
+from hvkit.communication.tcp_mailbox import open_mailbox
 from hvkit.errors import RankLostError
 from hvkit.log import logger
 from hvkit.parameter_server.server import (
@@ -122,7 +123,7 @@ class Service:
     """
 
     def __init__(self, user: str) -> None:
-        self._mailbox = Mailbox(user)
+        self._mailbox = open_mailbox(user)
         self.server: Server | None = None
         self._reach: Server | Client
         if runtime.rank() == 0:

@@ -125,7 +125,7 @@ class Server:
 
     def _raise_if_lost(self) -> None:
         if self._lost:
-            self._mailbox.require_mpi()  # knows where this thread waits
+            self._mailbox.require_ranks()  # knows where this thread waits
             raise RankLostError(self._lost)
 
     def _run(self) -> None:

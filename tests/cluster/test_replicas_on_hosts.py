@@ -108,7 +108,7 @@ def test_memory_outlives_the_host_of_rank_0(hosts, undisturbed):
 @MORE
 def test_a_run_leaves_the_host_that_got_sigterm(hosts, undisturbed):
     def terminate():
-        agent, rank = "hvkit.launch.supervision.agent", " -c \nimport hashlib"
+        agent, rank = "hvkit.launching.supervision.agent", " -c \nimport hashlib"
         commands = [(p.pid, p.command) for p in hosts.host("node2").processes()]
         (pid,) = [pid for pid, command in commands if rank in command and agent not in command]
         os.kill(pid, signal.SIGTERM)

@@ -164,6 +164,8 @@ PRELUDES = {
     "README.md": PYTORCH + KERAS,
     "docs/index.md": PYTORCH,
     "docs/tutorial.md": "",
+    "docs/notebooks.md": "",
+    "docs/from-spark.md": "",
     "docs/script.md": PYTORCH + KERAS,
     "docs/unusual-scripts.md": PYTORCH
     + KERAS

@@ -65,6 +65,10 @@ LATER = (
 
 WITH_CODE = [page for page in PAGES if scripts(page)]
 
+# Their code starts ranks itself; that for Spark runs in tests/spark.
+FOR_SPARK = "docs/from-spark.md"
+STARTS_RANKS = ("docs/notebooks.md", FOR_SPARK)
+
 # Runs scripts one after another, each in a folder, with names and Keras's settings of its own:
 # importing the frameworks takes longer than all of them.
 IN_ONE_PROCESS = """
@@ -85,9 +89,11 @@ def test_pages_with_code_are_found():
 @pytest.mark.parametrize(
     ("pages", "ranks"),
     [
-        pytest.param([page for page in WITH_CODE if page not in LATER], 1, id="one process"),
+        pytest.param([p for p in WITH_CODE if p not in (*LATER, FOR_SPARK)], 1, id="one process"),
         pytest.param([p for p in WITH_CODE if p in LATER], 1, id="one process, later", marks=MORE),
-        pytest.param(WITH_CODE, 2, id="two ranks", marks=MORE),
+        pytest.param(
+            [p for p in WITH_CODE if p not in STARTS_RANKS], 2, id="two ranks", marks=MORE
+        ),
     ],
 )
 def test_code_runs(pages, ranks, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 from cases import MORE, cases
-from test_ranks_that_wait import run
+from test_ranks_that_wait import GLOO, run
 
 TORCH = """
 import sys, time, torch
@@ -65,6 +65,17 @@ def test_a_rank_that_fails_ends_the_others_while_they_wait_for_the_server(case, 
     status, err, _ = run(FAILING[case], tmp_path, 2)
     assert status != 0
     assert "killed" in case or err.count("\nAssertionError: too far") == 1, err
+    assert "did 12" not in err
+
+
+def test_without_mpi_messages_go_over_tcp_and_a_rank_that_fails_ends_the_others(tmp_path):
+    status, err, _ = run(torch_script(2, "28 - 20 * rank"), tmp_path, 2, launcher=GLOO)
+    assert status == 0, err
+    assert "rank 0 did 28\n" in err
+    assert "rank 1 did 8\n" in err
+    status, err, _ = run(FAILING["torch: rank 1"], tmp_path, 2, launcher=GLOO)
+    assert status != 0
+    assert "AssertionError: too far" in err
     assert "did 12" not in err
 
 

@@ -75,7 +75,11 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def run(code, folder, ranks, words=(), **settings):
+MPIRUN = ("mpirun", "--oversubscribe")
+GLOO = ("horovodrun", "--gloo")
+
+
+def run(code, folder, ranks, words=(), launcher=MPIRUN, **settings):
     """The exit status, what was printed as an error, and the lines of the script by mark.
 
     Args:
@@ -84,7 +88,7 @@ def run(code, folder, ranks, words=(), **settings):
     script = folder / "train.py"
     script.write_text(code)
     done = subprocess.run(
-        ["mpirun", "--oversubscribe", "-np", str(ranks), sys.executable, "train.py", *words],
+        [*launcher, "-np", str(ranks), sys.executable, "train.py", *words],
         cwd=folder,
         env=os.environ | ENVIRONMENT | settings,
         capture_output=True, text=True, timeout=280, check=False,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hvkit.cli import top
 from hvkit.errors import HvkitError
-from hvkit.launch.supervision import run_status
+from hvkit.launching.supervision import run_status
 from hvkit.watch.spans import REDUCTION
 
 PYTORCH = """
@@ -81,7 +81,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from hvkit import cli
-from hvkit.launch import start
+from hvkit.launching import start
 
 def pause(seconds):
     while not (Path(sys.argv[-2]) / "again").exists():

@@ -25,14 +25,14 @@ from hvkit import handshake
 from hvkit.cli import main
 from hvkit.communication.encoding import decode, encode
 from hvkit.errors import HostfileError, HvkitError, LaunchError
-from hvkit.launch.allocation import allocation
-from hvkit.launch.hostfile import parse_hostfile, read_hostfile
-from hvkit.launch.hosts import read_hosts_option
-from hvkit.launch.supervision import protocol
-from hvkit.launch.supervision.protocol import Connection, ConnectionLost, Kind
-from hvkit.launch.supervision.rank_output import Style
-from hvkit.launch.supervision.run_status import RankReports
-from hvkit.launch.supervision.supervisor import Supervisor
+from hvkit.launching.allocation import allocation
+from hvkit.launching.hostfile import parse_hostfile, read_hostfile
+from hvkit.launching.hosts import read_hosts_option
+from hvkit.launching.supervision import protocol
+from hvkit.launching.supervision.protocol import Connection, ConnectionLost, Kind
+from hvkit.launching.supervision.rank_output import Style
+from hvkit.launching.supervision.run_status import RankReports
+from hvkit.launching.supervision.supervisor import Supervisor
 from hvkit.monitor.recorded_run import read
 from hvkit.monitor.report_page import page
 
@@ -96,7 +96,7 @@ def test_command_lines(tmp_path, monkeypatch, capfd):
         raise LaunchError("no hosts are asked here")
 
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr("hvkit.launch.prepare.choose_hosts", refuse)
+    monkeypatch.setattr("hvkit.launching.prepare.choose_hosts", refuse)
     monkeypatch.setattr("hvkit.cli.hosts.check_hosts", refuse, raising=False)
     statuses = set()
     for line in each(600, [flags.encode() for flags in FLAGS]):

@@ -1,4 +1,4 @@
-"""Keras 3 on TensorFlow and on PyTorch; TensorFlow is imported only where Keras runs on it.
+"""Keras 3 on TensorFlow, PyTorch and JAX; TensorFlow is imported only where Keras runs on it.
 
 On TensorFlow, gradients are averaged inside the optimizer's own update::
 
@@ -19,7 +19,11 @@ On PyTorch, PyTorch's port does most of it::
     on_pytorch             the steps of distribute
     └── as_pytorch         models and optimizers as PyTorch's port takes them
 
-Both use::
+On JAX, XLA averages inside Keras's compiled steps::
+
+    on_jax                 the steps of distribute: where variables are, and one batch of all ranks
+
+The first two use::
 
     initial_state          copies rank 0's weights and optimizer state
     adapted                copies what rank 0's layers have learnt from data: vocabularies

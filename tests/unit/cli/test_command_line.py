@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from hvkit.cli import main, run
-from hvkit.launch.hosts import Host
+from hvkit.launching.hosts import Host
+from hvkit.launching.supervision.supervised_run import Outcome
 
 HVKIT = [sys.executable, "-m", "hvkit"]
 
@@ -52,7 +53,7 @@ def status(words):
 def started(monkeypatch):
     """The requests that ``hvkit run`` makes; it starts nothing on this host of four cores."""
     requests = []
-    monkeypatch.setattr(run, "start", lambda request: requests.append(request) or 0)
+    monkeypatch.setattr(run, "start", lambda request: requests.append(request) or Outcome(0))
     monkeypatch.setattr(run, "hosts_of", lambda args, refuse: ((), None))
     monkeypatch.setattr(run, "usable_cores", lambda: 4)
     monkeypatch.setattr(run, "visible_gpus", lambda environ: 0)

@@ -16,7 +16,7 @@ from hvkit.doctor.software import (
     unmet_requirements,
     versions,
 )
-from hvkit.launch.launchers import MpiVersion, identify
+from hvkit.launching.launchers import MpiVersion, identify
 
 Program = Callable[[str, str], Path]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.launch import launchers
-from hvkit.launch.hosts import Host
-from hvkit.launch.launchers import Job
+from hvkit.launching import launchers
+from hvkit.launching.hosts import Host
+from hvkit.launching.launchers import Job
 
 BTL = ["--mca", "btl_tcp_if_include", "10.0.0.0/24"]
 DAEMONS = {

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hvkit import runtime
 from hvkit.communication.mailbox import Mailbox, Sending
+from hvkit.communication.tcp_mailbox import open_mailbox
 from hvkit.errors import HvkitError
 from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.watch.calls import call, translated, waiting
@@ -28,7 +29,7 @@ _tags = itertools.count()
 @functools.cache
 def _mailbox() -> Mailbox:
     """One for all models; the first call is a collective of all ranks."""
-    return Mailbox("a pipeline of Keras models")
+    return open_mailbox("a pipeline of Keras models")
 
 
 class StageLinks:

@@ -1,0 +1,200 @@
+"""Messages between ranks where Horovod runs on Gloo, and so without MPI: over TCP.
+
+Two ranks that send each other messages have a connection, which the first of them to send opens.
+Both ends have proven that they know a key that rank 0 has sent to all ranks through Horovod
+(``hvkit.handshake``). A thread for each connection reads what arrives, and another one writes what
+was sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvkit import handshake, runtime, threads
+from hvkit.communication.collectives import from_rank, gather
+from hvkit.communication.mailbox import Envelope, Mailbox, MpiMailbox, Sending
+from hvkit.communication.traffic import count
+from hvkit.host.network import addresses_for_others
+from hvkit.watch.calls import translated
+
+# Before each message: its tag and its bytes.
+_HEADER = struct.Struct("!iQ")
+_RANK = struct.Struct("!I")
+# The tag of the last message of a rank.
+_BYE = -1
+# Seconds between two checks of whether Horovod runs.
+_TICK = 0.2
+
+
+def open_mailbox(user: str) -> Mailbox:
+    """A mailbox for this run; making it is a collective.
+
+    Args:
+        user: what needs it, for errors.
+
+    Raises:
+        LaunchError: a rank cannot send messages; on every rank, with the fix.
+    """
+    return MpiMailbox(user) if runtime.any_engine().hvd.mpi_enabled() else TcpMailbox()
+
+
+class _Request:
+    """A message on its way."""
+
+    def __init__(self, tag: int, data: NDArray[np.uint8]) -> None:
+        self.tag = tag
+        self.data = data
+        self.gone = threading.Event()
+
+
+class TcpMailbox(Mailbox):
+    """Sends over TCP; making it is a collective."""
+
+    def __init__(self) -> None:
+        one_host = runtime.local_size() == runtime.size()
+        self._key = from_rank(0, secrets.token_bytes(32))
+        self._listener = handshake.Listener("127.0.0.1" if one_host else None, self._key)
+        addresses = ["127.0.0.1"] if one_host else list(addresses_for_others())
+        self._places: list[tuple[list[str], int]]
+        self._places = gather("distribute", (addresses, self._listener.port))
+        # Guards everything below; notified when a message has come, or a rank has ended.
+        self._changed = threading.Condition()
+        self._arrived: dict[tuple[int, int], deque[bytearray]] = {}
+        # The same messages in the order in which they came.
+        self._order: deque[tuple[int, int]] = deque()
+        self._outboxes: dict[int, queue.SimpleQueue[_Request]] = {}
+        self._left: set[int] = set()
+        self._lost = False
+        threads.start("hvkit-mailbox", self._listener.serve, self._admit)
+
+    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
+        """As in ``Mailbox``."""
+        self.require_ranks()
+        request = _Request(tag, array.view(np.uint8))
+        count(purpose, request.data.nbytes)
+        self._outbox(to).put(request)
+        return Sending(array, [request])
+
+    def finish(self, sending: Sending) -> None:
+        """As in ``Mailbox``."""
+        for request in sending.requests:
+            while not request.gone.wait(_TICK):
+                self.require_ranks()
+
+    def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
+        """As in ``Mailbox``."""
+        with self._changed:
+            while not (waiting := self._arrived.get((source, tag))):
+                self.require_ranks()
+                self._changed.wait(_TICK)
+            data = waiting.popleft()
+            self._order.remove((source, tag))
+        into.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+
+    def look(self) -> Envelope | None:
+        """As in ``Mailbox``."""
+        with self._changed:
+            if self._order:
+                source, tag = self._order[0]
+                return Envelope(source, tag, len(self._arrived[source, tag][0]))
+        self.require_ranks()
+        return None
+
+    def require_ranks(self) -> None:
+        """As in ``Mailbox``."""
+        if self._lost or not runtime.any_engine().hvd.is_initialized():
+            with translated():
+                raise RuntimeError("Horovod has been shut down")
+
+    def close(self) -> None:
+        """Say that this rank sends no more, and wait until that has gone."""
+        self._listener.close()
+        last = [_Request(_BYE, np.empty(0, np.uint8)) for _ in self._outboxes]
+        for outbox, request in zip(self._outboxes.values(), last, strict=True):
+            outbox.put(request)
+        for request in last:
+            while not request.gone.wait(_TICK) and not self._lost:
+                pass
+
+    def _outbox(self, to: int) -> queue.SimpleQueue[_Request]:
+        """The queue of what goes to a rank, over a connection to it."""
+        with self._changed:
+            if to not in self._outboxes:
+                addresses, port = self._places[to]
+                connected = handshake.connect(addresses, port, self._key)
+                connected.sendall(_RANK.pack(runtime.rank()))
+                self._begin(to, connected)
+            return self._outboxes[to]
+
+    def _admit(self, connected: socket.socket) -> None:
+        try:
+            (rank,) = _RANK.unpack(_exactly(connected, _RANK.size))
+        except OSError:  # it has ended at once
+            connected.close()
+            return
+        with self._changed:
+            self._begin(rank, connected)
+
+    def _begin(self, rank: int, connected: socket.socket) -> None:
+        """Read from a rank; write to it over its first connection, so that messages stay in order.
+
+        If both ends have opened one at the same time, each writes over its own.
+        """
+        if rank not in self._outboxes:
+            self._outboxes[rank] = queue.SimpleQueue()
+            threads.start("hvkit-outbox", self._write, connected, self._outboxes[rank])
+        threads.start("hvkit-inbox", self._read, rank, connected)
+
+    def _read(self, rank: int, connected: socket.socket) -> None:
+        try:
+            while True:
+                tag, size = _HEADER.unpack(_exactly(connected, _HEADER.size))
+                data = _exactly(connected, size)
+                with self._changed:
+                    if tag == _BYE:
+                        self._left.add(rank)
+                        continue
+                    self._arrived.setdefault((rank, tag), deque()).append(data)
+                    self._order.append((rank, tag))
+                    self._changed.notify_all()
+        except OSError:
+            with self._changed:
+                self._lost |= rank not in self._left
+                self._changed.notify_all()
+
+    def _write(self, connected: socket.socket, outbox: queue.SimpleQueue[_Request]) -> None:
+        try:
+            while True:
+                request = outbox.get()
+                connected.sendall(_HEADER.pack(request.tag, request.data.nbytes))
+                connected.sendall(memoryview(request.data))  # type: ignore[arg-type]
+                request.gone.set()
+        except OSError:
+            with self._changed:
+                self._lost = True
+                self._changed.notify_all()
+
+
+def _exactly(connected: socket.socket, size: int) -> bytearray:
+    """So many bytes from a connection.
+
+    Raises:
+        OSError: it has ended before.
+    """
+    data, have = bytearray(size), 0
+    view = memoryview(data)
+    while have < size:
+        got = connected.recv_into(view[have:])
+        if not got:
+            raise ConnectionResetError("the other rank has closed the connection")
+        have += got
+    return data

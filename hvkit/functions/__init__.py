@@ -1,0 +1,16 @@
+"""Functions on ranks: ``hvkit.launch``, and what it shares with ``hvkit.spark``.
+
+::
+
+    launch               hvkit.launch: from the arguments to the ranks' results or an error
+    ├── pickling         what travels: functions and classes of cells, tensors of GPUs
+    │   └── cells        names and lines of a notebook's cells
+    ├── supervised       the process that supervises the ranks: its start, end and results
+    │   └── outcomes     the files with what ranks have returned or raised
+    ├── streams          shows that process's output, and passes Ctrl-C on
+    └── starter          that process (python -m hvkit.functions.starter), like hvkit run
+    rank                 what each rank runs (python -m hvkit.functions.rank)
+
+The supervision needs a process of its own: it handles signals and runs an event loop, for which the
+main thread of a notebook's kernel is not free. ``hvkit.host.call_folder`` has the files' names.
+"""

@@ -1,0 +1,123 @@
+"""``hvkit.launch``: runs a function on ranks, from a script or a notebook."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from hvkit.argument_checks import check_count, check_path
+from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.run import add_to, request_of
+from hvkit.errors import UsageError
+from hvkit.functions import starter
+from hvkit.functions.pickling import check_function, write_call
+from hvkit.functions.rank import command_of_rank
+from hvkit.functions.streams import follow
+from hvkit.functions.supervised import begin, error_of, outcome_of, refuse_on_ranks, results_of
+from hvkit.host.call_folder import PREFIX, call_in
+from hvkit.launching.prepare import Request
+
+R = TypeVar("R")
+
+
+def launch(
+    function: Callable[..., R],
+    /,
+    *args: Any,
+    np: int | None = None,
+    hosts: str | Sequence[str] | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    options: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> list[R]:
+    """Run a function on several ranks, and return what it returns on each.
+
+    Each rank is a new process that calls ``function(*args, **kwargs)``. Output is shown as it is
+    printed, an exception is raised here with its own type, and Ctrl-C, or a notebook's stop button,
+    ends all ranks. This process itself trains nothing, and does not touch GPUs.
+
+    Functions, classes, arguments and results travel by cloudpickle: they may come from a notebook's
+    cells. What they take from modules is imported on the ranks. Tensors on GPUs come back in host
+    memory.
+
+    Args:
+        function: the function, not its result.
+        *args: arguments of the function.
+        np: the number of ranks; by default one in each slot of the hosts, or for each GPU of this
+            host.
+        hosts: as ``-H`` of ``hvkit run``: ``"node1:4,node2:4"``, or a list of such hosts; by
+            default those of the batch system, or this host.
+        hostfile: a file of hosts, as ``--hostfile``.
+        options: further options of ``hvkit run``: ``"--max-restarts 3 --prefix"``, or a list of
+            words.
+        **kwargs: named arguments of the function. For one with a name of those above, pass
+            ``functools.partial(function, np=...)``.
+
+    Returns:
+        By rank, what the function has returned there.
+
+    Raises:
+        Exception: what the function has raised on the rank that failed first; a note has the
+            traceback of that rank.
+        TypeError: the function, an argument or a result cannot be pickled.
+        RankLostError: a rank was killed, or has ended without returning.
+        LaunchError: the ranks cannot be started; this process is a rank itself.
+        HostfileError: the hosts are malformed.
+    """
+    check_function("hvkit.launch", function, "hvkit.launch(train, np=2)")
+    refuse_on_ranks("hvkit.launch")
+    request = _request(function, np, hosts, hostfile, options)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with call_in(folder).open("wb") as file:
+            write_call(file, function, args, kwargs)
+        starter.request_in(folder).write_bytes(pickle.dumps(request))
+        process = begin(starter.__name__, folder)
+        follow(process)
+        ended = outcome_of(process, folder)
+        if (error := error_of(folder, ended)) is not None:
+            raise error
+        return results_of(folder, ended)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Options(CommandParser):
+    """The parser of ``hvkit run``'s options; wrong ones raise."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``UsageError``."""
+        raise UsageError(f"hvkit.launch: {message}")
+
+
+def _request(
+    function: Callable[..., object],
+    np: int | None,
+    hosts: str | Sequence[str] | None,
+    hostfile: str | os.PathLike[str] | None,
+    options: str | Sequence[str],
+) -> Request:
+    """The request that ``hvkit run`` would make of these."""
+    words = shlex.split(options) if isinstance(options, str) else [*options]
+    if np is not None:
+        words += ["-np", str(check_count("np", np))]
+    if hosts is not None:
+        words += ["-H", hosts if isinstance(hosts, str) else ",".join(hosts)]
+    if hostfile is not None:
+        words += ["--hostfile", str(check_path("hostfile", hostfile, 'hostfile="hosts"'))]
+    parser: CommandParser = _Options(prog="hvkit.launch")
+    add_to(parser.add_subparsers())
+    args = parser.parse_args(["run", *words])
+    if args.command or args.dry_run:
+        wrong = "--dry-run" if args.dry_run else args.command[0]
+        raise UsageError(
+            "options of hvkit.launch are those of `hvkit run` before COMMAND, without --dry-run; "
+            f"got {wrong!r}"
+        )
+    return request_of(args, command_of_rank(function))

@@ -1,0 +1,153 @@
+"""What travels between the process that starts ranks and the ranks: by cloudpickle.
+
+cloudpickle sends functions and classes of ``__main__``, such as those of a notebook's cells, by
+value, and those of modules by name. A class that has travelled both ways is the same class again,
+so ``isinstance`` and ``except`` work with what ranks return and raise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
+from typing import Any, BinaryIO
+
+from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
+from hvkit.wording import in_short
+
+try:
+    import cloudpickle
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "functions travel to ranks by cloudpickle, which is missing here: pip install cloudpickle",
+        name=missing.name,
+    ) from missing
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, which names cells as notebooks do, and copies tensors from GPUs to the host.
+
+    A tensor that was pickled on a GPU would be restored there: it would take a GPU of the process
+    that has started the ranks, or fail where there is none.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._cells = cell_names()
+        self.dispatch_table = cloudpickle.Pickler.dispatch_table.new_child()
+        self.dispatch_table[CodeType] = self._reduced_code
+        super().__init__(file)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is pickled; ``NotImplemented`` for the usual way."""
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type == "cuda":
+            parameter = isinstance(obj, torch.nn.Parameter)
+            copy = obj.detach().cpu().requires_grad_(obj.requires_grad)
+            if parameter:
+                copy = torch.nn.Parameter(copy, obj.requires_grad)
+            return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+    def _reduced_code(self, code: CodeType) -> Any:
+        name = self._cells.get(code.co_filename, code.co_filename)
+        return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=name))
+
+
+def check_function(user: str, function: object, example: str) -> None:
+    """Raise ``TypeError`` if this is no function.
+
+    Args:
+        user: what shall run it, for the error.
+        function: what the caller has passed.
+        example: a call that is right.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"{user} needs a function, got {function!r}: pass the function itself, not its "
+            f"result: {example}"
+        )
+
+
+def dump(value: object, file: BinaryIO) -> None:
+    """Pickle a value into a file."""
+    Pickler(file).dump(value)
+
+
+def write_call(
+    file: BinaryIO,
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> None:
+    """Write what ``read_call`` reads in another process.
+
+    Raises:
+        TypeError: the function or an argument cannot be pickled; the message names it.
+    """
+    caller = {"path": sys.path, "folder": os.getcwd(), "argv": sys.argv, "cells": lines_of_cells()}
+    pickle.dump(caller, file)
+    try:
+        dump((function, tuple(args), dict(kwargs)), file)
+    except Exception as error:
+        raise TypeError(_unpicklable(function, args, kwargs, error)) from error
+
+
+def read_call(
+    file: BinaryIO,
+) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+    """The function and its arguments, in a process that then finds the caller's modules.
+
+    Raises:
+        Exception: what unpickling has raised, with a note.
+    """
+    caller = pickle.load(file)
+    here = caller["folder"]
+    sys.argv[:] = caller["argv"]
+    sys.path[:] = dict.fromkeys([*(each or here for each in caller["path"]), *sys.path])
+    add_lines(caller["cells"])
+    try:
+        call: tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
+        call = pickle.load(file)
+    except Exception as error:
+        error.add_note(
+            "The function and its arguments could not be unpickled on this rank. What they take "
+            "from modules is imported: the modules must exist on every host."
+        )
+        raise
+    return call
+
+
+def _unpicklable(
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    error: Exception,
+) -> str:
+    """The message that names what cannot be pickled."""
+    name = getattr(function, "__name__", type(function).__name__)
+    parts = {f"argument {number} of {name}": each for number, each in enumerate(args, start=1)}
+    parts |= {f"argument {key}= of {name}": each for key, each in kwargs.items()}
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        parts |= {
+            f"{each}, which {name} uses,": value
+            for each, value in {**used.globals, **used.nonlocals}.items()
+        }
+    for part, value in parts.items():
+        if problem := problem_with(value):
+            what = f"{part} is a {type(value).__name__}, which cannot be pickled ({problem})"
+            return f"{what}: create it inside of {name}, or pass what it is made from"
+    return f"{name} cannot be pickled for the ranks ({in_short(error)})"
+
+
+def problem_with(value: object) -> str:
+    """Why a value cannot be pickled, in a line; empty if it can."""
+    try:
+        dump(value, io.BytesIO())
+    except Exception as error:
+        return in_short(error)
+    return ""

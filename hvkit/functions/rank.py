@@ -1,0 +1,55 @@
+"""What each rank runs for ``hvkit.launch``: ``python -m hvkit.functions.rank``.
+
+It calls the function that is in the folder of ``hvkit.host.call_folder``, and leaves there what the
+function returns or raises. An exception ends the process like one of a script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from traceback import format_exception
+from types import TracebackType
+
+from hvkit.functions.outcomes import from_function, save_error, save_result
+from hvkit.functions.pickling import read_call
+from hvkit.host import call_folder
+from hvkit.host.launcher_variables import place
+
+
+def command_of_rank(function: Callable[..., object]) -> list[str]:
+    """The command of each rank; the function's name is there for ``hvkit top``."""
+    name = getattr(function, "__name__", "")
+    named = [name] if name.isidentifier() else []
+    return [sys.executable, "-P", "-m", "hvkit.functions.rank", *named]
+
+
+def main() -> None:
+    """Call the function; raises what it raises."""
+    sys.excepthook = _show
+    folder, here = Path(os.environ[call_folder.VARIABLE]), place(os.environ)
+    assert here is not None, "the agent has checked that"
+    outcome = call_folder.outcome_in(folder, here.rank)
+    try:
+        with call_folder.call_in(folder).open("rb") as file:
+            function, args, kwargs = read_call(file)
+        save_result(outcome, function(*args, **kwargs))
+    except Exception as error:
+        save_error(outcome, here.rank, error)
+        raise
+    except SystemExit as end:
+        if end.code in (None, 0):  # a script that ends so has ended well
+            save_result(outcome, None)
+        raise
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As Python does, from the function on, and in one write."""
+    text = "".join(format_exception(kind, error, from_function(trace)))
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

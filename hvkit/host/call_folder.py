@@ -1,0 +1,51 @@
+"""The folder through which a process hands a function to ranks, and gets back what each returned.
+
+``hvkit.functions`` knows what is in its files. It is readable for its user only. Ranks on the host
+of ``hvkit run`` use the folder that was made there. On another host each agent makes one of its
+own, which the supervisor's connection fills and empties.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+VARIABLE = "HVKIT_CALL"
+"""Environment variable of ranks that run a function: the folder."""
+
+PREFIX = "hvkit-call-"
+"""How the names of such folders begin."""
+
+_PART = ".part"
+
+
+def call_in(folder: Path) -> Path:
+    """The file with the function and its arguments."""
+    return folder / "call"
+
+
+def outcome_in(folder: Path, rank: int) -> Path:
+    """The file with what a rank has returned or raised; absent until it has."""
+    return folder / f"outcome-{rank}"
+
+
+def remove_outcomes(folder: Path) -> None:
+    """Remove what ranks have left there, before they are started again."""
+    for each in folder.glob("outcome-*"):
+        each.unlink()
+
+
+def part_of(path: Path) -> Path:
+    """The file that becomes this one once it is complete."""
+    return path.with_name(path.name + _PART)
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears under its name only when it is complete."""
+    with part_of(path).open("wb") as file:
+        yield file
+    os.replace(part_of(path), path)

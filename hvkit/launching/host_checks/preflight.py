@@ -1,0 +1,342 @@
+"""Before ``hvkit run`` starts anything: chooses the hosts, and checks whether each is ready.
+
+``probe`` runs on every host that gets ranks. Its facts show whether hvkit and the working directory
+exist there, and ``routes`` finds the networks between the hosts in them. All problems are reported
+at once. The thorough check is in ``hosts_check``.
+"""
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hvkit.errors import CannotRunError, LaunchError, UsageError
+from hvkit.host.network import Interface, addresses_of, interfaces, is_local, within_host
+from hvkit.launching.allocation import HOSTFILE
+from hvkit.launching.host_checks.probe import Facts
+from hvkit.launching.host_checks.routes import joining, named, source_address, spanning
+from hvkit.launching.hosts import Host
+from hvkit.launching.rank_command import RankCommand
+from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts
+from hvkit.wording import counted
+
+# Seconds for each host to answer.
+_ANSWER = 30.0
+# Seconds until the names of new pods resolve.
+_NAMES = 30.0
+
+# What Open MPI 5.0.11 was seen to open in a process: its own files, and those for each rank there.
+_OPEN_FILES = 24
+_OPEN_FILES_OF_RANK = 4
+
+# The facts about each host that is ready, and the problems of each other one, by name.
+_Found = tuple[dict[str, Facts], dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The hosts of a job, ready for its ranks.
+
+    Attributes:
+        hosts: the hosts with ranks; ``slots`` is the number of ranks on each.
+        addresses: addresses of this host that the hosts reach it at.
+        joining: the interfaces for traffic between hosts: those that the user named, else the
+            interface of each host that the others reach it through; empty if unknown, or if the
+            job runs on this host only and the user named none.
+        daemon_networks: networks for connections between all of these hosts and this one.
+        crowded: by name, the hosts with more ranks than logical CPUs, and how many of each.
+        here: whether all ranks run on this host.
+        left_out: why hosts are not ready, by name, if the run goes on without them.
+    """
+
+    hosts: tuple[Host, ...]
+    addresses: tuple[str, ...]
+    joining: tuple[Interface, ...]
+    daemon_networks: tuple[str, ...]
+    crowded: Mapping[str, tuple[int, int]]
+    here: bool
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose_hosts(
+    hosts: Sequence[Host],
+    size: int | None,
+    command: RankCommand,
+    system: str | None = None,
+    names: Sequence[str] = (),
+    least: int | None = None,
+    preempted: Collection[str] = (),
+    connect: float = 10.0,
+) -> Site:
+    """Choose the hosts for the ranks, and check that each is ready.
+
+    Args:
+        hosts: the hosts that may get ranks; one without slots has a slot for each logical CPU.
+        size: the number of ranks; ``None`` for one in each slot.
+        command: what the ranks run.
+        system: the batch system that allocated the hosts, as in ``Allocation``.
+        names: interfaces or networks to use between hosts, instead of those found.
+        least: the fewest ranks; hosts that are not ready are then left out. ``None`` if all hosts
+            with ranks must be ready.
+        preempted: with ``least``, names of hosts that got SIGTERM: left out if the others suffice.
+        connect: seconds to connect to each host.
+
+    Raises:
+        CannotRunError: hosts cannot start the command, and all else is right.
+        LaunchError: there are too few slots; hosts cannot be reached, or lack hvkit, the working
+            directory or the command (all of them in one error); one host has two names; no host has
+            an interface of ``names``.
+    """
+    left_out: dict[str, str] = {}
+    look = functools.partial(_facts, command=command, system=system, connect=connect)
+    if least is None:
+        hosts, facts = _with_ranks(hosts, size, look)
+    else:
+        hosts, facts, left_out = _of_ready(hosts, size, least, preempted, look)
+    _refuse_same(facts)
+    _refuse_few_open_files(hosts, facts)
+    numbers = {host.name: (host.slots or 0, facts[host.name].cpus) for host in hosts}
+    crowded = {name: (ranks, cpus) for name, (ranks, cpus) in numbers.items() if ranks > cpus}
+    of_hosts = {name: found.interfaces for name, found in facts.items()}
+    by_user = named(names, of_hosts) if names else ()
+    others = [host.name for host in hosts if not is_local(host.name)]
+    if not others:
+        networks = _networks(by_user)
+        return Site(hosts, ("127.0.0.1",), by_user, networks, crowded, True, left_out)
+    sources = _own_addresses(others)
+    reached_at = {
+        host.name: [str(address) for address in addresses_of(host.name)]
+        if host.name in others
+        else sources
+        for host in hosts
+    }
+    used = by_user or joining(of_hosts, reached_at)
+    daemon_networks = _daemon_networks(used, sources, list(of_hosts.values()), bool(by_user))
+    return Site(hosts, sources, used, daemon_networks, crowded, False, left_out)
+
+
+def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
+    """The hosts that get ranks; ``slots`` becomes the number of ranks on each.
+
+    Ranks fill the slots of a host before the next host gets any, as with mpirun.
+
+    Args:
+        hosts: the hosts that may get ranks, each with slots.
+        size: the number of ranks; ``None`` for one in each slot.
+
+    Raises:
+        UsageError: there are fewer slots than ranks.
+    """
+    slots = sum(host.slots or 0 for host in hosts)
+    left = slots if size is None else size
+    if left > slots:
+        listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+        raise UsageError(
+            f"-np {left} is more than the {counted(slots, 'slot')} of the hosts ({listed}): "
+            f"start at most -np {slots}, or add slots"
+        )
+    chosen: list[Host] = []
+    for host in hosts:
+        ranks = min(host.slots or 0, left)
+        if ranks:
+            chosen.append(replace(host, slots=ranks))
+        left -= ranks
+    return tuple(chosen)
+
+
+def _with_ranks(
+    hosts: Sequence[Host], size: int | None, look: Callable[[Sequence[Host]], _Found]
+) -> tuple[tuple[Host, ...], dict[str, Facts]]:
+    """The hosts that get ranks, and the facts about them."""
+    with_slots = all(host.slots is not None for host in hosts)
+    chosen = placed(hosts, size) if with_slots else tuple(hosts)
+    facts, problems = look(chosen)
+    if problems:
+        raise _not_ready(problems, facts)
+    if not with_slots:
+        chosen = placed(_with_slots(hosts, facts), size)
+    return chosen, {host.name: facts[host.name] for host in chosen}
+
+
+def _of_ready(
+    hosts: Sequence[Host],
+    size: int | None,
+    least: int,
+    preempted: Collection[str],
+    look: Callable[[Sequence[Host]], _Found],
+) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
+    """As ``_with_ranks``, among the hosts that are ready; also why others are not, by name."""
+    facts, problems = look(hosts)
+    ready = _with_slots([host for host in hosts if host.name not in problems], facts)
+    if not problems:
+        placed(ready, size)  # raises if there are fewer slots than ranks though all are ready
+    staying = [host for host in ready if host.name not in preempted]
+    if sum(host.slots or 0 for host in staying) >= least:
+        problems = dict.fromkeys(preempted, "it got SIGTERM") | problems
+        ready = staying
+    slots = sum(host.slots or 0 for host in ready)
+    if slots < least:
+        if not ready:
+            raise _not_ready(problems, facts)
+        raise LaunchError(
+            f"the hosts that are ready have {slots} slots, but at least {least} ranks are needed\n"
+            f"{_listed(problems)}"
+        )
+    chosen = placed(ready, slots if size is None else min(size, slots))
+    return chosen, {host.name: facts[host.name] for host in chosen}, problems
+
+
+def _not_ready(problems: Mapping[str, str], facts: Mapping[str, Facts]) -> LaunchError:
+    """The error if no host is ready, or if one is not and all are needed."""
+    reasons = set(problems.values())
+    command = next((found.command for found in facts.values() if found.command), None)
+    if command is None or reasons != {command.text}:
+        return LaunchError(f"nothing was started\n{_listed(problems)}")
+    only_some = len(problems) < len(facts)
+    where = f" on {', '.join(problems)}" if only_some else ""
+    return CannotRunError(f"{command.text}{where}", command.status)
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name}: {problem}" for name, problem in problems.items())
+
+
+def _with_slots(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[Host]:
+    """The hosts; one without slots gets a slot for each logical CPU."""
+    return [
+        host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
+        for host in hosts
+    ]
+
+
+def _facts(
+    hosts: Sequence[Host], command: RankCommand, system: str | None, connect: float
+) -> _Found:
+    """Probe all hosts at once."""
+    if system == HOSTFILE:
+        _wait_for_names(hosts)
+    folder = _working_directory()
+    # -P: modules in the working directory must not shadow installed ones.
+    python = [sys.executable, "-P", "-m", "hvkit.launching.host_checks.probe", folder]
+    python += [command.path, command.program, command.script]
+    others = [host for host in hosts if not is_local(host.name)]
+    facts = {host.name: Facts.here(folder, command) for host in hosts if host not in others}
+    problems: dict[str, str] = {}
+    for answer in run_on_hosts(others, python, _ANSWER, remote_shell(system, connect)):
+        name = answer.host.name
+        if answer.problem is not None:
+            problems[name] = answer.problem
+        elif answer.status != 0:
+            last = last_line(answer.stderr) or f"exit status {answer.status}"
+            problems[name] = (
+                f"{sys.executable} there cannot import this hvkit ({last}): install the same "
+                "environment in the same place on all hosts"
+            )
+        else:
+            try:
+                facts[name] = Facts.read(answer.stdout)
+            except (ValueError, TypeError) as error:
+                problems[name] = f"{error}: install the same hvkit on all hosts"
+    for name, found in facts.items():
+        if not found.has_folder:
+            problems[name] = (
+                f"has no folder {folder}, the working directory: share it with all hosts, or start "
+                "in a folder that all hosts have"
+            )
+        elif found.temporary is not None:
+            problems[name] = found.temporary
+        elif found.command is not None:
+            problems[name] = found.command.text
+    return facts, problems
+
+
+def _wait_for_names(hosts: Sequence[Host]) -> None:
+    """Wait for the names of pods, which resolve only a moment after the pods are ready.
+
+    After that, ssh reports the names that do not resolve.
+    """
+    deadline = time.monotonic() + _NAMES
+    while not all(addresses_of(host.name) for host in hosts) and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"the working directory, {os.environ.get('PWD', 'of this shell')}, was removed or is "
+            f"not accessible ({error.strerror}): `cd` to a folder that all hosts have"
+        ) from error
+
+
+def _refuse_same(facts: dict[str, Facts]) -> None:
+    """Reject two names of one host, which would get more ranks than it has slots."""
+    seen: dict[object, str] = {}
+    for name, found in facts.items():
+        same = seen.setdefault((found.hostname, found.interfaces), name)
+        if same != name:
+            raise LaunchError(
+                f"{same} and {name} are the same host, {found.hostname}: name it once, with all "
+                "its slots"
+            )
+
+
+def _refuse_few_open_files(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
+    for host in hosts:
+        needed = _OPEN_FILES + _OPEN_FILES_OF_RANK * (host.slots or 0)
+        limit = facts[host.name].open_files
+        if limit is not None and limit < needed:
+            raise LaunchError(
+                f"{host.name} allows a process {limit} open files, but starting {host.slots} ranks "
+                f"there takes {needed}: raise the limit with `ulimit -n {needed * 4}`, or for all "
+                "logins in /etc/security/limits.conf"
+            )
+
+
+def _own_addresses(others: Sequence[str]) -> tuple[str, ...]:
+    """Addresses of this host that the others reach it at.
+
+    If only ssh knows the names of the others, all addresses of this host are candidates.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    sources = [source for name in others if (source := source_address(name)) is not None]
+    if not sources:
+        inside = within_host()
+        sources = [one.address for one in interfaces() if one.outward and one.name not in inside]
+    if not sources:
+        raise LaunchError(
+            "this host has no address that others could reach: connect it to their network"
+        )
+    return tuple(dict.fromkeys(sources))
+
+
+def _daemon_networks(
+    used: Sequence[Interface],
+    sources: Sequence[str],
+    of_hosts: Sequence[Sequence[Interface]],
+    by_user: bool,
+) -> tuple[str, ...]:
+    """Networks for connections between the hosts and this one, which may be in another network.
+
+    Args:
+        used: the interfaces between the hosts.
+        sources: the addresses of this host that they reach it at.
+        of_hosts: all interfaces of each host.
+        by_user: whether the user named the interfaces in ``used``.
+    """
+    here = interfaces()
+    networks = _networks(used)
+    if not used or (by_user and any(i.network in networks for i in here)):
+        return networks
+    # Open MPI's daemons are built without IPv6.
+    own = [i for i in here if i.address in sources and i.version == 4]
+    return spanning([*used, *own], [*of_hosts, here])
+
+
+def _networks(used: Sequence[Interface]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(interface.network for interface in used))

@@ -1,0 +1,148 @@
+"""Prints facts about a host before ranks start there.
+
+``preflight`` runs ``python -m hvkit.launching.host_checks.probe FOLDER PATH PROGRAM SCRIPT`` on all
+hosts of a job. It is a module of its own to import little: from a network file system that is not
+cached yet, each import takes long.
+
+hvkit's programs on other hosts print lines of JSON, ``{"hvkit": ...}``. The host may print a
+greeting before them, with or without an end of line.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import hvkit
+from hvkit.host.cpus import usable_cpus
+from hvkit.host.network import Interface, interfaces
+from hvkit.launching.rank_command import CommandProblem, RankCommand
+
+_LINE_START = '{"hvkit": '
+
+# Where Open MPI puts the files of a run: the first of these that is set, else /tmp.
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+# Ends the names of the settings that move them.
+_MOVED = "tmpdir_base"
+# Bytes; Open MPI needs more than 16 KiB.
+_ROOM = 1 << 16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A host, seen from itself.
+
+    Attributes:
+        hostname: its own name.
+        version: version of its hvkit.
+        cpus: logical CPUs that this process may use; in a container at most its CPU time limit.
+        interfaces: its interfaces with their addresses.
+        has_folder: whether the working directory exists.
+        open_files: how many files a process may open there; ``None`` for no limit.
+        temporary: why it cannot take temporary files; ``None`` if it can.
+        command: why it cannot start the command of the ranks; ``None`` if it can.
+    """
+
+    hostname: str
+    version: str
+    cpus: int
+    interfaces: tuple[Interface, ...]
+    has_folder: bool
+    open_files: int | None = None
+    temporary: str | None = None
+    command: CommandProblem | None = None
+
+    @classmethod
+    def here(cls, folder: str, command: RankCommand) -> "Facts":
+        """The facts about this host.
+
+        Args:
+            folder: the working directory of the ranks.
+            command: what they run.
+        """
+        return cls(
+            hostname=socket.gethostname(),
+            version=hvkit.__version__,
+            cpus=usable_cpus(),
+            interfaces=tuple(interfaces()),
+            has_folder=os.path.isdir(folder),
+            open_files=_open_files(),
+            temporary=_problem_of_temporary_files(os.environ),
+            command=command.problem(folder),
+        )
+
+    def printed(self) -> str:
+        """The facts as a line to print."""
+        return json_line(asdict(self))
+
+    @classmethod
+    def read(cls, output: str) -> "Facts":
+        """The facts in the output of another host.
+
+        Raises:
+            ValueError: there are none, or another version of hvkit printed them.
+        """
+        lines = [values for line in output.splitlines() if (values := read_line(line)) is not None]
+        if not lines:
+            raise ValueError("it printed no facts")
+        values = lines[-1]
+        if values.get("version") != hvkit.__version__:
+            raise ValueError(f"it has hvkit {values.get('version')}, not {hvkit.__version__}")
+        found = tuple(Interface(**interface) for interface in values["interfaces"])
+        command = None if values["command"] is None else CommandProblem(**values["command"])
+        return cls(**{**values, "interfaces": found, "command": command})
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """The line that ``read_line`` reads."""
+    return json.dumps({"hvkit": values})
+
+
+def read_line(line: str) -> dict[str, Any] | None:
+    """The values in a line that another host printed; ``None`` if hvkit did not print the line.
+
+    Raises:
+        ValueError: hvkit did, but the line is cut off.
+    """
+    _, found, rest = line.partition(_LINE_START)
+    if not found:
+        return None
+    values: dict[str, Any] = json.JSONDecoder().raw_decode(found + rest)[0]["hvkit"]
+    return values
+
+
+def _open_files() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _problem_of_temporary_files(environ: Mapping[str, str]) -> str | None:
+    if any(name.endswith(_MOVED) for name in environ):
+        return None
+    named = next((environ[name] for name in _TEMPORARY if environ.get(name)), "/tmp")
+    # Open MPI makes a folder that does not exist.
+    folder = next(each for each in (Path(named), *Path(named).absolute().parents) if each.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="hvkit-") as file:
+            file.write(bytes(_ROOM))
+            file.flush()
+    except OSError as error:
+        return (
+            f"cannot write temporary files to {folder} ({error.strerror}), which the launcher "
+            "needs: make room there, or set TMPDIR to another folder"
+        )
+    return None
+
+
+if __name__ == "__main__":
+    _, folder, path, program, script = sys.argv
+    with contextlib.suppress(OSError):  # PATH may name folders below it
+        os.chdir(folder)
+    print(Facts.here(folder, RankCommand(program, script, path)).printed())

@@ -1,0 +1,199 @@
+"""Hostfiles in Open MPI's form (``node1 slots=4``) or MPICH's (``node1:4``), read strictly.
+
+Ambiguous input is rejected, naming file and line, with ``hvkit.errors.HostfileError``.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from hvkit.errors import HostfileError
+from hvkit.launching.hosts import Entry, Host, HostWord, count, host_word, merged, shown
+
+Form = Literal["Open MPI's", "MPICH's"]
+
+# A file larger than any cluster needs is some other file.
+_MOST_BYTES = 16 * 2**20
+
+# The white space of Open MPI's reader. Python's own has more, such as the no-break space.
+_SPACE = " \t\v\f"
+_EQUALS = re.compile(rf"[{_SPACE}]*=[{_SPACE}]*")
+_KEYWORDS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
+# Other keywords that Open MPI reads or people write, each with the fix.
+_OTHER_KEYWORDS = {
+    **dict.fromkeys(("count", "cpu", "cpus", "np", "ppn"), "write slots=N"),
+    **dict.fromkeys(("slots_max", "slots-max", "max_cpu", "max-count"), "write max_slots=N"),
+    **dict.fromkeys(("user", "username", "user_name", "user-name"), "write user@host"),
+    "port": "set Port for this host in ~/.ssh/config",
+}
+
+
+@dataclass(frozen=True)
+class HostfileLine:
+    """A line with a host.
+
+    Attributes:
+        host: the host.
+        form: the form of the line; ``None`` for a bare name, which both forms have.
+    """
+
+    host: Host
+    form: Form | None
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file, each once, in the order of first mention, with the sum of its slots.
+
+    Raises:
+        HostfileError: the file cannot be read, or is not a hostfile; the message names file and
+            line.
+    """
+    return merged(read_entries(path), str(path))
+
+
+def read_entries(path: Path) -> tuple[Entry, ...]:
+    """The hosts of a file, one entry for each line.
+
+    Raises:
+        HostfileError: the file cannot be read, or is not a hostfile.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise HostfileError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise HostfileError(f"{path}: is not a hostfile: larger than {_MOST_BYTES >> 20} MiB")
+    return parse_hostfile(_decoded(data, str(path)), str(path))
+
+
+def parse_hostfile(text: str, name: str) -> tuple[Entry, ...]:
+    """The hosts in a hostfile's text, one entry for each line.
+
+    The first line that is not a bare name decides on the form of the file: ``node1 slots=4`` is
+    Open MPI's, ``node1:4`` is MPICH's. In a file of MPICH's form a bare name has one slot.
+
+    Args:
+        text: the text of the file.
+        name: of the file, for errors.
+
+    Raises:
+        HostfileError: a line is invalid, or the file has no host.
+    """
+    lines: dict[int, HostfileLine] = {}
+    for number, line_text in enumerate(text.split("\n"), start=1):
+        try:
+            line = read_line(line_text.removesuffix("\r"))
+        except HostfileError as error:
+            raise HostfileError(f"{name}: line {number}: {error}") from None
+        if line is not None:
+            lines[number] = line
+    if not lines:
+        raise HostfileError(f"{name}: has no host: write a line for each, `node1 slots=2`")
+    form = _form(lines, name)
+    return tuple(
+        Entry(f"line {number}", _one_slot_if_bare(line.host) if form == "MPICH's" else line.host)
+        for number, line in lines.items()
+    )
+
+
+def read_line(text: str) -> HostfileLine | None:
+    """Read a line; ``None`` if it is blank or a comment.
+
+    Raises:
+        HostfileError: the line is invalid; the message does not name the file or line.
+    """
+    content = text.partition("#")[0].strip(_SPACE)
+    if not content:
+        return None
+    words = re.split(rf"[{_SPACE}]+", _EQUALS.sub("=", content))
+    if "=" in words[0]:
+        raise HostfileError(f"a line starts with a host, got {shown(words[0])}")
+    host = host_word(words[0])
+    if host.slots is not None:
+        return HostfileLine(_mpich(host, words[1:]), "MPICH's")
+    return HostfileLine(_openmpi(host, words[1:]), "Open MPI's" if len(words) > 1 else None)
+
+
+def _mpich(host: HostWord, words: list[str]) -> Host:
+    user = host.user
+    for word in words:
+        keyword, equals, value = word.partition("=")
+        if keyword in _KEYWORDS:
+            raise HostfileError(
+                f"{shown(word)} is Open MPI's form, but the slots after the host's colon are "
+                "MPICH's: use one form"
+            )
+        if keyword != "user" or not equals:
+            raise HostfileError(
+                f"{shown(word)} is not supported after host:slots: of MPICH's options for a host, "
+                "hvkit reads user= only"
+            )
+        if user is not None:
+            raise HostfileError(f"{shown(word)}: the user is set twice: keep one")
+        user = host_word(f"{value}@{host.name}").user
+    return Host(host.name, count(host.slots or "", "slots"), user=user)
+
+
+def _openmpi(host: HostWord, words: list[str]) -> Host:
+    numbers: dict[str, int] = {}
+    for word in words:
+        keyword, equals, value = word.partition("=")
+        if keyword not in _KEYWORDS or not equals:
+            raise HostfileError(_unknown(word))
+        name = _KEYWORDS[keyword]
+        if name in numbers:
+            raise HostfileError(f"{name} is set twice: keep one")
+        numbers[name] = count(value, name)
+    most = numbers.get("max_slots")
+    # As in Open MPI, max_slots without slots sets the slots, too.
+    slots = numbers.get("slots", most)
+    if slots is not None and most is not None and most < slots:
+        raise HostfileError(f"max_slots must not be less than slots, got {most} for {slots} slots")
+    return Host(host.name, slots, most, host.user)
+
+
+def _unknown(word: str) -> str:
+    keyword, equals, _ = word.partition("=")
+    if not equals and keyword in _KEYWORDS:
+        return f"{keyword} must be a positive integer, got none: write {keyword}=N"
+    if not equals:
+        return f"only slots=N and max_slots=N may follow the host, got {shown(word)}"
+    if keyword in _OTHER_KEYWORDS:
+        return f"unknown keyword {shown(keyword)}: {_OTHER_KEYWORDS[keyword]}"
+    near = difflib.get_close_matches(keyword.lower(), _KEYWORDS, n=1)
+    advice = f"did you mean {near[0]}?" if near else "use slots or max_slots"
+    return f"unknown keyword {shown(keyword)}: {advice}"
+
+
+def _form(lines: dict[int, HostfileLine], name: str) -> Form | None:
+    forms = {number: line.form for number, line in lines.items() if line.form is not None}
+    if not forms:
+        return None
+    first, form = next(iter(forms.items()))
+    for number, other in forms.items():
+        if other != form:
+            raise HostfileError(
+                f"{name}: line {number}: is in {other} form but line {first} is in {form}: use "
+                "`node1 slots=4` or `node1:4` throughout"
+            )
+    return form
+
+
+def _one_slot_if_bare(host: Host) -> Host:
+    return replace(host, slots=1) if host.slots is None else host
+
+
+def _decoded(data: bytes, name: str) -> str:
+    if b"\0" in data:
+        number = data[: data.index(b"\0")].count(b"\n") + 1
+        raise HostfileError(f"{name}: line {number}: is not text: it has a zero byte")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data[: error.start].count(b"\n") + 1
+        raise HostfileError(
+            f"{name}: line {number}: is not UTF-8 text: it has the byte 0x{data[error.start]:02x}"
+        ) from None

@@ -1,0 +1,246 @@
+"""From the parsed request of ``hvkit run`` to a launcher's command line that is ready to run.
+
+``prepared`` checks the hosts, chooses the environment variables that go to other hosts, and makes
+the command line; ``shown`` makes the line of ``--dry-run`` from it.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hvkit.errors import UsageError
+from hvkit.host.launcher_variables import without_place
+from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
+from hvkit.host.run_reports import RUN_NAME
+from hvkit.launching.allocation import SLURM
+from hvkit.launching.forwarded_variables import (
+    GPU_LISTS,
+    forwarded,
+    is_secret,
+    name_absent_hyperparameters,
+    sendable,
+)
+from hvkit.launching.host_checks.preflight import choose_hosts
+from hvkit.launching.hosts import Host
+from hvkit.launching.launchers import Job, find_launcher
+from hvkit.launching.rank_command import RankCommand
+from hvkit.launching.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
+from hvkit.launching.supervision.rank_output import Style
+from hvkit.launching.supervision.supervised_run import SupervisedRun
+from hvkit.log import logger
+
+_AGENT = "hvkit.launching.supervision.agent"
+_SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
+# Seconds to connect to each host, and to one that may just have been lost.
+_CONNECT = 10.0
+CONNECT_AGAIN = 4.0
+# Seconds after which a wait is reported, if the limit that ends the run is longer.
+_STALL_REPORTED = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``hvkit run``.
+
+    Attributes:
+        command: the command of every rank.
+        hosts: the hosts that may get ranks; empty for this host.
+        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
+        size: the number of ranks; ``None`` for one in each slot.
+        launcher: one of ``hvkit.launching.launchers.NAMES``.
+        variables: environment variables for the ranks besides those of ``forwarded``; ``None``
+            for the value that the variable has here.
+        interfaces: interfaces or networks to use between hosts, instead of those found.
+        bind: whether to bind each rank to its share of its host's cores.
+        lost_after: seconds without an acknowledgement after which a host counts as lost.
+        grace: seconds that commands have to end, after a signal or the failure of another rank.
+        style: how to show output.
+        verbose: whether to print how ranks are started, and what they set.
+        stall: seconds after which a rank that others wait for ends the run; ``None`` for the value
+            of ``HVKIT_STALL_LIMIT_SECONDS``, or half an hour.
+        timeline: a file for the trace of all ranks; None for none.
+        max_restarts: how often to start the ranks again without progress between two failures.
+        min_size: the fewest ranks to go on with; ``None`` for all of them.
+        call: the folder of the function that ``command`` runs; ``None`` for other commands.
+    """
+
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...] = ()
+    system: str | None = None
+    size: int | None = None
+    launcher: str = "mpirun"
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    interfaces: tuple[str, ...] = ()
+    bind: bool = True
+    lost_after: float = 30.0
+    grace: float = 10.0
+    style: Style = field(default_factory=Style)
+    verbose: bool = False
+    stall: float | None = None
+    timeline: Path | None = None
+    max_restarts: int = 0
+    min_size: int | None = None
+    call: Path | None = None
+
+
+def prepared(
+    request: Request,
+    *,
+    supervised: bool = True,
+    least: int | None = None,
+    preempted: Collection[str] = (),
+) -> SupervisedRun:
+    """Find the launcher, check the hosts, and make the command line.
+
+    Args:
+        request: the request.
+        supervised: whether the ranks connect to a supervisor; not if a user types the line.
+        least: the fewest ranks for a restart: a host that was ready before may be lost now.
+        preempted: hosts to leave out of a restart if the others suffice.
+
+    Raises:
+        LaunchError: the request cannot be met.
+    """
+    launcher = find_launcher(request.launcher)
+    _refuse_unsupported(request)
+    if not request.hosts and request.size is None:
+        raise UsageError("the number of ranks is missing: add -np N, or name hosts with slots")
+    hosts = request.hosts or (Host("localhost", slots=request.size),)
+    path = request.variables.get("PATH") or os.environ.get("PATH", os.defpath)
+    site = choose_hosts(
+        hosts,
+        request.size,
+        RankCommand.of(request.command, path),
+        request.system,
+        request.interfaces,
+        least=least or request.min_size,
+        preempted=preempted,
+        connect=_CONNECT if least is None else CONNECT_AGAIN,
+    )
+    for name, problem in site.left_out.items():
+        logger.warning("goes on without %s: %s", name, problem)
+    interfaces = tuple(dict.fromkeys(interface.name for interface in site.joining))
+    environ = _environment(request.variables, interfaces)
+    if request.stall is not None:
+        environ["HVKIT_STALL_LIMIT_SECONDS"] = f"{request.stall:g}"
+        environ["HVKIT_STALL_SECONDS"] = f"{min(request.stall, _STALL_REPORTED):g}"
+    if request.interfaces:
+        environ = without_interfaces(environ)
+    if request.system == SLURM and "SLURM_STEP_NUM_TASKS" in os.environ:
+        # This shell is a step of srun's and holds the cores: mpirun's step would wait for them.
+        environ.setdefault("SLURM_OVERLAP", "1")
+    names: tuple[str, ...] = ()
+    here: dict[str, str] = {}
+    if not site.here:
+        # If all ranks are on this host, they inherit the whole environment.
+        names = (*forwarded(environ, request.variables), *(_SUPERVISION if supervised else ()))
+        if least is None:
+            name_absent_hyperparameters(environ, names)
+        here = {name: environ[name] for name in GPU_LISTS - {*names} if name in environ}
+        environ = sendable(environ, names, launcher, request.system)
+    job = Job(
+        hosts=site.hosts,
+        command=(sys.executable, "-P", "-m", _AGENT, *request.command),
+        forwarded=names,
+        networks=tuple(dict.fromkeys(interface.network for interface in site.joining)),
+        interfaces=interfaces,
+        daemon_networks=site.daemon_networks,
+        networks_asked_for=bool(request.interfaces),
+        environ=environ,
+        crowded=bool(site.crowded),
+    )
+    if least is None and site.crowded:
+        logger.warning("more ranks than cores, which take turns: %s", _numbers(site.crowded))
+    if least is None and request.size is not None and job.size < request.size:
+        logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.size)
+    if least is None:
+        _refuse_absent_ranks(request.style, job.size)
+    return SupervisedRun(
+        command=launcher.command(job),
+        environ=environ,
+        launcher=launcher.name,
+        size=job.size,
+        addresses=site.addresses,
+        lost_after=None if site.here else request.lost_after,
+        grace=request.grace,
+        bind=request.bind,
+        hosts=tuple(host.name for host in job.hosts for _ in range(host.slots or 0)),
+        here=here,
+        style=request.style,
+        call=request.call,
+    )
+
+
+def _numbers(crowded: Mapping[str, tuple[int, int]]) -> str:
+    listed = (f"{ranks} on the {cpus} of {name}" for name, (ranks, cpus) in crowded.items())
+    return ", ".join(listed)
+
+
+def shown(run: SupervisedRun) -> str:
+    """The launcher's command line for a shell, with the variables that hvkit adds and removes.
+
+    Secrets are left out: ``NAME=...``.
+    """
+    given = _given_environment()
+    removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
+    added = [
+        f"{name}={'...' if is_secret(name) else shlex.quote(value)}"
+        for name, value in run.environ.items()
+        if given.get(name) != value
+    ]
+    env = ["env", *removed] if removed else []
+    return " ".join([*env, *added, shlex.join(run.command)])
+
+
+def _refuse_unsupported(request: Request) -> None:
+    """Reject hosts that launchers misunderstand on their command lines."""
+    for host in request.hosts:
+        if ":" in host.name:
+            raise UsageError(
+                f"{host.name}: mpirun and horovodrun accept no IPv6 addresses on their command "
+                "lines: use the host's name, and add it to DNS or /etc/hosts"
+            )
+        if host.user is not None and request.launcher != "mpirun":
+            raise UsageError(
+                f"{host.user}@{host.name}: horovodrun accepts no users: set User {host.user} for "
+                "this host in ~/.ssh/config"
+            )
+
+
+def _refuse_absent_ranks(style: Style, size: int) -> None:
+    for ranks in style.ranks or ():
+        if ranks[-1] >= size:
+            raise UsageError(
+                f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {size - 1}"
+            )
+
+
+def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str]) -> dict[str, str]:
+    """The launcher's environment: this process's, the user's variables, and the interfaces."""
+    for name, value in variables.items():
+        if value is None and name not in os.environ:
+            raise UsageError(f"-x {name}: it is not set here: write -x {name}=VALUE")
+    environ = without_place(os.environ)
+    for name in (*_SUPERVISION, RUN_NAME):
+        # Set if this run was started inside another one.
+        environ.pop(name, None)
+    if interfaces:
+        # NCCL reads = as "exactly these names"; without it, eth1 would match eth10, too.
+        environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
+    environ.setdefault(*WITHOUT_TOOLS)
+    environ.update({name: value for name, value in variables.items() if value is not None})
+    return environ
+
+
+def _given_environment() -> dict[str, str]:
+    """The environment that this process was started with."""
+    environ = dict(os.environ)
+    # In the C locale Python sets this itself (PEP 538).
+    if "LC_CTYPE" not in psutil.Process().environ():
+        environ.pop("LC_CTYPE", None)
+    return environ

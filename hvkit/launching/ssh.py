@@ -1,0 +1,264 @@
+"""Commands on other hosts: over ssh, or in a Slurm job with ``srun``, where sites may forbid ssh.
+
+``remote_shell`` picks the way. ``run_on_hosts`` runs a command on all hosts at once and
+never prompts. A failure of ssh or srun becomes a sentence with the fix.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hvkit.host.network import is_local
+from hvkit.launching.allocation import SLURM
+from hvkit.launching.hosts import Host
+from hvkit.launching.supervision.signals import run_until_signal
+
+# sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
+AT_ONCE = 32
+# Seconds to connect to a host, even if its command has more time.
+_CONNECT = 10.0
+
+# By default srun exports the whole environment, secrets included.
+_SRUN_EXPORTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME")
+_SRUN_ERROR = "srun: error:"
+
+# Messages of ssh as patterns, each with its meaning and fix. The first match decides.
+_SSH_MESSAGES = (
+    (
+        r"Could not resolve hostname",
+        "its name does not resolve here: correct it, or add it to DNS or to /etc/hosts of every "
+        "host",
+    ),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its ssh host key differs from the one known here: if the host was reinstalled, "
+        "`ssh-keygen -R {name}` removes the old key and `ssh {target}` shows the new one; else "
+        "another machine may pose as this host",
+    ),
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "its ssh host key is not known here: run `ssh {target}` once and compare the key that it "
+        "shows",
+    ),
+    (
+        r"Permission denied \(|Too many authentication failures|No more authentication methods",
+        "ssh cannot log in there without a password: `ssh-copy-id {target}` installs your key "
+        "(make one with ssh-keygen; a key with a passphrase needs ssh-agent)",
+    ),
+    (
+        r"Connection refused",
+        "it is up but nothing listens on its ssh port: start sshd there, or set the Port for it in "
+        "~/.ssh/config",
+    ),
+    (
+        r"timed out",
+        "nothing answers on its ssh port: is it on, and does a firewall block the port?",
+    ),
+    (
+        r"No route to host|Network is unreachable",
+        "no route to it: is it on, and is it in this host's network?",
+    ),
+    (
+        r"kex_exchange_identification|Connection (closed|reset) by",
+        "it closes ssh connections before login: see its sshd's log (MaxStartups, AllowUsers)",
+    ),
+    (
+        r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad",
+        "ssh rejects its own configuration: correct ~/.ssh/config",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a command on a host.
+
+    Attributes:
+        host: the host.
+        status: exit status of the command; ``None`` if it did not run, or did not end in time.
+        stdout: standard output of the command.
+        stderr: standard error of the command and of ssh.
+        problem: why the command could not run, with the fix; ``None`` if it ran, whatever its
+            exit status.
+    """
+
+    host: Host
+    status: int | None
+    stdout: str
+    stderr: str
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class RemoteShell:
+    """A way to run commands on other hosts.
+
+    Attributes:
+        command: the local command line that runs a command on a host within a number of seconds.
+        explain: why the command did not run, from the exit status and standard error of that
+            command line; ``None`` if it ran.
+    """
+
+    command: Callable[[Host, Sequence[str], float], list[str]]
+    explain: Callable[[Host, int | None, str], str | None]
+
+
+def remote_shell(system: str | None, connect: float = _CONNECT) -> RemoteShell:
+    """The way to the hosts: ``srun`` in a Slurm job if it is on PATH, else ssh.
+
+    Args:
+        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
+        connect: seconds for ssh to connect to a host.
+    """
+    if system == SLURM and shutil.which("srun"):
+        return SRUN
+    if connect == _CONNECT:
+        return SSH
+    return RemoteShell(functools.partial(ssh_command, connect=connect), explain_ssh)
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    timeout: float,
+    shell: RemoteShell | None = None,
+) -> list[Answer]:
+    """Run ``command`` on all hosts at once; the answers are in the order of the hosts.
+
+    On this host it runs without ssh. ssh prompts for no password and forwards nothing. It refuses a
+    host with an unknown key, unless the user's ssh configuration allows it.
+
+    Args:
+        hosts: the hosts.
+        command: the program, looked up on the other host, and its arguments.
+        timeout: seconds for each host, to connect and to run the command.
+        shell: the way to the hosts; ssh if ``None``.
+    """
+    return run_until_signal(_run_on_all(hosts, command, timeout, shell or SSH))
+
+
+def ssh_command(
+    host: Host, command: Sequence[str], timeout: float, connect: float = _CONNECT
+) -> list[str]:
+    """The ssh that runs ``command`` on ``host``, and stops trying to connect before ``timeout``."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(max(1, int(min(connect, timeout / 2)))),
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "ClearAllForwardings": "yes",
+        "UpdateHostKeys": "no",
+        # A master connection would stay behind and keep our pipes open.
+        "ControlMaster": "no",
+        # Only failures: standard error is searched for them.
+        "LogLevel": "ERROR",
+    }
+    settings = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
+    user = ["-l", host.user] if host.user else []
+    return ["ssh", "-T", *settings, *user, "--", host.name, shlex.join(command)]
+
+
+def explain_ssh(host: Host, status: int | None, stderr: str) -> str | None:
+    """Why ssh did not run the command, from its exit status and output; ``None`` if it did."""
+    # The exit status of ssh's own failures, which hardly any command returns.
+    if status != 255:
+        return None
+    target = f"{host.user}@{host.name}" if host.user else host.name
+    for pattern, meaning in _SSH_MESSAGES:
+        if re.search(pattern, stderr):
+            return meaning.format(name=host.name, target=target)
+    return f"ssh failed: {last_line(stderr) or 'it printed nothing'}; try `ssh {target} true`"
+
+
+def _srun_command(host: Host, command: Sequence[str], timeout: float) -> list[str]:
+    export = "--export=" + ",".join(_SRUN_EXPORTS)
+    # --overlap shares the cores with other steps, such as the batch script that runs this.
+    one_task = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
+    return ["srun", "--quiet", export, *one_task, *command]
+
+
+def _explain_srun(host: Host, status: int | None, stderr: str) -> str | None:
+    errors = [line for line in stderr.splitlines() if line.startswith(_SRUN_ERROR)]
+    # srun also prints an error when the command itself fails: then it did run.
+    if status == 0 or not errors or any("Exited with exit code" in line for line in errors):
+        return None
+    reason = errors[0].removeprefix(_SRUN_ERROR).strip()
+    return f"Slurm starts nothing there ({reason}): see `sinfo -R`"
+
+
+SSH = RemoteShell(ssh_command, explain_ssh)
+SRUN = RemoteShell(_srun_command, _explain_srun)
+
+
+async def _run_on_all(
+    hosts: Sequence[Host], command: Sequence[str], timeout: float, shell: RemoteShell
+) -> list[Answer]:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def run_one(host: Host) -> Answer:
+        async with places:
+            # Resolving a name can take seconds.
+            local = await asyncio.to_thread(is_local, host.name)
+            return await _run(host, command, timeout, None if local else shell)
+
+    return list(await asyncio.gather(*map(run_one, hosts)))
+
+
+async def _run(
+    host: Host, command: Sequence[str], timeout: float, shell: RemoteShell | None
+) -> Answer:
+    words = command if shell is None else shell.command(host, command, timeout)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
+            # No terminal for prompts, and one process group with everything that ssh starts.
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(host, None, "", "", _not_started(words[0], error, shell is None))
+    try:
+        async with asyncio.timeout(timeout):
+            stdout, stderr = map(_text, await process.communicate())
+    except TimeoutError:
+        late = f"`{shlex.join(command)}` did not end within {timeout:g} s: is the host overloaded?"
+        return Answer(host, None, "", "", late)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    problem = None if shell is None else shell.explain(host, process.returncode, stderr)
+    if problem is None and process.returncode in (126, 127):
+        problem = (
+            f"{command[0]} cannot be started there ({last_line(stderr) or 'not found'}): every "
+            "host needs the same environment at the same path"
+        )
+    ran = problem is None
+    return Answer(host, process.returncode if ran else None, stdout, stderr, problem)
+
+
+def _not_started(program: str, error: OSError, local: bool) -> str:
+    if isinstance(error, FileNotFoundError) and not local:
+        return "there is no ssh on this host: install it (Debian: openssh-client)"
+    return f"{program} cannot be started: {error.strerror}"
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank; empty if there is none."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -1,0 +1,163 @@
+"""Ends processes together with everything they have started, and keeps track of them (Linux)."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+_ROUNDS = 10
+_POLL = 0.02
+
+# What launchers leave on a remote host above an agent: their daemons, started by a login shell.
+_DAEMONS = ("prted", "orted", "hydra_pmi_proxy", "prterun", "mpirun", "mpiexec", "mpiexec.hydra")
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish")
+
+# Loaded here: in a process with threads, a forked child must not load anything before its exec.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parents end, so that they stay findable."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_adopted(child: int) -> None:
+    """Reap adopted descendants that have ended, but leave ``child`` to its own ``wait``."""
+    with contextlib.suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid == child:
+                return
+            os.waitpid(found.si_pid, 0)
+
+
+def ends_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
+    """For ``preexec_fn``: the child gets this signal when the thread that started it ends.
+
+    Args:
+        number: the signal.
+        parent: the process that the thread belongs to; None for this one.
+    """
+    parent = os.getpid() if parent is None else parent
+
+    def arrange() -> None:
+        _prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # The parent ended before the line above.
+            os.kill(os.getpid(), number)
+
+    return arrange
+
+
+def end_descendants(
+    seconds_left: Callable[[], float] | None = None, leader: int | None = None
+) -> None:
+    """End all processes below this one.
+
+    Args:
+        seconds_left: returns how long they still have to end after SIGTERM, which may change while
+            this function waits; ``None`` for SIGKILL at once.
+        leader: one of them that needs the processes below it, such as the workers of a data loader,
+            until it has ended: they get SIGTERM only then.
+    """
+    if seconds_left is not None and seconds_left() > 0:
+        below = _below(leader)
+        others = [each for each in _descendants() if each.pid not in below]
+        for some in (others, []) if below else (others,):
+            ending = _send(some or _descendants(), signal.SIGTERM)
+            _send(ending, signal.SIGCONT)  # one that was stopped gets SIGTERM when it goes on
+            while seconds_left() > 0 and any(map(_runs, ending)):
+                time.sleep(_POLL)
+    # Each round finds the processes that those of the last one have started since. The number of
+    # rounds is limited because a process that waits for a disk may not end at all.
+    for _ in range(_ROUNDS):
+        if not (running := [process for process in _descendants() if _runs(process)]):
+            return
+        _wait_for(_send(running, signal.SIGKILL), 0.5)
+
+
+def interrupt(leader: int) -> None:
+    """Send SIGINT to a child and all of its process group below this process, as Ctrl-C would."""
+    with contextlib.suppress(ProcessLookupError):
+        group = os.getpgid(leader)
+        _send([each for each in _descendants() if _group(each) == group], signal.SIGINT)
+
+
+def end_remote_launcher(started_by_it: int) -> None:
+    """End the launcher's processes on this host when its own host cannot be reached any more.
+
+    Its daemon and sshd would wait many minutes for a TCP timeout.
+
+    Args:
+        started_by_it: the process that they started, which is not ended.
+    """
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        for process in psutil.Process(started_by_it).parents():
+            if process.name() in _DAEMONS or _is_ssh_session(process):
+                found.append(process)
+            elif process.name() not in _SHELLS:
+                break
+    with contextlib.suppress(psutil.AccessDenied):
+        _send(found, signal.SIGKILL)
+
+
+def _is_ssh_session(process: psutil.Process) -> bool:
+    """Whether this sshd serves one connection; the one that waits for connections must live."""
+    command = " ".join(process.cmdline())
+    return command.startswith("sshd") and "@notty" in command
+
+
+def _descendants() -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return found
+
+
+def _below(leader: int | None) -> set[int]:
+    """The ids of the processes below one of the descendants of this process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if leader in {each.pid for each in _descendants()}:
+            return {each.pid for each in psutil.Process(leader).children(recursive=True)}
+    return set()
+
+
+def _group(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> list[psutil.Process]:
+    """Send a signal to processes; return those that got it."""
+    reached = []
+    for process in processes:
+        # AccessDenied: a command may run as another user; then it is not ours to end.
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.send_signal(number)
+            reached.append(process)
+    return reached
+
+
+def _wait_for(processes: Sequence[psutil.Process], seconds: float) -> None:
+    """Wait until they have ended, without reaping them."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(_runs, processes)):
+        time.sleep(_POLL)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

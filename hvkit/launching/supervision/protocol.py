@@ -1,0 +1,357 @@
+"""The connection between an agent and the supervisor: its frames, and how both notice its loss.
+
+A frame is a kind, a length and that many bytes. Before the first one, both ends prove that they
+know the key of the run (``hvkit.handshake``).
+
+**Liveness.** TCP keep-alive in the kernels detects a lost connection. While a process waits for a
+disk or a core, its kernel still acknowledges packets; when a process ends, its kernel closes the
+connection. If neither happens, the host or the network is lost. A kernel whose receive buffer is
+full acknowledges more and more rarely. So an agent sends at most ``WINDOW`` bytes of output that
+the supervisor has not read yet: its kernel can hold as much while ``hvkit run`` or its terminal is
+stopped.
+"""
+
+import contextlib
+import hmac
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+from hvkit import handshake
+
+KEY_VARIABLE = "HVKIT_RUN_KEY"
+"""Environment variable with the key of the run, in hexadecimal."""
+
+SUPERVISOR_VARIABLE = "HVKIT_RUN"
+"""Environment variable with the ``AgentSettings`` in JSON."""
+
+CANNOT_RUN = 127
+"""The status that shells and agents return for a command they cannot run."""
+
+_HEADER = struct.Struct("!BI")
+_NUMBER = struct.Struct("!I")
+HEADER_BYTES = _HEADER.size
+_LONGEST_FRAME = 1 << 16
+
+PIECE = 1 << 14
+"""Bytes of output, or of a file, in a frame; small, so that several fit into the window."""
+
+WINDOW = 1 << 16
+"""Bytes of output, with headers, that an agent may send ahead of the supervisor."""
+
+RECEIVE_BUFFER = 4 * WINDOW
+"""Bytes of the supervisor's receive buffer, larger since the kernel includes its own overhead."""
+
+# In Linux' struct tcp_info: milliseconds since the last acknowledgement.
+_TCP_INFO_BYTES = 60
+_LAST_ACK = 56
+# Keep-alive probes within the time limit; Linux allows 127.
+_PROBES = 50
+
+
+class Kind(IntEnum):
+    """The kinds of frames. An agent sends those up to ``CLOCK``, the supervisor the others."""
+
+    HELLO = 1
+    """Rank and host, and whether it wants the call (``CALL``), in JSON."""
+    STDOUT = 2
+    """Bytes that the command wrote to its standard output."""
+    STDERR = 3
+    """Bytes that the command wrote to its standard error."""
+    STOPPED = 4
+    """The command is being ended, by the supervisor or for instance by the launcher."""
+    ENDED = 5
+    """How the command ended, in JSON."""
+    REPORT = 6
+    """A report of the rank, see ``hvkit.host.run_reports``: a line of JSON."""
+    SPANS = 11
+    """What the rank has done, see ``hvkit.watch.heartbeat``: a line of JSON. Counts as output."""
+    OUTCOME = 14
+    """A piece of the file with what the function has returned or raised on another host; a SEAL
+    follows the last. Counts as output."""
+    CLOCK = 12
+    """The number of an ASK, and this host's ``time.monotonic()``, in JSON."""
+    TAKEN = 7
+    """The number of bytes of output that the supervisor has read since the last TAKEN."""
+    SIGNAL = 8
+    """The number of a signal to send to the command."""
+    STOP = 9
+    """End the command within this number of milliseconds."""
+    INTERRUPT = 10
+    """Send the command the signal of Ctrl-C; a STOP follows if it does not end."""
+    ASK = 13
+    """A number; a CLOCK answers it."""
+    CALL = 15
+    """A piece of the file with the function to call; a SEAL follows the last."""
+    SEAL = 16
+    """From both: a digest of the file before it (``sealing``), since what is in it is executed."""
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """The settings of a run that its agents need; they get them in the environment.
+
+    Attributes:
+        host: the name of the supervisor's host.
+        addresses: addresses of the supervisor, in the order to try.
+        port: its TCP port.
+        lost_after: seconds without an acknowledgement after which the other host counts as lost;
+            ``None`` if the run uses one host.
+        grace: seconds that a command has to end when its launcher ends it.
+        bind: whether to bind each rank to its share of the host's cores.
+        variables: environment variables for the commands on the supervisor's host only.
+        call: the folder on the supervisor's host, as in ``hvkit.host.call_folder``, if ranks run a
+            function.
+    """
+
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    lost_after: float | None
+    grace: float
+    bind: bool
+    variables: Mapping[str, str]
+    call: str | None = None
+
+    def to_json(self) -> str:
+        """The value of ``SUPERVISOR_VARIABLE``."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "AgentSettings":
+        """The settings in the value of ``SUPERVISOR_VARIABLE``."""
+        values = json.loads(text)
+        return cls(**{**values, "addresses": tuple(values["addresses"])})
+
+
+class ConnectionLost(Exception):
+    """The supervisor has ended or cannot be reached any more."""
+
+
+class Connection:
+    """An agent's end. Several threads may send; one thread receives.
+
+    After the connection is lost, sending drops the data; the receiving thread gets the error.
+    """
+
+    def __init__(self, connected: socket.socket, key: bytes) -> None:
+        self._socket = connected
+        self._key = key
+        self._sending = threading.Lock()
+        self._window = threading.Condition()
+        self._not_taken = 0
+        self._lost = False
+
+    @classmethod
+    def to_supervisor(
+        cls, settings: AgentSettings, key: str, rank: int, *, wants_call: bool = False
+    ) -> "Connection":
+        """Connect to the first address where the supervisor answers, and send the HELLO.
+
+        Args:
+            settings: with the addresses.
+            key: the key of the run, in hexadecimal.
+            rank: the agent's rank.
+            wants_call: whether ``pieces_of_call`` follows.
+
+        Raises:
+            OSError: the supervisor answers at none of its addresses.
+        """
+        connected = handshake.connect(settings.addresses, settings.port, bytes.fromhex(key))
+        keep_alive(connected, settings.lost_after)
+        connection = cls(connected, bytes.fromhex(key))
+        hello = {"rank": rank, "host": socket.gethostname(), "call": wants_call}
+        connection.send_json(Kind.HELLO, hello)
+        return connection
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Send a frame."""
+        data = frame(kind, payload)
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(data)
+
+    def send_output(self, kind: Kind, payload: bytes) -> None:
+        """Send output; blocks while the window is full."""
+        size = HEADER_BYTES + len(payload)
+        with self._window:
+            self._window.wait_for(lambda: self._lost or self._not_taken + size <= WINDOW)
+            self._not_taken += size
+        self.send(kind, payload)
+
+    def send_json(self, kind: Kind, values: Mapping[str, Any]) -> None:
+        """Send a frame with JSON in it."""
+        self.send(kind, json.dumps(values).encode())
+
+    def pieces_of_call(self) -> Iterator[bytes]:
+        """The pieces of the call, which the supervisor sends before anything else.
+
+        Raises:
+            ConnectionLost: the rest will not come, since the run ends; or somebody has changed it.
+        """
+        seal = sealing(self._key, "call")
+        while True:
+            kind, length = header(self._exactly(HEADER_BYTES))
+            piece = self._exactly(length)
+            if kind is Kind.SEAL and hmac.compare_digest(piece, seal.digest()):
+                return
+            if kind is not Kind.CALL:
+                raise ConnectionLost(f"{kind.name} instead of the call")
+            seal.update(piece)
+            yield piece
+
+    def send_outcome(self, rank: int, pieces: Iterator[bytes]) -> None:
+        """Send the file with what the function has returned or raised on this rank."""
+        seal = sealing(self._key, f"outcome {rank}")
+        for piece in pieces:
+            seal.update(piece)
+            self.send_output(Kind.OUTCOME, piece)
+        self.send(Kind.SEAL, seal.digest())
+
+    def receive(self) -> tuple[Kind, int]:
+        """Wait for the next frame from the supervisor, and return its kind and number.
+
+        Raises:
+            ConnectionLost: no frame will come any more.
+        """
+        try:
+            while True:
+                kind, length = header(self._exactly(HEADER_BYTES))
+                number = unpacked(self._exactly(length))
+                if kind is not Kind.TAKEN:
+                    return kind, number
+                with self._window:
+                    self._not_taken -= number
+                    self._window.notify_all()
+        except (ConnectionLost, ValueError) as error:
+            with self._window:
+                self._lost = True
+                self._window.notify_all()
+            if isinstance(error, ConnectionLost):
+                raise
+            raise ConnectionLost(f"the other end is no supervisor: {error}") from error
+
+    def finish(self) -> None:
+        """Send nothing more; the supervisor then closes the connection.
+
+        Closing it here, with a frame from the supervisor unread, would discard data that is still
+        being sent.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            try:
+                more = self._socket.recv(count - len(data))
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+            if not more:
+                raise ConnectionLost("the supervisor closed the connection")
+            data += more
+        return data
+
+
+def sealing(key: bytes, name: str) -> hmac.HMAC:
+    """Makes the SEAL of a file from its pieces.
+
+    Args:
+        key: of the run.
+        name: of the file, so that no other one can take its place.
+    """
+    return hmac.new(key, name.encode() + b"\0", "sha256")
+
+
+def frame(kind: Kind, payload: bytes = b"") -> bytes:
+    """The bytes of a frame."""
+    return _HEADER.pack(kind, len(payload)) + payload
+
+
+def header(data: bytes) -> tuple[Kind, int]:
+    """Kind and payload length from the first ``HEADER_BYTES`` of a frame.
+
+    Raises:
+        ValueError: the kind is unknown, or no frame is that long.
+    """
+    kind, length = _HEADER.unpack(data)
+    if length > _LONGEST_FRAME:
+        raise ValueError(f"a frame of {length} bytes")
+    return Kind(kind), length
+
+
+def fields(payload: bytes, **kinds: type) -> list[Any]:
+    """Values of a JSON object, in the order of ``kinds``; None for one that it lacks.
+
+    Args:
+        payload: of a frame.
+        **kinds: by name, the type of each value; ``float`` accepts integers, too.
+
+    Raises:
+        ValueError: it is no JSON object, or a value has another type.
+    """
+    try:
+        values = json.loads(payload)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"no JSON object: {payload[:80]!r}")
+    found = []
+    for name, kind in kinds.items():
+        value = values.get(name)
+        accepted = (int, float) if kind is float else kind
+        wrong_flag = isinstance(value, bool) and kind is not bool
+        if value is not None and (wrong_flag or not isinstance(value, accepted)):
+            raise ValueError(f"{name} is {value!r}, which is no {kind.__name__}")
+        found.append(value)
+    return found
+
+
+def packed(number: int) -> bytes:
+    """The payload of a frame that holds a number."""
+    return _NUMBER.pack(number)
+
+
+def unpacked(payload: bytes) -> int:
+    """The number in a payload."""
+    if len(payload) != _NUMBER.size:
+        raise ValueError(f"a number of {len(payload)} bytes")
+    number: int = _NUMBER.unpack(payload)[0]
+    return number
+
+
+def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
+    """Have the kernel probe the other end, and break the connection if it stays silent.
+
+    Args:
+        connection: a TCP connection.
+        lost_after: seconds of silence; ``None`` for a connection within this host: no probes.
+    """
+    if lost_after is None:
+        return
+    interval = probe_interval(lost_after)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, interval),
+        (socket.TCP_KEEPINTVL, interval),
+        (socket.TCP_KEEPCNT, max(1, round(lost_after / interval) - 1)),
+        # The limit for data that was sent and not acknowledged, in milliseconds.
+        (socket.TCP_USER_TIMEOUT, round(lost_after * 1000)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def probe_interval(lost_after: float) -> int:
+    """Seconds between keep-alive probes."""
+    return max(1, int(lost_after / _PROBES))
+
+
+def silent_for(connection: socket.socket) -> float:
+    """Seconds since the last acknowledgement, on a connection with ``keep_alive``."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
+    return float(milliseconds) / 1000

@@ -1,0 +1,333 @@
+"""Shows what ranks print, writes it to log files, and keeps the last lines for a report.
+
+A ``RankOutput`` turns the bytes of one rank into whole lines and whole tracebacks. The run's
+``OutputWriter`` does all writing in a thread of its own, so that a slow terminal blocks only the
+ranks that print.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from hvkit import threads
+from hvkit.launching.supervision.last_lines import LastLines, as_kept, last_state
+from hvkit.launching.supervision.protocol import Kind
+from hvkit.launching.supervision.tracebacks import (
+    Traceback,
+    beginning,
+    interrupted_at,
+    separated,
+    starts_a_line,
+)
+from hvkit.wording import interrupted
+
+# Bytes: a longer line is shown in parts, and a longer traceback is shown at once.
+_LONGEST_LINE = 1 << 16
+# Seconds to hold a traceback back: if the rank then ends, only the report shows it.
+_HELD = 3.0
+
+_LOG = "rank-{}.log"
+LAUNCHER_LOG = "launcher.log"
+"""Name of the log file of the launcher's own output."""
+
+_Work = tuple[Callable[[], None], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How to show output.
+
+    Attributes:
+        prefix: whether lines begin with rank and host.
+        timestamps: whether lines begin with the time at which they arrived here.
+        log_dir: folder for one log file per rank, and one of the launcher, see ``make_room``;
+            ``None`` for none.
+        ranks: the ranks whose output is shown; ``None`` for all. Log files, and the last lines in
+            the report of a failure, are of all ranks.
+    """
+
+    prefix: bool = False
+    timestamps: bool = False
+    log_dir: Path | None = None
+    ranks: tuple[range, ...] | None = None
+
+    def shows(self, rank: int) -> bool:
+        """Whether this rank's output is shown."""
+        return self.ranks is None or any(rank in some for some in self.ranks)
+
+    @property
+    def by_line(self) -> bool:
+        """Whether lines get a prefix, and so must be shown whole."""
+        return self.prefix or self.timestamps
+
+
+class RankOutput:
+    """The output of one rank, shown in whole lines, so that lines of different ranks do not mix.
+
+    The unfinished line of a progress bar is shown in its current state, see ``flush``. The log file
+    gets both streams; this process writes each to its own.
+
+    Standard output is shown at once. On standard error a traceback is held back until something
+    else follows there, for three seconds at most: if the rank ends with it, the report of the run's
+    failure shows it, or ``close`` does.
+
+    Attributes:
+        interrupted: whether Ctrl-C has ended the run: one line then replaces its tracebacks.
+
+    Args:
+        rank: its number.
+        host: where it runs.
+        style: how to show its output.
+        show: called with the stream and the bytes to show.
+
+    Raises:
+        OSError: the log file cannot be opened.
+    """
+
+    def __init__(self, rank: int, host: str, style: Style, show: Callable[[Kind, bytes], None]):
+        self._rank = rank
+        self._label = f"[{rank} {host}] ".encode() if style.prefix else b""
+        self._style = style
+        self._show = show if style.shows(rank) else _show_nothing
+        self._log = _log_file(style.log_dir, rank)
+        self._unfinished = {Kind.STDOUT: b"", Kind.STDERR: b""}
+        self._last = LastLines()
+        # The streams whose unfinished line has been shown.
+        self._begun: set[Kind] = set()
+        # The last traceback on standard error, and whether nothing has followed it there.
+        self._traceback = Traceback()
+        self._in_traceback = False
+        # The part of it that is held back, with its prefixes.
+        self._held = b""
+        self._held_since = 0.0
+        self.interrupted = False
+        self._interrupted_at: str | None = None
+
+    def write(self, kind: Kind, data: bytes) -> None:
+        """Show the lines that ``data`` completes, and keep the rest."""
+        self._last.add(kind, data)
+        if kind in self._begun and not self._unfinished[kind] and starts_a_line(data):
+            data = b"\n" + data
+        lines, end, rest = separated(self._unfinished[kind] + data).rpartition(b"\n")
+        if end:
+            if kind is Kind.STDERR:
+                self._take_errors(lines + end)
+            else:
+                self._put(kind, lines + end)
+            self._begun.discard(kind)
+        if kind is Kind.STDERR and self._in_traceback:
+            if b"\r" in rest or len(rest) + len(self._traceback.text) > _LONGEST_LINE:
+                self._end_traceback()
+            elif not rest:
+                self._traceback.end_piece()
+        if self._style.by_line:
+            rest = last_state(rest)
+        if len(rest) > _LONGEST_LINE:
+            self._put(kind, rest, b"\n" if self._style.by_line else b"")
+            rest = b""
+        self._unfinished[kind] = rest
+
+    def flush(self, *, failed: bool = False) -> None:
+        """Show unfinished lines, unless lines must be shown whole, and what was held too long.
+
+        Args:
+            failed: whether the rank has failed, so that the report may show what is held back.
+        """
+        if self._held and not failed and time.monotonic() - self._held_since > _HELD:
+            self._release()
+        if not self._style.by_line:
+            self._show_unfinished()
+
+    def close(self, *, drop: bool = False) -> None:
+        """Show unfinished lines and what is held back, and close the log file.
+
+        Args:
+            drop: whether to drop a traceback that is held back, since the report shows it.
+        """
+        if drop:
+            self._held = b""
+        self._release()
+        self._show_unfinished(b"\n" if self._style.by_line else b"")
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def close_interrupted(self) -> None:
+        """As ``close``, after Ctrl-C: one line replaces the tracebacks that it has caused."""
+        self.interrupted = True
+        self.close()
+        if self._interrupted_at is None:
+            return
+        said = f"hvkit: {interrupted(self._rank, self._interrupted_at)}"
+        if not any(line.startswith(said.partition(" (")[0]) for line in self._last.all()):
+            self._show(Kind.STDERR, self._decorated(said.encode()) + b"\n")
+
+    def last_lines(self) -> list[str]:
+        """The last lines of both streams that explain why the rank ends; a traceback is whole."""
+        lines, whole = self._last.telling(), self._lines_of_traceback()
+        if not whole or whole[-1] not in lines:
+            return lines
+        behind = lines[::-1].index(whole[-1])
+        return [*whole, *lines[len(lines) - behind :]]
+
+    def all_last_lines(self) -> list[str]:
+        """The last lines of both streams in the order in which they came, without empty ones."""
+        return self._last.all()
+
+    def last_traceback(self) -> list[str]:
+        """The traceback at the end of standard error; empty if something else follows it."""
+        return self._lines_of_traceback() if self._in_traceback else []
+
+    def _lines_of_traceback(self) -> list[str]:
+        lines = map(as_kept, self._traceback.text.split(b"\n"))
+        return [line for line in lines if line.strip()]
+
+    def _take_errors(self, lines: bytes) -> None:
+        """Show whole lines of standard error; hold back those of a traceback."""
+        while lines:
+            if not self._in_traceback:
+                begins = beginning(lines)
+                if begins != 0:
+                    self._put(Kind.STDERR, lines[:begins])
+                if begins is None:
+                    return
+                lines = lines[begins:]
+                self._traceback, self._in_traceback = Traceback(), True
+            taken = self._traceback.take(lines)
+            if taken:
+                self._put(Kind.STDERR, lines[:taken], hold=True)
+            lines = lines[taken:]
+            if lines:
+                self._end_traceback()
+
+    def _end_traceback(self) -> None:
+        self._in_traceback = False
+        self._release()
+
+    def _show_unfinished(self, end: bytes = b"") -> None:
+        for kind, rest in self._unfinished.items():
+            if rest and not (self._held and kind is Kind.STDERR):
+                self._put(kind, rest, end)
+                self._unfinished[kind] = b""
+                self._begun.add(kind)
+
+    def _decorated(self, lines: bytes) -> bytes:
+        if not self._style.by_line:
+            return lines
+        now = b""
+        if self._style.timestamps:
+            now = datetime.now().isoformat(" ", "milliseconds").encode() + b" "
+        start = now + self._label
+        *whole, rest = lines.split(b"\n")
+        shown = [start + last_state(line).rstrip(b"\r") + b"\n" for line in whole]
+        return b"".join([*shown, start + last_state(rest).rstrip(b"\r")] if rest else shown)
+
+    def _put(self, kind: Kind, raw: bytes, end: bytes = b"", *, hold: bool = False) -> None:
+        data = self._decorated(raw) + end
+        if hold:
+            self._held_since = self._held_since if self._held else time.monotonic()
+            self._held += data
+        else:
+            self._show(kind, data)
+        if self._log is not None:
+            try:
+                self._log.write(data)
+                self._log.flush()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._log.name) from error
+
+    def _release(self) -> None:
+        held, self._held = self._held, b""
+        if self.interrupted and held:
+            where = interrupted_at(self._lines_of_traceback())
+            if where is not None:
+                self._interrupted_at = where
+                return
+        if held:
+            self._show(Kind.STDERR, held)
+
+
+def _show_nothing(kind: Kind, data: bytes) -> None:
+    """For a rank whose output is not shown."""
+
+
+def make_room(folder: Path) -> None:
+    """Create a folder for log files; move those of an earlier run to ``earlier-1``, ... below it.
+
+    Raises:
+        OSError: the folder cannot be created, or a file cannot be moved.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if logs := [*folder.glob(_LOG.format("*")), *folder.glob(LAUNCHER_LOG)]:
+        numbers = itertools.count(1)
+        earlier = next(path for n in numbers if not (path := folder / f"earlier-{n}").exists())
+        earlier.mkdir()
+        for log in logs:
+            log.rename(earlier / log.name)
+
+
+def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:
+    return None if folder is None else (folder / _LOG.format(f"{rank:04}")).open("wb")
+
+
+class OutputWriter:
+    """A thread that writes output in order. After an error it writes nothing more.
+
+    It is a daemon thread, so a write that blocks forever does not keep this process alive.
+
+    Args:
+        on_problem: called in the event loop when something cannot be written.
+    """
+
+    def __init__(self, on_problem: Callable[[], None]) -> None:
+        self.problem: OSError | None = None
+        self._on_problem = on_problem
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        threads.start("hvkit-output", self._run)
+
+    async def do(self, work: Callable[[], None]) -> None:
+        """Call ``work`` on the thread, after all earlier work, and wait for it."""
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        self._queue.put((work, loop, done))
+        await done
+
+    def close(self) -> None:
+        """End the thread after all earlier work."""
+        self._queue.put(None)
+
+    def fail(self, problem: OSError) -> None:
+        """Record that something cannot be written. Call this in the event loop."""
+        if self.problem is None:
+            self.problem = problem
+            self._on_problem()
+
+    def _run(self) -> None:
+        while (wanted := self._queue.get()) is not None:
+            work, loop, done = wanted
+            try:
+                if self.problem is None:
+                    work()
+            except OSError as problem:
+                _call_in(loop, self.fail, problem)
+            _call_in(loop, _finish, done)
+
+
+def _call_in(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object
+) -> None:
+    # The loop may have ended while a write was blocked.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, argument)
+
+
+def _finish(done: "asyncio.Future[None]") -> None:
+    if not done.cancelled():
+        done.set_result(None)

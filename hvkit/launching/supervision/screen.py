@@ -1,0 +1,121 @@
+"""Standard output and error of this process: shows ranks' output, and lines of ``hvkit run``.
+
+A progress bar has no end of line until it is full. What another rank, the launcher or ``hvkit run``
+itself writes meanwhile begins on a line of its own. Other output is written to files and pipes byte
+for byte: it may be cut anywhere, and need not be text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import sys
+import threading
+
+from hvkit.launching.supervision.protocol import Kind
+
+# Progress bars begin so, to draw over what is there.
+_DRAWS_OVER = re.compile(rb"[\b]*\r")
+_FAILURE = "\x1b[1;31m{}\x1b[0m"
+
+
+class Screen:
+    """Standard output and error of this process; several threads may write."""
+
+    def __init__(self) -> None:
+        # On a terminal, and with `2>&1`, both streams are one place: a line that one leaves
+        # unfinished is there for the other, too.
+        self._one = _same_file(1, 2)
+        self._locks = {1: threading.Lock(), 2: threading.Lock()}
+        # By place: the writer of its unfinished line, and the stream.
+        self._open: dict[int, tuple[object, int]] = {}
+        # Of these, places where what is unfinished is a progress bar.
+        self._bars: set[int] = set()
+
+    def show(self, kind: Kind, data: bytes, writer: object = None) -> None:
+        """Write bytes.
+
+        Args:
+            kind: the stream to write to.
+            data: the bytes.
+            writer: identifies the source. An unfinished line of another writer is ended before, on
+                a terminal or if it is a progress bar. None: this process, which always begins a new
+                line.
+        """
+        file = 1 if kind is Kind.STDOUT else 2
+        place = self._place(file)
+        with self._locks[place]:
+            of_another = self._open.get(place) not in (None, (writer, file))
+            if of_another and self._stands_apart(place, file, writer, data):
+                self._end_line(place)
+            _write(file, data)
+            if data:
+                self._note_end(place, (writer, file), data)
+
+    def end_line(self) -> None:
+        """Begin a line of this process's own on standard error."""
+        place = self._place(2)
+        with self._locks[place]:
+            self._end_line(place)
+
+    def say(self, text: str, *, failed: bool = False) -> None:
+        """Write lines of this process's own to standard error.
+
+        Args:
+            text: the lines.
+            failed: whether the first one reports a failure: it is in colour on a terminal.
+        """
+        first, *rest = text.split("\n")
+        lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
+        with contextlib.suppress(BrokenPipeError):
+            self.show(Kind.STDERR, "".join(f"{line}\n" for line in lines).encode())
+
+    def _stands_apart(self, place: int, file: int, writer: object, data: bytes) -> bool:
+        """Whether data begins a new line after the unfinished line of another writer."""
+        apart = writer is None or place in self._bars or os.isatty(file)
+        return apart and not _DRAWS_OVER.match(data)
+
+    def _note_end(self, place: int, whose: tuple[object, int], data: bytes) -> None:
+        """Note what the written bytes have left unfinished."""
+        _, end_of_line, rest = data.rpartition(b"\n")
+        if end_of_line or self._open.get(place) != whose:
+            self._open.pop(place, None)
+            self._bars.discard(place)
+        if rest:
+            self._open[place] = whose
+            if b"\r" in rest:
+                self._bars.add(place)
+
+    def _end_line(self, place: int) -> None:
+        if place in self._open:
+            _write(self._open.pop(place)[1], b"\n")
+            self._bars.discard(place)
+
+    def _place(self, file: int) -> int:
+        return 1 if self._one else file
+
+
+def in_colour() -> bool:
+    """Whether standard error takes colours: a terminal, unless NO_COLOR or FORCE_COLOR is set."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return os.environ.get("TERM") != "dumb" and sys.stderr is not None and sys.stderr.isatty()
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(one), os.fstat(other))
+    except OSError:  # this process was started without one of them
+        return False
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except BlockingIOError:
+            select.select([], [file], [])

@@ -1,0 +1,455 @@
+"""Runs a launcher, watches its ranks, and ends everything on all hosts after a failure."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hvkit.errors import LEFT, ranks_text
+from hvkit.host import call_folder
+from hvkit.launching.supervision.first_failure import (
+    Failure,
+    first_failure,
+    in_one_line,
+    report,
+    reported,
+)
+from hvkit.launching.supervision.launcher_output import LauncherOutput
+from hvkit.launching.supervision.processes import (
+    adopt_orphans,
+    end_descendants,
+    ends_with_parent,
+    reap_adopted,
+)
+from hvkit.launching.supervision.protocol import (
+    CANNOT_RUN,
+    KEY_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    AgentSettings,
+    Kind,
+)
+from hvkit.launching.supervision.rank_output import Style
+from hvkit.launching.supervision.run_status import RunStatus
+from hvkit.launching.supervision.signals import (
+    COMMAND_SIGNALS,
+    END_SIGNALS,
+    ended_text,
+    same_handlers_after,
+)
+from hvkit.launching.supervision.supervisor import Supervisor
+from hvkit.launching.supervision.timeline import Timeline
+from hvkit.launching.supervision.tracebacks import Raised
+
+# All in seconds.
+# For other ranks to fail by themselves after the first, with errors that help to find the cause.
+_OTHERS_FAIL = 2.0
+# For other lost hosts to be noticed: of those lost together, within one probe interval.
+_OTHERS_LOST = 1.2
+# For agents to end, in addition to the grace of their commands; shorter when a host is lost, since
+# its agents will not answer at all.
+_AGENTS_END = 3.0
+_AGENTS_END_BUT_LOST = 1.0
+# For the launcher to end by itself after its ranks, and for agents after their launcher.
+_LAUNCHER_ENDS = 1.5
+# For the launcher's last output to arrive after its end.
+_LAUNCHER_PRINTS = 0.3
+# A try that ends within this time, and without a step that hvkit counts, has not begun to train.
+# Ranks that train without hvkit report no steps.
+_BEGINS = 600.0
+# For a launcher to notice that all ranks have ended well.
+_LAUNCHER_NOTICES = 5.0
+
+
+@dataclass(frozen=True)
+class SupervisedRun:
+    """A launcher's command line, and how to watch its ranks.
+
+    Attributes:
+        command: the launcher's command line.
+        environ: the launcher's environment.
+        launcher: its name in messages.
+        size: the number of ranks.
+        addresses: addresses of this host that agents try; for a run on one host, only the loopback
+            address.
+        lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
+            for never.
+        grace: seconds that commands have to end, after a signal or the failure of another rank.
+        bind: whether to bind each rank to its share of its host's cores.
+        hosts: by rank, the name of its host in the hostfile or list.
+        here: environment variables for the ranks on this host only.
+        style: how to show output.
+        timeline: gets the spans of all ranks; None if the run has no timeline.
+        status: gets the newest state of the ranks, for ``hvkit top``.
+        saved_in: as in ``Supervisor``, which updates it; the same dict in all tries.
+        call: the folder of the function that ranks run, as in ``hvkit.host.call_folder``; None if
+            they run a command.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    launcher: str
+    size: int
+    addresses: tuple[str, ...]
+    lost_after: float | None
+    grace: float
+    bind: bool
+    hosts: Sequence[str] = ()
+    here: Mapping[str, str] = field(default_factory=dict)
+    style: Style = field(default_factory=Style)
+    timeline: Timeline | None = None
+    status: RunStatus = field(default_factory=RunStatus)
+    saved_in: dict[str, int] = field(default_factory=dict)
+    call: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run has ended.
+
+    Attributes:
+        status: the exit status of the rank that failed first, or 0.
+        reason: what ended it, in one line; empty if all ranks ended well.
+        restartable: whether another try may succeed: not after a signal to this process, nor if
+            the command does not exist or output cannot be written.
+        preempted: whether the ranks have left after SIGTERM, with a checkpoint.
+        terminated: the ranks that got that SIGTERM.
+        saved: the step of the newest checkpoint; None if the run has saved or resumed none.
+        replicas: whether hosts hold copies of it in memory.
+        raised: the exception that ended it before any step; None for anything else.
+        rank: the rank that failed first; None if none did.
+        size: the number of ranks; 0 if none were started.
+    """
+
+    status: int
+    reason: str = ""
+    restartable: bool = False
+    preempted: bool = False
+    terminated: frozenset[int] = frozenset()
+    saved: int | None = None
+    replicas: bool = False
+    raised: Raised | None = None
+    rank: int | None = None
+    size: int = 0
+
+
+def supervise(run: SupervisedRun) -> Outcome:
+    """Start the ranks, and supervise them to their end.
+
+    SIGINT, SIGTERM and SIGHUP end the run, with exit status 128 plus the signal's number. After
+    SIGINT, ranks get SIGINT, SIGTERM and SIGKILL, each ``grace`` seconds after the one before;
+    after the others, SIGTERM and SIGKILL. A further signal has the next of these sent at once.
+    SIGUSR1 and SIGUSR2 go to the command of every rank.
+    """
+    adopt_orphans()
+    supervision = _Supervision(run)
+    with same_handlers_after():
+        outcome = asyncio.run(supervision.supervise())
+    # A signal may have come after the outcome was known.
+    restartable = outcome.restartable and not supervision.signalled_late
+    return replace(outcome, restartable=restartable, size=run.size)
+
+
+class _Supervision:
+    def __init__(self, run: SupervisedRun) -> None:
+        self.run = run
+        self.key = secrets.token_bytes(32)
+        self.failed = asyncio.Event()
+        self.ended_by: signal.Signals | None = None
+        self.signalled = asyncio.Event()
+        self.signalled_again = asyncio.Event()
+        self.stopping = False
+        # Whether a signal came while the ranks of a failed run were being ended.
+        self.signalled_late = False
+        self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
+        self.supervisor.timeline = run.timeline
+        self.supervisor.saved_in = run.saved_in
+        self.supervisor.call = run.call
+        if run.call is not None:
+            call_folder.remove_outcomes(run.call)
+        self.screen = self.supervisor.screen
+        writer, log_dir = self.supervisor.writer, run.style.log_dir
+        self.launcher_output = LauncherOutput(writer, self.screen.show, lambda: self.ends, log_dir)
+        self.begun = time.monotonic()
+
+    async def supervise(self) -> Outcome:
+        only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
+        port = self.supervisor.listen(only_address)
+        loop = asyncio.get_running_loop()
+        for number in END_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self.on_end_signal, number)
+        for number in COMMAND_SIGNALS:
+            loop.add_signal_handler(number, self.supervisor.signal, number)
+        launcher = await self.start(port)
+        helpers = [
+            asyncio.create_task(each)
+            for each in (
+                self.supervisor.show_unfinished_lines(),
+                _reap(launcher.pid),
+                self.show(),
+                *([self.supervisor.ask_for_clocks()] if self.run.timeline else []),
+            )
+        ]
+        status: int | None = None
+        try:
+            await self.wait(launcher)
+            status = launcher.returncode
+            await self.end(launcher)
+        finally:
+            for each in helpers:
+                each.cancel()
+            self.show_now()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.close(status), 0.5 if self.hurried else None)
+        self.screen.end_line()
+        if status is not None and status < 0 and not self.hurried:
+            outcome = self.blame_launcher(launcher.pid, -status)
+        else:
+            outcome = self.conclude(status)
+        return replace(outcome, replicas=self.supervisor.replicas)
+
+    def ended(self, status: int, reason: str) -> Outcome:
+        """The outcome of a run for which another try may succeed."""
+        return Outcome(status, reason, restartable=True, saved=self.supervisor.saved)
+
+    async def start(self, port: int) -> asyncio.subprocess.Process:
+        run = self.run
+        settings = AgentSettings(
+            host=socket.gethostname(),
+            addresses=run.addresses,
+            port=port,
+            lost_after=run.lost_after,
+            grace=run.grace,
+            bind=run.bind,
+            variables=run.here,
+            call=None if run.call is None else str(run.call),
+        )
+        own = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
+        streams = [await self.launcher_output.pipe(kind) for kind in (Kind.STDOUT, Kind.STDERR)]
+        try:
+            return await asyncio.create_subprocess_exec(
+                *run.command,
+                env={**run.environ, **own},
+                # Standard input is left for the commands that follow in a shell's loop. And Open
+                # MPI 5 does not pass on its end.
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=streams[0],
+                stderr=streams[1],
+                # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
+                process_group=0,
+                preexec_fn=ends_with_parent(signal.SIGTERM),
+            )
+        finally:
+            for stream in streams:
+                os.close(stream)
+
+    async def close(self, status: int | None) -> None:
+        """Show the rest of the output, without what the report of a failure repeats.
+
+        Args:
+            status: as for ``conclude``.
+        """
+        await self.launcher_output.finish(_LAUNCHER_PRINTS)
+        if self.launcher_explains_end(status):
+            await self.launcher_output.show_kept()
+        about = self.supervisor.failures, self.supervisor.cause
+        await self.supervisor.close(reported(*about))
+
+    def launcher_explains_end(self, status: int | None) -> bool:
+        """Whether the launcher's last output may explain the end of the run."""
+        if self.hurried or self.supervisor.left or status == 0:
+            return False
+        first = first_failure(self.supervisor.failures)
+        if first is None:
+            return status is not None or not self.supervisor.all_ended.is_set()
+        return (status is not None and status < 0) or (first.status is None and not first.lost)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is ending, for any reason."""
+        ended = self.failed, self.signalled, self.supervisor.all_ended
+        return self.stopping or any(event.is_set() for event in ended)
+
+    async def show(self) -> None:
+        """Show the ranks in ``hvkit top`` every second; never returns."""
+        while True:
+            self.show_now()
+            await asyncio.sleep(1)
+
+    def show_now(self) -> None:
+        self.run.status.update(phase="", **self.supervisor.state())
+
+    @property
+    def hurried(self) -> bool:
+        """Whether a signal or a write error ended the run: then do not wait for output."""
+        return self.signalled.is_set() or self.supervisor.writer.problem is not None
+
+    def on_end_signal(self, number: signal.Signals) -> None:
+        if self.ended_by is None and not self.stopping:
+            self.ended_by = number
+            self.signalled.set()
+        elif self.ended_by is signal.SIGINT and not self.signalled_again.is_set():
+            self.signalled_again.set()
+        else:
+            self.signalled_late = True
+            self.supervisor.stop(0)
+
+    async def wait(self, launcher: asyncio.subprocess.Process) -> None:
+        """Wait until the launcher ends, a rank fails or a signal arrives.
+
+        After all ranks have ended well, wait for the launcher for a few seconds only: Open MPI 5
+        sometimes waits forever for ranks that ended within milliseconds.
+        """
+        ended = asyncio.create_task(launcher.wait())
+        failed, signalled, all_ended = (
+            asyncio.create_task(event.wait())
+            for event in (self.failed, self.signalled, self.supervisor.all_ended)
+        )
+        await _first([ended, failed, signalled, all_ended])
+        if not (ended.done() or failed.done() or signalled.done()):
+            await _first([ended, failed, signalled], _LAUNCHER_NOTICES)
+        if self.failed.is_set() and not self.hurried:
+            patience = _OTHERS_LOST if self.supervisor.host_lost else _OTHERS_FAIL
+            await _first([ended, signalled], patience)
+        # When the network is gone, ranks fail with MPI's errors before their hosts count as lost.
+        while self.failed.is_set() and self.supervisor.in_doubt and not self.signalled.is_set():
+            await asyncio.sleep(0.1)
+        for task in (ended, failed, signalled, all_ended):
+            task.cancel()
+
+    async def end(self, launcher: asyncio.subprocess.Process) -> None:
+        """End the agents on all hosts, then the launcher."""
+        if launcher.returncode is not None:
+            # The last output of agents may not have arrived yet.
+            await self.supervisor.all_gone(_LAUNCHER_ENDS)
+        if self.ended_by is signal.SIGINT:
+            await self.interrupt()
+        grace = self.run.grace
+        self.stopping = True
+        self.supervisor.stop(grace)
+        lost = self.supervisor.host_lost
+        await self.supervisor.all_gone(grace + (_AGENTS_END_BUT_LOST if lost else _AGENTS_END))
+        # A launcher that has lost a host would wait for it.
+        if launcher.returncode is None and not lost:
+            with contextlib.suppress(ProcessLookupError):
+                launcher.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(launcher.wait(), _LAUNCHER_ENDS)
+        await asyncio.to_thread(end_descendants)
+        await launcher.wait()
+
+    async def interrupt(self) -> None:
+        """Interrupt all ranks; wait until they have ended, the grace is over or a signal comes."""
+        self.supervisor.interrupt()
+        gone = asyncio.create_task(self.supervisor.all_gone(self.run.grace))
+        again = asyncio.create_task(self.signalled_again.wait())
+        await _first([gone, again])
+        gone.cancel()
+        again.cancel()
+        self.signalled_again.set()
+
+    def blame_launcher(self, launcher: int, number: int) -> Outcome:
+        """Report that the launcher was killed, from which all other failures follow."""
+        name = signal.Signals(number).name
+        reason = f"{self.run.launcher} (process {launcher}) was killed by {name}"
+        self.screen.say(f"hvkit run: {reason}", failed=True)
+        return self.ended(128 + number, reason)
+
+    def left(self) -> Outcome:
+        """Report that the ranks have left after SIGTERM."""
+        got = self.supervisor.terminated
+        hosts = ", ".join(sorted(set(got.values())))
+        who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
+        reason = f"{who}; all ranks have saved step {self.supervisor.saved} and left"
+        self.screen.say(f"hvkit run: {reason}")
+        return replace(self.ended(LEFT, reason), preempted=True, terminated=frozenset(got))
+
+    def conclude(self, status: int | None) -> Outcome:
+        """Report what went wrong.
+
+        Args:
+            status: exit status of the launcher; ``None`` if it did not end by itself.
+        """
+        if self.ended_by is not None:
+            resumes = self.supervisor.resumed is not None
+            self.screen.say(ended_text(self.ended_by, self.supervisor.newest, resumes=resumes))
+            return Outcome(128 + self.ended_by)
+        if (problem := self.supervisor.writer.problem) is not None:
+            return Outcome(self.report_write_error(problem))
+        failures = self.supervisor.failures
+        others = [each for each in failures if each.rank not in self.supervisor.left]
+        if self.supervisor.left and all(each.stopped for each in others):
+            return self.left()
+        first = first_failure(failures)
+        about = failures, self.supervisor.other_hosts, self.supervisor.cause
+        if text := report(*about):
+            self.screen.say(text, failed=True)
+        if first:
+            outcome = self.ended(first.exit_status, in_one_line(*about))
+            cannot_run = first.problem is not None and first.status == CANNOT_RUN
+            return replace(
+                outcome,
+                restartable=not cannot_run,
+                raised=self.raised_early(first),
+                rank=first.rank,
+            )
+        if status is None and self.supervisor.all_ended.is_set():
+            return Outcome(0)
+        if status is None:
+            return self.ended(1, "the ranks ended without an exit status")
+        if status == 0:
+            return Outcome(0)
+        reason = self.launcher_failed(status)
+        self.screen.say(f"hvkit run: {reason}", failed=True)
+        return self.ended(status, reason)
+
+    def raised_early(self, first: Failure) -> Raised | None:
+        """The exception that ended the run before its first step; None for any other end."""
+        steps = self.supervisor.step > (self.supervisor.resumed or 0)
+        soon = time.monotonic() - self.begun < _BEGINS
+        if steps or not soon:
+            return None
+        if first.is_consequence:  # of a rank that was stopped while its exception ended it
+            return next(filter(None, (each.raised for each in self.supervisor.failures)), None)
+        return first.raised
+
+    def report_write_error(self, problem: OSError) -> int:
+        """Report why output could not be written, and return the exit status."""
+        if isinstance(problem, BrokenPipeError):
+            # Silent, like any program whose output is piped into `head`.
+            return 128 + signal.SIGPIPE
+        where = f" to {problem.filename}" if problem.filename else ""
+        text = f"hvkit run: cannot write output{where}: {problem.strerror}"
+        self.screen.say(text, failed=True)
+        return 1
+
+    def launcher_failed(self, status: int) -> str:
+        """Why the launcher ended with this status, although no rank has failed by itself."""
+        ended, started = self.supervisor.ended_well, self.supervisor.started
+        if 0 < len(ended) < started:
+            hosts = ", ".join(sorted({host for _, host in ended}))
+            who = f"{ranks_text([number for number, _ in ended])} on {hosts}"
+            why = f"{who} ended with exit status 0 before the others, which it then ended"
+        else:
+            why = f"{started} of {self.run.size} ranks had started"
+        return f"{self.run.launcher} ended with exit status {status}; {why}"
+
+
+async def _first(
+    tasks: Sequence["asyncio.Task[int] | asyncio.Task[bool]"], timeout: float | None = None
+) -> None:
+    """Wait until the first of these tasks is done, for ``timeout`` seconds at most."""
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _reap(launcher: int) -> None:
+    """Reap adopted processes that have ended; never returns."""
+    while True:
+        await asyncio.sleep(1)
+        reap_adopted(launcher)

@@ -1,0 +1,498 @@
+"""The agents' connections in ``hvkit run``: collects the ranks' output, reports and failures."""
+
+import asyncio
+import functools
+import hmac
+import json
+import math
+import socket
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvkit import threads
+from hvkit.handshake import Listener
+from hvkit.host import call_folder
+from hvkit.launching.supervision import protocol
+from hvkit.launching.supervision.first_failure import Failure
+from hvkit.launching.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
+from hvkit.launching.supervision.rank_output import OutputWriter, RankOutput, Style
+from hvkit.launching.supervision.run_status import RankReport, RankReports, RankState, at_one_moment
+from hvkit.launching.supervision.screen import Screen
+from hvkit.launching.supervision.timeline import HostClock, Timeline
+from hvkit.log import logger
+
+# Probes without an answer after which a host may be lost.
+_DOUBTFUL_PROBES = 2.5
+# Seconds between two comparisons of clocks.
+_BETWEEN_CLOCKS = 2.0
+# Seconds since 1970; no clock shows more.
+_LATEST = 1e12
+
+
+@dataclass
+class _Rank:
+    number: int
+    host: str
+    output: RankOutput
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    stopped: bool = False
+    refused: bool = False
+    starting: bool | None = None
+    status: int | None = None
+    clock: HostClock = field(default_factory=HostClock)
+    reports: RankReports = field(default_factory=RankReports)
+    speed: float | None = None
+    seal: hmac.HMAC | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status is not None
+
+    def send(self, kind: Kind, number: int) -> None:
+        self.writer.write(protocol.frame(kind, protocol.packed(number)))
+
+
+@dataclass
+class Supervisor:
+    """Listens to the agents of one run.
+
+    Attributes:
+        size: the number of ranks.
+        key: the key of the run.
+        style: how to show output.
+        lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
+            for never.
+        on_failure: called after each failure of a rank, and when output cannot be written.
+        all_ended: set when the exit status of every rank is known.
+        host_lost: whether a host was lost.
+        failures: the failures so far, in the order in which they became known.
+        saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
+        saved_in: the step that was saved or resumed last, by a short name of the directory;
+            includes earlier tries.
+        resumed: the step at which the ranks have resumed, 0 for the beginning; None if they have
+            not looked for a checkpoint.
+        step: the last step that a rank has begun.
+        replicas: whether hosts hold checkpoints in memory.
+        cause: why the ranks have ended the run together; empty if they have not.
+        terminated: the ranks that got SIGTERM, with their hosts.
+        left: the ranks that have saved a checkpoint after SIGTERM, and ended.
+        timeline: gets the spans of the ranks; None if the run has no timeline.
+        call: the folder of the function that ranks run; None if they run a command.
+    """
+
+    size: int
+    key: bytes
+    style: Style
+    lost_after: float | None
+    on_failure: Callable[[], None]
+    all_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    host_lost: bool = False
+    failures: list[Failure] = field(default_factory=list)
+    saved: int | None = None
+    saved_in: dict[str, int] = field(default_factory=dict)
+    resumed: int | None = None
+    step: int = 0
+    replicas: bool = False
+    cause: str = ""
+    terminated: dict[int, str] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    timeline: Timeline | None = None
+    call: Path | None = None
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _connected: set[int] = field(default_factory=set)
+    _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
+    _serving: set["asyncio.Task[None]"] = field(default_factory=set)
+    _grace: float | None = None
+    _interrupted: bool = False
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.writer = OutputWriter(self.on_failure)
+        self.screen = Screen()
+
+    def listen(self, address: str | None) -> int:
+        """Listen on an address, ``None`` for all, and return the port. Needs a running loop."""
+        self._all_gone.set()
+        self._listener = Listener(address, self.key)
+        # Accepted sockets inherit the size.
+        self._listener.socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER
+        )
+        admit = functools.partial(self._admit, asyncio.get_running_loop())
+        threads.start("hvkit-listener", self._listener.serve, admit)
+        return self._listener.port
+
+    @property
+    def started(self) -> int:
+        """The number of ranks that have connected so far."""
+        return len(self._ranks)
+
+    @property
+    def ended_well(self) -> list[tuple[int, str]]:
+        """The ranks that have ended with exit status 0, with their hosts."""
+        failed = {failure.rank for failure in self.failures}
+        ended = [rank for rank in self._ranks.values() if rank.ended and rank.number not in failed]
+        return sorted((rank.number, rank.host) for rank in ended)
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, of this or an earlier try; None for none."""
+        return max(self.saved_in.values(), default=None) if self.saved is None else self.saved
+
+    @property
+    def other_hosts(self) -> set[str]:
+        """The hosts of the ranks, without this one."""
+        return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a host has been silent for so long that it may be lost."""
+        doubt = _DOUBTFUL_PROBES * probe_interval(self.lost_after or 0.0)
+        return any(self._silent_for(self._ranks[number]) > doubt for number in self._connected)
+
+    async def show_unfinished_lines(self) -> None:
+        """Every second, show the unfinished lines of all ranks; never returns."""
+        while True:
+            await asyncio.sleep(1)
+            await self.writer.do(self._flush)
+
+    async def ask_for_clocks(self) -> None:
+        """Compare the clocks of all hosts with this one's every few seconds; never returns."""
+        while True:
+            for number in self._connected:
+                rank = self._ranks[number]
+                rank.send(Kind.ASK, rank.clock.ask(time.monotonic()))
+            await asyncio.sleep(_BETWEEN_CLOCKS if self.started == self.size else 0.2)
+
+    def state(self) -> dict[str, Any]:
+        """The ranks, their number and the newest checkpoint, for the ``RunState``.
+
+        ``saved`` is there only if the ranks have saved or resumed a checkpoint since they were
+        started.
+        """
+        running = sorted(self._connected)
+        reports = at_one_moment([self._ranks[each].reports for each in running], time.time())
+        shown = dict(zip(running, reports, strict=True))
+        ranks: list[RankState] = [
+            {
+                "rank": rank.number,
+                "host": rank.host,
+                "ended": rank.number not in self._connected,
+                "speed": rank.speed,
+                **shown.get(number, rank.reports.newest),
+            }
+            for number, rank in sorted(self._ranks.items())
+        ]
+        saved = {} if self.saved is None else {"saved": self.saved}
+        return {"size": self.size, "ranks": ranks, **saved}
+
+    def stop(self, grace: float) -> None:
+        """Have all agents end their commands, by force after ``grace`` seconds."""
+        self._grace = grace
+        self._send_all(Kind.STOP, round(grace * 1000))
+
+    def interrupt(self) -> None:
+        """Have all agents send their commands SIGINT."""
+        self._interrupted = True
+        for rank in self._ranks.values():
+            rank.output.interrupted = True
+        self._send_all(Kind.INTERRUPT, 0)
+
+    def signal(self, number: int) -> None:
+        """Have all agents send their commands a signal."""
+        self._send_all(Kind.SIGNAL, number)
+
+    async def all_gone(self, timeout: float) -> bool:
+        """Wait until no agent is connected; return whether that happened within ``timeout`` s."""
+        try:
+            await asyncio.wait_for(self._all_gone.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self, reported: Collection[int] = ()) -> None:
+        """Admit no more agents, show the rest of the output, and close the log files.
+
+        Args:
+            reported: the ranks whose tracebacks are dropped if they were not shown yet.
+        """
+        self._closed = True
+        self._listener.close()
+        try:
+            for rank in self._ranks.values():
+                if self._interrupted:
+                    await self.writer.do(rank.output.close_interrupted)
+                else:
+                    drop = rank.number in reported
+                    await self.writer.do(functools.partial(rank.output.close, drop=drop))
+        finally:
+            self.writer.close()
+
+    def _silent_for(self, rank: _Rank) -> float:
+        connection: socket.socket | None = rank.writer.get_extra_info("socket")
+        if self.lost_after is None or connection is None or rank.writer.is_closing():
+            return 0.0
+        return silent_for(connection)
+
+    def _flush(self) -> None:
+        failed = {failure.rank for failure in self.failures}
+        for rank in list(self._ranks.values()):
+            rank.output.flush(failed=rank.number in failed)
+
+    def _send_all(self, kind: Kind, number: int) -> None:
+        for rank in self._connected:
+            self._ranks[rank].send(kind, number)
+
+    def _admit(self, loop: asyncio.AbstractEventLoop, connected: socket.socket) -> None:
+        """On the listener's thread: hand an agent's connection over to the event loop."""
+        try:
+            loop.call_soon_threadsafe(self._begin, connected)
+        except RuntimeError:  # The loop has ended, and the run with it.
+            connected.close()
+
+    def _begin(self, connected: socket.socket) -> None:
+        if self._closed:
+            connected.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(connected))
+        # The loop itself keeps only a weak reference.
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, connected: socket.socket) -> None:
+        rank = writer = None
+        try:
+            keep_alive(connected, self.lost_after)
+            reader, writer = await asyncio.open_connection(sock=connected)
+            rank = await self._register(reader, writer)
+            if rank is not None:
+                await self._follow(rank)
+        except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError, ValueError):
+            if rank is not None and not rank.ended:
+                self._fail(rank, None)
+        except OSError:
+            # The kernel got no answer for too long.
+            if rank is not None and not rank.ended:
+                self.host_lost = True
+                last_heard = time.monotonic() - (self.lost_after or 0.0)
+                self._fail(rank, None, lost=True, at=last_heard)
+        except asyncio.CancelledError:
+            # The run has ended, and the output is not shown any more.
+            return
+        finally:
+            (writer or connected).close()
+            if rank is not None:
+                self._connected.discard(rank.number)
+                if not self._connected:
+                    self._all_gone.set()
+
+    async def _register(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> _Rank | None:
+        """Read the agent's HELLO; ``None`` if that is invalid, or its log file cannot be opened."""
+        kind, payload = await _read_frame(reader)
+        if kind is not Kind.HELLO:
+            return None
+        number, host, wants_call = protocol.fields(payload, rank=int, host=str, call=bool)
+        if number in self._ranks or number not in range(self.size) or host is None:
+            return None
+        try:
+            show = functools.partial(self.screen.show, writer=number)
+            output = RankOutput(number, host, self.style, show)
+        except OSError as problem:
+            self.writer.fail(problem)
+            return None
+        rank = self._ranks[number] = _Rank(number, host, output, reader, writer)
+        self._connected.add(number)
+        self._all_gone.clear()
+        if self._grace is not None:
+            rank.send(Kind.STOP, round(self._grace * 1000))
+        elif self._interrupted:
+            rank.send(Kind.INTERRUPT, 0)
+        elif wants_call and self.call is not None:
+            await self._send_call(rank, call_folder.call_in(self.call))
+        return rank
+
+    async def _send_call(self, rank: _Rank, call: Path) -> None:
+        seal = protocol.sealing(self.key, "call")
+        with call.open("rb") as file:
+            while piece := file.read(protocol.PIECE):
+                seal.update(piece)
+                rank.writer.write(protocol.frame(Kind.CALL, piece))
+                await rank.writer.drain()
+        rank.writer.write(protocol.frame(Kind.SEAL, seal.digest()))
+
+    async def _follow(self, rank: _Rank) -> None:
+        """Handle a rank's frames until it has ended."""
+        while True:
+            kind, payload = await _read_frame(rank.reader)
+            if kind in (Kind.STDOUT, Kind.STDERR):
+                await self.writer.do(functools.partial(rank.output.write, kind, payload))
+                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.OUTCOME:
+                await self.writer.do(functools.partial(self._take_outcome, rank, payload))
+                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.SEAL:
+                if rank.seal is None or not hmac.compare_digest(payload, rank.seal.digest()):
+                    raise ValueError("somebody has changed what the rank has sent")
+                await self.writer.do(functools.partial(self._complete_outcome, rank.number))
+            elif kind is Kind.REPORT:
+                self._take_report(rank, payload)
+            elif kind is Kind.SPANS:
+                if self.timeline is not None:
+                    # Ranks of this host have its clock.
+                    here = rank.host == socket.gethostname()
+                    ahead = 0.0 if here else rank.clock.ahead
+                    await self.writer.do(
+                        functools.partial(
+                            self.timeline.take, rank.number, rank.host, ahead, payload
+                        )
+                    )
+                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+            elif kind is Kind.CLOCK:
+                number, theirs = protocol.fields(payload, number=int, now=float)
+                if number is not None and theirs is not None and math.isfinite(theirs):
+                    rank.clock.answered(number, theirs, time.monotonic())
+            elif kind is Kind.STOPPED:
+                rank.stopped = True
+            elif kind is Kind.ENDED:
+                status, problem, stopped, ago = protocol.fields(
+                    payload, status=int, problem=str, stopped=bool, ago=float
+                )
+                rank.status = 1 if status is None else status
+                if sum(one.ended for one in self._ranks.values()) == self.size:
+                    self.all_ended.set()
+                if status != 0:
+                    rank.stopped = stopped or False
+                    self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
+                self._fail_if_missed()
+                return
+
+    def _take_outcome(self, rank: _Rank, piece: bytes) -> None:
+        if self.call is None:
+            return
+        if rank.seal is None:
+            rank.seal = protocol.sealing(self.key, f"outcome {rank.number}")
+        rank.seal.update(piece)
+        with call_folder.part_of(call_folder.outcome_in(self.call, rank.number)).open("ab") as file:
+            file.write(piece)
+
+    def _complete_outcome(self, rank: int) -> None:
+        if self.call is not None:
+            path = call_folder.outcome_in(self.call, rank)
+            call_folder.part_of(path).replace(path)
+
+    def _take_report(self, rank: _Rank, line: bytes) -> None:
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):  # the script has written to hvkit's pipe
+            self._warn("a rank's report is no JSON: %r", line[:80])
+            return
+        match values:
+            case {"saved": int(step)} if step >= 0:
+                self.saved = max(step, self.saved or 0)
+                self.saved_in[str(values.get("directory"))] = step
+            case {"resumes": int() | None as step, "directory": str(directory)}:
+                self.resumed = max(step or 0, self.resumed or 0)
+                self._warn_if_older(step, self.saved_in.get(directory))
+            case {"starting": bool(starting)}:
+                rank.starting = starting
+                self._fail_if_missed()
+            case {"refused": True}:
+                rank.refused = True
+            case {"replica": True}:
+                self.replicas = True
+            case {"cause": str(text)}:
+                self.cause = self.cause or text  # others follow from the first
+            case {"terminated": True} if not self.left:  # later ones come from the launcher
+                if not (self.terminated or self.failures or self._grace is not None):
+                    who = f"rank {rank.number} on {rank.host} got SIGTERM"
+                    self._warn("%s: all ranks leave as soon as they have saved a checkpoint", who)
+                self.terminated[rank.number] = rank.host
+            case {"left": True}:
+                self.left.add(rank.number)
+            case {
+                "now": {
+                    "call": str(call),
+                    "waits": int() | float() as waits,
+                    "where": str(where),
+                    "step": int(step),
+                    "made": int() | float() as made,
+                }
+            } if abs(made) < _LATEST:
+                arrived, before = time.monotonic(), rank.reports.newest
+                moved = before["moved"] if before.get("step") == step else arrived
+                self.step = max(step, self.step)
+                report: RankReport = {
+                    "call": call,
+                    "waits": waits,
+                    "where": where,
+                    "step": step,
+                    "moved": moved,
+                    "speed": rank.speed,
+                }
+                rank.reports.take(report, made, time.time(), arrived)
+            case {"speed": int(speed) | float(speed)}:
+                rank.speed = speed
+
+    def _fail_if_missed(self) -> None:
+        """Count ranks as failed that have ended without Horovod, if others wait for its start."""
+        if not any(rank.starting and not rank.ended for rank in self._ranks.values()):
+            return
+        failed = {failure.rank for failure in self.failures}
+        for rank in self._ranks.values():
+            if rank.status == 0 and rank.starting is None and rank.number not in failed:
+                problem = (
+                    "ended with exit status 0 and did not start Horovod, for which the other "
+                    "ranks wait: call hvkit on every rank"
+                )
+                self._fail(rank, None, problem)
+
+    def _fail(
+        self,
+        rank: _Rank,
+        status: int | None,
+        problem: str | None = None,
+        *,
+        at: float | None = None,
+        lost: bool = False,
+    ) -> None:
+        self.failures.append(
+            Failure(
+                rank=rank.number,
+                host=rank.host,
+                status=status,
+                at=time.monotonic() if at is None else at,
+                problem=problem,
+                last_lines=tuple(rank.output.last_lines()),
+                all_last_lines=tuple(rank.output.all_last_lines()),
+                traceback=tuple(rank.output.last_traceback()),
+                refused=rank.refused,
+                stopped=rank.stopped or self._interrupted or self._grace is not None,
+                lost=lost,
+            )
+        )
+        self.on_failure()
+
+    def _warn_if_older(self, step: int | None, saved: int | None) -> None:
+        """Warn if ranks resume an older checkpoint than the last, whose host is lost."""
+        if saved is None or (step is not None and step >= saved):
+            return
+        self._warn(
+            "the ranks go on from %s, although step %d was saved: no host that has ranks now has "
+            "that checkpoint, complete, on disk or in memory",
+            *("the beginning" if step is None else f"step {step}", saved),
+        )
+
+    def _warn(self, text: str, *values: object) -> None:
+        self.screen.end_line()
+        logger.warning(text, *values)
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
+    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES))
+    return kind, await reader.readexactly(length)

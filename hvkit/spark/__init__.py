@@ -1,0 +1,29 @@
+"""Ranks on Spark's executors: ``hvkit.spark.run`` calls a function on each.
+
+::
+
+    job              on the driver: run, from the arguments to a barrier job and its results
+    starter          a process beside the driver (python -m hvkit.spark.starter) that supervises the
+                     ranks, whose agents Spark's tasks start
+    task             on the executors: gives ranks their places, and starts an agent for each
+    └── rendezvous   where the ranks' Horovod finds the others: a store that proves who may use it
+
+The agents, their connections and the function's way to the ranks are those of ``hvkit.launch`` on
+several hosts (``hvkit.functions``, ``hvkit.launching.supervision``). Horovod runs on Gloo.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvkit.spark.job import run as run
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Not at the top: executors and the starter need less.
+    from hvkit.spark.job import run
+
+    return run

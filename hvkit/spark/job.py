@@ -1,0 +1,248 @@
+"""``hvkit.spark.run``: a function on ranks that Spark's executors start."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hvkit.argument_checks import check_count
+from hvkit.errors import LaunchError
+from hvkit.functions.pickling import check_function, write_call
+from hvkit.functions.rank import command_of_rank
+from hvkit.functions.streams import follow
+from hvkit.functions.supervised import (
+    begin,
+    error_of,
+    outcome_of,
+    raised_by_first,
+    refuse_on_ranks,
+    results_of,
+)
+from hvkit.host.call_folder import PREFIX, call_in, written
+from hvkit.host.network import addresses_for_others
+from hvkit.launching.prepare import Request
+from hvkit.log import logger
+from hvkit.spark import starter
+from hvkit.spark.starter import SparkRun, agents_in, job_ended_in, run_in
+from hvkit.spark.task import RankTask
+from hvkit.wording import counted, shortened
+
+R = TypeVar("R")
+
+# All in seconds. For executors to come before a job that needs more of them is refused.
+_EXECUTORS_COME = 30.0
+# For Spark to notice that its tasks have ended, before the job is cancelled.
+_JOB_ENDS = 10.0
+_TICK = 0.05
+_OF_SPARK = "org.apache.spark.SparkException: "
+# Characters of Spark's error in ours.
+_ERROR = 500
+
+
+def run(
+    function: Callable[..., R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_proc: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[R]:
+    """Run a function on ranks that Spark's executors start, and return what it returns on each.
+
+    The active ``SparkSession`` runs a barrier job of ``num_proc`` tasks, each of which starts a
+    rank. Everything else is as with ``hvkit.launch``: output is shown here as it is printed, an
+    exception is raised with its own type, and functions and results travel by cloudpickle.
+
+    hvkit, with Horovod and the framework, must be installed on the executors. Ranks talk over Gloo,
+    and over NCCL between GPUs; Spark's GPU scheduling is respected.
+
+    Args:
+        function: the function, not its result.
+        args: its arguments.
+        kwargs: its named arguments.
+        num_proc: the number of ranks; by default Spark's default parallelism, in general the number
+            of the executors' cores.
+        env: environment variables of the ranks, besides those of the executors.
+
+    Returns:
+        By rank, what the function has returned there.
+
+    Raises:
+        Exception: what the function has raised on the rank that failed first; a note has the
+            traceback of that rank.
+        TypeError: the function, an argument or a result cannot be pickled.
+        RankLostError: a rank was killed, or has ended without returning.
+        LaunchError: there is no session with enough executors; the job has failed or was cancelled;
+            this process is a rank itself.
+    """
+    check_function("hvkit.spark.run", function, "hvkit.spark.run(train, num_proc=2)")
+    refuse_on_ranks("hvkit.spark.run")
+    context = _context()
+    size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)
+    _await_executors(context, size)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with call_in(folder).open("wb") as file:
+            write_call(file, function, args, kwargs or {})
+        name = getattr(function, "__name__", type(function).__name__)
+        wanted = SparkRun(
+            size=size,
+            addresses=_addresses(context),
+            command=f"hvkit.spark.run({name})",
+            lost_after=Request.lost_after,
+            grace=Request.grace,
+        )
+        run_in(folder).write_bytes(pickle.dumps(wanted))
+        process = begin(starter.__name__, folder)
+        job = _Job(context, folder, process, wanted)
+        try:
+            job.start(command_of_rank(function)[1:], dict(env or {}))
+            follow(process)
+        finally:
+            job.end()
+        ended = outcome_of(process, folder)
+        error = error_of(folder, ended)
+        if error is None:
+            return results_of(folder, ended)
+        if job.problem is not None and raised_by_first(folder, ended) is None:
+            raise LaunchError(f"the Spark job has failed: {job.reason(ended.reason)}") from (
+                job.problem
+            )
+        raise error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Job:
+    """The barrier job that starts the ranks, in a thread of its own.
+
+    Attributes:
+        problem: the exception that has ended it; None if its tasks have ended by themselves.
+    """
+
+    def __init__(
+        self, context: Any, folder: Path, supervisor: subprocess.Popen[bytes], wanted: SparkRun
+    ) -> None:
+        self.problem: Exception | None = None
+        self._context = context
+        self._folder = folder
+        self._supervisor = supervisor
+        self._size = wanted.size
+        self._description = f"{wanted.command} on {counted(wanted.size, 'rank')}"
+        self._group = f"hvkit-{secrets.token_hex(8)}"
+        self._thread: Any = None
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start the thread; its tasks begin as soon as the supervisor listens."""
+        from pyspark import InheritableThread
+
+        self._thread = InheritableThread(target=self._run, args=[command, environ])
+        self._thread.daemon = True
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait until the job has ended, and cancel it if it does not end by itself."""
+        if self._thread is None:
+            return
+        self._thread.join(_JOB_ENDS)
+        if self._thread.is_alive():
+            self._context.cancelJobGroup(self._group)
+            self._thread.join(_JOB_ENDS)
+
+    def reason(self, of_supervisor: str) -> str:
+        """Why it has failed, in a line."""
+        # Py4J's text begins with a line of its own. Spark's name of the exception is no help.
+        lines = [line.strip() for line in str(self.problem).splitlines() if line.strip()]
+        told = next((line for line in lines if _OF_SPARK in line), lines[0])
+        text = shortened(told.rpartition(_OF_SPARK)[2], _ERROR)
+        return f"{text} ({of_supervisor})" if of_supervisor else text
+
+    def _run(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        while not agents_in(self._folder).exists():
+            if self._supervisor.poll() is not None:  # what it printed, or left, says why
+                return
+            time.sleep(_TICK)
+        agent = json.loads(agents_in(self._folder).read_bytes())
+        task = RankTask(agent, environ, secrets.token_bytes(32), command)
+        try:
+            self._context.setJobGroup(self._group, self._description, interruptOnCancel=True)
+            tasks = self._context.parallelize(range(self._size), self._size)
+            tasks.barrier().mapPartitions(task).collect()
+        except Exception as problem:
+            self.problem = problem
+        finally:
+            # The folder is gone if Spark has not ended a cancelled job for long.
+            with suppress(FileNotFoundError), written(job_ended_in(self._folder)) as file:
+                file.write(b"1" if self.problem else b"0")
+
+
+def _context() -> Any:
+    """The context of the active session.
+
+    Raises:
+        LaunchError: there is none with one.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "hvkit.spark.run needs pyspark: pip install 'hvkit[spark]'", name=missing.name
+        ) from missing
+    session = SparkSession.getActiveSession()
+    if session is None:
+        raise LaunchError(
+            "there is no active SparkSession: create one with SparkSession.builder.getOrCreate()"
+        )
+    try:
+        return session.sparkContext
+    except Exception as problem:  # PySparkAttributeError of Spark Connect
+        raise LaunchError(
+            "this SparkSession is one of Spark Connect, whose clients cannot start barrier tasks "
+            "that reach them: run in the driver, such as a cluster's own notebook or spark-submit"
+        ) from problem
+
+
+def _await_executors(context: Any, size: int) -> None:
+    """Wait until so many tasks can run at the same time.
+
+    Spark itself would try for ten minutes, without a word.
+
+    Raises:
+        LaunchError: they cannot.
+    """
+    deadline = time.monotonic() + _EXECUTORS_COME
+    scheduler = context._jsc.sc()
+    profile = scheduler.resourceProfileManager().defaultResourceProfile()
+    said = False
+    while (slots := scheduler.maxNumConcurrentTasks(profile)) < size:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"num_proc={size} is more than the {counted(slots, 'task')} that the executors can "
+                f"run at the same time: pass at most num_proc={slots}, or give Spark more "
+                "executors (spark.executor.instances) or cores (spark.executor.cores), of which a "
+                "task takes spark.task.cpus"
+            )
+        if not said:
+            said = True
+            logger.info("waits for executors: %d of %d ranks have a place", slots, size)
+        time.sleep(1)
+
+
+def _addresses(context: Any) -> tuple[str, ...]:
+    """Addresses at which executors reach this host, the driver's own first."""
+    driver = context.getConf().get("spark.driver.host")
+    try:
+        local = socket.gethostbyname(driver).startswith("127.")
+    except OSError:  # a name of the cluster that this host does not know
+        local = False
+    return (driver,) if local else tuple(dict.fromkeys([driver, *addresses_for_others()]))

@@ -1,0 +1,142 @@
+"""What each Spark task does: finds its rank's place, and starts hvkit's agent for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvkit.host.launcher_variables import without_place
+from hvkit.host.network import interface_of
+from hvkit.spark.rendezvous import Front, Store
+
+_AGENT = "hvkit.launching.supervision.agent"
+# Seconds that ranks may be apart when Horovod starts. The supervisor notices lost hosts sooner, and
+# the watcher ranks that do not come.
+_GLOO_WAITS = "1800"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's numbers, as Horovod names them."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def places(hosts: Sequence[str]) -> list[RankPlace]:
+    """The places of tasks on these hosts: the ranks of a host follow each other.
+
+    Args:
+        hosts: by task, a text that no other host has.
+    """
+    sizes = Counter(hosts)  # in the order of first mention
+    starts, total = {}, 0
+    for host, size in sizes.items():
+        starts[host] = total
+        total += size
+    seen: Counter[str] = Counter()
+    found = []
+    for host in hosts:
+        local = seen[host]
+        seen[host] += 1
+        # Ranks with the same local rank are one on each of these hosts.
+        across = [each for each, size in sizes.items() if size > local]
+        place = RankPlace(starts[host] + local, local, sizes[host], across.index(host), len(across))
+        found.append(place)
+    return found
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """The function of a barrier stage: runs a rank until it ends.
+
+    Attributes:
+        agent: the variables with which agents find their supervisor.
+        environ: further environment variables of the ranks.
+        key: of the ranks' rendezvous.
+        command: what the agent runs.
+    """
+
+    agent: Mapping[str, str]
+    environ: Mapping[str, str]
+    key: bytes
+    command: Sequence[str]
+
+    def __call__(self, _: Iterable[object]) -> Iterator[int]:
+        """Run the rank; yields its number."""
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        number = context.partitionId()
+        addresses = [each.address.rpartition(":")[0] for each in context.getTaskInfos()]
+        hosts = context.allGather(_this_host())
+        everyone = places(hosts)
+        place = everyone[number]
+        first = next(task for task, each in enumerate(everyone) if each.rank == 0)
+        address = socket.gethostbyname(addresses[number])
+        with ExitStack() as stack:
+            port = ""
+            if number == first:
+                store = Store(address, self.key)
+                stack.callback(store.close)
+                port = json.dumps([address, store.port])
+            found = context.allGather(port)[first]
+            front = Front(json.loads(found), self.key)
+            stack.callback(front.close)
+            subprocess.run(
+                [sys.executable, "-P", "-m", _AGENT, sys.executable, *self.command],
+                env={
+                    **without_place(os.environ),
+                    **_gpus(context),
+                    **self.environ,
+                    **self.agent,
+                    **_variables(place, len(everyone), hosts[number], address, front.port),
+                },
+                stdin=subprocess.DEVNULL,
+                check=False,  # the agent reports how the rank has ended
+            )
+        yield place.rank
+
+
+def _variables(place: RankPlace, size: int, host: str, address: str, port: int) -> dict[str, str]:
+    """What Horovod's own launcher would set for a rank on Gloo."""
+    own = {
+        "HOSTNAME": host,
+        "RANK": place.rank,
+        "SIZE": size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_SIZE": place.local_size,
+        "CROSS_RANK": place.cross_rank,
+        "CROSS_SIZE": place.cross_size,
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+        "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "GLOO_RENDEZVOUS_PORT": port,
+        "GLOO_IFACE": interface_of(address),
+        "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_WAITS),
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in own.items()}
+
+
+def _gpus(context: object) -> dict[str, str]:
+    """The GPUs that Spark has given to this task; nothing if it schedules none."""
+    resources = context.resources()  # type: ignore[attr-defined]
+    gpu = resources.get("gpu")
+    return {} if gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpu.addresses)}
+
+
+def _this_host() -> str:
+    """A text that no other host has."""
+    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}-{started}"

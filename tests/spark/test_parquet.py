@@ -1,0 +1,76 @@
+"""Ranks read the row groups of Parquet files that hold their rows, as many rows each."""
+
+import itertools
+
+import numpy as np
+import pyarrow
+import pyarrow.dataset
+import pyarrow.parquet
+import pytest
+
+from hvkit.data.parquet import ParquetRows
+from hvkit.data.rank_samples import Share
+from hvkit.data.shard import shard
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Three files with row groups of 4 rows, 22 rows in all."""
+    for number, (first, last) in enumerate([(0, 9), (9, 10), (10, 22)]):
+        rows = np.arange(first, last)
+        vectors = pyarrow.array([[row, row + 0.5] for row in rows])
+        table = pyarrow.table({"row": rows, "vector": vectors})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=4)
+    return pyarrow.dataset.dataset(tmp_path)
+
+
+def rows_of(dataset, rank, size, *, exact=False, seed=None):
+    return ParquetRows(dataset, Share(rank, size, exact), seed)
+
+
+@pytest.mark.parametrize(("size", "exact"), [(1, False), (2, False), (3, False), (3, True)])
+def test_parts_are_all_rows_and_equally_long(dataset, size, exact):
+    parts = [rows_of(dataset, rank, size, exact=exact) for rank in range(size)]
+    rows = [part.to_numpy(["row"])["row"].tolist() for part in parts]
+    assert [len(part) for part in parts] == [len(each) for each in rows]
+    together = list(itertools.chain(*rows))
+    assert set(together) == set(range(22))
+    assert len(together) == (22 if exact else -(-22 // size) * size)
+    longest = max(map(len, rows))
+    assert all(longest - len(each) <= exact for each in rows)
+
+
+def test_a_rank_reads_only_the_row_groups_of_its_rows(dataset):
+    part = rows_of(dataset, 1, 2)
+    read = [(each.fragment.path[-9:], each.group, each.start, each.stop) for each in part._parts]
+    assert read == [("2.parquet", 0, 1, 4), ("2.parquet", 1, 0, 4), ("2.parquet", 2, 0, 4)]
+
+
+def test_batches_are_of_one_size_over_row_groups_and_vectors_have_a_dimension(dataset):
+    batches = rows_of(dataset, 0, 2).batches(3)
+    found = list(batches)
+    assert len(batches) == len(found) == 4
+    assert [batch["row"].tolist() for batch in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+    assert found[1]["vector"].tolist() == [[3, 3.5], [4, 4.5], [5, 5.5]]
+
+
+def test_with_a_seed_each_epoch_has_an_order_of_its_own_that_is_the_same_again(dataset):
+    def epochs():
+        batches = rows_of(dataset, 0, 2, seed=7).batches(4, ["row"])
+        return [np.concatenate([each["row"] for each in batches]).tolist() for _ in range(2)]
+
+    first, second = epochs()
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(11))
+    assert epochs() == [first, second]
+
+
+def test_what_cannot_be_divided_is_refused(dataset, tmp_path):
+    (tmp_path / "table.csv").write_text("x\n1\n")
+    with pytest.raises(TypeError, match="takes datasets of Parquet files"):
+        shard(pyarrow.dataset.dataset(tmp_path / "table.csv", format="csv"))
+    ragged = pyarrow.table({"x": [[1], [1, 2]]})
+    pyarrow.parquet.write_table(ragged, tmp_path / "ragged.parquet")
+    part = shard(pyarrow.dataset.dataset(tmp_path / "ragged.parquet"))
+    with pytest.raises(ValueError, match="lists of column 'x' have different lengths"):
+        part.to_numpy()

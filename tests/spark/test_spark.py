@@ -1,0 +1,203 @@
+"""``hvkit.spark.run`` on real Spark: two executors, which one session starts for all tests."""
+
+import os
+import runpy
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from pyspark.sql import SparkSession
+from test_docs import scripts
+
+import hvkit
+import hvkit.spark
+from hvkit.errors import LaunchError
+from hvkit.spark import job
+from hvkit.spark.rendezvous import Front, Store
+from hvkit.spark.task import RankPlace, places
+
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def spark():
+    # For the executors, which inherit it.
+    os.environ |= {"SPARK_LOCAL_IP": LOOPBACK, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    settings = {
+        "spark.driver.host": LOOPBACK,
+        "spark.driver.bindAddress": LOOPBACK,
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.shuffle.partitions": "2",
+    }
+    session = SparkSession.builder.master("local-cluster[2,1,1024]").config(map=settings)
+    session = session.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="module")
+def table(spark, tmp_path_factory):
+    """Parquet files that Spark has written: y = 2 a - b, in 64 rows."""
+    folder = str(tmp_path_factory.mktemp("data") / "table")
+    rows = spark.range(64).selectExpr("sin(id) AS a", "cos(3 * id) AS b")
+    rows = rows.selectExpr("array(a, b) AS x", "2 * a - b AS y")
+    rows.repartition(2).write.parquet(folder)
+    return folder
+
+
+def train(table, *, epochs, strategy):
+    import pyarrow.dataset
+    import torch
+
+    rows = hvkit.shard(pyarrow.dataset.dataset(table), seed=1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hvkit.distribute(model, optimizer, strategy=strategy)
+    batches = rows.batches(8)
+    for _ in range(epochs):
+        for batch in batches:
+            x, y = (torch.tensor(batch[name], dtype=torch.float32) for name in "xy")
+            optimizer.zero_grad()
+            (model(x)[:, 0] - y).square().mean().backward()
+            optimizer.step()
+    print(f"rank {hvkit.rank()} of {hvkit.size()} has read {len(rows)} rows", flush=True)
+    with hvkit.settled(model):
+        return model
+
+
+def test_ranks_train_on_parquet_asynchronously(spark, table, capfd):
+    arguments = {"epochs": 20, "strategy": hvkit.ParameterServer(staleness=2)}
+    for model in hvkit.spark.run(train, (table,), arguments, num_proc=2):
+        assert model.weight.detach().numpy()[0] == pytest.approx([2, -1], abs=0.05)
+    printed = capfd.readouterr().out
+    assert "rank 0 of 2 has read 32 rows" in printed
+    assert "rank 1 of 2 has read 32 rows" in printed
+
+
+def test_the_page_for_those_who_come_from_spark_trains(spark, tmp_path, monkeypatch):
+    (code,) = scripts("docs/from-spark.md")
+    (tmp_path / "page.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path("page.py", run_name="__main__")
+    first, second = (model.weight.tolist() for model in names["models"])
+    assert first == second
+    assert first[0] == pytest.approx([2, -1], abs=0.05)
+
+
+def test_keras_trains_on_parquet(spark, table):
+    def fit():
+        import keras
+        import numpy as np
+        import pyarrow.dataset
+
+        rows = hvkit.shard(pyarrow.dataset.dataset(table)).to_numpy()
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        model, optimizer = hvkit.distribute(model, optimizer)
+        model.compile(optimizer, "mse")
+        x, y = np.float32(rows["x"]), np.float32(rows["y"])
+        model.fit(x, y, batch_size=8, epochs=20, verbose=0)
+        return model.get_weights()[0].tolist(), keras.backend.backend()
+
+    (first, backend), (second, _) = hvkit.spark.run(fit, num_proc=2)
+    assert backend == "tensorflow"
+    assert first == second
+    assert [row[0] for row in first] == pytest.approx([2, -1], abs=0.05)
+
+
+class Diverged(Exception):
+    pass
+
+
+def test_an_exception_has_its_own_type_and_ranks_their_variables(spark):
+    def fail():
+        if hvkit.rank() == 1:
+            raise Diverged(os.environ["OF_THE_JOB"])
+        hvkit.barrier()
+
+    with pytest.raises(Diverged, match="set") as raised:
+        hvkit.spark.run(fail, num_proc=2, env={"OF_THE_JOB": "set"})
+    assert "raised on rank 1" in raised.value.__notes__[0]
+
+
+def test_a_killed_rank_is_named(spark):
+    def killed():
+        if hvkit.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvkit.barrier()
+
+    with pytest.raises(hvkit.RankLostError, match=r"rank 1 on \S+ was killed by signal 9"):
+        hvkit.spark.run(killed, num_proc=2)
+
+
+def of_ranks():
+    """The processes of agents, ranks and supervisors."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(word.startswith("hvkit.") for word in process.info["cmdline"] or []):
+            yield process
+
+
+def test_a_cancelled_job_leaves_nothing(spark, tmp_path):
+    def wait(folder):
+        (folder / str(hvkit.rank())).touch()
+        time.sleep(600)
+
+    def cancel():
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        spark.sparkContext.cancelAllJobs()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(LaunchError, match=r"the Spark job has failed: .*cancel"):
+        hvkit.spark.run(wait, (tmp_path,), num_proc=2)
+    thread.join()
+    wait_until(lambda: not list(of_ranks()))
+
+
+def test_more_ranks_than_places_are_refused(spark, monkeypatch):
+    monkeypatch.setattr(job, "_EXECUTORS_COME", 0.0)
+    with pytest.raises(LaunchError, match="num_proc=3 is more than the 2 tasks"):
+        hvkit.spark.run(print, num_proc=3)
+
+
+def test_ranks_of_a_host_follow_each_other():
+    assert places(["a", "b", "a"]) == [
+        RankPlace(rank=0, local_rank=0, local_size=2, cross_rank=0, cross_size=2),
+        RankPlace(rank=2, local_rank=0, local_size=1, cross_rank=1, cross_size=2),
+        RankPlace(rank=1, local_rank=1, local_size=2, cross_rank=0, cross_size=1),
+    ]
+
+
+def test_the_rendezvous_answers_only_those_who_know_the_key():
+    import urllib.error
+    import urllib.request
+
+    store = Store(LOOPBACK, b"key")
+    with pytest.raises(OSError, match="key"):
+        Front((LOOPBACK, store.port), b"another key")
+    first, second = (Front((LOOPBACK, store.port), b"key") for _ in range(2))
+
+    def request(front, method, data=None):
+        url = f"http://{LOOPBACK}:{front.port}/global/0"
+        return urllib.request.urlopen(urllib.request.Request(url, data, method=method)).read()
+
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        request(first, "GET")
+    request(first, "PUT", b"\0address")
+    assert request(second, "GET") == b"\0address"
+    request(second, "DELETE")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        request(first, "GET")
+    for each in (first, second, store):
+        each.close()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met within 60 seconds"
+        time.sleep(0.05)

