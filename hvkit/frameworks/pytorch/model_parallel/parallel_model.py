@@ -347,10 +347,11 @@ class ParallelModel:
         own = {name: p for name, p in named.items() if rank in stages.holders(name)}
         for name, p in named.items():
             holders = stages.holders(name)
-            if len(holders) > 1 and rank in holders:
-                ranks = [self._links.ranks[each] for each in holders]
-                group = dist.new_group(ranks, use_local_synchronization=True)
-                self._shared.append((p, group))
+            if len(holders) > 1:
+                ranks = tuple(self._links.ranks[each] for each in holders)
+                group = process_group.subgroup_of(self._links.ranks, ranks)
+                if rank in holders:
+                    self._shared.append((p, group))
         # Recurrent layers hold weak references, for which PyTorch exchanges no tensors.
         recurrent = [m for m in self._model.modules() if isinstance(m, nn.RNNBase)]
         for module in recurrent:
