@@ -43,7 +43,7 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
-from hvkit.frameworks.pytorch.model_parallel.pipeline.sample_independence import plain_result
+from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
