@@ -3,6 +3,7 @@
 # make test-all   also scripts that fail, several hosts, further launchers and recipes, three ranks,
 #                 without averaging, docs and examples
 # make docs       the documentation, into build/docs
+# make wheels     wheels of Horovod, to install it elsewhere in seconds
 # make golden     all weights on record, after a change of how ranks are kept in step
 # make chaos      training runs that faults hit at random; FAULTS=30 SEED=1
 # make bench      hvkit's speed beside its peers; hours, with nothing else running
@@ -43,7 +44,7 @@ GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 
 PARTS := lint unit parallel recipes
 
-.PHONY: run test test-all $(PARTS) launched examples pages cluster spark golden records more-ranks docs chaos bench accuracy oldest image gpu-build \
+.PHONY: run test test-all $(PARTS) launched examples pages cluster spark golden records more-ranks docs chaos bench accuracy oldest image wheels gpu-build \
 	nccl-operations setup machine clean-venv
 
 run: setup
@@ -77,7 +78,7 @@ parallel: setup
 	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch tests/parallel/keras_pipeline
 
 # On three ranks the cases of `make test`: every combination runs on two ranks. On four, where a ring
-# of neighbours is not all ranks. The last runs remove hvkit's averaging, and pass only if every
+# of neighbours is not all ranks, and pipelines of Keras, whose ranks differ little by backend. The last runs remove hvkit's averaging, and pass only if every
 # test of it then fails.
 FIRST := -m "not accuracy and not every_combination"
 MESHES := $(addprefix tests/parallel/mesh/test_,data_axis.py shard_axis.py tensor_in_mesh.py \
@@ -85,10 +86,9 @@ MESHES := $(addprefix tests/parallel/mesh/test_,data_axis.py shard_axis.py tenso
 KERAS_PIPELINE := tests/parallel/keras_pipeline
 KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 more-ranks: setup
-	$(call RANKS,3) $(FIRST) tests/parallel
+	$(call RANKS,3) $(FIRST) tests/parallel --ignore $(KERAS_PIPELINE)
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
 	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(FIRST) tests/parallel/groups $(MESHES) $(KERAS_PIPELINE)
-	KERAS_BACKEND=torch HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(FIRST) $(KERAS_PIPELINE)
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
 	$(call RANKS,3) tests/jax/test_jax_equals_one_process.py
 	$(call RANKS,2) $(FIRST) --without-averaging \
@@ -168,6 +168,16 @@ oldest: machine
 	$(call RANKS,2) $(wildcard tests/parallel/*/test_*_equals_one_process.py) \
 		tests/parallel/keras/test_keras_embeddings.py
 	python -m pytest tests/unit/data
+
+# Wheels of Horovod for the frameworks and the MPI of .venv, one for each framework, and their index:
+# for `hvkit install-horovod --wheels build/wheels` elsewhere. SYSROOT is a folder from
+# docker/old_c_library.sh: the wheels then run on older distributions than this one.
+WHEELS ?= build/wheels
+SYSROOT ?=
+wheels: $(VENV)/installed
+	for other in tensorflow pytorch; do $(if $(SYSROOT),CXX="$$(docker/old_c_library.sh --compiler $(SYSROOT))") \
+		PIP_CONSTRAINT=constraints.txt hvkit install-horovod --no-install --without $$other \
+		--gpu $(HVKIT_GPU) --wheel-dir $(WHEELS) || exit 1; done
 
 docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --site-dir build/docs

@@ -1,23 +1,49 @@
 """Packaging of hvkit; tool settings live in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
-PYTORCH = ["torch>=2.13", "numpy"]
+PYTORCH = ["torch>=2.8", "numpy"]
 KERAS = ["keras>=3.5", "numpy"]
 JAX = ["jax>=0.10", "flax>=0.12", "optax>=0.2.5"]
+# Docker's first layer is made from this file alone.
+README = Path(__file__).with_name("README.md")
 COMPLETION = ["shtab>=1.13"]
 
 setup(
     name="hvkit",
     version="0.1.0",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     description="Horovod's ring-allreduce for today's PyTorch, Keras and JAX, with one call",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    keywords=[
+        *("distributed training", "data parallel", "allreduce", "horovod", "mpi"),
+        *("pytorch", "keras", "tensorflow", "jax"),
+    ],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+    project_urls={"Horovod": "https://github.com/horovod/horovod"},
     python_requires=">=3.11",
     packages=find_packages(include=["hvkit", "hvkit.*"]),
     package_data={
         "hvkit": ["py.typed"],
         "hvkit.build": ["patches/*.patch"],
-        "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh"],
+        "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh", "trainjob.yaml"],
         "hvkit.monitor": ["report.html"],
     },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
@@ -44,10 +70,10 @@ setup(
         "bench": ["accelerate", "lightning", "matplotlib"],
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
-        "spark": ["pyarrow>=18", "pyspark>=4.0"],
+        "spark": ["pyarrow>=18", "pyspark>=4.0.1"],
         "completion": COMPLETION,
         "dev": [
-            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff"),
+            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", "twine"),
             *("equinox", "ipykernel", "nbclient"),
             *COMPLETION,
         ],

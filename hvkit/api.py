@@ -228,11 +228,12 @@ def distribute(
         rates = port.scale_learning_rate(multiplier)
         records, keeper = port.keep_in_step()
         if group.rank == 0:
-            said = "their batches are one"
-            if engine != "jax":
-                said = describe(rates, lr_scaling, options.group.size)
+            said = describe(rates, lr_scaling, options.group.size)
+            if engine == "jax":
+                said = "their batches are one" if keeper is None else f"{strategy}"
             logger.info(f"{group.size} ranks; {said}")
-    record([] if in_jax else models, records, keeper, group)
+    # Without local weights, there is nothing to find by a model of JAX, which may be a pytree.
+    record([] if in_jax and keeper is None else models, records, keeper, group)
     if in_jax:  # whose pytrees are new ones
         of_jax: Any = port
         return of_jax.model, of_jax.optimizer
@@ -274,7 +275,7 @@ def settled(*things: Any) -> Iterator[None]:
                 kind = framework_of(thing)
                 if kind == "jax":
                     _require_module(thing)
-                elif kind is not None:
+                if kind is not None:
                     for keeper in keepers_of(thing):
                         stack.enter_context(keeper.settled())
                 elif _record(thing) is None:

@@ -2,7 +2,10 @@
 
 ::
 
-    installer               does nothing, installs the cached wheel, or builds one
+    installer               does nothing, installs a wheel that is there, or builds one
+    ├── ready_wheels        folders and URLs of wheels: their index, and which of them fit
+    │   ├── abi             what a built Horovod needs of a machine, and whether it is there
+    │   └── wheel_file      the facts inside a wheel; two wheels joined
     ├── toolchain           finds MPI, the C++ compiler and CMake
     │   ├── frameworks      finds PyTorch and TensorFlow
     │   └── cuda            finds GPUs, and a CUDA toolkit for a build for NCCL

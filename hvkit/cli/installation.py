@@ -9,6 +9,7 @@ from rich.console import Console
 from hvkit.build import BuildOptions, install_horovod
 from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
+from hvkit.build.ready_wheels import require_place
 from hvkit.cli.arguments import positive
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import Terminal
@@ -76,12 +77,34 @@ def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -
         "one of NVIDIA's wheels; none: leave CUDA out; auto (default): nccl if there is a GPU",
     )
     parser.add_argument(
+        "--wheels",
+        type=_wheels,
+        metavar="DIR|URL",
+        help="take a wheel from this folder or URL (filled by --wheel-dir) if one fits and passes "
+        "the self-test, in seconds and without a compiler; build otherwise, and print why",
+    )
+    parser.add_argument(
         "--wheel-dir", type=Path, metavar="DIR", help="also copy the wheel into this folder"
     )
-    parser.set_defaults(execute=_install_horovod)
+    parser.add_argument(
+        "--no-install",
+        dest="install",
+        action="store_false",
+        help="with --wheel-dir: leave the installed Horovod as it is",
+    )
+    parser.set_defaults(execute=_install_horovod, refuse=parser.error)
+
+
+def _wheels(text: str) -> str:
+    try:
+        return require_place(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _install_horovod(args: argparse.Namespace) -> int:
+    if not args.install and (args.wheel_dir is None or args.wheels):
+        args.refuse("--no-install is for --wheel-dir: it builds a wheel and installs nothing")
     install_horovod(
         BuildOptions(
             force=args.force,
@@ -89,6 +112,8 @@ def _install_horovod(args: argparse.Namespace) -> int:
             without=args.without,
             gpu=args.gpu,
             wheel_dir=args.wheel_dir,
+            wheels=args.wheels,
+            install=args.install,
         )
     )
     return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import socket
 import sys
@@ -301,6 +302,8 @@ def built_for() -> list[str]:
 
 
 def _import_horovod(module: str, framework: str) -> ModuleType:
+    if framework == "TensorFlow":
+        _refuse_other_tensorflow()
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:
@@ -309,6 +312,23 @@ def _import_horovod(module: str, framework: str) -> ModuleType:
             f"({type(error).__name__}: {error}). Build it for the installed {framework} with: "
             "hvkit install-horovod"
         ) from error
+
+
+def _refuse_other_tensorflow() -> None:
+    """Refuse a library for another minor version, which could crash when it is loaded."""
+    import tensorflow as tf
+
+    horovod = importlib.util.find_spec("horovod")
+    for place in horovod.submodule_search_locations or [] if horovod else []:
+        try:
+            built = json.loads(Path(place, "metadata.json").read_text()).get("tensorflow")
+        except (OSError, ValueError):
+            continue
+        if built and built.split(".")[:2] != tf.__version__.split(".")[:2]:
+            raise HorovodNotFoundError(
+                f"Horovod was built for TensorFlow {built}, and TensorFlow {tf.__version__} is "
+                "installed: build it for this one with `hvkit install-horovod`"
+            )
 
 
 def _this_host() -> str:

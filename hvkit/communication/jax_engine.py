@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 
     from hvkit.communication.group import ProcessSet
 
-# Seconds between two looks at a collective of MPI: it begins to sleep after the first short ones.
+# Looks at a collective of MPI, and seconds between two: most end within the first looks. A rank
+# that waits for long leaves the core to others.
 _FIRST_LOOKS = 100
+_QUICK_LOOKS = 1000
 _LOOK_EVERY = 50e-6
+_SELDOM = 1e-3
 
 # Seconds after which JAX's service takes a silent process for dead. hvkit names such ranks itself,
 # and a rank may be busy in C code for a while.
@@ -201,7 +204,7 @@ class JaxEngine(Engine):
                 continue
             if rank_errors.run_ends():
                 raise rank_errors.lost(calls.current_call())
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_LOOK_EVERY if looks < _QUICK_LOOKS else _SELDOM)
 
 
 def _started_mpi() -> Any:

@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hvkit.build.abi import Machine
 from hvkit.build.cuda import toolkit_for
 from hvkit.build.frameworks import NAMES
-from hvkit.build.installer import installed_version
+from hvkit.build.installer import installed_abi, installed_version, serves
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheel_cache import key_of, stored_ingredients
 from hvkit.communication.engines import built_for
@@ -106,7 +107,9 @@ def _library_keys(
 
 def _compare(version: str, toolchain: Toolchain) -> tuple[bool, list[str]]:
     key = key_of(toolchain)
-    if key.version == version:
+    cuda = toolchain.cuda.version if toolchain.cuda else None
+    machine = Machine(toolchain.frameworks, toolchain.mpi, cuda, os.environ)
+    if key.version == version or serves(installed_abi(), machine):
         return True, []
     before = stored_ingredients(version)
     return False, changes(before, dict(key.ingredients)) if before else []

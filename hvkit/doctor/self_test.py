@@ -1,6 +1,7 @@
 """An allreduce on two ranks of this host, once for each framework.
 
-``self_test`` starts the ranks. Each rank runs ``python -m hvkit.doctor.self_test torch``: it
+``self_test`` starts the ranks; ``python -m hvkit.doctor.self_test`` calls it for what is installed.
+Each rank runs ``python -m hvkit.doctor.self_test torch 9``: it
 compares an allreduce in the host's memory with the right sum, and times it. Rank 0 prints the
 result as JSON after ``hvkit:``; a rank that fails prints the reason.
 """
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from hvkit.communication.engines import ENGINES
+from hvkit.communication.engines import ENGINES, built_for
+from hvkit.doctor.software import mpi_launchers_here
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.host.mca import WITHOUT_TOOLS
 from hvkit.launching.hosts import Host
@@ -40,6 +42,8 @@ ROUNDS = 9
 _PERIOD = 251
 # Importing TensorFlow from a network file system can take a minute.
 _SECONDS = 180.0
+# Compiling Horovod instead would take longer on a machine that is as slow.
+_SECONDS_AFTER_INSTALLATION = 600.0
 _SECONDS_TO_END = 5.0
 _LINES_SHOWN = 8
 
@@ -48,6 +52,7 @@ def self_test(
     facts: Mapping[str, Any],
     seconds: float = _SECONDS,
     show_step: Callable[[str], None] = lambda _: None,
+    rounds: int = ROUNDS,
 ) -> dict[str, Any] | None:
     """Start two ranks for each framework.
 
@@ -55,6 +60,7 @@ def self_test(
         facts: from ``hvkit.doctor.facts.gather``.
         seconds: the time limit for each framework.
         show_step: called with a text about each step that begins.
+        rounds: how often to time the allreduce.
 
     Returns:
         ``self_test`` of ``hvkit.doctor.report.json_report``; ``None`` if none of Horovod's
@@ -63,7 +69,7 @@ def self_test(
     frameworks = [one["framework"] for one in _usable_libraries(facts)]
     if not frameworks:
         return None
-    test = {"ranks": RANKS, "bytes": BYTES, "rounds": ROUNDS}
+    test = {"ranks": RANKS, "bytes": BYTES, "rounds": rounds}
     try:
         launcher = find_launcher(launcher_for(facts))
     except LaunchError as error:
@@ -73,7 +79,7 @@ def self_test(
         show_step(
             f"trying an allreduce on {RANKS} ranks with {one} ({number} of {len(frameworks)})"
         )
-        results.append(_test(launcher, one, facts["cores"]["usable"], seconds))
+        results.append(_test(launcher, one, facts["cores"]["usable"], seconds, rounds))
     return {"launcher": launcher.name, "error": None, "results": results, **test}
 
 
@@ -90,8 +96,10 @@ def _usable_libraries(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for one in libraries if one["error"] is None]
 
 
-def _test(launcher: Launcher, framework: str, cores: int, seconds: float) -> dict[str, Any]:
-    program = (sys.executable, "-m", "hvkit.doctor.self_test", framework)
+def _test(
+    launcher: Launcher, framework: str, cores: int, seconds: float, rounds: int
+) -> dict[str, Any]:
+    program = (sys.executable, "-m", "hvkit.doctor.self_test", framework, str(rounds))
     job = Job((Host("localhost", RANKS),), program, crowded=cores < RANKS)
     status, output = _run(launcher.command(job), _environment(os.environ), seconds)
     timing = re.search(r"hvkit:(\{.*\})", output)
@@ -161,8 +169,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def main(framework: str) -> None:
-    """Run as one of the ranks.
+def main(framework: str, rounds: int) -> None:
+    """Run as one of the ranks, and time the allreduce so many times.
 
     Raises:
         LaunchError: Horovod sees another number of ranks.
@@ -185,7 +193,7 @@ def main(framework: str) -> None:
         return result
 
     require_sum(allreduce(), RANKS)
-    seconds = statistics.median(_timed(allreduce) for _ in range(ROUNDS))
+    seconds = statistics.median(_timed(allreduce) for _ in range(rounds))
     if hvd.rank() == 0:
         print(f"hvkit:{json.dumps({'seconds': seconds})}", flush=True)
     hvd.shutdown()
@@ -234,8 +242,32 @@ def _tensorflow_tensor(array: NDArray[np.float32]) -> Any:
 _TENSORS = {"torch": _torch_tensor, "tensorflow": _tensorflow_tensor}
 
 
+def try_installed() -> None:
+    """Try the installed Horovod, built for MPI, with every framework that it has a library for.
+
+    Raises:
+        LaunchError: it does not work with one of them.
+    """
+    usable = {"error": None, "controllers": ["mpi"]}
+    facts = {
+        "horovod": {"libraries": [{"framework": name, **usable} for name in built_for()]},
+        "launchers": mpi_launchers_here(),
+        "cores": {"usable": len(os.sched_getaffinity(0))},
+    }
+    test = self_test(facts, _SECONDS_AFTER_INSTALLATION, rounds=1)
+    if test is None:
+        raise LaunchError("the installed Horovod has no library for a framework")
+    failed = [
+        "\n".join([f"{one['framework']}: {one['error']}", *one["output"]])
+        for one in test["results"]
+        if one["error"]
+    ]
+    if test["error"] or failed:
+        raise LaunchError("; ".join(filter(None, [test["error"], *failed])))
+
+
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        main(sys.argv[1], int(sys.argv[2])) if sys.argv[1:] else try_installed()
     except (HvkitError, ArithmeticError) as error:
         sys.exit(f"hvkit: {error}")

@@ -1,4 +1,4 @@
-"""The programs that start ranks: Open MPI's and MPICH's ``mpirun``, and ``horovodrun``.
+"""The programs that start ranks: the ``mpirun`` of Open MPI, MPICH and Intel MPI; ``horovodrun``.
 
 ``find_launcher`` finds the program and its MPI. The ``Launcher`` that it returns turns a
 ``Job`` into a command line. The ``write_...`` functions write hosts for each program.
@@ -138,10 +138,13 @@ def _mpirun() -> Launcher:
             return Launcher(str(mpi), path, openmpi_arguments(major, path))
     if mpi is not None and mpi.flavour == "MPICH":
         return Launcher(str(mpi), path, mpich_arguments, True)
+    if mpi is not None and mpi.flavour == "Intel MPI":
+        return Launcher(str(mpi), path, intel_arguments, True)
     first = next(iter(text.splitlines()), "nothing")
     raise LaunchError(
         f"`{path} --version` prints {first!r}, but hvkit knows only the options of Open MPI 4 or "
-        "newer and MPICH: put one of these first on PATH, or use --launcher horovodrun or gloo"
+        "newer, MPICH and Intel MPI: put one of these first on PATH, or use --launcher horovodrun "
+        "or gloo"
     )
 
 
@@ -225,22 +228,48 @@ def mpich_arguments(job: Job) -> list[str]:
         LaunchError: the hosts reach each other over interfaces of different names, or a host has
             a user.
     """
+    # Each rank binds itself to an equal share of its host.
+    options = ["-np", str(job.size), "-hosts", hosts_option(job.hosts), "-bind-to", "none"]
+    return [*options, *_hydra_interface(job, "MPICH"), *job.command]
+
+
+def intel_arguments(job: Job) -> list[str]:
+    """The arguments of Intel MPI's ``mpirun``, a Hydra whose hosts have no numbers of slots.
+
+    So each host has a part of the command line, in the order of ranks. As MPICH's, it sends its
+    whole environment to the other hosts.
+
+    Raises:
+        LaunchError: the hosts reach each other over interfaces of different names, or a host has
+            a user.
+    """
+    # Each rank binds itself to an equal share of its host.
+    options = ["-genv", "I_MPI_PIN", "0", *_hydra_interface(job, "Intel MPI")]
+    parts = [["-host", host.name, "-n", str(host.slots or 0), *job.command] for host in job.hosts]
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = [*joined, ":", *part]
+    return [*options, *joined]
+
+
+def _hydra_interface(job: Job, mpi: str) -> list[str]:
+    """The option that names the interface between the hosts; none on one host.
+
+    Raises:
+        LaunchError: it has different names on the hosts, or a host has a user.
+    """
     for host in job.hosts:
         if host.user is not None:
             raise UsageError(
-                f"{host.user}@{host.name}: MPICH's mpirun accepts no users: set User {host.user} "
+                f"{host.user}@{host.name}: {mpi}'s mpirun accepts no users: set User {host.user} "
                 "for this host in ~/.ssh/config"
             )
-    # Each rank binds itself to an equal share of its host.
-    options = ["-np", str(job.size), "-hosts", hosts_option(job.hosts), "-bind-to", "none"]
     if len(job.interfaces) > 1:
         raise LaunchError(
-            f"the hosts reach each other over {' and '.join(job.interfaces)}, but MPICH takes one "
+            f"the hosts reach each other over {' and '.join(job.interfaces)}, but {mpi} takes one "
             "name for all hosts: use Open MPI, or give all hosts' interfaces one name"
         )
-    if job.interfaces:
-        options += ["-iface", job.interfaces[0]]
-    return [*options, *job.command]
+    return ["-iface", job.interfaces[0]] if job.interfaces else []
 
 
 def horovodrun_arguments(controller: str) -> Callable[[Job], list[str]]:

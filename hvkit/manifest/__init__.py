@@ -1,11 +1,17 @@
-"""Descriptions of a run for the systems that start it: Kubernetes and Slurm.
+"""Descriptions of a run for the systems that start it: Kubernetes, Slurm, SageMaker and Azure ML.
 
 ::
 
-    hvkit.cli.manifest          the table of options; reads them, prints one of these
-    ├── mpijob                  a Kubernetes resource for the MPI operator: values for mpijob.yaml
-    ├── slurm_job               a script for sbatch: values for slurm_job.sh
-    └── fields                  what options accept: names, amounts; what ``hvkit run`` starts
+    hvkit.cli.manifest          reads the options, prints one of these
+    └── cli.manifest_options    the one table of options
+        ├── mpijob              a Kubernetes resource for the MPI operator: mpijob.yaml
+        ├── trainjob            two for the Kubeflow Trainer: trainjob.yaml
+        │   └── kubernetes      what these have in common: values, and YAML
+        ├── slurm_job           a script for sbatch: slurm_job.sh
+        ├── sagemaker           a request for Amazon SageMaker
+        ├── azureml             a command job for Azure Machine Learning
+        └── fields              what options accept: names, amounts; what ``hvkit run`` starts
 
-Both start ``hvkit run``, which finds the hosts in the environment of the operator or of Slurm.
+All but Azure ML's start ``hvkit run``, which finds the hosts in its environment. Azure starts
+``mpirun``.
 """

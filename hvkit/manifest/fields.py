@@ -193,11 +193,79 @@ slurm_name = _matching(
 )
 """The name of a Slurm job, account or partition."""
 
+sagemaker_name = _matching(
+    "[a-zA-Z0-9](?:-*[a-zA-Z0-9]){0,62}",
+    "1 to 63 letters, digits and `-`, with a letter or digit at both ends",
+)
+"""The name of a training job of SageMaker, which no earlier job of the account may have."""
+
+role = _matching(
+    r"arn:aws[a-z-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@/-]+",
+    "a role such as arn:aws:iam::123456789012:role/training",
+)
+"""A role of Amazon's, by its ARN."""
+
+s3 = _matching(r"s3://[^/\s]+(?:/\S*)?", "an S3 URI such as s3://bucket/folder")
+"""A place in Amazon S3."""
+
+instance_type = _matching(
+    r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "a type of instance such as ml.p4d.24xlarge"
+)
+"""A type of SageMaker's instances."""
+
+azure_name = _matching(
+    "[a-zA-Z0-9][a-zA-Z0-9_-]{0,254}",
+    "1 to 255 letters, digits, `_` and `-`, with a letter or digit first",
+)
+"""The name of a cluster or an experiment of Azure ML."""
+
+_input = re.compile(r"([A-Za-z][A-Za-z0-9_]{0,63})=(.+)", re.ASCII)
+
 duration = _matching(
     r"(?=.*[1-9])(?:\d+-)?\d{1,3}:[0-5]\d:[0-5]\d",
     "HH:MM:SS or DAYS-HH:MM:SS, longer than zero",
 )
 """The time limit of a Slurm job, in the form that has only one reading (30 means minutes)."""
+
+
+def seconds(text: str) -> int:
+    """A time limit written as for Slurm, in seconds."""
+    days, _, clock = duration(text).rpartition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def docker_memory(text: str) -> str:
+    """An amount of memory in Docker's notation, whose units are powers of 1024: ``2g``."""
+    amount = memory(text)
+    if amount.unit not in ("Ki", "Mi", "Gi") or "." in str(amount):
+        raise ValueError(f"must be a whole number and Mi or Gi, such as 2Gi, got {text!r}")
+    return str(amount).removesuffix("i").lower()
+
+
+def one_line(text: str) -> str:
+    """Printable text on one line, not empty."""
+    if not text.strip() or not text.isprintable():
+        raise ValueError(f"must be text on one line, got {text!r}")
+    return utf8(text)
+
+
+def s3_input(text: str) -> tuple[str, str]:
+    """Data as ``NAME=s3://bucket/folder``: its name and place."""
+    name, place = _named_input(text, "train=s3://bucket/mnist")
+    return name, s3(place)
+
+
+def azure_input(text: str) -> tuple[str, str]:
+    """Data as ``NAME=PATH``: its name, and Azure's path of it."""
+    return _named_input(text, "train=azureml://datastores/workspaceblobstore/paths/mnist")
+
+
+def _named_input(text: str, example: str) -> tuple[str, str]:
+    found = _input.fullmatch(text)
+    if found is None or not text.isprintable():
+        raise ValueError(f"must be NAME=PLACE, such as {example}, got {text!r}")
+    return found[1], utf8(found[2])
 
 
 def sbatch_option(text: str) -> str:

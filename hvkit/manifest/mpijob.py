@@ -8,33 +8,14 @@ not find the workers; ``hvkit run`` reads the variables.
 The pods need an image built from this project's Dockerfile.
 """
 
-import math
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
+from hvkit.manifest.fields import HvkitRun
+from hvkit.manifest.kubernetes import check_hostname, check_variables, from_template, values_of
 
-from hvkit.manifest.fields import HvkitRun, Quantity, Volume
-
-_LONGEST_HOSTNAME = 63
-# Seconds that Kubernetes gives a pod to end, if its specification names no number.
-_KUBERNETES_GRACE = 30
-
-# The operator sets these on the launcher and overwrites the manifest's values.
-_OPERATORS_OWN = {
-    *("K_MPI_JOB_ROLE", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
-    *("OMPI_MCA_orte_keep_fqdn_hostnames", "OMPI_MCA_orte_default_hostfile"),
-    *("OMPI_MCA_plm_rsh_args", "OMPI_MCA_orte_set_default_slots"),
-}
-
-_PLACE = re.compile(r"\{\{(\w+)\}\}")
-
-# PyYAML leaves these unquoted as text; readers of other YAML versions, such as kubectl, take them
-# for numbers (1e-3, 0o17, 1:30) or booleans (y).
-_AMBIGUOUS = re.compile(r"[-+.0-9].*|[yYnN]", re.DOTALL)
+# The operator sets these on the launcher, too.
+_OPERATORS_OWN = ("K_MPI_JOB_ROLE", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES")
 
 
 def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
@@ -49,110 +30,8 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
             the memory of a worker, two volumes have one path, or the operator overwrites a
             variable.
     """
-    _check_name(options["name"], run.size.hosts)
-    _check_shared_memory(options["shm_size"], options["memory"], run.size.slots)
-    _check_paths(options["volume"])
-    _check_variables(run.variables)
-    slots, cpus, memory, gpus = run.size.slots, options["cpus"], options["memory"], options["gpus"]
-    # Numbered: the name of a claim may be longer than that of a volume, and contain dots.
-    once = dict.fromkeys(volume.claim for volume in options["volume"])
-    claims = {claim: f"claim-{number}" for number, claim in enumerate(once, 1)}
-    values = {
-        **options,
-        "hosts": run.size.hosts,
-        "slots": slots,
-        "cpus": cpus and cpus.times(slots),
-        "memory": memory and memory.times(slots),
-        "gpus": gpus and gpus * slots,
-        "run": [literal(word) for word in run.words(run.variables)],
-        "env": [{"name": name, "value": literal(value)} for name, value in run.variables.items()],
-        "claims": [
-            {"name": name, "persistentVolumeClaim": {"claimName": claim}}
-            for claim, name in claims.items()
-        ],
-        "mounts": [
-            {"name": claims[volume.claim], "mountPath": str(volume.path)}
-            for volume in options["volume"]
-        ],
-        # The group that the template runs the containers in.
-        "group_of_claims": 1000 if claims else None,
-        "change_of_group": "OnRootMismatch" if claims else None,
-        "seconds_to_leave": (
-            math.ceil(options["grace"]) if options["grace"] > _KUBERNETES_GRACE else None
-        ),
-    }
-    template = files("hvkit.manifest").joinpath("mpijob.yaml").read_text(encoding="utf-8")
-    return yaml_text(_filled(yaml.safe_load(template), values))
-
-
-def _check_name(name: str, workers: int) -> None:
-    longest = max(f"{name}-launcher", f"{name}-worker-{workers - 1}", key=len)
-    if excess := max(0, len(longest) - _LONGEST_HOSTNAME):
-        raise ValueError(
-            f"--name {name} is too long: the hostname {longest} would have {len(longest)} "
-            f"characters, {_LONGEST_HOSTNAME} are allowed; make it {excess} shorter"
-        )
-
-
-def _check_shared_memory(shared: Quantity, memory: Quantity | None, slots: int) -> None:
-    if memory is not None and shared.value >= memory.times(slots).value:
-        raise ValueError(
-            f"--shm-size {shared} must be less than the memory of a worker, {memory.times(slots)} "
-            f"({memory} for each of {slots} ranks), because it counts towards that memory: lower "
-            "--shm-size or raise --memory"
-        )
-
-
-def _check_paths(volumes: Sequence[Volume]) -> None:
-    for path, times in Counter(volume.path for volume in volumes).items():
-        if times > 1:
-            raise ValueError(f"--volume: {path} is used {times} times: give each its own path")
-
-
-def _check_variables(names: Mapping[str, str]) -> None:
-    for name in names:
-        if name in _OPERATORS_OWN:
-            raise ValueError(
-                f"--env {name}: the MPI operator sets this variable and overwrites the manifest's "
-                "value: leave it out"
-            )
-
-
-def literal(text: str) -> str:
-    """Escape ``$(NAME)``, which Kubernetes would replace by a variable's value."""
-    return text.replace("$", "$$")
-
-
-def _filled(part: Any, values: Mapping[str, Any]) -> Any:
-    """A part of the template with its values; fields without a value are left out."""
-    if isinstance(part, dict):
-        fields = {name: _filled(below, values) for name, below in part.items()}
-        return {name: value for name, value in fields.items() if value not in (None, {}, [])}
-    if isinstance(part, list):
-        items = [_filled(below, values) for below in part]
-        return [one for item in items for one in (item if isinstance(item, list) else [item])]
-    place = _PLACE.fullmatch(part) if isinstance(part, str) else None
-    return values[place[1]] if place else part
-
-
-def yaml_text(document: dict[str, Any]) -> str:
-    """The document as YAML that every reader understands alike, keys in their order."""
-    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=float("inf"))
-    return text
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes all text that some YAML version would read as a number or a boolean."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        """Write out what occurs twice."""
-        return True
-
-
-def _represent_text(dumper: _Dumper, text: str | Quantity) -> yaml.ScalarNode:
-    style = '"' if _AMBIGUOUS.fullmatch(str(text)) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(Quantity, _represent_text)
+    name, workers = options["name"], run.size.hosts
+    check_hostname(name, max(f"{name}-launcher", f"{name}-worker-{workers - 1}", key=len))
+    values = values_of(options, run)
+    check_variables(run.variables, "the MPI operator", _OPERATORS_OWN)
+    return from_template("mpijob.yaml", values)

@@ -1,7 +1,7 @@
 #!/bin/bash
 # What `hvkit manifest slurm` writes. {{name}} stands for an option or for a value of slurm_job.py;
 # of several values, each gets a line. A line without a value is left out, and these comments are.
-#SBATCH --job-name={{job_name}}
+#SBATCH --job-name={{name}}
 #SBATCH --nodes={{hosts}}
 #SBATCH --ntasks={{ranks}}
 #SBATCH --ntasks-per-node={{slots}}

@@ -118,7 +118,12 @@ def _weights_of(model: Any) -> list[Any]:
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.layers.Layer):  # on PyTorch also a module
         return [w._value for w in model.weights if getattr(w, "_value", None) is not None]
-    return list(model.parameters()) if hasattr(model, "parameters") else []  # none of JAX
+    if hasattr(model, "parameters"):
+        return list(model.parameters())
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(model, nnx.Module):
+        return []  # an optimizer or a pytree of JAX
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
 
 
 def _plain(model: Any) -> Any:

@@ -88,7 +88,7 @@ def test_weights_that_differ_are_noticed_in_the_next_batches(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "instead"),
     [
-        ({"strategy": hvkit.LocalSGD(every=2)}, "inside the compiled step"),
+        ({"strategy": hvkit.Gossip(every=2)}, "inside the compiled step"),
         ({"compression": "bf16"}, "bfloat16"),
         ({"accumulate": 2}, "optax.MultiSteps"),
         ({"batch_norm": "local"}, "leave batch_norm out"),

@@ -2,10 +2,11 @@
 
 ::
 
-    port      the steps of ``hvkit.distribute``, and what it refuses
-    arrays    models as trees of arrays, and where on the ranks' devices these are
-    batches   ``hvkit.batch``: the ranks' batches as one array
-    updates   Optax transformations that keep divided states and weights divided
+    port           the steps of ``hvkit.distribute``, and what it refuses
+    arrays         models as trees of arrays, and where on the ranks' devices these are
+    batches        ``hvkit.batch``: the ranks' batches as one array
+    updates        Optax transformations that keep divided states and weights divided
+    local_weights  for LocalSGD and DiLoCo: modules of NNX that each rank trains for itself
 """
 
 from hvkit.frameworks.jax.port import JaxPort as JaxPort

@@ -174,15 +174,20 @@ def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
     )
 
 
-def from_rank_0(tree: Any, place: Place) -> Any:
-    """A tree whose arrays have rank 0's numbers and belong to all ranks; a collective."""
+def from_rank_0(tree: Any, place: Place | None) -> Any:
+    """A tree whose arrays have rank 0's numbers; a collective.
+
+    Args:
+        tree: as from ``tree_of``.
+        place: where they are on all ranks' devices; None for this rank's own, where they are now.
+    """
 
     def received(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
         host = on_host(leaf)
         broadcast_state(host.reshape(-1).view(np.uint8))
-        return placed(leaf, host, place)
+        return like(leaf, host) if place is None else placed(leaf, host, place)
 
     return jax.tree.map(received, gathered(tree))
 

@@ -11,7 +11,7 @@ that has not come through here leaves them different, and nothing else would sho
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,9 @@ class _Checks:
 
 
 _checks: list[_Checks] = []
+
+before_batch: list[Callable[[], bool]] = []
+"""Called in ``batch``; whether it leaves each rank its own batch, since it trains its own model."""
 _compared_first = False
 
 
@@ -104,7 +107,8 @@ def batch(*arrays: Any) -> Any:
     that their devices cannot share equally, every device gets all rows of that batch: the result is
     the same, and takes as long as in one process.
 
-    With one process it returns what it was given.
+    With one process it returns what it was given, and so it does with ``LocalSGD`` and ``DiLoCo``,
+    whose ranks train models of their own, and agree here on weights at the end of a round.
 
     Args:
         *arrays: of NumPy or JAX, tensors in host memory of PyTorch or TensorFlow, or pytrees of
@@ -124,6 +128,9 @@ def batch(*arrays: Any) -> Any:
     if runtime.size() == 1:
         return given
     runtime.init("jax")
+    on_its_own = [each() for each in before_batch]
+    if any(on_its_own):
+        return given
     leaves, structure = jax.tree.flatten(given)
     own: list[NDArray[Any]] = []
     problem: Exception | None = None

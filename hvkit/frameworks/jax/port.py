@@ -8,6 +8,7 @@ whatever hvkit does with gradients elsewhere is refused here, with what takes it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,12 +33,15 @@ from hvkit.frameworks.jax.arrays import (
 )
 from hvkit.frameworks.jax.updates import divided_updates, is_transformation
 from hvkit.learning_rate import Multiplier
+from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
+from hvkit.strategies.local_sgd import LocalSGD
 from hvkit.strategies.sharded_optimizer import ShardedOptimizer
+from hvkit.strategies.strategy import Rounds
 from hvkit.strategies.synchronous import Synchronous
 from hvkit.sync.port import Keeper, Options, Record
 
-_STRATEGIES = (Synchronous, ShardedOptimizer, FullyShard)
+_STRATEGIES = (Synchronous, ShardedOptimizer, FullyShard, LocalSGD, DiLoCo)
 
 
 class JaxPort:
@@ -60,6 +64,8 @@ class JaxPort:
         self._options = options
         self._refuse_options()
         self._refuse_things()
+        if self._is_local:
+            self._refuse_for_local_weights()
         self._of_weights: Place = whole
         self._of_state: Place = whole
         if isinstance(options.strategy, FullyShard):
@@ -67,6 +73,26 @@ class JaxPort:
         elif isinstance(options.strategy, ShardedOptimizer):
             self._of_state = divided
         self._refuse_state_alone()
+
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self._options.strategy, Rounds)
+
+    def _refuse_for_local_weights(self) -> None:
+        """Raise if ranks cannot train these weights for themselves.
+
+        Raises:
+            TypeError, ValueError: they cannot.
+        """
+        strategy = self._options.strategy
+        if not is_nnx(self.model) or not is_nnx(self.optimizer):
+            raise TypeError(
+                f"{strategy} sets weights between two steps, so in JAX it takes one nnx.Module and "
+                f"its nnx.Optimizer, got {type(self.model).__name__} and "
+                f"{type(self.optimizer).__name__}: steps replace the arrays of a pytree"
+            )
+        if getattr(strategy, "overlap", 0):
+            raise ValueError(f"{strategy}: in JAX ranks agree between two steps: leave overlap out")
 
     @property
     def _is_divided(self) -> bool:
@@ -115,9 +141,9 @@ class JaxPort:
         refused = {
             f"strategy={options.strategy}": (
                 not isinstance(options.strategy, _STRATEGIES),
-                "XLA averages gradients inside the compiled step, so that ranks hold the same "
-                "weights after each: choose hvkit.Synchronous(), hvkit.ShardedOptimizer() or "
-                "hvkit.FullyShard()",
+                "XLA averages gradients inside the compiled step: choose hvkit.Synchronous(), "
+                "hvkit.ShardedOptimizer(), hvkit.FullyShard(), hvkit.LocalSGD(...) or "
+                "hvkit.DiLoCo(...)",
             ),
             f"compression={options.compression}": (
                 options.compression is not None,
@@ -166,6 +192,13 @@ class JaxPort:
         return []  # no strategy with a momentum of its own comes here
 
     def synchronise(self) -> None:
+        if self._is_local:
+            # Apart from random numbers, of which each rank draws its own.
+            nnx = sys.modules["flax.nnx"]
+            state = nnx.state(self.model, nnx.Not(nnx.RngState))
+            nnx.update(self.model, from_rank_0(state, None))
+            with_tree(self.optimizer, from_rank_0(tree_of(self.optimizer), None))
+            return
         self.model = self._placed(self.model, self._of_weights)
         self.optimizer = self._placed(self.optimizer, self._of_state)
 
@@ -183,6 +216,12 @@ class JaxPort:
         return []
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        if self._is_local:
+            from hvkit.frameworks.jax.local_weights import train_locally
+
+            assert isinstance(self._options.strategy, Rounds)
+            keeper = train_locally(self._options.strategy, self.model, self.optimizer)
+            return [(self.optimizer, Record())], keeper
         if self._is_divided:
             self._divide_updates()
         batches.expect(self._options.check_every, [m for m in _each(self.model) if is_in_place(m)])

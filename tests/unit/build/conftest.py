@@ -1,12 +1,15 @@
 """An empty cache, stand-in programs on PATH, and a toolchain."""
 
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hvkit.build.abi import Abi
 from hvkit.build.frameworks import Framework
+from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Compiler, Mpi, Toolchain
 
 
@@ -28,6 +31,21 @@ def toolchain(tmp_path: Path) -> Toolchain:
         ),
         mpi=Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI", "4.1.4", Path("/opt/mpi/lib")),
         compiler=Compiler(("/usr/bin/c++",), "c++ 12.2.0\nCopyright"),
+    )
+
+
+@pytest.fixture
+def abi(tmp_path: Path) -> Abi:
+    """The facts of a wheel that fits ``toolchain`` and this Python."""
+    return Abi(
+        horovod=VERSION,
+        patches=patches_digest(PATCHES),
+        python=str(sysconfig.get_config_var("SOABI")),
+        platform="linux_x86_64",
+        cpu=(),
+        frameworks={"pytorch": "2.13.0", "tensorflow": "2.21.0"},
+        mpi="libmpi.so.40",
+        search=("/opt/mpi/lib",),
     )
 
 

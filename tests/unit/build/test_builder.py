@@ -38,6 +38,7 @@ def setup_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(builder, "unpack", lambda archive, folder: root)
     monkeypatch.setattr(builder, "apply_patches", lambda folder, source, toolchain: [])
     monkeypatch.setattr(builder, "find_cmake", lambda: "cmake")
+    monkeypatch.setattr(builder, "with_facts", lambda wheel, toolchain, environ: wheel)
     return root / "setup.py"
 
 

@@ -191,9 +191,7 @@ class TestCuda:
         self, patched: Path, tmp_path: Path, operations: str, expected: str
     ) -> None:
         # PyTorch's answers beside a CUDA toolkit.
-        answers = (
-            'case "$2" in *__version__*) echo 2.13.0;; *CUDA_HOME*) echo True;; *) echo x;; esac'
-        )
+        answers = 'case "$2" in *CUDA_HOME*) echo "2.13.0;True;False;True";; *) echo x;; esac'
         python = _program(tmp_path / "bin" / "python", answers)
         output = _configure(
             tmp_path / "project",

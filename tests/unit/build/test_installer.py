@@ -1,12 +1,15 @@
 """The steps of the installation, with stand-ins for the compiler and for pip."""
 
 import errno
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_wheels import wheel_of
 
-from hvkit.build import BuildOptions, install_horovod, installer, wheel_cache
+from hvkit.build import BuildOptions, install_horovod, installer, ready_wheels, wheel_cache
+from hvkit.build.abi import Abi
 from hvkit.build.cuda import Toolkit
 from hvkit.build.toolchain import Toolchain
 from hvkit.build.wheel_cache import Key
@@ -16,17 +19,16 @@ from hvkit.errors import BuildError
 class Machine:
     """A machine that records builds and installations instead of making them."""
 
-    def __init__(self, toolchain: Toolchain, folder: Path) -> None:
+    def __init__(self, toolchain: Toolchain, abi: Abi, folder: Path) -> None:
         self.toolchain = toolchain
+        self.abi = abi
         self.folder = folder
         self.version: str | None = None
         self.done: list[str] = []
 
     def build(self, toolchain: Toolchain, key: Key, jobs: int) -> Path:
         self.done.append("build")
-        wheel = self.folder / f"horovod-{key.version}-cp311-cp311-linux_x86_64.whl"
-        wheel.write_text(str(toolchain))
-        return wheel_cache.store_wheel(wheel, key)
+        return wheel_cache.store_wheel(wheel_of(self.abi, self.folder, key.version), key)
 
     def install(self, wheel: Path) -> None:
         self.done.append("install")
@@ -43,8 +45,10 @@ class Machine:
 
 
 @pytest.fixture
-def machine(toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    stand_in = Machine(toolchain, tmp_path)
+def machine(
+    toolchain: Toolchain, abi: Abi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Machine:
+    stand_in = Machine(toolchain, abi, tmp_path)
     monkeypatch.setattr(installer, "find_toolchain", lambda without: stand_in.toolchain)
     toolkits = {"auto": None, "none": None, "nccl": Toolkit(tmp_path, "13.0")}
     monkeypatch.setattr(installer, "toolkit_for", lambda choice, frameworks: toolkits[choice])
@@ -102,8 +106,9 @@ def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(
     machine.run()
     folder = tmp_path / "a" / "b"
     assert machine.run(BuildOptions(wheel_dir=folder)) == []
-    (wheel,) = folder.iterdir()
-    assert wheel.name == f"horovod-{machine.version}-cp311-cp311-linux_x86_64.whl"
+    (wheel,) = folder.glob("*.whl")
+    (listed,) = json.loads((folder / ready_wheels.INDEX).read_text())
+    assert listed["name"] == wheel.name == f"horovod-{machine.version}-cp311-cp311-linux_x86_64.whl"
 
 
 def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_a_contribution_has_the_reported_bytes() -> None:
 
 def test_ranks_that_do_not_see_each_other_name_the_cause() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hvkit.doctor.self_test", built_for()[0]],
+        [sys.executable, "-m", "hvkit.doctor.self_test", built_for()[0], "1"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -123,8 +123,8 @@ def test_ranks_see_no_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (result,) = started_by('echo "gpus:$CUDA_VISIBLE_DEVICES:"; echo "$@"')["results"]
     assert result["output"][0] == "gpus::"
-    assert result["output"][1].endswith("-m hvkit.doctor.self_test torch")
-    assert result["command"] == "mpirun -np 2 python -m hvkit.doctor.self_test torch"
+    assert result["output"][1].endswith("-m hvkit.doctor.self_test torch 9")
+    assert result["command"] == "mpirun -np 2 python -m hvkit.doctor.self_test torch 9"
 
 
 def test_a_failure_is_shown_with_its_last_lines(started_by: Callable[..., dict[str, Any]]) -> None:

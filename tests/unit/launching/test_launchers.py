@@ -25,6 +25,7 @@ THERE = Job(
 VERSIONS = {
     "Open MPI 5.0.11": "mpirun (Open MPI) 5.0.11\n\nReport bugs to ...",
     "Open MPI 4.1.4": "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...",
+    "Intel MPI 2021.18.1": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626",
     "MPICH 5.0.2": "HYDRA build details:\n    Version:                                 5.0.2\n",
 }
 
@@ -66,6 +67,11 @@ def _not_root(monkeypatch):
         (
             "MPICH 5.0.2",
             "-np 3 -hosts node1:2,node2:1 -bind-to none -iface eth0 python 'a b.py'",
+        ),
+        (
+            "Intel MPI 2021.18.1",
+            "-genv I_MPI_PIN 0 -iface eth0 -host node1 -n 2 python 'a b.py' "
+            ": -host node2 -n 1 python 'a b.py'",
         ),
     ],
 )
@@ -123,10 +129,10 @@ def test_mpich_takes_one_interface_name_for_all_hosts(on_path):
         )
 
 
-@pytest.mark.parametrize("text", ["Intel(R) MPI Library 2021.9", "mpirun (Open MPI) 3.1.6", ""])
+@pytest.mark.parametrize("text", ["MVAPICH 4.0", "mpirun (Open MPI) 3.1.6", ""])
 def test_an_unknown_mpi_is_refused(on_path, text):
     path = on_path("mpirun", text)
-    message = f"`{path} --version` prints .* only the options of Open MPI 4 or newer and MPICH"
+    message = f"`{path} --version` prints .* only the options of Open MPI 4 or newer, MPICH and"
     with pytest.raises(LaunchError, match=message):
         find_launcher("mpirun")
 

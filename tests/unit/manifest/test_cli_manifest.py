@@ -54,7 +54,7 @@ def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         f"{SLURM} --gpus 1 --cpus 2 --memory 4G --time 1:00:00 --partition a,b --account c "
-        "--job-name d --sbatch=--qos=high --sbatch=--exclusive --env A=1 --env B='x y' --prefix "
+        "--name d --sbatch=--qos=high --sbatch=--exclusive --env A=1 --env B='x y' --prefix "
         "--timestamps --lost-after 7.5 --log-dir 'my logs' --show 0 python train.py "
         "--time 5"
     )
@@ -148,7 +148,7 @@ def test_hvkit_run_gets_no_options_by_default(
         (f"{SLURM} --time 30 python", "argument --time: must be HH:MM:SS"),
         (f"{SLURM} --partition 'a b' python", "argument --partition: must be letters"),
         (f"{SLURM} --account '' python", "argument --account: must be letters"),
-        (f"{SLURM} --job-name 'a b' python", "argument --job-name: must be letters"),
+        (f"{SLURM} --name 'a b' python", "argument --name: must be letters"),
         (f"{SLURM} python '\udcff'", "must be text in UTF-8"),
     ],
 )

@@ -13,7 +13,7 @@ from mpijobs import COMMAND, container, full_job, job, read
 from hvkit.cli import run
 from hvkit.cli.command_parser import CommandParser
 from hvkit.manifest.fields import Size, Volume, cpus, memory, volume
-from hvkit.manifest.mpijob import literal, yaml_text
+from hvkit.manifest.kubernetes import literal, yaml_text
 
 
 def replicas(document: dict[str, Any], which: str) -> dict[str, Any]:

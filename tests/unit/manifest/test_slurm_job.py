@@ -28,7 +28,7 @@ def job(
 ) -> str:
     """The script of a job of 8 ranks on 2 hosts, everything else at its default."""
     defaults: dict[str, Any] = {
-        "job_name": "mnist",
+        "name": "mnist",
         "gpus": None,
         "cpus": None,
         "memory": None,

@@ -18,10 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -36,6 +32,17 @@ from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call, waiting_for_all_ranks
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
+except ImportError as error:
+    raise HvkitError(
+        f"hvkit.FullyShard and meshes need PyTorch 2.9 or newer, whose fully_shard lets hvkit take "
+        f"part in what it sends, and PyTorch {torch.__version__} is installed: upgrade it"
+    ) from error
 
 _SHARDS = "_hvkit_full_shards"
 

@@ -166,7 +166,9 @@ def _forget_dtensors() -> None:
     """Drop what DTensor has cached, with the names of groups that are no more."""
     if tensor := sys.modules.get("torch.distributed.tensor"):
         propagator: Any = tensor.DTensor._op_dispatcher.sharding_propagator
-        propagator.propagate_op_sharding.cache_clear()
+        # PyTorch 2.8 cannot empty it, but refuses what would fill it: FullyShard and meshes.
+        if clear := getattr(propagator.propagate_op_sharding, "cache_clear", None):
+            clear()
         # Older versions of PyTorch have only the cache above.
         if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
             clear()

@@ -40,9 +40,10 @@ _BY_ELEMENT = frozenset(
 # Those that compute each parameter so.
 _BY_PARAMETER = _BY_ELEMENT | {
     torch.optim.Adafactor,
-    torch.optim.Muon,
     torch.optim.Rprop,
     torch.optim.SparseAdam,
+    # From PyTorch 2.9 on.
+    *filter(None, [getattr(torch.optim, "Muon", None)]),
 }
 # Those that PyTorch cannot compute with parts of parameters.
 _WHOLE = (torch.optim.Rprop, torch.optim.SparseAdam)

@@ -172,7 +172,7 @@ class ScheduledPipeline:
                     mb=numbers,
                     target=numbers if is_last else None,
                     losses=[] if is_last else None,
-                    return_outputs=False,
+                    **_no_outputs(schedule),
                 )
             self._count(run)
             self._latest = None
@@ -365,3 +365,12 @@ class Entered(torch.autograd.Function):
 
 
 _entered: Callable[[torch.Tensor], torch.Tensor] = Entered.apply
+
+
+def _no_outputs(schedule: Any) -> dict[str, bool]:
+    """The argument that keeps a schedule from joining results that nobody reads.
+
+    PyTorch 2.9 has none, and would give it to the stages.
+    """
+    known = "return_outputs" in inspect.signature(schedule.step).parameters
+    return {"return_outputs": False} if known else {}

@@ -1,0 +1,274 @@
+"""What a built Horovod needs of a machine, and whether a machine has it.
+
+A build depends on much (``wheel_cache.Key``); a wheel that is built already needs less. These facts
+lie inside each wheel, in ``horovod/hvkit.json``, and in the index of a folder of wheels.
+"""
+
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.tags import sys_tags
+
+from hvkit.build.build_variables import run_time_paths, user_build_options
+from hvkit.build.cuda import cuda_for
+from hvkit.build.frameworks import Framework, find_frameworks, title
+from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
+from hvkit.build.toolchain import Mpi, Toolchain, rpath_of
+from hvkit.build.wheel_cache import cpu_features
+from hvkit.errors import BuildError
+from hvkit.host.commands import run
+
+FILE = "hvkit.json"
+"""The file of the facts, in Horovod's package."""
+
+_ARCHITECTURE = "HOROVOD_BUILD_ARCH_FLAGS"
+# The first C library whose distributions have a libstdc++ with these symbols, by PEP 600: the
+# numbers that auditwheel checks.
+_GLIBC_OF_LIBSTDCXX = ((24, 17), (28, 31), (29, 34), (30, 35), (33, 39))
+
+
+@dataclass(frozen=True)
+class Abi:
+    """What the libraries of a wheel were built for, and what they need.
+
+    Attributes:
+        horovod: the version of Horovod's source.
+        patches: the digest of hvkit's patches.
+        python: the ABI of Python, ``cpython-311-x86_64-linux-gnu``.
+        platform: the platform tag of the wheel, ``manylinux_2_35_x86_64``.
+        cpu: the instruction sets that it was compiled for.
+        frameworks: the frameworks that it has libraries for, with the versions compiled for.
+        mpi: the file of the MPI library, ``libmpi.so.40``.
+        search: the folders where the libraries look for MPI and NCCL first.
+        cuda: the CUDA version of a build for NCCL; ``None`` for one without GPUs.
+        options: the variables that changed the build, with their values.
+    """
+
+    horovod: str
+    patches: str
+    python: str
+    platform: str
+    cpu: tuple[str, ...]
+    frameworks: Mapping[str, str]
+    mpi: str
+    search: tuple[str, ...]
+    cuda: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The facts as JSON."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Abi":
+        """The facts of a parsed ``text``.
+
+        Raises:
+            BuildError: they are those of another version of hvkit.
+        """
+        try:
+            lists = {name: tuple(facts[name]) for name in ("cpu", "search")}
+            return cls(**{**facts, **lists})
+        except (TypeError, KeyError) as error:
+            raise BuildError(f"facts of another version of hvkit: {error}") from error
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a wheel meets here.
+
+    Attributes:
+        frameworks: the frameworks to serve.
+        mpi: the MPI that starts ranks here.
+        cuda: the CUDA version that Horovod should support; ``None`` for none.
+        environ: the environment.
+    """
+
+    frameworks: tuple[Framework, ...]
+    mpi: Mpi
+    cuda: str | None
+    environ: Mapping[str, str]
+
+    def framework(self, name: str) -> Framework | None:
+        """The framework of that name, if Horovod should serve it."""
+        return next((found for found in self.frameworks if found.name == name), None)
+
+
+def this_machine(
+    mpi: Mpi,
+    without: Collection[str] = (),
+    gpu: str = "auto",
+    environ: Mapping[str, str] = os.environ,
+) -> Machine:
+    """The machine that hvkit runs on; needs no compiler.
+
+    Args:
+        mpi: the MPI that starts ranks.
+        without: frameworks to leave out.
+        gpu: as in ``BuildOptions``.
+        environ: the environment.
+
+    Raises:
+        BuildError: there is no framework, or ``nccl`` is impossible.
+    """
+    frameworks = find_frameworks(without)
+    return Machine(frameworks, mpi, cuda_for(gpu, frameworks, environ), environ)
+
+
+def abi_of(libraries: Sequence[Path], toolchain: Toolchain, environ: Mapping[str, str]) -> Abi:
+    """The facts of the libraries that a toolchain has built.
+
+    Args:
+        libraries: Horovod's libraries, one for each framework.
+        toolchain: what they were built with.
+        environ: the environment of the build.
+
+    Raises:
+        BuildError: they cannot be read.
+    """
+    headers = [_header(library) for library in libraries]
+    text = "\n".join(headers)
+    options = user_build_options(environ)
+    flags = options.pop(_ARCHITECTURE, None)
+    cpu = cpu_features() if flags is None else sorted(re.findall(r"-m(\S+)", flags))
+    mpi = re.search(r"NEEDED\s+(libmpi\S*)", text)
+    return Abi(
+        horovod=VERSION,
+        patches=patches_digest(PATCHES),
+        python=str(sysconfig.get_config_var("SOABI")),
+        platform=_platform(text),
+        cpu=tuple(cpu),
+        frameworks={one.name: one.version for one in toolchain.frameworks},
+        mpi=mpi[1] if mpi else "none",
+        search=tuple(run_time_paths(toolchain, environ)),
+        cuda=toolchain.cuda.version if toolchain.cuda else None,
+        options=options,
+    )
+
+
+def misfits(abi: Abi, machine: Machine) -> list[str]:
+    """Why a wheel does not fit a machine; empty if it does."""
+    return [
+        reason
+        for reason in (
+            _source(abi),
+            _python(abi),
+            _processor(abi),
+            *(_framework(name, built, machine) for name, built in abi.frameworks.items()),
+            _mpi(abi, machine),
+            _gpu(abi, machine),
+            _options(abi, machine),
+        )
+        if reason
+    ]
+
+
+def _source(abi: Abi) -> str | None:
+    if abi.horovod != VERSION:
+        return f"it is Horovod {abi.horovod}, this hvkit takes {VERSION}"
+    if abi.patches != patches_digest(PATCHES):
+        return "another version of hvkit built it, with other patches"
+    return None
+
+
+def _python(abi: Abi) -> str | None:
+    here = str(sysconfig.get_config_var("SOABI"))
+    if abi.python != here:
+        return f"it is for Python's ABI {abi.python}, this is {here}"
+    if abi.platform not in {tag.platform for tag in sys_tags()}:
+        return f"it needs {abi.platform}, which the C library here is too old for"
+    return None
+
+
+def _processor(abi: Abi) -> str | None:
+    lacking = [feature for feature in abi.cpu if feature not in cpu_features()]
+    return f"it uses {', '.join(lacking)}, which this processor lacks" if lacking else None
+
+
+def _framework(name: str, built: str, machine: Machine) -> str | None:
+    installed = machine.framework(name)
+    if installed is None:
+        return f"it is for {title(name)} as well, which is not installed or left out"
+    distance = minors_between(built, installed.version)
+    # TensorFlow's C++ interface changes with each minor version. Of PyTorch's, what Horovod uses
+    # was the same in neighbouring ones; the self-test then shows whether it still is.
+    allowed = {"pytorch": 1, "tensorflow": 0}[name]
+    if distance is None or distance > allowed:
+        return f"it is for {title(name)} {built}, and {installed.version} is installed"
+    return None
+
+
+def minors_between(one: str, other: str) -> int | None:
+    """How many minor versions lie between two versions; ``None`` if the major ones differ."""
+    first, second = (re.match(r"(\d+)\.(\d+)", version) for version in (one, other))
+    if first is None or second is None or first[1] != second[1]:
+        return None
+    return abs(int(first[2]) - int(second[2]))
+
+
+def _mpi(abi: Abi, machine: Machine) -> str | None:
+    mpi = machine.mpi
+    if not (mpi.library_dir / abi.mpi).exists():
+        return f"it needs {abi.mpi}, which {mpi} does not have"
+    origin = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
+    named = machine.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    folders = [*filter(None, named), *(p.replace("$ORIGIN", str(origin)) for p in abi.search)]
+    for folder in map(os.path.realpath, folders):
+        if os.path.exists(os.path.join(folder, abi.mpi)):
+            right = folder == os.path.realpath(mpi.library_dir)
+            return None if right else f"it would load the MPI in {folder} instead of {mpi}"
+    if rpath_of(mpi) is not None:
+        return f"it would not find {mpi}: set LD_LIBRARY_PATH to {mpi.library_dir}"
+    return None
+
+
+def _gpu(abi: Abi, machine: Machine) -> str | None:
+    if machine.cuda and not abi.cuda:
+        return "it is built without NCCL"
+    if abi.cuda and not machine.cuda:
+        return "it is built for NCCL"
+    if abi.cuda and machine.cuda and abi.cuda.split(".")[0] != machine.cuda.split(".")[0]:
+        return f"it is built for CUDA {abi.cuda}, the frameworks here for {machine.cuda}"
+    return None
+
+
+def _options(abi: Abi, machine: Machine) -> str | None:
+    here = user_build_options(machine.environ)
+    names = [n for n in sorted({*here, *abi.options}) if here.get(n) != abi.options.get(n)]
+    if not names:
+        return None
+    return (
+        f"the environment changes the build, and it was built with other values: {', '.join(names)}"
+    )
+
+
+def _header(library: Path) -> str:
+    output = run(["objdump", "-p", str(library)], timeout=60)
+    if output is None or output.status != 0:
+        raise BuildError(
+            f"`objdump -p {library}` fails, which shows what a library needs. It is a part of "
+            "binutils (Debian and Ubuntu: `apt install binutils`)"
+        )
+    return output.stdout
+
+
+def _platform(header: str) -> str:
+    """The platform tag: the oldest C library, and libstdc++, that have what the libraries need."""
+    machine = sysconfig.get_platform().rpartition("-")[2]
+    glibc = max((int(minor) for minor in re.findall(r"\bGLIBC_2\.(\d+)", header)), default=17)
+    needed = max((int(minor) for minor in re.findall(r"\bGLIBCXX_3\.4\.(\d+)", header)), default=0)
+    for libstdcxx, its_glibc in _GLIBC_OF_LIBSTDCXX:
+        if needed <= libstdcxx:
+            tag = f"manylinux_2_{max(glibc, its_glibc, 17)}_{machine}"
+            break
+    else:
+        tag = f"linux_{machine}"
+    # A compiler may be newer than those of any distribution with this C library.
+    return tag if tag in {each.platform for each in sys_tags()} else f"linux_{machine}"

@@ -1,0 +1,352 @@
+"""Weights of NNX that each rank trains for itself, and agrees on every so many steps.
+
+With ``LocalSGD`` and ``DiLoCo`` nothing belongs to all ranks: each has a model of its own, on its
+own device, and its compiled step sends nothing. The optimizer counts its steps in a variable. In
+``hvkit.batch``, before the next step, the ranks look at it, and agree on weights at the end of a
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from numpy.typing import NDArray
+
+from hvkit import runtime
+from hvkit.communication.allreduce import allreduce
+from hvkit.communication.exchanges import Mean, Place
+from hvkit.communication.group import Group, all_ranks
+from hvkit.frameworks.jax import batches
+from hvkit.frameworks.jax.arrays import like
+from hvkit.strategies.strategy import Flow, Rounds
+from hvkit.sync.fingerprints import Compared, fingerprint, require_same
+from hvkit.sync.rounds import RoundKeeper
+
+Vector = NDArray[Any]
+
+
+def variables_of(module: Any) -> dict[str, Any]:
+    """The variables of a module of NNX with their names, each once."""
+    return {
+        "/".join(map(str, path)): node
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Variable)
+    }
+
+
+class NnxWeights:
+    """Implements ``hvkit.sync.local_weights.Weights``, with vectors of NumPy.
+
+    Args:
+        variables: the weights with their names, in the same order on every rank.
+        statistics: of normalisation layers, averaged with the weights.
+        group: the ranks that agree on them.
+    """
+
+    step_call = "optimizer.update()"
+    noun = "parameters"
+
+    def __init__(
+        self, variables: Mapping[str, Any], statistics: Sequence[Any], group: Group
+    ) -> None:
+        self.group = group
+        self._names = list(variables)
+        self._variables = list(variables.values())
+        self._number = {id(v): i for i, v in enumerate(self._variables)}
+        self._statistics = list(statistics)
+
+    def add(self, weights: Iterable[Any]) -> None:
+        raise NotImplementedError("a module of NNX has all its variables in distribute")
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    def __contains__(self, weight: Any) -> bool:
+        return id(weight) in self._number
+
+    def number(self, variable: Any) -> int | None:
+        """The number of a weight; None for a variable that is none."""
+        return self._number.get(id(variable))
+
+    def label(self, i: int) -> str:
+        return f"parameter {self._names[i]}"
+
+    def _array(self, i: int) -> jax.Array:
+        array: jax.Array = self._variables[i].get_value()
+        return array
+
+    def length(self, i: int) -> int:
+        array = self._array(i)
+        return int(array.size) * (2 if array.dtype.kind == "c" else 1)
+
+    def nbytes(self, i: int) -> int:
+        return int(self._array(i).nbytes)
+
+    def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
+        kinds: dict[np.dtype[Any], list[int]] = {}
+        for i in numbers:
+            if (kind := _travels_as(self._array(i).dtype)) is not None:
+                kinds.setdefault(kind, []).append(i)
+        return list(kinds.values())
+
+    def read(self, i: int) -> Vector:
+        return _flat(self._array(i))
+
+    def write(self, i: int, vector: Vector) -> None:
+        self._variables[i].set_value(_shaped(self._array(i), vector))
+
+    def show(self, i: int, vector: Vector) -> None:
+        self.write(i, vector)  # the arrays that a backward pass holds do not change
+
+    def holds(self, i: int, vector: Vector) -> bool:
+        held = self._array(i)
+        return np.array_equal(np.asarray(held), np.asarray(_shaped(held, vector)))
+
+    def join(self, vectors: Sequence[Vector]) -> Vector:
+        return np.concatenate(vectors)
+
+    def split(self, vector: Vector, numbers: Sequence[int]) -> Sequence[Vector]:
+        return np.split(vector, np.cumsum([self.length(i) for i in numbers])[:-1])
+
+    def to_numpy(self, vector: Vector) -> Vector:
+        return vector
+
+    def from_numpy(self, array: Vector, i: int) -> Vector:
+        return array.copy()
+
+    def mean(self, vector: Vector, name: str) -> Vector:
+        return allreduce(vector)
+
+    def values(self) -> list[tuple[Any, Any]]:
+        return [(v, v.get_value()) for v in (*self._variables, *self._statistics)]
+
+    def same(self, value: Any, other: Any) -> bool:
+        return np.array_equal(np.asarray(value), np.asarray(other), equal_nan=True)
+
+    def set_values(self, values: list[tuple[Any, Any]]) -> None:
+        for variable, value in values:
+            variable.set_value(value)
+
+    def average_statistics(self, name: str, *, keep: bool) -> None:
+        for variable in self._statistics:
+            held = variable.get_value()
+            if _travels_as(held.dtype) is not None:
+                variable.set_value(_shaped(held, allreduce(_flat(held))))
+
+    def require_equal(self) -> None:
+        self.require_close("batch", "", {i: self.read(i) for i in range(len(self))})
+
+    def require_close(self, call: str, note: str, vectors: Mapping[int, Vector]) -> bool:
+        return require_same(
+            call,
+            [Compared(f"{self.label(i)}{note}") for i in vectors],
+            [fingerprint(vector) for vector in vectors.values()],
+            self.group,
+        )
+
+
+def _travels_as(dtype: Any) -> np.dtype[Any] | None:
+    """The dtype of the vector for an array of some dtype; None if it has no mean."""
+    if dtype in (ml_dtypes.bfloat16, np.float16):
+        return np.dtype(np.float32)
+    dtype = np.dtype(dtype)
+    return dtype.type(0).real.dtype if dtype.kind in "fc" else None
+
+
+def _flat(array: Any) -> Vector:
+    host = np.asarray(array).reshape(-1)
+    kind = _travels_as(host.dtype)
+    assert kind is not None
+    return host.view(kind).copy() if host.dtype.kind == "c" else host.astype(kind)
+
+
+def _shaped(held: Any, vector: Vector) -> Any:
+    """An array like one that is held, with the numbers of a vector."""
+    if held.dtype.kind == "c":
+        vector = vector.view(held.dtype)
+    return like(held, np.asarray(vector).reshape(held.shape))
+
+
+@dataclass
+class _Done:
+    """An agreement that has ended already: ranks wait for it between two steps."""
+
+    numbers: list[int]
+    values: Vector
+    outcome: Any
+
+    def result(self) -> Any:
+        return self.outcome
+
+
+class MeansByMPI:
+    """Implements ``hvkit.sync.rounds.Agreements`` for strategies that take means."""
+
+    def __init__(self) -> None:
+        self.place: Place = _Here(runtime.rank(), runtime.size())
+
+    def start(self, flow: Flow[Any], values: Vector, numbers: list[int], name: str) -> _Done:
+        exchange = next(flow)
+        while True:
+            assert isinstance(exchange, Mean)
+            try:
+                exchange = flow.send(allreduce(exchange.vector))
+            except StopIteration as end:
+                return _Done(numbers, values, end.value)
+
+    def commit(self, numbers: Container[int]) -> None:
+        """Nothing to keep: there is no compression."""
+
+    def forget(self) -> None:
+        """Nothing to forget."""
+
+    def clear(self) -> None:
+        """Nothing to forget."""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {}
+
+    def own_arrays(self) -> dict[str, NDArray[Any]]:
+        return {}
+
+    def load(self, arrays: dict[str, NDArray[Any]]) -> None:
+        """Nothing was saved."""
+
+
+@dataclass
+class _Here:
+    rank: int
+    size: int
+
+
+class NnxRounds(RoundKeeper):
+    """Ends rounds in ``hvkit.batch``, and before anybody looks at the weights."""
+
+    def show(self) -> bool:
+        if not self.shown:
+            self._count_steps()
+        return super().show()
+
+    def arrive(self, numbers: Container[int] | None = None) -> None:
+        if numbers is None and not self.shown:
+            self._count_steps()
+        super().arrive(numbers)
+
+    def begin_anew(self) -> None:
+        for optimizer in self._counted():
+            optimizer.forget_steps()  # a checkpoint has set the optimizer's own count
+        super().begin_anew()
+
+    def _count_steps(self) -> None:
+        for optimizer in self._counted():
+            optimizer.count_steps()
+
+    def _counted(self) -> list[CountedOptimizer]:
+        return [each for each in self._optimizers if isinstance(each, CountedOptimizer)]
+
+
+class CountedOptimizer:
+    """An ``nnx.Optimizer``, whose steps are counted where the script takes the next batch.
+
+    Implements ``hvkit.sync.local_weights.HookedOptimizer``.
+
+    Args:
+        optimizer: it has a variable ``step``.
+        model: what it updates.
+        weights: of the model.
+    """
+
+    def __init__(self, optimizer: Any, model: Any, weights: NnxWeights) -> None:
+        self.call = "optimizer.update()"
+        self.steps = 0
+        self.rounds = 0
+        self.taken = 0
+        self._optimizer = ref(optimizer)
+        self._seen = int(optimizer.step.get_value())
+        updated = jax.tree.leaves(
+            nnx.state(model, optimizer.wrt), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+        )
+        self._held = {i for v in updated if (i := weights.number(v)) is not None}
+        self._before: Callable[[], None] = lambda: None
+        self._after: Callable[[], None] = lambda: None
+
+    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._before, self._after = before, after
+
+    def next_batch(self) -> None:
+        """Count the steps since the last batch, and begin with the next one; a collective."""
+        self.count_steps()
+        self._before()
+
+    def count_steps(self) -> None:
+        """End each step that was taken since this was last called; a collective."""
+        if (optimizer := self._optimizer()) is None:
+            return
+        now = int(optimizer.step.get_value())
+        new, self._seen = now - self._seen, now
+        for _ in range(new):
+            self.taken += 1
+            self._after()
+
+    def forget_steps(self) -> None:
+        """Count from what the optimizer says now."""
+        if (optimizer := self._optimizer()) is not None:
+            self._seen = int(optimizer.step.get_value())
+
+    def held(self) -> set[int]:
+        return set() if self._optimizer() is None else self._held
+
+    def trained(self) -> set[int]:
+        return self.held()
+
+    def checksum_of_rates(self) -> int:
+        return 0  # rates are inside of Optax
+
+    def require_same_training(self, call: str) -> None:
+        """Nothing to compare: a step changes what the optimizer was made for."""
+
+
+# A keeper lives as long as its model, what counts steps, as long as its optimizer.
+_keepers: WeakKeyDictionary[Any, NnxRounds] = WeakKeyDictionary()
+_counted: WeakKeyDictionary[Any, tuple[CountedOptimizer, ref[NnxRounds]]] = WeakKeyDictionary()
+
+
+def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
+    """Have ranks train a module for rounds of steps, and agree on its weights.
+
+    Args:
+        strategy: takes means.
+        model: a module of NNX.
+        optimizer: the ``nnx.Optimizer`` that updates it.
+    """
+    variables = variables_of(model)
+    weights = {name: v for name, v in variables.items() if isinstance(v, nnx.Param)}
+    statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]
+    of_model = NnxWeights(weights, statistics, all_ranks())
+    keeper = NnxRounds(strategy, of_model, all_ranks().numbered("hvkit.jax"), MeansByMPI())
+    counted = CountedOptimizer(optimizer, model, of_model)
+    keeper.watch(counted, lambda: False)
+    _keepers[model] = keeper
+    if next_batch not in batches.before_batch:
+        batches.before_batch.append(next_batch)
+    _counted[optimizer] = counted, ref(keeper)
+    return keeper
+
+
+def next_batch() -> bool:
+    """Before a step of models with local weights: end rounds; a collective.
+
+    Returns:
+        Whether there are such models, so that each rank's batch is its own.
+    """
+    for counted, reference in list(_counted.values()):
+        if (keeper := reference()) is not None and not keeper.shown:
+            counted.next_batch()
+    return bool(_counted)

@@ -1,0 +1,28 @@
+"""Wheels of Horovod without Horovod."""
+
+import zipfile
+from pathlib import Path
+
+from hvkit.build.abi import FILE, Abi
+
+
+def wheel_of(abi: Abi, folder: Path, version: str, **libraries: bytes) -> Path:
+    """Write a wheel with these facts, and libraries by the folder that they are in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"horovod-{version}-cp311-cp311-{abi.platform}.whl"
+    about = f"horovod-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("horovod/__init__.py", "")
+        wheel.writestr("horovod/metadata.json", "{}")
+        wheel.writestr(f"horovod/{FILE}", abi.text)
+        for name, data in libraries.items():
+            wheel.writestr(f"horovod/{name}/mpi_lib.so", data)
+            wheel.writestr(f"{about}/{name}", "")
+        needed = "".join(f"Requires-Dist: needed-by-{name}\n" for name in libraries)
+        wheel.writestr(
+            f"{about}/METADATA",
+            f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n{needed}\nText",
+        )
+        wheel.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nTag: cp311-cp311-{abi.platform}\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return path

@@ -1,0 +1,200 @@
+"""What ``hvkit manifest`` writes for the Trainer, SageMaker and Azure ML is what they accept.
+
+Each text is validated with the system's own schema. With another name of any field it is invalid.
+"""
+
+import copy
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from resource_definitions import METADATA, problems_of, read_definition, strict
+
+from hvkit import cli
+
+DATA = Path(__file__).parent / "data"
+RUN = "-np 8 --slots 4 --env RATE=1e-3"
+COMMAND = "train.py --epochs 2"
+TRAINJOB = (
+    f"manifest trainjob --image hvkit:1 --name digits --namespace ml {RUN} --gpus 1 --cpus 500m "
+    "--memory 4Gi --shm-size 1Gi --volume d:/data --launcher-cpus 2 --launcher-memory 2Gi "
+    "--retries 2 --grace 60 --prefix"
+)
+SAGEMAKER = (
+    f"manifest sagemaker --image hvkit:1 --name digits {RUN} --instance-type ml.p4d.24xlarge "
+    "--role arn:aws:iam::123456789012:role/train --output s3://bucket/out --disk 50 "
+    "--input data=s3://bucket/mnist --time 1-02:00:00 --prefix"
+)
+AZUREML = (
+    f"manifest azureml --image hvkit:1 --name digits {RUN} --compute gpus --code src "
+    "--experiment e --shm-size 4Gi --time 02:00:00 --input data=azureml://datastores/d/paths/m"
+)
+
+
+@cache
+def validators() -> dict[str, Draft202012Validator]:
+    """The schema of each kind of document."""
+    found = {}
+    for kind, file in (("TrainingRuntime", "trainingruntimes"), ("TrainJob", "trainjobs")):
+        schema = read_definition(f"trainer.kubeflow.org_{file}", "v1alpha1")
+        top = schema["properties"]
+        top["kind"]["const"] = kind
+        top["metadata"] = METADATA
+        if kind == "TrainingRuntime":
+            # The metadata of pods: the definition leaves them open, and ours are labels.
+            jobs = top["spec"]["properties"]["template"]["properties"]["spec"]["properties"]
+            job = jobs["replicatedJobs"]["items"]["properties"]["template"]["properties"]
+            job["metadata"] = {
+                "type": "object",
+                "properties": {"labels": {"additionalProperties": {"type": "string"}}},
+                "additionalProperties": False,
+            }
+        found[kind] = strict(schema)
+    for kind in ("sagemaker_create_training_job", "azureml_command_job"):
+        found[kind] = Draft202012Validator(json.loads((DATA / f"{kind}.json").read_text()))
+    return found
+
+
+def problems(documents: list[Any], kinds: tuple[str, ...]) -> list[str]:
+    return [
+        problem
+        for document, kind in zip(documents, kinds, strict=True)
+        for problem in problems_of(validators()[kind], document)
+    ]
+
+
+SYSTEMS = [
+    pytest.param(
+        TRAINJOB,
+        lambda text: list(yaml.safe_load_all(text)),
+        ("TrainingRuntime", "TrainJob"),
+        id="trainjob",
+    ),
+    pytest.param(
+        SAGEMAKER,
+        lambda text: [json.loads(text)],
+        ("sagemaker_create_training_job",),
+        id="sagemaker",
+    ),
+    pytest.param(
+        AZUREML, lambda text: [yaml.safe_load(text)], ("azureml_command_job",), id="azureml"
+    ),
+]
+Read = Callable[[str], list[Any]]
+
+
+def written(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert cli.main(shlex.split(f"{line} {COMMAND}")) == 0
+    return capsys.readouterr().out
+
+
+def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every named field whose name the system chooses."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, below in items:
+        chosen_by_us = path and path[-1] in ("Environment", "environment_variables", "inputs")
+        if isinstance(key, str) and not chosen_by_us and "labels" not in path:
+            yield (*path, key)
+        if isinstance(below, dict | list):
+            yield from fields(below, (*path, key))
+
+
+@pytest.mark.parametrize(("line", "read", "kinds"), SYSTEMS)
+def test_the_text_is_valid_and_with_any_other_field_it_is_not(
+    capsys: pytest.CaptureFixture[str], line: str, read: Read, kinds: tuple[str, ...]
+) -> None:
+    documents = read(written(capsys, line))
+    assert problems(documents, kinds) == []
+    paths = list(fields(documents))
+    assert len(paths) > 15
+    accepted = []
+    for path in paths:
+        # Quantities are by resource: any name would do, and none of ours is another's.
+        if "limits" in path[:-1] and line is TRAINJOB:
+            continue
+        changed = copy.deepcopy(documents)
+        parent = changed
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[f"{path[-1]}s"] = parent.pop(path[-1])
+        if not problems(changed, kinds):
+            accepted.append(path)
+    assert accepted == []
+
+
+def test_a_trainjob_starts_hvkit_run_in_the_launcher_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runtime, job = yaml.safe_load_all(written(capsys, TRAINJOB))
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "digits"
+    assert runtime["metadata"]["namespace"] == job["metadata"]["namespace"] == "ml"
+    trainer = job["spec"]["trainer"]
+    assert [*trainer["command"], *trainer["args"]] == shlex.split(
+        "hvkit run -np 8 -x RATE --grace 60 --prefix train.py --epochs 2"
+    )
+    assert trainer["env"] == [{"name": "RATE", "value": "1e-3"}]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
+    node, launcher = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    of_node, of_launcher = (
+        each["template"]["spec"]["template"]["spec"]["containers"][0] for each in (node, launcher)
+    )
+    assert of_node["command"] == ["hvkit-sshd"]
+    assert "command" not in of_launcher
+    # The Trainer puts the key into containers of this name only.
+    assert of_node["name"] == of_launcher["name"] == "node"
+    assert of_node["resources"]["limits"] == {"cpu": "2000m", "memory": "16Gi", "nvidia.com/gpu": 4}
+
+
+def test_sagemaker_starts_the_same_on_every_host_and_ranks_by_slots(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    request = json.loads(written(capsys, SAGEMAKER.replace("-np 8", "-np 7")))
+    algorithm = request["AlgorithmSpecification"]
+    assert algorithm["ContainerArguments"] == shlex.split(
+        "run -H algo-1:4,algo-2:3 -np 7 -x RATE --prefix train.py --epochs 2"
+    )
+    assert request["ResourceConfig"]["InstanceCount"] == 2
+    assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 26 * 3600}
+    assert request["Environment"] == {"RATE": "1e-3"}
+
+
+def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{AZUREML} train.py --data '${{{{inputs.data}}}}' 'two words'"
+    assert cli.main(shlex.split(words)) == 0
+    job = yaml.safe_load(capsys.readouterr().out)
+    assert job["command"] == "python train.py --data ${{inputs.data}} 'two words'"
+    assert job["resources"] == {"instance_count": 2, "shm_size": "4g"}
+    assert job["distribution"] == {"type": "mpi", "process_count_per_instance": 4}
+    assert job["limits"] == {"timeout": 7200}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (f"{TRAINJOB} --name {'x' * 50}", "is too long: the hostname"),
+        (f"{TRAINJOB} --env OMPI_MCA_plm_rsh_args=1", "the Kubeflow Trainer sets this variable"),
+        (f"{SAGEMAKER} --role me", "must be a role such as arn:aws:iam::123456789012:role/"),
+        (f"{SAGEMAKER} --input data=/mnist", "must be an S3 URI such as s3://bucket/folder"),
+        (f"{SAGEMAKER} --input data=s3://b", "argument --input: a name is used twice"),
+        (f"{SAGEMAKER} --env A={'x' * 513}", "the value has 513 characters, SageMaker takes 512"),
+        (f"{SAGEMAKER} {'x' * 257}", "has 257 characters, SageMaker takes 256 of one word"),
+        (f"{SAGEMAKER} --time 30", "must be HH:MM:SS"),
+        (f"{AZUREML} --slots 3", "must be a multiple of --slots, such as 9"),
+        (f"{AZUREML} --prefix", "unrecognized arguments: --prefix"),
+        (f"{AZUREML} --shm-size 1.5Gi", "must be a whole number and Mi or Gi, such as 2Gi"),
+        (f"{AZUREML} --compute 'a b'", "argument --compute: must be 1 to 255 letters"),
+    ],
+)
+def test_what_a_system_would_refuse_is_refused_here(
+    capsys: pytest.CaptureFixture[str], line: str, complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(shlex.split(f"{line} {COMMAND}"))
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
