@@ -28,6 +28,9 @@ _UNKNOWN = (
     f"and {SAME_STEPS}"
 )
 
+# In the reason for which a rank is lost: the rank whose own error is shown elsewhere.
+_FAILED = re.compile(r"; (rank \d+) failed with ")
+
 
 class Witness(Protocol):
     """This rank's watcher, which knows from the other ranks why the run ends."""
@@ -255,6 +258,9 @@ def _line_for(error: BaseException, witness: Witness) -> str | None:
     if not isinstance(error, RankLostError):
         return None
     shown_by = witness.shown_by()
+    if failed := _FAILED.search(str(error)):
+        line = f"rank {witness.rank} ends for the error of {failed[1]}"
+        return line if shown_by is not None else f"{line}: {error}"
     if shown_by is None:
         return f"RankLostError: {error}"
     where = "given above" if shown_by == witness.rank else f"that rank {shown_by} gives"

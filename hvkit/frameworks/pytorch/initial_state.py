@@ -88,6 +88,15 @@ def broadcast_optimizer(optimizer: Optimizer, group: Group) -> None:
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value
 
 
+# What a learning rate is made of that a script has computed with NumPy. It stays one: of
+# fewer bits than Python's, an update would round in another way.
+_NUMPY_SCALARS: list[Any] = [
+    np.float64(0).__reduce__()[0],
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdg"},
+]
+
+
 def _from_first(value: Any, group: Group) -> Any:
     """The first rank's tensors and plain values; a collective. Reading them runs no code.
 
@@ -100,9 +109,10 @@ def _from_first(value: Any, group: Group) -> Any:
     payload = collectives.from_rank(group.first, buffer.getvalue(), group)
     if group.rank:
         try:
-            value = torch.load(
-                io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=True
-            )
+            with torch.serialization.safe_globals(_NUMPY_SCALARS):
+                value = torch.load(
+                    io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=True
+                )
         except pickle.UnpicklingError as error:
             problem = TypeError(
                 "the optimizer's state or options hold an object that is no tensor, number, text, "

@@ -9,13 +9,13 @@ from hvkit.errors import ranks_text
 from hvkit.launching.supervision.tracebacks import Raised, raised
 from hvkit.wording import shortened
 
-# Printed by a rank whose error another one shows (``hvkit.watch.rank_errors``).
-_SAME = "ends with the same"
+# Printed by a rank whose error another one shows, or has (``hvkit.watch.rank_errors``).
+_SAME, _OF_ANOTHER = "ends with the same", "ends for the error of rank"
 
 # Errors of a rank that has lost other ranks: consequences of another failure.
 # ``hvkit.watch.watcher`` prints the last two, about a wait that Horovod does not end.
 _CONSEQUENCES = (
-    *("RankLostError", "HorovodInternalError", "Horovod has been shut down", _SAME),
+    *("RankLostError", "HorovodInternalError", "Horovod has been shut down", _SAME, _OF_ANOTHER),
     *("after it should have ended", "it cannot reach rank 0"),
 )
 

@@ -379,8 +379,12 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(16, 64)
 
     def forward(self, ids):
-        x, _ = self.first(self.embed(ids))
-        x, _ = self.second(self.between(x))
+        states = [None, None]
+        if self.first.batch_first:
+            zeros = next(self.parameters()).new_zeros(1, len(ids), 16)
+            states = [(zeros, zeros)] * 2
+        x, _ = self.first(self.embed(ids), states[0])
+        x, _ = self.second(self.between(x), states[1])
         return self.last(x)
 
 

@@ -51,6 +51,13 @@ def by_hand(start, data, strategy):
     return anchor
 
 
+def test_stages_that_share_a_weight_find_each_other_after_others_have():
+    """The first and the last of four have made a group that the others have not."""
+    for stages in (4, 2):
+        model, optimizer = distributed(SMALL(), mesh=hvkit.Mesh(pipeline=stages))
+        train(model, optimizer, of_this_rank(tokens(1), stages))
+
+
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_diloco_between_pipelines(schedule):
     strategy = hvkit.DiLoCo(every=4)

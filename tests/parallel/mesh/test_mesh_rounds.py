@@ -16,7 +16,7 @@ from mesh_training import (
     train,
     whole_state,
 )
-from ranks import shared_folder
+from ranks import error_of, shared_folder
 
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel.mesh_keeper import MeshKeeper
@@ -64,7 +64,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+def firsts(names, first):
+    """These names, of which those that are not among the first are one more combination."""
+    more = pytest.mark.every_combination
+    return [pytest.param(name, marks=[] if name in first else [more]) for name in names]
+
+
+@pytest.mark.parametrize("case", firsts(CASES, ["LocalSGD", "overlap"]))
 def test_a_resumed_run_is_the_undisturbed_run(case, folder):
     options = dict(CASES[case])
     if options.get("compression"):
@@ -87,6 +93,25 @@ def test_a_resumed_run_is_the_undisturbed_run(case, folder):
         train(model, optimizer, data[5:])
         assert_equal(own_of(model), undisturbed)
         assert difference(whole_state(model), agreed) == 0.0
+
+
+def test_the_agreed_weights_are_shown_before_the_first_batch_of_a_resumed_run(folder):
+    """Where it divides the model, each rank's own weights wait until they are no longer shown."""
+    x, _ = of_this_rank(tokens(1))[0]
+    model, optimizer, checkpoint = begin(folder, strategy=DILOCO)
+    train(model, optimizer, of_this_rank(tokens(5)))
+    checkpoint.save(epoch=0, step=5)
+    saved, agreed = own_of(model), whole_state(model)
+    with hvkit.settled(model), torch.no_grad():
+        expected = model(x)
+    model, optimizer, checkpoint = begin(folder, strategy=DILOCO)
+    checkpoint.restore()
+    kind, text = error_of(lambda: checkpoint.save(epoch=0, step=5))
+    assert (kind, "call model(x) first" in text) == (ValueError, True)
+    with hvkit.settled(model), torch.no_grad():
+        assert torch.equal(model(x), expected)
+    assert_equal(own_of(model), saved)
+    assert difference(whole_state(model), agreed) == 0.0
 
 
 def assert_equal(found, expected):
@@ -136,7 +161,7 @@ def test_another_mesh_begins_a_new_round_with_what_the_ranks_agreed_on(name, fol
     assert after["counts"].tolist() == [[1], [1]]  # steps of the new round, and rounds ended
 
 
-@pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
+@pytest.mark.parametrize("lost", firsts(["anchor", "velocity", "counts"], ["anchor"]))
 def test_without_what_the_strategy_keeps_the_run_would_differ(lost, folder, monkeypatch):
     data = of_this_rank(tokens(9))
     model, optimizer, checkpoint = begin(folder, strategy=DILOCO)

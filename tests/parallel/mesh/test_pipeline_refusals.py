@@ -35,6 +35,16 @@ def test_a_rank_with_another_batch_is_named():
         train(model, own, mine)
 
 
+def test_weights_that_one_rank_has_loaded_since_are_named():
+    model, _ = distributed(MLP())
+    if hvkit.rank() == 1:
+        nn.init.zeros_(model[0].bias)
+    last = hvkit.size() == 4 and hvkit.rank() > 1
+    if not last:  # another pipeline
+        with pytest.raises(RanksDisagreeError, match=r"rank 1 holds other weights .* in 0\.bias:"):
+            model(torch.ones(4, 20))
+
+
 def test_refusals():
     two = hvkit.Mesh(pipeline=2)
 

@@ -165,17 +165,19 @@ class SizesAsTensors(Net):
 class Averages(Net):
     """A buffer that follows activations, and is used in a later layer."""
 
-    def __init__(self, replaced):
+    def __init__(self, way):
         super().__init__()
-        self.replaced = replaced
+        self.way = way
         self.register_buffer("average", torch.zeros(20))
 
     def forward(self, x):
         x = torch.tanh(self.layers[0](x))
         if self.training:
             now = x.detach().mean(0)
-            if self.replaced:
+            if self.way == "replaced":
                 self.average = self.average * 0.5 + now
+            elif self.way == "data":
+                self.average.data = self.average * 0.5 + now
             else:
                 self.average.mul_(0.5).add_(now)
         for layer in self.layers[1:]:
@@ -202,10 +204,10 @@ def test_a_pipeline_trains_the_model_of_one_process(make, schedule):
     assert max(differences(make, vectors(6), schedule=schedule)) < 1e-11
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-def test_a_buffer_that_depends_on_activations(replaced):
+@pytest.mark.parametrize("way", ["replaced", "data", "in place"])
+def test_a_buffer_that_depends_on_activations(way):
     """Where one stage writes it and reads it; the file has its last value."""
-    make = functools.partial(Averages, replaced)
+    make = functools.partial(Averages, way)
     (reference, its), (model, own) = both(make, microbatches=1)
     data = vectors(4)
     train(reference, its, data)

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from nets import arrays, local, mlp, regression, train
@@ -49,6 +50,16 @@ def test_optimizer_state_survives_and_is_the_same_everywhere(loaded_by):
     train(model, optimizer, local(regression(steps=2)))
     moments = [v for s in optimizer.state.values() for v in s.values()]
     assert same_on_all_ranks(arrays([*model.parameters(), *moments]))
+
+
+def test_a_rate_that_was_computed_with_numpy_is_the_same_everywhere():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float32(0.1 / (1 + hvkit.rank())))
+    hvkit.distribute(model, optimizer, lr_scaling="none")
+    rate = optimizer.param_groups[0]["lr"]
+    assert (type(rate), rate) == (np.float32, np.float32(0.1))
+    train(model, optimizer, local(regression(steps=2)))
+    assert same_on_all_ranks(arrays(model.parameters()))
 
 
 def test_the_returned_objects_are_the_ones_passed_in_and_of_their_own_class():

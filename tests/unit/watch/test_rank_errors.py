@@ -140,6 +140,12 @@ def test_a_lost_rank_is_no_reason_of_ones_own(said, capsys):
     assert "RankLostError: rank 0 has ended" in capsys.readouterr().err
 
 
+def test_a_rank_that_another_ones_error_ends_says_whose_it_is(said, capsys):
+    error = RankLostError("rank 1 waits in fit (a.py:3); rank 0 failed with ValueError: 7")
+    sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == f"hvkit: rank 1 ends for the error of rank 0: {error}\n"
+
+
 def test_the_error_of_a_function_in_a_graph_is_found_again_and_holds_none_of_its_values():
     class Value:
         pass

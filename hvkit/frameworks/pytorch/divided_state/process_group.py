@@ -125,6 +125,19 @@ def group_of(rows: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
     return _groups_of(tuple(rows))
 
 
+@functools.cache
+def subgroup_of(ranks: tuple[int, ...], members: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of some of these ranks; of this rank alone if it is none of them.
+
+    PyTorch names a group by how many its rank has made, and members wait for those who use another
+    name. So all ranks make one, in the same order; members wait for no one else.
+    """
+    rank = runtime.rank()
+    mine = members if rank in members else (rank,)
+    group: Any = dist.new_group(list(mine), use_local_synchronization=True)
+    return group  # type: ignore[no-any-return]
+
+
 def started() -> bool:
     """Whether ``torch.distributed`` is the one that ``start`` has started."""
     return start.cache_info().currsize > 0
@@ -145,6 +158,7 @@ def stop() -> None:
     start.cache_clear()
     device_mesh.cache_clear()
     _groups_of.cache_clear()
+    subgroup_of.cache_clear()
     _forget_dtensors()
 
 

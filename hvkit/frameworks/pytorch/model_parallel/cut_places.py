@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from hvkit.frameworks.pytorch.model_parallel.meta_device import MAKES_NEW
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     bytes_of,
     storage_of,
@@ -25,6 +26,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     tensors_in,
 )
 
+# What ``buffer.data = ...`` calls.
+_DATA: Any = torch.Tensor.data
 # When a tensor came to depend on a parameter, as an attribute of it.
 _BORN = "_hvkit_born"
 
@@ -113,11 +116,14 @@ class TensorUses(TorchFunctionMode):
         versions = list(map(_version_of, inputs))
         out = func(*args, **(kwargs or {}))
         changed = [t for t, v in zip(inputs, versions, strict=True) if _version_of(t) != v]
-        if args and is_in_place(func) and isinstance(args[0], torch.Tensor):
+        in_place = is_in_place(func) or getattr(func, "__self__", None) is _DATA
+        if args and in_place and isinstance(args[0], torch.Tensor):
             changed.append(args[0])
         for t in changed:
             self._note_change(t, depends)
         for t in tensors_in(out) if depends else ():
+            if func in MAKES_NEW and not t.is_meta:
+                continue
             changed_in_place = any(t is each for each in inputs)
             if not isinstance(t, nn.Parameter) and not (changed_in_place and hasattr(t, _BORN)):
                 setattr(t, _BORN, self.time)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,11 +40,17 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     V_SHAPED,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, agreed, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
+    TensorPlan,
+    agreed,
+    prove,
+    with_layers_of,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
+from hvkit.wording import shortened
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def decide(
     """
     found = _dry_run(model, device, first, args, kwargs)
     if options.mesh.pipeline > 1:
-        found = _with_other_mode(found, model, device, first)
+        found = _with_other_mode(found, model, device, first, options)
     plan = _proven(model, options, first)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
@@ -129,28 +136,49 @@ def _dry_run(
 
 
 def _with_other_mode(
-    found: DryRun, model: nn.Module, device: torch.device, first: MicroBatch
+    found: DryRun, model: nn.Module, device: torch.device, first: MicroBatch, options: MeshOptions
 ) -> DryRun:
-    """What was found, with parameters that a forward reads in the other mode only.
+    """What was found, with what a forward does in the other mode only, training or evaluation.
 
-    Such as a head that only training uses, where the first call is an evaluation.
+    Such as a head that only training uses: a cut must pass on the same in both modes.
     """
-    used = {p for name, p in model.named_parameters() if name in found.reads}
-    if all(p in used for p in model.parameters()):
-        return found
     with _other_mode(model):
         try:
             other = dry_run(model, first.args, first.kwargs, device)
         except Exception:  # of any type: in training it may want targets, which are not there
             return found
-    begun = {place.module: place.time for place in found.places}
-    reads = dict(found.reads)
-    for name, times in other.reads.items():
-        if name not in reads:
-            before = [place.module for place in other.places if place.time < times[0]]
-            known = [begun[module] for module in before if module in begun]
-            reads[name] = (max(known, default=0) + 1,)
-    return replace(found, reads=reads)
+    theirs = {place.module: place for place in other.places}
+    places = tuple(
+        place
+        for place in found.places
+        if (its := theirs.get(place.module))
+        and (its.beside, its.slots) == (place.beside, place.slots)
+    )
+    names = {place.module for place in places}
+    chosen = isinstance(options.stages, str) or names.issuperset(options.stages)
+    cuts = options.mesh.pipeline * STAGES_PER_RANK[options.schedule] - 1
+    if len(places) < cuts or not chosen:  # one mode alone can be cut
+        places = found.places
+
+    def here(time: int) -> int:
+        """A time between the same places in the mode of the first call."""
+        before = [p.time for p in places if p.module in theirs and theirs[p.module].time < time]
+        return max(before, default=0) + 1
+
+    more = {n: tuple(map(here, t)) for n, t in other.reads.items() if n not in found.reads}
+    calls = {n: here(t + 1) - 1 for n, t in other.calls.items() if n not in found.calls}
+    writes = {n: here(t) for n, t in other.writes.items() if n not in found.writes}
+    both = found.calls.keys() & other.calls.keys()
+    apart = both & (set(found.closed) ^ set(other.closed))
+    closed = [n for n in dict.fromkeys((*found.closed, *other.closed)) if n not in apart]
+    return replace(
+        found,
+        places=places,
+        closed=tuple(closed),
+        reads={**found.reads, **more},
+        calls={**found.calls, **calls},
+        writes={**found.writes, **writes},
+    )
 
 
 @contextmanager
@@ -171,24 +199,29 @@ def _proven(model: nn.Module, options: MeshOptions, first: MicroBatch) -> Tensor
     Raises:
         ValueError: the forward takes other paths in evaluation.
     """
-    plan = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
-    if plan.ways == 1 or not plan.divisions:
-        return plan
-    with _other_mode(model):
-        other = prove(model, first.args, first.kwargs, options.mesh.tensor, options.plan)
-    plan, other = agreed(model, plan, other), agreed(model, other, plan)
-    if other.divisions != plan.divisions:
-        apart = sorted(
-            name
-            for name in plan.divisions.keys() | other.divisions.keys()
-            if plan.divisions.get(name) != other.divisions.get(name)
+    left: frozenset[str] = frozenset()
+    while True:
+        find = functools.partial(
+            prove, model, first.args, first.kwargs, options.mesh.tensor, options.plan, left
         )
-        raise ValueError(
-            f"{', '.join(apart)} can be divided along the tensor axis in training or in "
-            "evaluation, but not in both, since the forward uses them in other ways: name the "
-            'layers to divide, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}'
-        )
-    return plan
+        plan = find()
+        if plan.ways == 1 or not plan.divisions:
+            return plan
+        with _other_mode(model):
+            other = find()
+        plan, other = agreed(model, plan, other), agreed(model, other, plan)
+        plan, other = with_layers_of(model, plan, other), with_layers_of(model, other, plan)
+        names = plan.divisions.keys() | other.divisions.keys()
+        apart = {n for n in names if plan.divisions.get(n) != other.divisions.get(n)}
+        if not apart:
+            return plan
+        if options.plan is not None or apart <= left:
+            raise ValueError(
+                f"{shortened(', '.join(sorted(apart)), 200)}: the forward uses these layers in "
+                "other ways in training than in evaluation, so they cannot be divided along the "
+                "tensor axis: leave them out of plan="
+            )
+        left |= apart
 
 
 def _stages_of(model: nn.Module, options: MeshOptions, found: DryRun) -> Stages:

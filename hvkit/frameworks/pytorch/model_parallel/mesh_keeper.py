@@ -71,6 +71,8 @@ class MeshKeeper:
         self._in_round = False
         # What a checkpoint has loaded before the model is divided.
         self._waiting: list[Callable[[], None]] = []
+        # How many ``settled`` are under way that began before this was loaded.
+        self._showing = 0
         # The whole state, on rank 0 inside ``gathered``.
         self._whole: _Arrays = {}
 
@@ -84,12 +86,20 @@ class MeshKeeper:
             layout: the same number on all ranks, and another if they hold other parts.
         """
         self._keeper, self._parts, self._own, self.layout = keeper, parts, list(own), layout
+
+    def load_waiting(self) -> None:
+        """Load what a checkpoint has read before the model was divided.
+
+        Until then, and inside ``settled``, the ranks hold the weights that they had agreed on.
+        """
+        if self._keeper is None or self._showing:
+            return
         waiting, self._waiting = self._waiting, []
         for load in waiting:
             load()
 
     def _when_divided(self, load: Callable[[], None]) -> None:
-        if self._keeper is None:
+        if self._keeper is None or self._waiting:
             self._waiting.append(load)
         else:
             load()
@@ -103,9 +113,19 @@ class MeshKeeper:
         if self._keeper is not None:
             self._keeper.arrive()
 
-    def settled(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def settled(self) -> Iterator[None]:
         """Hold the weights that the ranks would agree on now; a collective if ``local``."""
-        return nullcontext() if self._keeper is None else self._keeper.settled()
+        if self._keeper is not None and not self._waiting:
+            with self._keeper.settled():
+                yield
+            return
+        self._showing += 1
+        try:
+            yield
+        finally:
+            self._showing -= 1
+            self.load_waiting()
 
     def unsettled(self) -> AbstractContextManager[None]:
         """Hold this rank's own weights for a while, inside ``settled``."""
@@ -234,6 +254,11 @@ class MeshKeeper:
 
     def own_state(self) -> _Arrays:
         """What a checkpoint saves for each rank, for the same mesh only."""
+        if self._waiting:
+            raise ValueError(
+                f"what a checkpoint holds of {self.strategy} is loaded when the first batch shows "
+                "how to divide the model, and cannot be saved again before: call model(x) first"
+            )
         if self._keeper is None:
             return {}
         common = {

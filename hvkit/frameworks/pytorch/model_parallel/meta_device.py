@@ -42,6 +42,8 @@ class OnMeta(TorchFunctionMode):
             rest = (a for a in args[1:] if not isinstance(a, torch.device | str | int))
             args = (args[0], *(a.dtype if isinstance(a, torch.Tensor) else a for a in rest))
             return func(*args, **kwargs) if func is _TO and (args[1:] or kwargs) else args[0]
+        if func in MAKES_NEW and isinstance(args[0], nn.Parameter) and args[0].is_meta:
+            kwargs = {"device": self.device, **kwargs}  # zeros, say, that no weight has a part in
         # Sizes that a script has made tensors of are read by pad.
         tensors = [] if func is functional.pad else tensors_in((args, kwargs))
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
@@ -51,6 +53,12 @@ class OnMeta(TorchFunctionMode):
 
 _TO: Any = torch.Tensor.to
 
+
+MAKES_NEW = (
+    *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
+    *(torch.zeros_like, torch.ones_like, torch.full_like),
+)
+"""What makes a tensor of which another gives no more than the shape, dtype or device."""
 
 _MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
 

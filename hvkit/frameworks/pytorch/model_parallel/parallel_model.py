@@ -43,7 +43,7 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
-from hvkit.frameworks.pytorch.model_parallel.pipeline.sample_independence import plain_result
+from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
@@ -63,6 +63,7 @@ from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
+from hvkit.wording import shortened
 
 # The first pass also prepares the others.
 _TIMED_FROM, _TIMED_TO = 2, 22
@@ -80,6 +81,8 @@ class ParallelModel:
         train: called when the model is divided, with this rank's parameters by name, and the
             normalisation layers of its stages. In a pipeline it returns what to call before each
             backward pass, which returns what to call after it.
+        compared: called when the first batch has been compared with what the whole model gives,
+            and before later ones. Ranks hold the same weights until then.
         recipe: what makes the parameters; None if they are there.
         rounded: what means along the data axis round in another way on each stage.
     """
@@ -92,12 +95,13 @@ class ParallelModel:
         device: torch.device,
         name: str,
         train: Callable[[dict[str, nn.Parameter], nn.ModuleList], Callable[[], Callable[[], None]]],
+        compared: Callable[[], None],
         recipe: Recipe | None = None,
         rounded: Literal["gradients", "weights", "nothing"] = "nothing",
     ) -> None:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
-        self._train, self._rounded = train, rounded
+        self._train, self._compared, self._rounded = train, compared, rounded
         if options.mesh.shard > 1 or options.schedule != GPIPE:
             process_group.require_gpus_of_their_own()
         self._axes = process_group.device_mesh(
@@ -222,9 +226,29 @@ class ParallelModel:
                         "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
                     )
 
+    def _require_same_weights(self) -> None:
+        """Raise on every rank unless all take parts of the same model; a collective.
+
+        A script may have loaded weights since ``distribute``.
+
+        Raises:
+            RanksDisagreeError: names the rank and the weights.
+        """
+        named, ranks = dict(self._model.named_parameters()), self._holders.ranks
+        everyone = self._holders.gather_numbers([checksum(p) for p in named.values()])
+        for rank, same in zip(ranks, (everyone == everyone[0]).tolist(), strict=True):
+            if apart := [name for name, equal in zip(named, same, strict=True) if not equal]:
+                names = shortened(", ".join(apart), 200)
+                raise RanksDisagreeError(
+                    f"rank {rank} holds other weights than rank {ranks[0]} in {names}: load "
+                    "weights before hvkit.distribute, or after it on every rank"
+                )
+
     def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
         """Keep this rank's part of the model, give up the rest, and return what runs it."""
         model, options = self._model, self._options
+        if self._recipe is None:
+            self._require_same_weights()
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
@@ -261,6 +285,7 @@ class ParallelModel:
         norms = self._norms_of(stages, rank)
         if options.mesh.pipeline == 1:
             self._train(own, norms)
+            self._compared()
             whole = model.forward
             return lambda args, kwargs: whole(*args, **kwargs)
         if options.microbatches > 1 and len(norms):
@@ -275,7 +300,16 @@ class ParallelModel:
         )
         around = functools.partial(self._before_backward, self._train(own, norms))
         pipeline = self._pipeline = Pipeline(
-            model, staged, stages, rank, self._links, count, self._divider, around, expected
+            model,
+            staged,
+            stages,
+            rank,
+            self._links,
+            count,
+            self._divider,
+            around,
+            expected,
+            self._compared,
         )
         if options.schedule == GPIPE:
             return pipeline
@@ -313,10 +347,11 @@ class ParallelModel:
         own = {name: p for name, p in named.items() if rank in stages.holders(name)}
         for name, p in named.items():
             holders = stages.holders(name)
-            if len(holders) > 1 and rank in holders:
-                ranks = [self._links.ranks[each] for each in holders]
-                group = dist.new_group(ranks, use_local_synchronization=True)
-                self._shared.append((p, group))
+            if len(holders) > 1:
+                ranks = tuple(self._links.ranks[each] for each in holders)
+                group = process_group.subgroup_of(self._links.ranks, ranks)
+                if rank in holders:
+                    self._shared.append((p, group))
         # Recurrent layers hold weak references, for which PyTorch exchanges no tensors.
         recurrent = [m for m in self._model.modules() if isinstance(m, nn.RNNBase)]
         for module in recurrent:

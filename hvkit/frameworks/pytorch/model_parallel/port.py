@@ -101,6 +101,7 @@ class MeshPort(PyTorchPort):
             self._device(),
             name,
             functools.partial(self._train_part, hooks, name),
+            _nothing if self._keeper is None else self._keeper.load_waiting,
             self._recipe,
             self._rounded(),
         )
@@ -200,4 +201,4 @@ class MeshPort(PyTorchPort):
 
 
 def _nothing() -> None:
-    """After a pass without gradients to average."""
+    """Where there are no gradients to average, or no state to load."""

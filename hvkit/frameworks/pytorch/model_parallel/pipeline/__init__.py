@@ -6,7 +6,7 @@
     staged_forward      runs one stage through the model's own forward
     shared_numbers      random numbers that all stages draw alike
     microbatches        divides a batch, and joins results
-    sample_independence  whether micro-batches give what the whole batch gives
+    result_comparison   compares with the whole model, and micro-batches with the whole batch
     stage_gradients     where autograd enters and leaves a stage
     stage_messages      tensors from stage to stage
     stage_times         how long a rank computes, and how long it waits

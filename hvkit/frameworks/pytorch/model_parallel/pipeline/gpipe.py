@@ -26,7 +26,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     gradients_of_parts,
     joined,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.sample_independence import SampleIndependence
+from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import ResultComparison
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     StageInput,
     anchor,
@@ -102,6 +102,7 @@ class Pipeline:
         divide: divides it.
         around_backward: called before backward, and returns what to call after it.
         expected: what the first batch must give; only the last stage's rank may know.
+        compared: called when it has been compared, and before later batches.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Pipeline:
         divide: Divider,
         around_backward: Callable[[], Callable[[], None]],
         expected: list[torch.Tensor] | None,
+        compared: Callable[[], None],
     ) -> None:
         self.staged, self.stages, self.rank, self.links = staged, stages, rank, links
         self.microbatches = microbatches
@@ -132,7 +134,7 @@ class Pipeline:
         refuse_chosen_inputs()
         # Of the next pass; the same on all ranks of the pipeline.
         self.seed = 0
-        self._independence = SampleIndependence(self, expected)
+        self._comparison, self._compared = ResultComparison(self, expected), compared
 
     def __call__(self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None) -> Any:
         """The result of the model's forward for a batch; a collective of the pipeline.
@@ -142,7 +144,8 @@ class Pipeline:
             batches: its micro-batches; None for those of a batch that need not be equal.
         """
         batches = batches or self.divide(args, kwargs, self.microbatches)
-        self._independence.check(args, kwargs, batches)
+        self._comparison.check(args, kwargs, batches)
+        self._compared()
         done = self.forward(batches, self.seed)
         result, tensors = self._on_all_ranks(done)
         if torch.is_grad_enabled() and any(done.trained):

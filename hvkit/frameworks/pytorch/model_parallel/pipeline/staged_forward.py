@@ -9,6 +9,7 @@ ends, the forward is left.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -73,7 +74,7 @@ class StagedForward:
         self._stage = 0
         self._received: Sequence[torch.Tensor] = ()
         # By module, the tensors of its result that another stage needs beside a cut.
-        self._beside: dict[str, list[torch.Tensor]] = {}
+        self._beside: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self._before: _Before | None = None
         self._shapes: dict[Hashable, Any] = {}
         self._running = False
@@ -163,6 +164,12 @@ class StagedForward:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._running and self._stage == number:
+                if missing := [each.module for each in cut.beside if not self._beside[each.module]]:
+                    raise ValueError(
+                        f"the cut after {cut} passes on a result of {missing[0]}, which the "
+                        "model's first call made, and this one, in training or in evaluation, does "
+                        "not: choose other cuts with stages=[...]"
+                    )
                 beside = [self._beside[each.module][each.number] for each in cut.beside]
                 pairs = zip(tensors_in(output), cut.slots, strict=True)
                 # Ranks of the tensor axis may have parts of the sequence, and send the whole.

@@ -8,7 +8,7 @@ vocabulary are divided without a partner. All else stays whole, with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class TensorPlan:
         vocabularies: names of the layers that have one weight, for each.
         streams: activations between pairs that are divided along the sequence.
         whole_streams: why others are not.
+        called: the layers that the forward has called.
     """
 
     ways: int
@@ -55,6 +56,7 @@ class TensorPlan:
     vocabularies: tuple[frozenset[str], ...] = ()
     streams: tuple[Stream, ...] = ()
     whole_streams: tuple[str, ...] = ()
+    called: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         lines = [
@@ -86,6 +88,7 @@ def prove(
     kwargs: Mapping[str, Any],
     ways: int,
     words: Words | None = None,
+    left: Set[str] = frozenset(),
 ) -> TensorPlan:
     """Find what ``ways`` ranks can divide, by one forward on the meta device.
 
@@ -96,6 +99,7 @@ def prove(
         words: replaces what the proof would choose, in the words of ``parallelize_module``: names
             of linear layers and embeddings, with ``*`` for any text, and "colwise" or "rowwise" (or
             ``ColwiseParallel()``, ``RowwiseParallel()``).
+        left: layers that stay whole, since the forward uses them in another way in the other mode.
 
     Raises:
         HvkitError: the forward fails on the meta device.
@@ -107,18 +111,23 @@ def prove(
     flow = _dry_run(model, args, kwargs, ways)
     found = vocabularies(model, flow.linears)
     linears = _linears(model, flow)
+    called = frozenset(
+        [name for name, seen in flow.linears.items() if seen.taken_from]
+        + [each for name in flow.heads for each in (name, _child(name, "out_proj"))]
+    )
     found_layers = tuple(frozenset(each.layers) for each in found)
     order = [n for n, _ in model.named_modules()]
     if words is not None:
         divisions = divisions_in_words(model, words, linears, found, ways)
         whole = {n: "plan= does not name it" for n in linears if n not in divisions}
         share = _share(model, divisions)
-        plan = TensorPlan(ways, divisions, whole, share, ("",), found_layers)
+        plan = TensorPlan(ways, divisions, whole, share, ("",), found_layers, called=called)
         return _with_streams(plan, model, args, kwargs)
     divisions = {}
     regions = set()
     for group in _largest_first(model, _groups(linears, flow)):
-        if (group.columns | group.rows) & divisions.keys() or group.columns & group.rows:
+        taken = {*left, *divisions}
+        if taken & (group.columns | group.rows) or group.columns & group.rows:
             continue
         divisions |= {name: _column(name, linears) for name in group.columns}
         divisions |= {name: _row(name, linears) for name in group.rows}
@@ -126,12 +135,13 @@ def prove(
     whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
     whole |= {n: why for n, why in flow.heads.items() if why}
     for vocabulary in found:
-        if not divisions.keys() & vocabulary.layers:
+        if {*left, *divisions}.isdisjoint(vocabulary.layers):
             for name, chosen in vocabulary.chosen(ways).items():
                 if isinstance(chosen, Division):
                     divisions[name] = chosen
                 else:
                     whole[name] = chosen
+    whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
     plan = TensorPlan(
         ways,
         {n: divisions[n] for n in order if n in divisions},
@@ -139,6 +149,7 @@ def prove(
         _share(model, divisions),
         tuple(n for n in order if n in regions),
         found_layers,
+        called=called,
     )
     return _with_streams(plan, model, args, kwargs)
 
@@ -174,6 +185,22 @@ def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
     streams = tuple(each for each in plan.streams if each.begins in begun)
     return replace(
         plan, divisions=divisions, whole=whole, share=_share(model, divisions), streams=streams
+    )
+
+
+def with_layers_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
+    """A plan of one mode with the layers that only the other calls, as a head for training."""
+    names = [name for name, _ in model.named_modules()]
+    more = other.divisions.keys() - plan.called
+    found = {**plan.divisions, **{name: other.divisions[name] for name in more}}
+    divisions = {name: found[name] for name in names if name in found}
+    regions = {*plan.regions, *other.regions}
+    return replace(
+        plan,
+        divisions=divisions,
+        whole={name: why for name, why in plan.whole.items() if name not in more},
+        share=_share(model, divisions),
+        regions=tuple(name for name in names if name in regions),
     )
 
 

@@ -31,8 +31,8 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _TOLERANCE_OF_FEW_BITS = 5e-2
 
 
-class SampleIndependence:
-    """Compares, in some calls of a pipeline, micro-batches with the whole batch.
+class ResultComparison:
+    """Compares a pipeline with the whole model, and in some calls micro-batches with the batch.
 
     Args:
         pipeline: this rank's part.
