@@ -341,7 +341,7 @@ def test_messages_to_an_agent():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.settimeout(20)
-            connection = Connection(ours)
+            connection = Connection(ours, b"key")
             sender = threading.Thread(target=lambda t=theirs, d=data: (t.sendall(d), t.close()))
             sender.start()
             with pytest.raises(ConnectionLost):
