@@ -70,6 +70,15 @@ class KerasOnJaxPort(JaxPort):
                 "replace: leave set_distribution out, and choose a strategy of hvkit.distribute"
             )
 
+    def facts(self) -> Sequence[str]:
+        # Without the names of layers, in which Keras counts all models that a rank has made.
+        return [
+            f"{role} {number}, variable {i}: {_described(variable)}"
+            for role, things in (("model", self.model), ("optimizer", self.optimizer))
+            for number, thing in enumerate(things)
+            for i, variable in enumerate(thing.variables)
+        ]
+
     def _refuse_state_alone(self) -> None:
         pass  # Keras itself leaves variables where they are
 
@@ -100,7 +109,7 @@ class KerasOnJaxPort(JaxPort):
         }
         require_equal(
             "model",
-            [f"{v.path}: shape {tuple(v.shape)}, {v.dtype}" for v in new.values()],
+            [_described(variable) for variable in new.values()],
             "build the same model on every rank",
             call,
         )
@@ -165,6 +174,10 @@ class KerasOnJaxPort(JaxPort):
                 self._place_variables(model, "optimizer.build")
 
         optimizer.build = build_and_place
+
+
+def _described(variable: Any) -> str:
+    return f"{variable.dtype}{list(variable.shape)}"
 
 
 def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
