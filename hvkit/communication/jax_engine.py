@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import sys
 import time
@@ -142,6 +143,8 @@ class JaxEngine(Engine):
             sys.stdout.flush()
             sys.stderr.flush()
             if self.hvd.rank() == 0:
+                # A launcher that sees the others end must not take this rank's status.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(_SERVICE_STAYS)
             os._exit(1)
         # Rank 0 last: its end is that of JAX's service, without which JAX aborts the others.

@@ -135,7 +135,7 @@ def test_stop_ends_all_ranks_at_once_and_leaves_the_kernel(kernel, folder):
         "hvkit.launch(wait, np=2)",
         stop,
     )
-    assert time.monotonic() - stopped[0] < 8  # 2 on an idle machine; SIGTERM comes after 10
+    assert time.monotonic() - stopped[0] < 60  # 2 on an idle machine; rank 0 sleeps for 100
     assert error[0] == "KeyboardInterrupt"
     assert "rank 0 was interrupted" in printed
     assert kernel.run("1 + 1")[1] == "2"
