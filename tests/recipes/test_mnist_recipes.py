@@ -14,6 +14,7 @@ DIGITS = ("--dataset", "digits")
     ("launcher", "recipe"),
     [
         (MPIRUN, "mnist_torch"),
+        pytest.param(MPIRUN, "mnist_flax", marks=MORE),
         pytest.param(HOROVODRUN, "mnist_keras", marks=MORE),
     ],
 )
