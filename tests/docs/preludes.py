@@ -129,6 +129,8 @@ from flax import nnx
 
 import hvkit
 
+hvkit.init("jax")
+
 images = x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")
 labels = y = np.random.default_rng(1).integers(0, 4, 256)
 batches = [(images, labels)] * 2
