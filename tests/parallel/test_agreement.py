@@ -69,7 +69,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all():
 
 
 WRONG = {
-    "model": (lambda m: (object(), sgd(m)), {}, TypeError, "must be a torch.nn.Module or a keras"),
+    "model": (lambda m: (object(), sgd(m)), {}, TypeError, "a keras.Model or an nnx.Module"),
     "optimizer": (lambda m: (m, "adam"), {}, TypeError, "must be a torch.optim.Optimizer"),
     "strange optimizer": (
         lambda m: (m, sgd(nn.Linear(2, 2))), {}, ValueError, "holds none of the 2 parameters",

@@ -73,8 +73,10 @@ def test_an_optimizer_of_pytorch_is_refused():
 
 
 def test_a_backend_without_a_port_is_named(monkeypatch):
-    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    with pytest.raises(ValueError, match="runs on the 'jax' backend, for which hvkit has no port"):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
+    with pytest.raises(
+        ValueError, match="runs on the 'openvino' backend, for which hvkit has no port"
+    ):
         hvkit.distribute(mlp(), sgd())
 
 
