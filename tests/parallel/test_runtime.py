@@ -278,8 +278,8 @@ def test_both_frameworks_engines_run_in_one_process():
 
 
 def test_an_unknown_framework_is_an_error():
-    with pytest.raises(ValueError, match="'jax'"):
-        hvkit.init("jax")
+    with pytest.raises(ValueError, match="'mxnet'"):
+        hvkit.init("mxnet")
 
 
 def test_all_ranks_together_and_ranks_of_their_own_are_groups_of_any_horovod(monkeypatch):
