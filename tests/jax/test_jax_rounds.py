@@ -8,8 +8,14 @@ import pytest
 from flax import nnx
 
 import hvkit
+from hvkit.frameworks.jax import batches as batches_of_ranks
 
 STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def _batches_of_one_kind(monkeypatch):
+    monkeypatch.setattr(batches_of_ranks, "_own", None)
 
 
 class Net(nnx.Module):
@@ -164,3 +170,9 @@ def test_weights_that_steps_replace_are_refused():
         hvkit.distribute({"w": jnp.ones(2)}, optax.sgd(0.1), strategy=hvkit.LocalSGD(every=2))
     with pytest.raises(ValueError, match="leave overlap out"):
         hvkit.distribute(*made(0), strategy=hvkit.DiLoCo(every=4, overlap=1))
+
+
+def test_a_script_trains_models_of_one_kind():
+    hvkit.distribute(*made(0), strategy=hvkit.LocalSGD(every=2))
+    with pytest.raises(ValueError, match="train them in two scripts"):
+        hvkit.distribute(*made(0))

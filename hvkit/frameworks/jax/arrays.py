@@ -178,7 +178,9 @@ def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
     host = host if _is_key(leaf) else host.astype(leaf.dtype)
     if not leaf.is_fully_addressable:
         return placed(leaf, host, lambda shape: leaf.sharding)
-    array = jax.numpy.asarray(host)
+    # Not always: on a single device, an array that may go anywhere would be bound to it.
+    on_several = len(leaf.sharding.device_set) > 1 and not _is_key(leaf)
+    array = jax.device_put(host, leaf.sharding) if on_several else jax.numpy.asarray(host)
     return (
         jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
     )

@@ -68,10 +68,13 @@ class _Checks:
 
     def _compare(self, call: str) -> None:
         """Raise on every rank unless all hold the same weights; a collective."""
+        held = [reference() for reference in self._models]
+        # Ranks may collect garbage at different times.
+        everyone = gather(call, [model is not None for model in held])
         leaves = [
             each
-            for reference in self._models
-            if (model := reference()) is not None
+            for model, alive in zip(held, zip(*everyone, strict=True), strict=True)
+            if all(alive)
             for each in named_leaves(weights_of(model), in_variables=is_nnx(model))
             if is_array(each[1]) and is_whole_everywhere(each[1])
         ]
@@ -84,8 +87,11 @@ class _Checks:
 
 _checks: list[_Checks] = []
 
-before_batch: list[Callable[[], bool]] = []
-"""Called in ``batch``; whether it leaves each rank its own batch, since it trains its own model."""
+before_own_batch: list[Callable[[], None]] = []
+"""Called in ``batch`` where each rank trains a model of its own, and so keeps its batch."""
+
+# Whether ranks train models of their own; None before the first call of distribute.
+_own: bool | None = None
 _compared_first = False
 
 
@@ -93,6 +99,29 @@ def expect(check_every: int | None, models: Sequence[Any]) -> None:
     """From now on, compare the weights of these models now and then, with the batches."""
     if models:
         _checks.append(_Checks(check_every, models))
+
+
+def refuse_other_batches(own: bool) -> None:
+    """Raise if batches have been for the other kind of models: ``batch`` cannot know whose one is.
+
+    Args:
+        own: whether each rank trains a model of its own.
+
+    Raises:
+        ValueError: they have.
+    """
+    if _own is not None and _own is not own:
+        raise ValueError(
+            "in one script, models of JAX train either with hvkit.LocalSGD or hvkit.DiLoCo, where "
+            "hvkit.batch leaves each rank its batch, or with strategies whose ranks share one: "
+            "train them in two scripts"
+        )
+
+
+def begin(own: bool) -> None:
+    """From now on, batches are each rank's own, or parts of one of all."""
+    global _own
+    _own = own
 
 
 @named("hvkit.batch")
@@ -130,8 +159,9 @@ def batch(*arrays: Any) -> Any:
     if runtime.size() == 1:
         return given
     runtime.init("jax")
-    on_its_own = [each() for each in before_batch]
-    if any(on_its_own):
+    if _own:
+        for each in before_own_batch:
+            each()
         return given
     leaves, structure = jax.tree.flatten(given)
     own: list[NDArray[Any]] = []

@@ -334,19 +334,14 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     counted = CountedOptimizer(optimizer, model, of_model)
     keeper.watch(counted, lambda: False)
     _keepers[model] = keeper
-    if next_batch not in batches.before_batch:
-        batches.before_batch.append(next_batch)
+    if next_batch not in batches.before_own_batch:
+        batches.before_own_batch.append(next_batch)
     _counted[optimizer] = counted, ref(keeper)
     return keeper
 
 
-def next_batch() -> bool:
-    """Before a step of models with local weights: end rounds; a collective.
-
-    Returns:
-        Whether there are such models, so that each rank's batch is its own.
-    """
+def next_batch() -> None:
+    """Before a step of models with local weights: end rounds; a collective."""
     for counted, reference in list(_counted.values()):
         if (keeper := reference()) is not None and not keeper.shown:
             counted.next_batch()
-    return bool(_counted)

@@ -64,6 +64,7 @@ class JaxPort:
         self._options = options
         self._refuse_options()
         self._refuse_things()
+        batches.refuse_other_batches(self._is_local)
         if self._is_local:
             self._refuse_for_local_weights()
         self._of_weights: Place = whole
@@ -216,6 +217,7 @@ class JaxPort:
         return []
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        batches.begin(self._is_local)
         if self._is_local:
             from hvkit.frameworks.jax.local_weights import train_locally
 
