@@ -291,8 +291,9 @@ def settled(*things: Any) -> Iterator[None]:
 
 
 def _require_module(thing: Any) -> None:
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(thing, nnx.Module | nnx.Optimizer):
+    from hvkit.frameworks.jax.arrays import is_nnx
+
+    if not is_nnx(thing):
         raise TypeError(
             "hvkit.settled takes modules and optimizers of Flax NNX, whose arrays it can set, but "
             f"not a pytree ({type(thing).__name__}): where a strategy divides its arrays, "
