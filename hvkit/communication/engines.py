@@ -296,9 +296,18 @@ def in_collective(within: ProcessSet | None = None) -> Iterator[None]:
 
 def built_for() -> list[str]:
     """The frameworks that the installed Horovod has a library for."""
-    horovod = importlib.util.find_spec("horovod")
-    places = horovod.submodule_search_locations or [] if horovod else []
-    return [name for name in ENGINES if any(list(Path(p, name).glob("mpi_lib*")) for p in places)]
+    return [
+        name for name in ENGINES if any(list(each.glob(f"{name}/mpi_lib*")) for each in _folders())
+    ]
+
+
+def _folders() -> list[Path]:
+    """The folders of the installed Horovod; none if it is not there, or may not be imported."""
+    try:
+        horovod = importlib.util.find_spec("horovod")
+    except ImportError:
+        return []
+    return [Path(each) for each in horovod.submodule_search_locations or []] if horovod else []
 
 
 def _import_horovod(module: str, framework: str) -> ModuleType:
@@ -318,10 +327,9 @@ def _refuse_other_tensorflow() -> None:
     """Refuse a library for another minor version, which could crash when it is loaded."""
     import tensorflow as tf
 
-    horovod = importlib.util.find_spec("horovod")
-    for place in horovod.submodule_search_locations or [] if horovod else []:
+    for folder in _folders():
         try:
-            built = json.loads(Path(place, "metadata.json").read_text()).get("tensorflow")
+            built = json.loads((folder / "metadata.json").read_text()).get("tensorflow")
         except (OSError, ValueError):
             continue
         if built and built.split(".")[:2] != tf.__version__.split(".")[:2]:
