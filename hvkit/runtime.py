@@ -199,9 +199,9 @@ def _another_size(announced: Launched, seen: int, library: str) -> str:
         )
     if library != "Horovod":
         return (
-            f"{counts}it has loaded another MPI than this {announced.launcher} belongs to, or the "
-            "ranks were started without MPI (--gloo). Start them with `hvkit run` or with the "
-            "mpirun of the MPI that mpi4py finds (`python -m mpi4py --mpi-lib-version`)"
+            f"{counts}it has loaded another MPI than this {announced.launcher} belongs to. Start "
+            "the ranks with `hvkit run` or with the mpirun of the MPI that mpi4py finds "
+            "(`python -m mpi4py --mpi-lib-version`)"
         )
     return (
         f"{counts}it was built for another MPI than this {announced.launcher} belongs to. Rebuild "

@@ -1,12 +1,11 @@
-"""The ranks of a JAX script: MPI for hvkit's own messages, and JAX's own processes for its arrays.
+"""The ranks of a JAX script: JAX's own processes for its arrays, and hvkit's own messages beside.
 
 JAX trains on several processes by itself, once they know each other: arrays are divided or
 replicated over the devices of all of them, and XLA puts collectives into compiled functions. So
-here Horovod is neither started nor needed. mpi4py starts MPI, whose collectives carry hvkit's
-objects and checks, and the address at which JAX's processes find each other. XLA then sends arrays
-through NCCL on GPUs, and through gloo on CPUs.
+here Horovod is neither started nor needed. hvkit's objects and checks, and the address at which
+JAX's processes find each other, travel by MPI, or without it over TCP (``host_collectives``). XLA
+sends arrays through NCCL on GPUs, and through gloo on CPUs.
 
-Waits in MPI end when another rank ends: they look whether the watcher has a reason to end the run.
 Waits inside XLA end with the process.
 """
 
@@ -19,28 +18,21 @@ import socket
 import sys
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from hvkit.communication import point_to_point
+from hvkit.communication import host_collectives
 from hvkit.communication.engines import Engine, cpu_threads, in_collective
-from hvkit.errors import HorovodNotFoundError, LaunchError
+from hvkit.errors import LaunchError, RankLostError
 from hvkit.host.gpus import gpu_of_rank, visible_gpus
 from hvkit.host.network import addresses_for_others
-from hvkit.watch import calls, rank_errors
+from hvkit.watch import rank_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hvkit.communication.group import ProcessSet
-
-# Looks at a collective of MPI, and seconds between two: most end within the first looks. A rank
-# that waits for long leaves the core to others.
-_FIRST_LOOKS = 100
-_QUICK_LOOKS = 1000
-_LOOK_EVERY = 50e-6
-_SELDOM = 1e-3
 
 # Seconds after which JAX's service takes a silent process for dead. hvkit names such ranks itself,
 # and a rank may be busy in C code for a while.
@@ -57,33 +49,28 @@ LATE = (
 
 
 class JaxEngine(Engine):
-    """MPI's collectives on arrays in host memory, beside JAX's own.
+    """Collectives on arrays in host memory, beside JAX's own.
 
     Attributes:
         hvd: what other parts of hvkit use of Horovod's libraries.
     """
 
-    library = "mpi4py"
-
     def __init__(self) -> None:
-        self._mpi = _started_mpi()
-        self._communicator = self._mpi.COMM_WORLD.Dup()
-        # Apart, so that a rank at its end never meets another one's collective.
-        self._of_the_end = self._communicator.Dup()
-        size, rank = self._communicator.size, self._communicator.rank
-        host = self._communicator.Split_type(self._mpi.COMM_TYPE_SHARED)
+        self._ranks = ranks = host_collectives.of_this_launch()
+        self.library = ranks.library
         self.hvd: Any = SimpleNamespace(
-            rank=lambda: rank,
-            size=lambda: size,
-            local_rank=lambda: host.rank,
-            local_size=lambda: host.size,
-            mpi_enabled=lambda: True,
-            global_process_set=SimpleNamespace(size=lambda: size),
-            Sum=self._mpi.SUM,
-            Min=self._mpi.MIN,
-            Max=self._mpi.MAX,
+            rank=lambda: ranks.rank,
+            size=lambda: ranks.size,
+            local_rank=lambda: ranks.local_rank,
+            local_size=lambda: ranks.local_size,
+            mpi_enabled=lambda: ranks.uses_mpi,
+            is_initialized=lambda: not rank_errors.run_ends(),
+            global_process_set=SimpleNamespace(size=lambda: ranks.size),
+            Sum="sum",
+            Min="min",
+            Max="max",
         )
-        self._one_host = host.size == size
+        self._one_host = ranks.local_size == ranks.size
 
     def shut_down(self) -> None:
         """Nothing to do: each wait sees by itself that the run ends."""
@@ -139,95 +126,38 @@ class JaxEngine(Engine):
     def _leave(self) -> None:
         """At the end of the script: wait for all ranks, unless this one or another has failed."""
         if getattr(sys, "last_value", None) is not None:
-            # Not through the interpreter's end: JAX and MPI would wait for the other ranks.
-            sys.stdout.flush()
-            sys.stderr.flush()
             if self.hvd.rank() == 0:
                 # A launcher that sees the others end must not take this rank's status.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                time.sleep(_SERVICE_STAYS)
-            os._exit(1)
+            self._end_at_once(stay=self.hvd.rank() == 0)
         # Rank 0 last: its end is that of JAX's service, without which JAX aborts the others.
         import jax
 
-        self._wait_for_the_end()
-        if self.hvd.rank() > 0:
-            jax.distributed.shutdown()
-        self._wait_for_the_end()
+        try:
+            self._ranks.wait_for_the_end()
+            if self.hvd.rank() > 0:
+                jax.distributed.shutdown()
+            self._ranks.wait_for_the_end()
+        except RankLostError:  # that one says why
+            self._end_at_once(stay=True)
+        self._ranks.close()
 
-    def _wait_for_the_end(self) -> None:
-        request = self._of_the_end.Ibarrier()
-        while not request.Test():
-            time.sleep(0.01)
+    def _end_at_once(self, stay: bool) -> NoReturn:
+        """End not through the interpreter, where JAX and MPI would wait for the other ranks."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if stay:
+            time.sleep(_SERVICE_STAYS)
+        os._exit(1)
 
     def _call(
         self, collective: str, array: NDArray[Any], within: ProcessSet | None, **options: Any
     ) -> NDArray[Any]:
+        array = np.ascontiguousarray(array)
         with in_collective(within):
-            return {
-                "broadcast": self._broadcast,
-                "allreduce": self._allreduce,
-                "allgather": self._allgather,
-            }[collective](np.ascontiguousarray(array), options)
-
-    def _broadcast(self, array: NDArray[Any], options: dict[str, Any]) -> NDArray[Any]:
-        data = array.copy()
-        self._wait(self._communicator.Ibcast(self._bytes(data), root=options["root_rank"]))
-        return data
-
-    def _allreduce(self, array: NDArray[Any], options: dict[str, Any]) -> NDArray[Any]:
-        result = np.empty_like(array)
-        self._wait(self._communicator.Iallreduce(array, result, op=options["op"]))
-        return result
-
-    def _allgather(self, array: NDArray[Any], options: dict[str, Any]) -> NDArray[Any]:
-        own = np.array([array.size], np.int64)
-        lengths = np.empty(self.hvd.size(), np.int64)
-        self._wait(self._communicator.Iallgather(own, lengths))
-        result = np.empty(lengths.sum(), array.dtype)
-        starts = np.cumsum(lengths) - lengths
-        into = [result, lengths.tolist(), starts.tolist(), self._mpi.BYTE]
-        self._wait(self._communicator.Iallgatherv(self._bytes(array), into))
-        return result
-
-    def _bytes(self, array: NDArray[Any]) -> list[Any]:
-        return [array, array.nbytes, self._mpi.BYTE]
-
-    def _wait(self, request: Any) -> None:
-        """Wait for a collective.
-
-        Raises:
-            RankLostError: another rank has ended, or waits in another call.
-        """
-        looks = 0
-        while not request.Test():
-            looks += 1
-            if looks < _FIRST_LOOKS:
-                time.sleep(0)
-                continue
-            if rank_errors.run_ends():
-                raise rank_errors.lost(calls.current_call())
-            time.sleep(_LOOK_EVERY if looks < _QUICK_LOOKS else _SELDOM)
-
-
-def _started_mpi() -> Any:
-    """MPI, started by mpi4py unless it runs already.
-
-    Raises:
-        HorovodNotFoundError: mpi4py cannot be loaded.
-        LaunchError: MPI runs without support for threads, or does not see the other ranks.
-    """
-    mpi = point_to_point.load_mpi()
-    if mpi is None:
-        raise HorovodNotFoundError(
-            "several ranks were launched, but mpi4py cannot be loaded, through which the ranks of "
-            "a JAX script find each other: pip install --force-reinstall mpi4py"
-        )
-    if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        atexit.register(mpi.Finalize)
-    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
-        raise LaunchError(
-            "MPI runs without support for threads: let hvkit start it before anything else does"
-        )
-    return mpi
+            if collective == "broadcast":
+                return self._ranks.broadcast(array, options["root_rank"])
+            if collective == "allreduce":
+                return self._ranks.allreduce(array, options["op"])
+            assert collective == "allgather", collective
+            return self._ranks.allgather(array)

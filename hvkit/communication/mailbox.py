@@ -1,8 +1,8 @@
 """Messages that a rank polls for, since it cannot know when another sends one.
 
-They go through mpi4py, which ``point_to_point`` imports, on a communicator of their own; where
-Horovod runs on Gloo, through ``tcp_mailbox``. A wait inside MPI would keep a core busy, so all
-waits here poll, and sleep in between.
+They go through mpi4py, on a communicator of their own; without MPI, through ``tcp_mailbox``
+(``mailboxes`` chooses). A wait inside MPI would keep a core busy, so all waits here poll, and sleep
+in between.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.communication import engines, point_to_point
-from hvkit.communication.collectives import raise_together
+from hvkit.communication.engines import CHUNK
 from hvkit.communication.traffic import count
-from hvkit.errors import LaunchError
-from hvkit.runtime import any_engine
-from hvkit.watch.calls import translated, waiting_for_all_ranks
+from hvkit.watch.calls import translated
 
 # Seconds between two polls: at first none, for answers that come at once; later a part of the time
 # that the wait has taken, so that the pause makes the wait longer by that part at most.
@@ -104,22 +101,14 @@ class Mailbox(ABC):
 class MpiMailbox(Mailbox):
     """Sends through mpi4py, in pieces of at most ``engines.CHUNK`` bytes.
 
-    Making it is a collective.
-
     Args:
-        user: what needs the messages, for the error.
-
-    Raises:
-        LaunchError: a rank cannot send messages; on every rank, with the fix.
+        mpi: mpi4py's MPI, which runs.
+        communicator: of all ranks, for these messages only.
     """
 
-    def __init__(self, user: str) -> None:
-        obstacle = point_to_point.obstacle(any_engine())
-        problem = LaunchError(f"{user} needs messages by MPI: {obstacle}") if obstacle else None
-        raise_together(problem)
-        self._mpi = point_to_point.load_mpi()
-        with waiting_for_all_ranks():
-            self._communicator = self._mpi.COMM_WORLD.Dup()
+    def __init__(self, mpi: Any, communicator: Any) -> None:
+        self._mpi = mpi
+        self._communicator = communicator
 
     def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
         """As in ``Mailbox``."""
@@ -183,5 +172,5 @@ def pauses() -> Iterator[float]:
 def _pieces(array: NDArray[Any]) -> list[NDArray[np.uint8]]:
     """The bytes of an array; one piece if it is empty."""
     whole = array.view(np.uint8)
-    starts = range(0, max(whole.size, 1), engines.CHUNK)
-    return [whole[start : start + engines.CHUNK] for start in starts]
+    starts = range(0, max(whole.size, 1), CHUNK)
+    return [whole[start : start + CHUNK] for start in starts]

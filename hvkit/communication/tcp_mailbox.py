@@ -1,50 +1,37 @@
-"""Messages between ranks where Horovod runs on Gloo, and so without MPI: over TCP.
+"""Messages between ranks that run without MPI, as Horovod does on Gloo: over TCP.
 
 Two ranks that send each other messages have a connection, which the first of them to send opens.
-Both ends have proven that they know a key that rank 0 has sent to all ranks through Horovod
-(``hvkit.handshake``). A thread for each connection reads what arrives, and another one writes what
+Both ends have proven that they know a key that rank 0 has sent to all ranks (``hvkit.handshake``).
+A thread for each connection reads what arrives, and another one writes what
 was sent.
 """
 
 from __future__ import annotations
 
 import queue
-import secrets
 import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit import handshake, runtime, threads
-from hvkit.communication.collectives import from_rank, gather
-from hvkit.communication.mailbox import Envelope, Mailbox, MpiMailbox, Sending
+from hvkit import handshake, threads
+from hvkit.communication.mailbox import Envelope, Mailbox, Sending
 from hvkit.communication.traffic import count
 from hvkit.host.network import addresses_for_others
-from hvkit.watch.calls import translated
+from hvkit.watch import calls, rank_errors
 
 # Before each message: its tag and its bytes.
 _HEADER = struct.Struct("!iQ")
 _RANK = struct.Struct("!I")
 # The tag of the last message of a rank.
 _BYE = -1
-# Seconds between two checks of whether Horovod runs.
+# Seconds between two checks of whether the run goes on.
 _TICK = 0.2
-
-
-def open_mailbox(user: str) -> Mailbox:
-    """A mailbox for this run; making it is a collective.
-
-    Args:
-        user: what needs it, for errors.
-
-    Raises:
-        LaunchError: a rank cannot send messages; on every rank, with the fix.
-    """
-    return MpiMailbox(user) if runtime.any_engine().hvd.mpi_enabled() else TcpMailbox()
 
 
 class _Request:
@@ -56,16 +43,46 @@ class _Request:
         self.gone = threading.Event()
 
 
-class TcpMailbox(Mailbox):
-    """Sends over TCP; making it is a collective."""
+class Door:
+    """Where a rank admits others that know the key.
 
-    def __init__(self) -> None:
-        one_host = runtime.local_size() == runtime.size()
-        self._key = from_rank(0, secrets.token_bytes(32))
-        self._listener = handshake.Listener("127.0.0.1" if one_host else None, self._key)
+    Args:
+        key: of this run.
+        one_host: whether all ranks are on this host.
+
+    Attributes:
+        place: addresses at which the others find it, and its port.
+    """
+
+    def __init__(self, key: bytes, one_host: bool) -> None:
+        self.key = key
+        self.listener = handshake.Listener("127.0.0.1" if one_host else None, key)
         addresses = ["127.0.0.1"] if one_host else list(addresses_for_others())
-        self._places: list[tuple[list[str], int]]
-        self._places = gather("distribute", (addresses, self._listener.port))
+        self.place: tuple[list[str], int] = (addresses, self.listener.port)
+
+
+class TcpMailbox(Mailbox):
+    """Sends over TCP.
+
+    Args:
+        rank: this rank.
+        door: this rank's.
+        places: of every rank's door.
+        run_ends: whether no wait is of use any more.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        door: Door,
+        places: Sequence[tuple[list[str], int]],
+        run_ends: Callable[[], bool],
+    ) -> None:
+        self._rank = rank
+        self._key = door.key
+        self._listener = door.listener
+        self._places = places
+        self._run_ends = run_ends
         # Guards everything below; notified when a message has come, or a rank has ended.
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], deque[bytearray]] = {}
@@ -78,9 +95,13 @@ class TcpMailbox(Mailbox):
 
     def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
         """As in ``Mailbox``."""
+        count(purpose, array.nbytes)
+        return self.post(array, to, tag)
+
+    def post(self, array: NDArray[Any], to: int, tag: int) -> Sending:
+        """``start_to_send`` for bytes that were counted already."""
         self.require_ranks()
         request = _Request(tag, array.view(np.uint8))
-        count(purpose, request.data.nbytes)
         self._outbox(to).put(request)
         return Sending(array, [request])
 
@@ -111,9 +132,8 @@ class TcpMailbox(Mailbox):
 
     def require_ranks(self) -> None:
         """As in ``Mailbox``."""
-        if self._lost or not runtime.any_engine().hvd.is_initialized():
-            with translated():
-                raise RuntimeError("Horovod has been shut down")
+        if self._lost or self._run_ends():
+            raise rank_errors.lost(calls.current_call())
 
     def close(self) -> None:
         """Say that this rank sends no more, and wait until that has gone."""
@@ -131,7 +151,7 @@ class TcpMailbox(Mailbox):
             if to not in self._outboxes:
                 addresses, port = self._places[to]
                 connected = handshake.connect(addresses, port, self._key)
-                connected.sendall(_RANK.pack(runtime.rank()))
+                connected.sendall(_RANK.pack(self._rank))
                 self._begin(to, connected)
             return self._outboxes[to]
 

@@ -21,7 +21,7 @@ import numpy as np
 from hvkit import runtime
 from hvkit.communication import collectives, engines
 from hvkit.communication.mailbox import Mailbox
-from hvkit.communication.tcp_mailbox import open_mailbox
+from hvkit.communication.mailboxes import open_mailbox
 from hvkit.errors import RankLostError
 from hvkit.log import logger
 from hvkit.parameter_server.server import (

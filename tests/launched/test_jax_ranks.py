@@ -42,18 +42,21 @@ def run(tmp_path, inside="pass", start='hvkit.init("jax")', steps=5, launcher=()
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("launcher", [(), ("mpirun", "-np", "2")], ids=["hvkit run", "mpirun"])
+GLOO = ("hvkit", "run", "--launcher", "gloo", "-np", "2")
+LAUNCHERS = {"hvkit run": (), "mpirun": ("mpirun", "-np", "2"), "gloo": GLOO}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_ranks_train_and_end(tmp_path, launcher):
     status, said, _ = run(tmp_path, launcher=launcher)
     assert status == 0, said
     assert re.findall("trained (.*)", said) == ["0.7500", "0.7500"]  # the mean of x is 0.5
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, failing):
-    status, said, seconds = run(
-        tmp_path, inside=f"if rank == {failing} and i == 3: raise ValueError('no')"
-    )
+@pytest.mark.parametrize(("failing", "launcher"), [(0, ()), (1, ()), (0, GLOO)])
+def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, failing, launcher):
+    inside = f"if rank == {failing} and i == 3: raise ValueError('no')"
+    status, said, seconds = run(tmp_path, inside=inside, launcher=launcher)
     assert status == 1
     assert said.count("ValueError: no") >= 1
     assert "Traceback" in said
@@ -73,10 +76,10 @@ def test_a_rank_that_sleeps_is_named(tmp_path):
     assert re.search(r"rank 1 has not reached hvkit\.batch .*train\.py", said), said
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path):
-    status, said, _ = run(
-        tmp_path, inside="if rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
-    )
+@pytest.mark.parametrize("launcher", [(), GLOO], ids=["mpi", "gloo"])
+def test_a_rank_that_is_killed_is_named(tmp_path, launcher):
+    inside = "if rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    status, said, _ = run(tmp_path, inside=inside, launcher=launcher)
     assert status != 0
     assert re.search("rank 1 .*(SIGKILL|killed)", said), said
 
@@ -91,3 +94,31 @@ def test_a_start_after_the_first_array_is_refused_with_the_fix(tmp_path):
     status, said, _ = run(tmp_path, start='jnp.ones(1); hvkit.init("jax")')
     assert status == 1
     assert 'call hvkit.init("jax") right after the imports' in said
+
+
+COLLECTIVES = """
+import numpy as np, hvkit
+hvkit.init("jax")
+rank, size = hvkit.rank(), hvkit.size()
+assert size == 3
+for root in range(size):
+    assert hvkit.broadcast(("from", rank), root) == ("from", root)
+assert [len(each) for each in hvkit.allgather(b"x" * rank * 1_000_000)] == [0, 1_000_000, 2_000_000]
+for length in (0, 1, 2, 100_003):  # fewer than ranks, and no multiple of them
+    array = np.arange(length) + rank
+    for dtype in ("int32", "int64", "float32", "float64"):
+        for op, reduce in (("sum", sum), ("min", min), ("max", max)):
+            expected = np.arange(length) * (3 if op == "sum" else 1) + reduce(range(size))
+            result = hvkit.allreduce(array.astype(dtype), op)
+            assert result.dtype == dtype and np.array_equal(result, expected), (length, dtype, op)
+assert (hvkit.local_rank(), hvkit.local_size()) == (rank, 3)
+"""
+
+
+def test_collectives_without_mpi(tmp_path):
+    script = tmp_path / "collectives.py"
+    script.write_text(COLLECTIVES)
+    command = ("hvkit", "run", "--launcher", "gloo", "-np", "3", sys.executable, str(script))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -109,6 +109,36 @@ def test_keras_trains_on_parquet(spark, table):
     assert [row[0] for row in first] == pytest.approx([2, -1], abs=0.05)
 
 
+def test_jax_trains_on_parquet_without_horovod(spark, table):
+    def train_jax():
+        import sys
+
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+        import pyarrow.dataset
+
+        hvkit.init("jax")
+        rows = hvkit.shard(pyarrow.dataset.dataset(table))
+        params, tx = hvkit.distribute({"w": jnp.zeros(2)}, optax.sgd(0.1))
+        state = tx.init(params)
+
+        def loss(params, x, y):
+            return jnp.square(x @ params["w"] - y).mean()
+
+        for _ in range(20):
+            for batch in rows.batches(8):
+                x, y = hvkit.batch(np.float32(batch["x"]), np.float32(batch["y"]))
+                changes, state = tx.update(jax.grad(loss)(params, x, y), state)
+                params = optax.apply_updates(params, changes)
+        return params["w"].tolist(), "horovod" in sys.modules
+
+    (first, with_horovod), (second, _) = hvkit.spark.run(train_jax, num_proc=2)
+    assert not with_horovod
+    assert first == second == pytest.approx([2, -1], abs=0.05)
+
+
 class Diverged(Exception):
     pass
 

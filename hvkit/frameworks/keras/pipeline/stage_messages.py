@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hvkit import runtime
 from hvkit.communication.mailbox import Mailbox, Sending
-from hvkit.communication.tcp_mailbox import open_mailbox
+from hvkit.communication.mailboxes import open_mailbox
 from hvkit.errors import HvkitError
 from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.watch.calls import call, translated, waiting

@@ -1,0 +1,321 @@
+"""Collectives on arrays in host memory without Horovod: through mpi4py, or over TCP.
+
+``jax_engine`` uses them for hvkit's own messages; JAX has its own for the rest. A launcher with MPI
+gives MPI. ``--launcher gloo`` and Spark start ranks without MPI, and a store at which Horovod's
+Gloo would find the others: there these ranks leave the addresses of their doors and the key that
+opens them. Whoever reads the store may so take part in the run, as with Gloo itself; on Spark, the
+store serves the run's own ranks only.
+
+Waits end when another rank ends: they look whether the watcher has a reason to end the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import json
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvkit.communication import point_to_point
+from hvkit.communication.tcp_mailbox import Door, TcpMailbox
+from hvkit.errors import HorovodNotFoundError, LaunchError
+from hvkit.host.launcher_variables import launched, place
+from hvkit.watch import calls, rank_errors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Looks at a collective of MPI, and seconds between two: most end within the first looks. A rank
+# that waits for long leaves the core to others.
+_FIRST_LOOKS = 100
+_QUICK_LOOKS = 1000
+_LOOK_EVERY = 50e-6
+_SELDOM = 1e-3
+
+# The store of addresses that Horovod's launcher and hvkit's Spark tasks have for Gloo.
+_STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_STORE_WAITS = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_ASK_EVERY = 0.05
+
+# Tags over TCP.
+_DATA = 0
+_END = 1
+
+
+class HostCollectives(ABC):
+    """The place of this rank, and collectives on flat arrays that all ranks call in one order.
+
+    Attributes:
+        library: what finds the ranks, for messages.
+        uses_mpi: whether MPI runs.
+    """
+
+    library: str
+    uses_mpi: bool
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @abstractmethod
+    def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
+        """Return rank ``root``'s array; every rank passes one of the same length."""
+
+    @abstractmethod
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        """Reduce by ``"sum"``, ``"min"`` or ``"max"`` an array of one length and dtype."""
+
+    @abstractmethod
+    def allgather(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
+
+    @abstractmethod
+    def wait_for_the_end(self) -> None:
+        """Wait until all ranks call this, whatever else they may have called before.
+
+        Raises:
+            RankLostError: another rank has died; with MPI the launcher ends this one first.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send no more; after ``wait_for_the_end``."""
+
+
+def of_this_launch() -> HostCollectives:
+    """The collectives of the ranks that a launcher has started; a collective itself.
+
+    Raises:
+        HorovodNotFoundError, LaunchError: the ranks cannot find each other.
+    """
+    if all(os.environ.get(each) for each in _STORE):
+        return TcpCollectives()
+    return MpiCollectives()
+
+
+class MpiCollectives(HostCollectives):
+    """Through mpi4py, which starts MPI unless it runs already.
+
+    Raises:
+        HorovodNotFoundError: mpi4py cannot be loaded.
+        LaunchError: MPI runs without support for threads.
+    """
+
+    library = "mpi4py"
+    uses_mpi = True
+
+    def __init__(self) -> None:
+        self._mpi = _started_mpi()
+        self._communicator = self._mpi.COMM_WORLD.Dup()
+        # Apart, so that a rank at its end never meets another one's collective.
+        self._of_the_end = self._communicator.Dup()
+        host = self._communicator.Split_type(self._mpi.COMM_TYPE_SHARED)
+        self.rank, self.size = self._communicator.rank, self._communicator.size
+        self.local_rank, self.local_size = host.rank, host.size
+
+    def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
+        data = array.copy()
+        self._wait(self._communicator.Ibcast(self._bytes(data), root=root))
+        return data
+
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        result = np.empty_like(array)
+        operation = getattr(self._mpi, op.upper())
+        self._wait(self._communicator.Iallreduce(array, result, op=operation))
+        return result
+
+    def allgather(self, array: NDArray[Any]) -> NDArray[Any]:
+        own = np.array([array.size], np.int64)
+        lengths = np.empty(self.size, np.int64)
+        self._wait(self._communicator.Iallgather(own, lengths))
+        result = np.empty(lengths.sum(), array.dtype)
+        starts = np.cumsum(lengths) - lengths
+        into = [result, lengths.tolist(), starts.tolist(), self._mpi.BYTE]
+        self._wait(self._communicator.Iallgatherv(self._bytes(array), into))
+        return result
+
+    def wait_for_the_end(self) -> None:
+        request = self._of_the_end.Ibarrier()
+        while not request.Test():
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """MPI closes by itself, at its own end."""
+
+    def _bytes(self, array: NDArray[Any]) -> list[Any]:
+        return [array, array.nbytes, self._mpi.BYTE]
+
+    def _wait(self, request: Any) -> None:
+        """Wait for a collective.
+
+        Raises:
+            RankLostError: another rank has ended, or waits in another call.
+        """
+        looks = 0
+        while not request.Test():
+            looks += 1
+            if looks < _FIRST_LOOKS:
+                time.sleep(0)
+                continue
+            if rank_errors.run_ends():
+                raise rank_errors.lost(calls.current_call())
+            time.sleep(_LOOK_EVERY if looks < _QUICK_LOOKS else _SELDOM)
+
+
+def _started_mpi() -> Any:
+    mpi = point_to_point.load_mpi()
+    if mpi is None:
+        raise HorovodNotFoundError(
+            "several ranks were launched, but mpi4py cannot be loaded, through which the ranks of "
+            "a JAX script find each other: pip install --force-reinstall mpi4py"
+        )
+    if not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        atexit.register(mpi.Finalize)
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        raise LaunchError(
+            "MPI runs without support for threads: let hvkit start it before anything else does"
+        )
+    return mpi
+
+
+class TcpCollectives(HostCollectives):
+    """Over connections between ranks; the store of the launcher has their addresses.
+
+    Arrays of all ranks travel around a ring, of which a sum needs each rank to send 2 (n-1)/n of
+    its array; a broadcast goes along a tree.
+
+    Raises:
+        LaunchError: the launcher has not said which rank this is, or another one does not come.
+    """
+
+    library = "the launcher"
+    uses_mpi = False
+
+    def __init__(self) -> None:
+        announced, here = launched(os.environ), place(os.environ)
+        if announced is None or here is None:
+            raise LaunchError(
+                f"{' and '.join(_STORE)} are set, but HOROVOD_SIZE, HOROVOD_RANK, "
+                "HOROVOD_LOCAL_RANK and HOROVOD_LOCAL_SIZE are not: start the ranks with "
+                "`hvkit run --launcher gloo`, or unset them"
+            )
+        self.rank, self.size = here.rank, announced.size
+        self.local_rank, self.local_size = here.local_rank, here.local_size
+        store = _LauncherStore()
+        if self.rank == 0:
+            store.put("key", secrets.token_bytes(32))
+        door = Door(store.get("key", "rank 0"), self.local_size == self.size)
+        store.put(f"door-{self.rank}", json.dumps(door.place).encode())
+        places = [json.loads(store.get(f"door-{n}", f"rank {n}")) for n in range(self.size)]
+        self._mailbox = TcpMailbox(self.rank, door, places, self._run_ends)
+        self._at_its_end = False
+        self._next = (self.rank + 1) % self.size
+        self._previous = (self.rank - 1) % self.size
+
+    def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
+        data = array.copy()
+        # From rank `root`, ranks have numbers. Each hears from the one that lacks its lowest bit,
+        # and passes on to those that have one lower bit in addition.
+        number = (self.rank - root) % self.size
+        bit = 1
+        while bit < self.size and not number & bit:
+            bit *= 2
+        if number:
+            self._mailbox.receive(data, (self.rank - bit) % self.size, _DATA)
+        sent = []
+        while bit := bit // 2:
+            if number + bit < self.size:
+                sent.append(self._mailbox.post(data, (self.rank + bit) % self.size, _DATA))
+        for each in sent:
+            self._mailbox.finish(each)
+        return data
+
+    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        add_up = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op]
+        result = array.copy()
+        parts = np.array_split(result, self.size)
+        # Rank r ends up with the sum of part r + 1, which then goes around.
+        for step in range(self.size - 1):
+            into = parts[(self.rank - step - 1) % self.size]
+            received = np.empty_like(into)
+            self._pass_on(parts[(self.rank - step) % self.size], received, _DATA)
+            add_up(into, received, out=into)
+        self._around(parts, first=self.rank + 1, tag=_DATA)
+        return result
+
+    def allgather(self, array: NDArray[Any]) -> NDArray[Any]:
+        lengths = np.zeros(self.size, np.int64)
+        lengths[self.rank] = array.size
+        self._around(np.split(lengths, self.size), first=self.rank, tag=_DATA)
+        result = np.empty(lengths.sum(), array.dtype)
+        parts = np.split(result, np.cumsum(lengths)[:-1])
+        parts[self.rank][:] = array
+        self._around(parts, first=self.rank, tag=_DATA)
+        return result
+
+    def wait_for_the_end(self) -> None:
+        self._at_its_end = True
+        self._around(list(np.zeros((self.size, 1), np.uint8)), first=self.rank, tag=_END)
+
+    def close(self) -> None:
+        self._mailbox.close()
+
+    def _run_ends(self) -> bool:
+        # At their ends, ranks wait for others that have ended their scripts.
+        return not self._at_its_end and rank_errors.run_ends()
+
+    def _around(self, parts: list[NDArray[Any]], first: int, tag: int) -> None:
+        """Send every part to all ranks: this rank has part ``first``, the next one the next."""
+        for step in range(self.size - 1):
+            out, into = (first - step) % self.size, (first - step - 1) % self.size
+            self._pass_on(parts[out], parts[into], tag)
+
+    def _pass_on(self, out: NDArray[Any], into: NDArray[Any], tag: int) -> None:
+        """Send to the next rank while the previous one sends to this one."""
+        sending = self._mailbox.post(out, self._next, tag)
+        self._mailbox.receive(into, self._previous, tag)
+        self._mailbox.finish(sending)
+
+
+class _LauncherStore:
+    """Values by name, which the launcher keeps for the ranks of a run."""
+
+    def __init__(self) -> None:
+        self._address, port = (os.environ[each] for each in _STORE)
+        self._port = int(port)
+        self._until = time.monotonic() + float(os.environ.get(_STORE_WAITS, "30"))
+
+    def put(self, name: str, value: bytes) -> None:
+        self._request("PUT", name, value)
+
+    def get(self, name: str, whose: str) -> bytes:
+        """Wait for a value.
+
+        Raises:
+            LaunchError: it has not come in time.
+        """
+        while (value := self._request("GET", name)) is None:
+            if time.monotonic() > self._until:
+                raise LaunchError(
+                    f"{whose} has not come within {os.environ.get(_STORE_WAITS, '30')} s of this "
+                    f"rank's start: set {_STORE_WAITS} to wait for longer"
+                )
+            time.sleep(_ASK_EVERY)
+        return value
+
+    def _request(self, method: str, name: str, value: bytes | None = None) -> bytes | None:
+        connection = http.client.HTTPConnection(self._address, self._port, timeout=30)
+        try:
+            connection.request(method, f"/hvkit/{name}", value)
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            connection.close()
+        return content if answer.status == 200 else None

@@ -1,0 +1,36 @@
+"""The mailbox of a run: by MPI, or over TCP where Horovod runs on Gloo."""
+
+from __future__ import annotations
+
+import secrets
+
+from hvkit import runtime
+from hvkit.communication import point_to_point
+from hvkit.communication.collectives import from_rank, gather, raise_together
+from hvkit.communication.mailbox import Mailbox, MpiMailbox
+from hvkit.communication.tcp_mailbox import Door, TcpMailbox
+from hvkit.errors import LaunchError
+from hvkit.watch.calls import waiting_for_all_ranks
+
+
+def open_mailbox(user: str) -> Mailbox:
+    """A mailbox for this run; making it is a collective.
+
+    Args:
+        user: what needs it, for errors.
+
+    Raises:
+        LaunchError: a rank cannot send messages; on every rank, with the fix.
+    """
+    engine = runtime.any_engine()
+    if not engine.hvd.mpi_enabled():
+        door = Door(from_rank(0, secrets.token_bytes(32)), runtime.local_size() == runtime.size())
+        places = gather("distribute", door.place)
+        return TcpMailbox(
+            runtime.rank(), door, places, lambda: not runtime.any_engine().hvd.is_initialized()
+        )
+    obstacle = point_to_point.obstacle(engine)
+    raise_together(LaunchError(f"{user} needs messages by MPI: {obstacle}") if obstacle else None)
+    mpi = point_to_point.load_mpi()
+    with waiting_for_all_ranks():
+        return MpiMailbox(mpi, mpi.COMM_WORLD.Dup())
