@@ -82,9 +82,10 @@ def part_for(name: str, thing: Any, models: list[Any]) -> Part:
     if not _has_state(thing):
         raise TypeError(
             f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "
-            "checkpoint cannot save: it takes PyTorch and Keras models and optimizers, objects "
-            "with state_dict() and load_state_dict(), and lists and dicts of these; pass numbers "
-            "and text to save(..., extras={...})"
+            "checkpoint cannot save: it takes models and optimizers of PyTorch, Keras and Flax "
+            "NNX, objects with state_dict() and load_state_dict(), lists and dicts of these, and a "
+            "types.SimpleNamespace of JAX's pytrees; pass numbers and text to save(..., "
+            "extras={...})"
         )
     on_tensorflow = any(engine_of(framework_of(model)) == "tensorflow" for model in models)
     if "torch" in sys.modules and not on_tensorflow:

@@ -59,3 +59,14 @@ def test_the_state_of_the_optimizer_stays_divided(strategy):
         assert model.model.first.kernel[...].shape == (FEATURES, WIDTH)
         assert parts(nnx.state(model.optimizer)) == 1
     assert parts(nnx.state(model.optimizer)) == hvkit.size()
+
+
+def test_transformations_in_a_dict_divide_their_states():
+    weights = {name: jax.numpy.ones((WIDTH, FEATURES)) for name in ("generator", "critic")}
+    rules = {"generator": optax.adam(1e-3), "critic": optax.adam(4e-3)}
+    weights, rules = hvkit.distribute(weights, rules, strategy=hvkit.ShardedOptimizer())
+    states = {name: rule.init(weights[name]) for name, rule in rules.items()}
+    assert parts(states) == hvkit.size()
+    changes, states["critic"] = rules["critic"].update(weights["critic"], states["critic"])
+    assert parts(states) == hvkit.size()
+    assert np.asarray(changes) == pytest.approx(-4e-3, rel=1e-4)  # Adam's first step is the rate

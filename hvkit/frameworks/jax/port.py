@@ -243,8 +243,12 @@ class JaxPort:
         for each in _each(self.optimizer):
             if is_nnx(each):
                 each.tx = of(each.tx)
-        if is_transformation(self.optimizer):
-            self.optimizer = of(self.optimizer)
+        if not any(map(is_in_place, _each(self.optimizer))):
+            self.optimizer = jax.tree.map(
+                lambda leaf: of(leaf) if is_transformation(leaf) else leaf,
+                self.optimizer,
+                is_leaf=is_transformation,
+            )
         if hasattr(self.model, "tx") and hasattr(self.model, "replace"):
             self.model = self.model.replace(tx=of(self.model.tx))
 
@@ -261,8 +265,9 @@ def _transformations(model: Any, optimizer: Any) -> Iterator[Any]:
     for each in _each(optimizer):
         if is_nnx(each):
             yield each.tx
-        elif is_transformation(each):
-            yield each
+        else:
+            leaves = jax.tree.leaves(each, is_leaf=is_transformation)
+            yield from filter(is_transformation, leaves)
     if is_transformation(getattr(model, "tx", None)):  # Flax's TrainState
         yield model.tx
 
