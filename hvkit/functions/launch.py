@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shlex
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hvkit.argument_checks import check_count, check_path
@@ -16,11 +13,10 @@ from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.run import add_to, request_of
 from hvkit.errors import UsageError
 from hvkit.functions import starter
-from hvkit.functions.pickling import check_function, write_call
+from hvkit.functions.pickling import call_folder, check_function
 from hvkit.functions.rank import command_of_rank
 from hvkit.functions.streams import follow
 from hvkit.functions.supervised import begin, error_of, outcome_of, refuse_on_ranks, results_of
-from hvkit.host.call_folder import PREFIX, call_in
 from hvkit.launching.prepare import Request
 
 R = TypeVar("R")
@@ -73,10 +69,7 @@ def launch(
     check_function("hvkit.launch", function, "hvkit.launch(train, np=2)")
     refuse_on_ranks("hvkit.launch")
     request = _request(function, np, hosts, hostfile, options)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    try:
-        with call_in(folder).open("wb") as file:
-            write_call(file, function, args, kwargs)
+    with call_folder(function, args, kwargs) as folder:
         starter.request_in(folder).write_bytes(pickle.dumps(request))
         process = begin(starter.__name__, folder)
         follow(process)
@@ -84,8 +77,6 @@ def launch(
         if (error := error_of(folder, ended)) is not None:
             raise error
         return results_of(folder, ended)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Options(CommandParser):

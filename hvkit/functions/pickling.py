@@ -11,12 +11,17 @@ import inspect
 import io
 import os
 import pickle
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
 
 from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
+from hvkit.host.call_folder import PREFIX, call_in
 from hvkit.wording import in_short
 
 try:
@@ -75,6 +80,24 @@ def check_function(user: str, function: object, example: str) -> None:
 def dump(value: object, file: BinaryIO) -> None:
     """Pickle a value into a file."""
     Pickler(file).dump(value)
+
+
+@contextmanager
+def call_folder(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[Path]:
+    """A folder for this user only, which holds the call until the block ends.
+
+    Raises:
+        TypeError: as ``write_call``.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with call_in(folder).open("wb") as file:
+            write_call(file, function, args, kwargs)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_call(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import secrets
-import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +15,7 @@ from typing import Any, TypeVar
 
 from hvkit.argument_checks import check_count
 from hvkit.errors import LaunchError
-from hvkit.functions.pickling import check_function, write_call
+from hvkit.functions.pickling import call_folder, check_function
 from hvkit.functions.rank import command_of_rank
 from hvkit.functions.streams import follow
 from hvkit.functions.supervised import (
@@ -28,7 +26,7 @@ from hvkit.functions.supervised import (
     refuse_on_ranks,
     results_of,
 )
-from hvkit.host.call_folder import PREFIX, call_in, written
+from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
 from hvkit.launching.prepare import Request
 from hvkit.log import logger
@@ -90,10 +88,7 @@ def run(
     context = _context()
     size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)
     _await_executors(context, size)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    try:
-        with call_in(folder).open("wb") as file:
-            write_call(file, function, args, kwargs or {})
+    with call_folder(function, args, kwargs or {}) as folder:
         name = getattr(function, "__name__", type(function).__name__)
         wanted = SparkRun(
             size=size,
@@ -119,8 +114,6 @@ def run(
                 job.problem
             )
         raise error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Job:
