@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from hvkit import runtime, strategies
@@ -174,7 +175,7 @@ def distribute(
         if not group.is_all_ranks:
             _refuse_in_group(options, engine, monitor)
         in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
-        if in_mesh and group.size > 1:
+        if in_mesh and group.size > 1 and engine != "jax":  # whose port knows what XLA does
             refuse_in_mesh(in_mesh, options)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
@@ -190,7 +191,11 @@ def distribute(
     raise_together(problem, group=group)
     assert options is not None
     if in_mesh and group.size > 1:
-        options = in_data_group(options, in_mesh, engine)
+        options = (
+            replace(options, mesh=in_mesh)
+            if engine == "jax"
+            else in_data_group(options, in_mesh, engine)
+        )
     try:
         multiplier = make_multiplier(lr_scaling, options.group.size, options.warmup_steps)
         port = _port_for(framework, models, optimizers, options)
@@ -438,7 +443,8 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
     if options.mesh:
         from hvkit.frameworks.keras.pipeline.refusals import refuse_axes
 
-        refuse_axes(options.mesh.mesh)
+        if engine != "jax":
+            refuse_axes(options.mesh.mesh)
         in_pipeline = options.mesh.mesh.pipeline > 1
     if engine == "tensorflow":
         if in_pipeline:

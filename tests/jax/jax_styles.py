@@ -13,6 +13,7 @@ from flax.training import train_state
 
 import hvkit
 from hvkit.frameworks.jax.arrays import gathered
+from hvkit.mesh import position_in
 
 FEATURES, WIDTH, CLASSES, ROWS, STEPS = 8, 36, 4, 12, 30
 
@@ -25,15 +26,17 @@ def batches():
         yield x, random.integers(0, CLASSES, ROWS)
 
 
-def own_rows(x, y):
+def own_rows(x, y, mesh=None):
     """This rank's part of a global batch."""
-    rows = slice(hvkit.rank(), None, hvkit.size())
+    place = position_in(mesh or hvkit.Mesh(hvkit.size()))
+    rows = slice(place.batch, None, place.batches)
     return x[rows], y[rows]
 
 
-def in_rank_order(x, y):
+def in_rank_order(x, y, mesh=None):
     """The global batch, in the order in which ``own_rows`` of all ranks follow each other."""
-    order = np.concatenate([np.arange(r, ROWS, hvkit.size()) for r in range(hvkit.size())])
+    parts = position_in(mesh or hvkit.Mesh(hvkit.size())).batches
+    order = np.concatenate([np.arange(part, ROWS, parts) for part in range(parts)])
     return x[order], y[order]
 
 
@@ -47,10 +50,12 @@ class Style:
     Args:
         optimizer: a transformation of Optax.
         strategy: for ``hvkit.distribute``; None to train this process's model alone.
+        mesh: the same; what trains alone takes the rows in the order of its ranks.
     """
 
-    def __init__(self, optimizer, strategy=None):
+    def __init__(self, optimizer, strategy=None, mesh=None):
         self.strategy = strategy
+        self.mesh = mesh
         self.seed = hvkit.rank() if strategy else 0  # ranks begin with rank 0's
         self.make(optimizer)
 
@@ -58,14 +63,17 @@ class Style:
         """The losses of all steps."""
         losses = []
         for batch in batches():
-            x, y = hvkit.batch(*own_rows(*batch)) if self.strategy else in_rank_order(*batch)
+            if self.strategy:
+                x, y = hvkit.batch(*own_rows(*batch, self.mesh))
+            else:
+                x, y = in_rank_order(*batch, self.mesh)
             losses.append(float(self.step(x, y)))
         return losses
 
     def distribute(self, model, optimizer):
         if self.strategy is None:
             return model, optimizer
-        return hvkit.distribute(model, optimizer, strategy=self.strategy)
+        return hvkit.distribute(model, optimizer, strategy=self.strategy, mesh=self.mesh)
 
     def weights(self):
         """All weights and statistics, by name, in host memory."""
@@ -223,6 +231,29 @@ class Plain(Style):
 
     def tree(self):
         return self.params
+
+
+def parts(tree):
+    """Into how many parts the devices divide the largest array of a tree."""
+    largest = max(jax.tree.leaves(tree), key=lambda leaf: leaf.size)
+    return largest.size // largest.addressable_data(0).size
+
+
+def require_close(model, losses, expected_losses, expected, bound=2e-7):
+    """A model that has trained is another one, to within rounding.
+
+    Args:
+        model: a ``Style``.
+        losses: its losses, compared to 1e-6.
+        expected_losses: the other one's.
+        expected: the other one's ``weights()``.
+        bound: of weights, relative to the largest of an array if that is above 1.
+    """
+    assert np.abs(np.array(losses) - expected_losses).max() <= 1e-6
+    found = model.weights()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= bound * max(1, np.abs(value).max()), name
 
 
 STYLES = (NNX, Linen, Equinox, Plain)

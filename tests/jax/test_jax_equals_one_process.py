@@ -3,7 +3,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax_styles import FEATURES, NNX, STYLES, WIDTH, Equinox, Linen
+from jax_styles import FEATURES, NNX, STYLES, WIDTH, Equinox, Linen, parts, require_close
 
 import hvkit
 
@@ -19,34 +19,19 @@ def alone(style):
     return _alone[style]
 
 
-def require_close(model, losses, style, bound=2e-7):
-    expected_losses, expected = alone(style)
-    assert np.abs(np.array(losses) - expected_losses).max() <= 1e-6
-    found = model.weights()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.abs(found[name] - value).max() <= bound * max(1, np.abs(value).max()), name
-
-
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
 def test_ranks_train_the_model_of_one_process(style):
     model = style(optax.sgd(0.05), hvkit.Synchronous())
-    require_close(model, model.train(), style)
+    require_close(model, model.train(), *alone(style))
 
 
 @pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)
 @pytest.mark.parametrize("style", [NNX, Linen, Equinox], ids=lambda style: style.__name__)
 def test_divided_states_and_weights_change_nothing_but_memory(style, strategy):
     model = style(optax.sgd(0.05), strategy)
-    require_close(model, model.train(), style)
+    require_close(model, model.train(), *alone(style))
     divides_weights = isinstance(strategy, hvkit.FullyShard)
     assert parts(model.tree()) == (hvkit.size() if divides_weights else 1)
-
-
-def parts(tree):
-    """Into how many parts the ranks divide the largest array of a tree, after training."""
-    largest = max(jax.tree.leaves(tree), key=lambda leaf: leaf.size)
-    return largest.size // largest.addressable_data(0).size
 
 
 @pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)

@@ -3,7 +3,8 @@
 ::
 
     port           the steps of ``hvkit.distribute``, and what it refuses
-    arrays         models as trees of arrays, and where on the ranks' devices these are
+    arrays         models as trees of arrays
+    places         where arrays are on the devices of all ranks, which stand in a mesh
     batches        ``hvkit.batch``: the ranks' batches as one array
     updates        Optax transformations that keep divided states and weights divided
     local_weights  for LocalSGD and DiLoCo: modules of NNX that each rank trains for itself

@@ -1,4 +1,4 @@
-"""Models and optimizers of JAX as trees of arrays, and the places of these arrays.
+"""Models and optimizers of JAX as trees of arrays.
 
 A model is a ``flax.nnx.Module``, whose arrays are set in place, or a pytree, of which a new one is
 made: Flax's ``TrainState``, a module of Equinox, or a dict of parameters.
@@ -7,47 +7,14 @@ made: Flax's ``TrainState``, a module of Equinox, or a dict of parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hvkit.communication.collectives import broadcast_state
-
-RANKS = "ranks"
-"""The axis of the mesh of all ranks' devices."""
-
-Place = Callable[[tuple[int, ...]], Any]
-"""The sharding of an array of some shape: whole on each device, or divided among them."""
-
-
-@cache
-def all_devices() -> Mesh:
-    """The devices of all ranks, in rank order."""
-    return Mesh(np.array(jax.devices()), (RANKS,))
-
-
-def whole(shape: tuple[int, ...]) -> NamedSharding:
-    """On every device the whole array."""
-    return NamedSharding(all_devices(), PartitionSpec())
-
-
-def divided(shape: tuple[int, ...]) -> NamedSharding:
-    """On every device an equal part, by the longest dimension that can be divided so, if any."""
-    devices = all_devices().size
-    usable = [n for n, length in enumerate(shape) if length and length % devices == 0]
-    if not usable:
-        return whole(shape)
-    axis = max(usable, key=lambda n: shape[n])
-    return NamedSharding(all_devices(), PartitionSpec(*(None,) * axis, RANKS))
-
-
-def by_rows() -> NamedSharding:
-    """On every device an equal part of the rows."""
-    return NamedSharding(all_devices(), PartitionSpec(RANKS))
+from hvkit.frameworks.jax.places import Place, whole
 
 
 def is_nnx(thing: object) -> bool:

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from hvkit import runtime
 from hvkit.communication.collectives import gather, raise_together
 from hvkit.errors import RanksDisagreeError, ranks_text
+from hvkit.frameworks.jax import places
 from hvkit.frameworks.jax.arrays import (
-    all_devices,
     belongs_to_all,
-    by_rows,
     is_array,
     is_nnx,
     is_whole_everywhere,
@@ -33,7 +32,6 @@ from hvkit.frameworks.jax.arrays import (
     own_part,
     placed,
     weights_of,
-    whole,
 )
 from hvkit.main_rank import warn_once
 from hvkit.sync.fingerprints import Compared, fingerprint, require_same
@@ -92,7 +90,8 @@ before_own_batch: list[Callable[[], None]] = []
 
 # Whether ranks train models of their own; None before the first call of distribute.
 _own: bool | None = None
-_compared_first = False
+# Batches of all ranks so far.
+_batches = 0
 
 
 def expect(check_every: int | None, models: Sequence[Any]) -> None:
@@ -188,17 +187,18 @@ def as_one(
         call: the user's call.
 
     Returns:
-        The arrays, and each rank's number of rows.
+        The arrays, and the number of rows of each part of the batch, in general each rank's.
 
     Raises:
-        RanksDisagreeError: the ranks' arrays differ in anything but their number of rows.
+        RanksDisagreeError: the ranks' arrays differ in anything but their number of rows, or those
+            of one part differ at all.
     """
     counts = _counts(arrays, structure, call)
     for each in _checks:
         each.next_batch(call)
     if not are_in_parts(counts):
-        return [placed(each, _rows_of_all(each), whole) for each in arrays], counts
-    rows, placing = sum(counts), by_rows()
+        return [placed(each, _rows_of_all(each), places.whole) for each in arrays], counts
+    rows, placing = sum(counts), places.by_rows()
     return [
         jax.make_array_from_process_local_data(placing, each, (rows, *each.shape[1:]))
         for each in arrays
@@ -209,9 +209,9 @@ def are_in_parts(counts: Sequence[int]) -> bool:
     """Whether each rank has its own rows of a batch, and not all of them.
 
     Args:
-        counts: each rank's number of rows.
+        counts: the number of rows of each part of the batch.
     """
-    return len(set(counts)) == 1 and counts[0] % len(all_devices().local_devices) == 0
+    return len(set(counts)) == 1 and counts[0] % places.all_devices().shape[places.LOCAL] == 0
 
 
 def rows_of(leaf: Any) -> NDArray[Any]:
@@ -253,15 +253,19 @@ def _require_rows(arrays: Sequence[NDArray[Any]]) -> None:
 
 
 def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[int]:
-    """Each rank's number of rows; a collective.
+    """The number of rows of each part of the batch; a collective.
 
     Raises:
-        RanksDisagreeError: the arrays differ in anything else.
+        RanksDisagreeError: the ranks' arrays differ in anything else, or those of one part differ.
     """
-    global _compared_first
+    global _batches
+    n = _batches
+    _batches += 1
     kinds = f"{[(each.dtype.name, each.shape[1:]) for each in arrays]} {structure}"
     content = 0
-    if not _compared_first:
+    part_of = places.parts_of_a_batch()
+    several_give_one = max(part_of) + 1 < len(part_of)
+    if n == 0 or (several_give_one and n & (n - 1) == 0):
         for each in arrays:
             content = zlib.crc32(each.tobytes(), content)
     # One small message a step: the kinds in full only if they differ.
@@ -269,24 +273,38 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
     if len({theirs for _, theirs, _ in everyone}) > 1:
         said = gather(call, kinds)
         other = next(rank for rank, theirs in enumerate(said) if theirs != said[0])
-        error = RanksDisagreeError(
-            f"rank {other} passes a batch of arrays of {said[other]}, rank 0 of {said[0]}: "
-            "pass arrays of the same dtypes, and the same shapes behind the rows, on every rank"
+        raise mark_as_shown_by(
+            RanksDisagreeError(
+                f"rank {other} passes a batch of arrays of {said[other]}, rank 0 of {said[0]}: "
+                "pass arrays of the same dtypes, and the same shapes behind the rows, on every rank"
+            ),
+            0,
         )
-        raise mark_as_shown_by(error, 0)
-    if not _compared_first:
-        _compared_first = True
-        if len({of for _, _, of in everyone}) == 1:
-            warn_once(
-                "equal work",
-                f"{ranks_text(range(len(everyone)))} train with the same first batch: "
-                "give each rank its own part of the data with hvkit.shard(data)",
+    # Of each part, the first rank that gives it.
+    first = [part_of.index(part) for part in range(max(part_of) + 1)]
+    for rank, part in enumerate(part_of):
+        if everyone[rank] != everyone[first[part]]:
+            raise mark_as_shown_by(
+                RanksDisagreeError(
+                    f"ranks {first[part]} and {rank} pass different batches, but stand along the "
+                    "axis tensor of one mesh, whose ranks compute with the same: give both the "
+                    "same part of the data, hvkit.shard(data, mesh=mesh)"
+                ),
+                0,
             )
-    return [count for count, _, _ in everyone]
+    if n == 0 < max(part_of) and len({everyone[rank][2] for rank in first}) == 1:
+        warn_once(
+            "equal work",
+            f"{ranks_text(first)} train with the same first batch: "
+            "give each rank its own part of the data with hvkit.shard(data)",
+        )
+    return [everyone[rank][0] for rank in first]
 
 
 def _rows_of_all(array: NDArray[Any]) -> NDArray[Any]:
-    """All ranks' rows, in rank order; a collective."""
+    """The rows of all parts of a batch, in their order; a collective."""
     engine = runtime.engine("jax")
+    if places.position().along("tensor"):
+        array = array[:0]  # another rank gives them
     data = engine.allgather(array.reshape(-1).view(np.uint8))
     return data.view(array.dtype).reshape(-1, *array.shape[1:])

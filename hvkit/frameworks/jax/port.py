@@ -16,11 +16,9 @@ from typing import Any
 
 import jax
 
-from hvkit.frameworks.jax import batches
+from hvkit.frameworks.jax import batches, places
 from hvkit.frameworks.jax.arrays import (
-    Place,
     belongs_to_all,
-    divided,
     from_rank_0,
     gathered,
     is_array,
@@ -28,16 +26,18 @@ from hvkit.frameworks.jax.arrays import (
     is_nnx,
     named_leaves,
     tree_of,
-    whole,
     with_tree,
 )
+from hvkit.frameworks.jax.places import ALL_BATCHES, Place
 from hvkit.frameworks.jax.updates import divided_updates, is_transformation
 from hvkit.learning_rate import Multiplier
+from hvkit.log import logger
+from hvkit.mesh import MeshOptions
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.local_sgd import LocalSGD
 from hvkit.strategies.sharded_optimizer import ShardedOptimizer
-from hvkit.strategies.strategy import Rounds
+from hvkit.strategies.strategy import Rounds, Strategy
 from hvkit.strategies.synchronous import Synchronous
 from hvkit.sync.port import Keeper, Options, Record
 
@@ -67,12 +67,15 @@ class JaxPort:
         batches.refuse_other_batches(self._is_local)
         if self._is_local:
             self._refuse_for_local_weights()
-        self._of_weights: Place = whole
-        self._of_state: Place = whole
-        if isinstance(options.strategy, FullyShard):
-            self._of_weights = self._of_state = divided
-        elif isinstance(options.strategy, ShardedOptimizer):
-            self._of_state = divided
+        mesh = options.mesh.mesh if options.mesh else None
+        places.arrange(mesh)
+        tensor = [("tensor",)] if mesh and mesh.tensor > 1 else []
+        shard = [("shard",)] if mesh and mesh.shard > 1 else []
+        of_weights = [ALL_BATCHES] if isinstance(options.strategy, FullyShard) else shard
+        of_state = [ALL_BATCHES] if isinstance(options.strategy, ShardedOptimizer) else of_weights
+        self._of_weights: Place = places.divided(*tensor, *of_weights)
+        self._of_state: Place = places.divided(*tensor, *of_state)
+        self._is_divided = bool(tensor or of_state)
         self._refuse_state_alone()
 
     @property
@@ -94,10 +97,6 @@ class JaxPort:
             )
         if getattr(strategy, "overlap", 0):
             raise ValueError(f"{strategy}: in JAX ranks agree between two steps: leave overlap out")
-
-    @property
-    def _is_divided(self) -> bool:
-        return self._of_state is divided
 
     def _refuse_things(self) -> None:
         """Raise if the model and the optimizer do not go together, or were passed before.
@@ -168,18 +167,21 @@ class JaxPort:
                 options.warmup_steps > 0,
                 "use a schedule of Optax: optax.warmup_cosine_decay_schedule(...)",
             ),
-            "mesh": (
-                options.mesh is not None,
-                "meshes divide models of PyTorch and Keras: in JAX, hvkit.FullyShard() divides "
-                "weights, and jax.sharding the rest",
-            ),
         }
         for option, (is_set, instead) in refused.items():
             if is_set:
                 raise ValueError(f"{option} is not for models of JAX: {instead}")
+        if options.mesh:
+            _refuse_mesh(options.mesh, options.strategy)
 
     def facts(self) -> Sequence[str]:
         return [
+            f"{places.position().mesh}",
+            *self._facts(),
+        ]
+
+    def _facts(self) -> Iterator[str]:
+        yield from (
             f"{role} {name} {leaf.dtype}{list(leaf.shape)}"
             if is_array(leaf)
             else f"{role} {name} {leaf!r}"
@@ -187,7 +189,7 @@ class JaxPort:
             for thing in _each(things)
             for name, leaf in named_leaves(tree_of(thing), in_variables=is_nnx(thing))
             if is_array(leaf) or isinstance(leaf, bool | int | float | complex | str)
-        ]
+        )
 
     def more_than_sgd(self) -> list[str]:
         return []  # no strategy with a momentum of its own comes here
@@ -202,6 +204,9 @@ class JaxPort:
             return
         self.model = self._placed(self.model, self._of_weights)
         self.optimizer = self._placed(self.optimizer, self._of_state)
+        if self._options.mesh and self._options.group.rank == 0:
+            held = places.share_held([tree_of(each) for each in _each(self.model)])
+            logger.info("each rank holds %.0f%% of the weights", 100 * held)
 
     def _placed(self, things: Any, place: Place) -> Any:
         if not isinstance(things, list) or not any(map(is_in_place, things)):
@@ -251,6 +256,33 @@ class JaxPort:
             )
         if hasattr(self.model, "tx") and hasattr(self.model, "replace"):
             self.model = self.model.replace(tx=of(self.model.tx))
+
+
+def _refuse_mesh(in_mesh: MeshOptions, strategy: Strategy) -> None:
+    """Raise for what XLA does not do in a mesh.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    mesh = in_mesh.mesh
+    if mesh.pipeline > 1:
+        raise ValueError(
+            f"{mesh} has a pipeline, which models of JAX cannot have here, since a step is one "
+            "function for all ranks: use the axes data, shard and tensor"
+        )
+    if in_mesh.plan is not None:
+        raise ValueError(
+            "plan= is for models of PyTorch: in JAX ranks along the axis tensor divide all weights "
+            "by their longest dimensions, which does not change what a step computes"
+        )
+    if isinstance(strategy, Rounds):
+        raise ValueError(
+            f"{strategy} trains a model on each rank, and {mesh} one on several: leave one out"
+        )
+    if mesh.shard > 1 and isinstance(strategy, FullyShard):
+        raise ValueError(
+            f"{strategy} divides weights among all ranks, and {mesh} among some: leave one out"
+        )
 
 
 def _each(thing: Any) -> list[Any]:

@@ -3,15 +3,16 @@
 XLA chooses where the results of a compiled function are, and might gather what an update has read
 in parts. So the update of each step says where its results belong: ``ShardedOptimizer`` divides the
 optimizer's state (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
-parameter models", 2020, stage 1), ``FullyShard`` the weights as well (stage 3). XLA then makes of
-the mean of gradients a reduce-scatter, and gathers weights where a layer needs them.
+parameter models", 2020, stage 1), ``FullyShard`` and meshes the weights as well (stage 3). Of the
+mean of gradients XLA then makes a reduce-scatter, and it gathers weights where a layer needs them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hvkit.frameworks.jax.arrays import Place, constrained
+from hvkit.frameworks.jax.arrays import constrained
+from hvkit.frameworks.jax.places import Place
 
 
 def is_transformation(thing: object) -> bool:

@@ -10,7 +10,7 @@ the script stay this rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,18 +19,10 @@ import numpy as np
 from keras.src.backend import in_stateless_scope
 from keras.src.backend.jax import distribution_lib, trainer
 
-from hvkit import runtime
 from hvkit.communication.collectives import require_equal
 from hvkit.frameworks.jax import batches
-from hvkit.frameworks.jax.arrays import (
-    RANKS,
-    Place,
-    by_rows,
-    from_rank_0,
-    placed,
-    set_variable,
-    whole,
-)
+from hvkit.frameworks.jax.arrays import from_rank_0, placed, set_variable
+from hvkit.frameworks.jax.places import Place, by_rows, position, whole
 from hvkit.frameworks.jax.port import JaxPort
 from hvkit.learning_rate import Multiplier
 from hvkit.sync.port import Keeper, Options, Record
@@ -70,14 +62,14 @@ class KerasOnJaxPort(JaxPort):
                 "replace: leave set_distribution out, and choose a strategy of hvkit.distribute"
             )
 
-    def facts(self) -> Sequence[str]:
+    def _facts(self) -> Iterator[str]:
         # Without the names of layers, in which Keras counts all models that a rank has made.
-        return [
+        yield from (
             f"{role} {number}, variable {i}: {_described(variable)}"
             for role, things in (("model", self.model), ("optimizer", self.optimizer))
             for number, thing in enumerate(things)
             for i, variable in enumerate(thing.variables)
-        ]
+        )
 
     def _refuse_state_alone(self) -> None:
         pass  # Keras itself leaves variables where they are
@@ -213,7 +205,7 @@ class _OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
 
     def __init__(self) -> None:
         devices = np.array(keras.distribution.list_devices())
-        mesh = keras.distribution.DeviceMesh(devices.shape, [RANKS], devices)
+        mesh = keras.distribution.DeviceMesh(devices.shape, ["ranks"], devices)
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
 
     def get_variable_layout(self, variable: Any) -> Any:
@@ -221,7 +213,7 @@ class _OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
         return getattr(variable, "_layout", None)
 
 
-# The epoch of ``fit``; empty outside. And each rank's number of rows in the last batch.
+# The epoch of ``fit``; empty outside. And the number of rows of each part of the last batch.
 _epoch: list[int] = []
 _last_counts: list[int] = []
 
@@ -259,14 +251,14 @@ def _of_own_rows(model: Any, predict: Any) -> Any:
 
     def own(output: jax.Array) -> np.ndarray[Any, Any]:
         # XLA may have divided it in another way, as where weights are divided.
-        rank, in_parts = runtime.rank(), batches.are_in_parts(_last_counts)
+        part, in_parts = position().batch, batches.are_in_parts(_last_counts)
         place = by_rows() if in_parts else whole(output.shape)
         output = jax.jit(lambda rows: rows, out_shardings=place)(output)
         if in_parts:
-            parts = sorted(output.addressable_shards, key=lambda part: part.index[0].start or 0)
-            return np.concatenate([part.data for part in parts])
-        start = sum(_last_counts[:rank])
-        return np.asarray(output)[start : start + _last_counts[rank]]
+            shards = sorted(output.addressable_shards, key=lambda each: each.index[0].start or 0)
+            return np.concatenate([each.data for each in shards])
+        start = sum(_last_counts[:part])
+        return np.asarray(output)[start : start + _last_counts[part]]
 
     def predict_own_rows(state: Any, iterator: Any) -> tuple[Any, Any]:
         if model.steps_per_execution > 1:

@@ -24,14 +24,15 @@ def refuse_axes(mesh: Mesh) -> None:
     """
     if mesh.tensor > 1:
         raise ValueError(
-            f"{mesh} divides layers along its tensor axis, which hvkit does in PyTorch only: write "
-            "the model as a torch.nn.Module, run Keras on JAX with its own "
-            "keras.distribution.ModelParallel and without hvkit, or use the pipeline axis"
+            f"{mesh} divides layers along its tensor axis, which works in PyTorch and JAX: run "
+            "Keras on JAX (KERAS_BACKEND=jax), write the model as a torch.nn.Module, or use the "
+            "pipeline axis"
         )
     if mesh.shard > 1:
         raise ValueError(
-            f"{mesh} divides weights along its shard axis by PyTorch's fully_shard: with Keras, "
-            "use the pipeline axis, or hvkit.ShardedOptimizer() without a mesh"
+            f"{mesh} divides weights along its shard axis, which works in PyTorch and JAX: run "
+            "Keras on JAX (KERAS_BACKEND=jax), use the pipeline axis, or hvkit.ShardedOptimizer() "
+            "without a mesh"
         )
 
 

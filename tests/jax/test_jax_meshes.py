@@ -1,0 +1,119 @@
+"""Models of JAX that ranks divide along the axes of a mesh: the weights of one process."""
+
+import jax
+import keras
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax_styles import NNX, STYLES, batches, own_rows, parts, require_close
+from keras import layers
+
+import hvkit
+from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.jax import batches as counted
+from hvkit.frameworks.jax import places
+from hvkit.frameworks.jax.arrays import gathered
+
+# Of two and four ranks; on three, what fits them.
+MESHES = [
+    mesh
+    for mesh in (
+        hvkit.Mesh(1, tensor=hvkit.size()),
+        hvkit.Mesh(1, shard=hvkit.size()),
+        hvkit.Mesh(2, tensor=2),
+        hvkit.Mesh(2, shard=2),
+        hvkit.Mesh(1, tensor=2, shard=2),
+    )
+    if mesh.data * mesh.shard * mesh.tensor == hvkit.size()
+]
+
+
+@pytest.fixture(autouse=True)
+def another_script(monkeypatch):
+    """A script has one mesh, and compares its first batches."""
+    monkeypatch.setattr(places, "_ranks", None)
+    monkeypatch.setattr(counted, "_batches", 0)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+def test_a_divided_model_trains_as_in_one_process(style, mesh):
+    alone = style(optax.sgd(0.05), mesh=mesh)
+    expected = alone.train()
+    model = style(optax.sgd(0.05), hvkit.Synchronous(), mesh)
+    require_close(model, model.train(), expected, alone.weights())
+    assert parts(model.tree()) == mesh.tensor * mesh.shard
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_optimizer_s_state_is_divided_as_the_weights_or_further(mesh):
+    model = NNX(optax.adam(1e-3), hvkit.ShardedOptimizer(), mesh)
+    model.train()
+    assert parts(nnx.state(model.model)) == mesh.tensor * mesh.shard
+    assert parts(nnx.state(model.optimizer)) == hvkit.size()
+
+
+def test_keras_fits_a_divided_model():
+    mesh = MESHES[0]
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(96, 8)).astype("float32"), random.integers(0, 4, 96)
+
+    def fitted(distributed):
+        keras.utils.set_random_seed(hvkit.rank() if distributed else 0)
+        dense = [layers.Dense(36, "relu"), layers.Dense(4, "softmax")]
+        model = keras.Sequential([keras.Input((8,)), *dense])
+        optimizer = keras.optimizers.Adam(1e-3)
+        if distributed:
+            hvkit.distribute(model, optimizer, mesh=mesh)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        losses = model.fit(x, y, batch_size=24, epochs=8, shuffle=False, verbose=0).history["loss"]
+        return model, losses, model.predict(x[:10], verbose=0)
+
+    alone, expected, likely = fitted(distributed=False)
+    model, losses, found = fitted(distributed=True)
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    np.testing.assert_allclose(found, likely, atol=1e-6)
+    for mine, theirs in zip(model.weights, alone.weights, strict=True):
+        np.testing.assert_allclose(gathered(mine.value), theirs.value, atol=1e-6)
+    assert parts([v.value for v in model.weights]) == mesh.tensor
+    assert parts([v.value for v in model.optimizer.variables]) == mesh.tensor
+
+
+def test_ranks_of_one_part_with_different_batches_are_named():
+    NNX(optax.sgd(0.05), hvkit.Synchronous(), MESHES[0])
+    with pytest.raises(RanksDisagreeError, match=r"ranks 0 and 1 pass different batches.*mesh="):
+        hvkit.batch(np.full((4, 8), hvkit.rank(), np.float32))
+
+
+def test_uneven_parts_are_whole_on_every_rank():
+    mesh = MESHES[-1]
+    NNX(optax.sgd(0.05), hvkit.Synchronous(), mesh)
+    x, _ = next(batches())
+    own = own_rows(x, x, mesh)[0]
+    if mesh.data * mesh.shard > 1 and places.position().batch == 0:
+        own = own[:-1]
+    made = hvkit.batch(own)
+    parts_in_order = dict(zip(places.parts_of_a_batch(), hvkit.allgather(own), strict=True))
+    np.testing.assert_array_equal(gathered(made), np.concatenate([*parts_in_order.values()]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": hvkit.Mesh(pipeline=hvkit.size())}, "cannot have here.*data, shard and tensor"),
+        ({"mesh": MESHES[0], "plan": {"first": "colwise"}}, "plan= is for models of PyTorch"),
+        ({"mesh": MESHES[0], "strategy": hvkit.LocalSGD(every=4)}, "leave one out"),
+        ({"mesh": hvkit.Mesh(1, shard=hvkit.size()), "strategy": hvkit.FullyShard()}, "leave one"),
+    ],
+    ids=["pipeline", "plan", "rounds", "twice"],
+)
+def test_what_xla_does_not_do_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        hvkit.distribute({"w": jax.numpy.ones((4, 4))}, optax.sgd(0.1), **options)
+
+
+def test_another_mesh_in_the_same_script_is_refused():
+    hvkit.distribute({"w": jax.numpy.ones((4, 4))}, optax.sgd(0.1), mesh=MESHES[0])
+    with pytest.raises(ValueError, match="all models of JAX have the same mesh"):
+        hvkit.distribute({"w": jax.numpy.ones((4, 4))}, optax.sgd(0.1))
