@@ -114,8 +114,9 @@ def distribute(
             FloatingPointError on all, ``"skip"`` leaves the step out; both name the rank.
         monitor: records the learning rate and gradients' norm, and each step of Keras's ``fit``.
         mesh: ``hvkit.Mesh(pipeline=2, data=2)`` divides the model as well, among the ranks along
-            the pipeline axis; ranks along the data axis train with ``strategy``. In PyTorch, and
-            for Sequential and Functional models of Keras.
+            the pipeline axis; ranks along the data axis train with ``strategy``. All axes in
+            PyTorch; data and pipeline for Sequential and Functional models of Keras; all others
+            than pipeline in JAX, and for Keras on JAX.
         microbatches: parts of a batch that follow each other through a pipeline; None for four for
             each stage.
         schedule: in which order: ``"GPipe"``, all forward and then all backward; or one of

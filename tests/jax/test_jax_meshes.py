@@ -80,6 +80,40 @@ def test_keras_fits_a_divided_model():
     assert parts([v.value for v in model.optimizer.variables]) == mesh.tensor
 
 
+def test_kernels_of_attention_are_divided_by_heads():
+    hvkit.distribute({"w": jax.numpy.ones((4, 4))}, optax.sgd(0.1), mesh=MESHES[0])
+    heads = 2 * hvkit.size()
+    placed = [
+        places.divided(("tensor",))(shape).spec
+        for shape in ((heads * 8, heads, 8), (heads, 8, heads * 8), (3, 16 * heads, 8 * heads))
+    ]
+    assert [each.index(("tensor",)) for each in placed] == [1, 0, 1]
+
+
+def test_a_checkpoint_of_a_mesh_resumes_without_one(tmp_path, monkeypatch):
+    folder = hvkit.broadcast(tmp_path)
+    saved = NNX(optax.adam(1e-3), hvkit.Synchronous(), MESHES[0])
+    saved.train()
+    hvkit.Checkpoint(folder, model=saved.model, optimizer=saved.optimizer).save(epoch=0, step=30)
+    monkeypatch.setattr(places, "_ranks", None)
+    whole = NNX(optax.adam(1e-3), hvkit.Synchronous())
+    checkpoint = hvkit.Checkpoint(folder, model=whole.model, optimizer=whole.optimizer)
+    assert checkpoint.restore().step == 30
+    assert parts(nnx.state(whole.optimizer)) == 1
+    for mine, theirs in zip(
+        jax.tree.leaves(gathered([nnx.state(whole.model), nnx.state(whole.optimizer)])),
+        jax.tree.leaves(gathered([nnx.state(saved.model), nnx.state(saved.optimizer)])),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(numbers_of(mine), numbers_of(theirs))
+
+
+def numbers_of(leaf):
+    """The numbers of an array or a key."""
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
 def test_ranks_of_one_part_with_different_batches_are_named():
     NNX(optax.sgd(0.05), hvkit.Synchronous(), MESHES[0])
     with pytest.raises(RanksDisagreeError, match=r"ranks 0 and 1 pass different batches.*mesh="):

@@ -112,9 +112,22 @@ def _divided(cuts: tuple[tuple[str, ...], ...], shape: tuple[int, ...]) -> Named
 
         fitting = [n for n in range(len(shape)) if usable(n)]
         if chosen := [n for n in fitting if not axes[n]] or fitting:
+            heads = _heads(shape) if "tensor" in cut else None
             longest = max(chosen, key=lambda n: shape[n])
-            axes[longest] += cut
+            axes[heads if heads in chosen else longest] += cut
     return NamedSharding(mesh, PartitionSpec(*(each or None for each in axes)))
+
+
+def _heads(shape: tuple[int, ...]) -> int | None:
+    """The dimension of the heads, if an array of this shape joins the heads of attention.
+
+    Flax and Keras give such a kernel the shape (width, heads, width of a head), or the reverse.
+    """
+    if len(shape) == 3 and shape[0] == shape[1] * shape[2]:
+        return 1
+    if len(shape) == 3 and shape[2] == shape[0] * shape[1]:
+        return 0
+    return None
 
 
 def share_held(tree: Any) -> float:
