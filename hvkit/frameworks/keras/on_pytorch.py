@@ -159,12 +159,7 @@ class KerasOnPyTorchPort:
         self._rounds = RoundsInFit(equal_steps) if trains_locally else None
 
     def facts(self) -> list[str]:
-        # Of those inside: to describe a LossScaleOptimizer, Keras imports TensorFlow if it can.
-        return [
-            f"{type(each).__name__} {getattr(each, 'initial_scale', '')}"
-            f"{settings_of(inner_optimizer(each))}"
-            for each in self.optimizers
-        ]
+        return [settings_of(each) for each in self.optimizers]
 
     def more_than_sgd(self) -> list[str]:
         return more_than_sgd(self.optimizers)

@@ -112,3 +112,16 @@ def test_a_pipeline_needs_no_tensorflow():
     model, optimizer = hvkit.distribute(mlp(), sgd(), mesh=hvkit.Mesh(pipeline=2))
     history = fit(model, optimizer, regression(), epochs=2).history
     assert history["loss"][1] < history["loss"][0]
+
+
+class OwnUpdate(keras.optimizers.SGD):
+    """Not one of Keras's own, so that ``ShardedOptimizer`` tries it first."""
+
+
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.ShardedOptimizer()], ids=str)
+def test_settings_that_keras_serialises_import_no_tensorflow(strategy):
+    """The folder's fixture looks: Keras itself imports it, to look for its types in a schedule."""
+    schedule = keras.optimizers.schedules.CosineDecay(0.05, 30)
+    model, optimizer = hvkit.distribute(mlp(), OwnUpdate(schedule), strategy=strategy)
+    fit(model, optimizer, local(regression(steps=3)))
+    assert same_on_all_ranks(weights(model))
