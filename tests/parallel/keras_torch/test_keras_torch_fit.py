@@ -8,6 +8,7 @@ from keras_nets import fit, local, loop, mlp, regression, unbuilt, weights
 from ranks import same_on_all_ranks, shared_folder
 
 import hvkit
+from hvkit import main_rank
 
 
 def sgd():
@@ -125,3 +126,19 @@ def test_settings_that_keras_serialises_import_no_tensorflow(strategy):
     model, optimizer = hvkit.distribute(mlp(), OwnUpdate(schedule), strategy=strategy)
     fit(model, optimizer, local(regression(steps=3)))
     assert same_on_all_ranks(weights(model))
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("compiled", ["before", "after"])
+def test_a_compiler_is_switched_off_with_a_warning(compiled, monkeypatch, caplog):
+    monkeypatch.setattr(main_rank, "_logged", set())
+    model, optimizer = mlp(), sgd()
+    if compiled == "before":
+        model.compile(optimizer, "mse", jit_compile=True)
+        hvkit.distribute(model, optimizer)
+        assert ("ignores jit_compile=True" in caplog.text) == hvkit.is_main()
+    else:
+        hvkit.distribute(model, optimizer)
+        with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+            model.compile(optimizer, "mse", jit_compile=True)
+    assert not model.jit_compile
