@@ -64,9 +64,9 @@ class Checkpoint:
     ``tf.random.get_global_generator()``, Keras's global seed generator and the seed generators of
     the model's layers. Not saved, because TensorFlow gives no access to it, is the state of
     ``tf.random.uniform`` and the like, and of ``tf.data`` shuffles, including that of arrays in
-    ``fit``. Use ``keras.random``, ``tf.random.stateless_uniform`` and the like, and
-    ``shuffle=False``. Generator objects that a script creates, and random numbers that DataLoader
-    workers draw, are not saved either. A DataLoader or ``PyDataset`` returned by
+    ``fit`` on TensorFlow. There use ``keras.random``, ``tf.random.stateless_uniform`` and the like,
+    and ``shuffle=False``. Generator objects that a script creates, and random numbers that
+    DataLoader workers draw, are not saved either. A DataLoader or ``PyDataset`` returned by
     ``hvkit.shard`` can be a part and continues in its own order. So can Keras's
     ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which would otherwise start
     counting again in a resumed ``fit``.
@@ -144,6 +144,9 @@ class Checkpoint:
         self.sharded = self._checked_sharded(sharded)
         self._restored = Progress()
         self._random: Arrays | None = None
+        # With which ``fit`` shuffled its epoch, and the saved run the one to resume.
+        self._epoch_random: Arrays = {}
+        self._restored_epoch_random: Arrays = {}
         self._epoch = 0
         self._saves = 0
         self._together: bool | None = None
@@ -233,7 +236,7 @@ class Checkpoint:
         mine: dict[str, bytes] = {}
         try:
             with together(each.keeper.unsettled() for each in kept):
-                own = rank_states.capture(parts)
+                own = rank_states.capture(parts, self._epoch_random if batches else {})
             mine = rank_states.digests(own)
             compared, rows = rank_states.compared(parts)
             may_differ = rank_states.may_differ(parts)
@@ -466,11 +469,11 @@ class Checkpoint:
         written = source.manifest
         if is_here:
             folder = self.directory / source.folder.name
-            resume.load(source, parts)
+            epoch_random = resume.load(source, parts)
         else:
             folder = self.directory / store.name_of(written.step)
             with resume.RemoteCopy(source, self.directory) as copy:
-                resume.load(source, parts, copy.take)
+                epoch_random = resume.load(source, parts, copy.take)
         folder = self._go_on_from(folder, written)
         self._saves = written.saves if written.run == run_name() else 0
         self._restored = Progress(
@@ -486,6 +489,7 @@ class Checkpoint:
         if runtime.rank() == 0:
             report(saved=written.step, directory=store.id_of(self.directory))
         self._random = rank_states.random_state()
+        self._restored_epoch_random = epoch_random
         return self._restored
 
     def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> Path:
@@ -513,9 +517,10 @@ class Checkpoint:
             every: ``"epoch"`` to save at the end of each epoch, or a number of steps to save after
                 every so many steps as well; with several optimizers, a step is one of any of them.
                 When a run resumes in the middle of an epoch, ``fit`` skips the batches that the
-                saved run trained on, and the metrics of this epoch cover the rest of it. The
-                weights are those of a run without interruption only if the order of an epoch's data
-                is fixed, as with ``shuffle=False``; ``fit``'s own shuffle begins again.
+                saved run trained on, and the metrics of this epoch cover the rest of it. On
+                TensorFlow the weights are those of a run without interruption only if the order of
+                an epoch's data is fixed, as with ``shuffle=False``; ``fit``'s own shuffle begins
+                again. On PyTorch it continues.
 
         Raises:
             TypeError, ValueError: ``every`` is neither of these.
@@ -529,6 +534,7 @@ class Checkpoint:
             self.parts,
             self._take_batches,
             self._put_back_random,
+            self._begin_epoch_of_fit,
             lambda: self._restored.step,
             steps,
         )
@@ -538,6 +544,13 @@ class Checkpoint:
         if self._random is not None:
             rank_states.set_random_state(self._random)
             self._random = None
+
+    def _begin_epoch_of_fit(self) -> None:
+        """Shuffle as the saved run did in the epoch that it did not end; only the first time."""
+        if self._restored_epoch_random:
+            rank_states.set_random_state(self._restored_epoch_random)
+            self._restored_epoch_random = {}
+        self._epoch_random = rank_states.random_state()
 
     def _take_batches(self, epoch: int) -> int:
         """The batches of this epoch to skip after ``restore``; 0 at the next call."""

@@ -16,7 +16,8 @@ from hvkit.sync.distributed_objects import keepers_of
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.watch.preemption import PREEMPTION
 
-# On PyTorch, dropout uses the same generator as ``fit`` when it begins an epoch.
+# On PyTorch, dropout uses the same generators as ``fit`` when it shuffles an epoch. On TensorFlow
+# shuffles have states that nobody can read.
 _DRAWS_FROM_GLOBAL_GENERATOR = keras.backend.backend() == "torch"
 
 
@@ -29,6 +30,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         parts: the checkpoint's parts.
         batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
         put_back_random: sets the random generators to their restored states.
+        begin_epoch: sets them to those with which the saved run shuffled an epoch that it did not
+            end, and notes the states of now for the next save.
         restored_step: returns the step of the checkpoint that was restored, or 0.
         every: steps from one save to the next; None to save only when an epoch ends.
     """
@@ -43,6 +46,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         parts: Sequence[Part],
         batches_to_skip: Callable[[int], int],
         put_back_random: Callable[[], None],
+        begin_epoch: Callable[[], None],
         restored_step: Callable[[], int],
         every: int | None,
     ) -> None:
@@ -52,6 +56,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
         self._batches_to_skip = batches_to_skip
         self._put_back_random = put_back_random
+        self._begin_epoch = begin_epoch
         self._restored_step = restored_step
         self._every = every
         self._epoch = 0
@@ -95,12 +100,16 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if batches:
             self._train = self.model.train_function
             self.model.train_function = self._skipping(batches)
-        elif _DRAWS_FROM_GLOBAL_GENERATOR:
-            self._put_back_random()
+        if _DRAWS_FROM_GLOBAL_GENERATOR:
+            if not batches:
+                self._put_back_random()
+            self._begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Not the argument: Keras counts differently when it does not know the data's length.
         self._batches += self.model.steps_per_execution
+        if _DRAWS_FROM_GLOBAL_GENERATOR and self._batches == self._skipped:
+            self._put_back_random()
         if self._train is None:
             self._trained += self.model.steps_per_execution
         leaves = self._together and PREEMPTION.at_last_step()
@@ -137,8 +146,6 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             nonlocal calls
             if calls == 0:
                 self._train_again()
-                if _DRAWS_FROM_GLOBAL_GENERATOR:
-                    self._put_back_random()
                 return self.model.train_function(data)
             calls -= 1
             batches = iter(data)

@@ -22,13 +22,21 @@ from hvkit.sync.fingerprints import Compared, Rows
 FILE = "ranks.npz"
 
 _RANDOM = "random"
+# Prefix of the names of random states at the beginning of the epoch, beside those of now.
+_EPOCH = "epoch-"
 # Separates the rank, the part and the array's name in a key of the file.
 _SEPARATOR = "/"
 
 
-def capture(parts: Sequence[Part]) -> dict[str, Arrays]:
-    """This rank's random state and its own arrays of each part, by the part's name."""
-    return {_RANDOM: random_state()} | {part.name: part.own() for part in parts}
+def capture(parts: Sequence[Part], epoch: Arrays) -> dict[str, Arrays]:
+    """This rank's random state and its own arrays of each part, by the part's name.
+
+    Args:
+        parts: of this rank.
+        epoch: the random state with which ``fit`` shuffled the epoch; none at its end.
+    """
+    random = random_state() | {f"{_EPOCH}{name}": state for name, state in epoch.items()}
+    return {_RANDOM: random} | {part.name: part.own() for part in parts}
 
 
 def compared(parts: Sequence[Part]) -> tuple[list[Compared], list[Rows]]:
@@ -153,13 +161,23 @@ class Saved:
         self._values.close()
 
 
-def put_back(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> None:
-    """Set this rank's state to what it saved; does nothing for a rank that has saved nothing."""
+def put_back(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> Arrays:
+    """Set this rank's state to what it saved; does nothing for a rank that has saved nothing.
+
+    Returns:
+        The random state with which ``fit`` shuffled the epoch, if it was saved inside one.
+    """
     if not saved:
-        return
+        return {}
     for part in parts:
         part.load_own(saved.get(part.name, {}))
-    set_random_state(saved[_RANDOM])
+    random = saved[_RANDOM]
+    set_random_state(random)
+    return {
+        name.removeprefix(_EPOCH): state
+        for name, state in random.items()
+        if name.startswith(_EPOCH)
+    }
 
 
 def random_state() -> Arrays:

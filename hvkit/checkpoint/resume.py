@@ -20,7 +20,7 @@ from hvkit import runtime
 from hvkit.checkpoint import rank_states, store
 from hvkit.checkpoint.manifests import Manifest
 from hvkit.checkpoint.newest_checkpoint import FoundCheckpoint
-from hvkit.checkpoint.saved_object import Part
+from hvkit.checkpoint.saved_object import Arrays, Part
 from hvkit.checkpoint.sharded import is_sharded, own_states, require_readable, shares_of
 from hvkit.checkpoint.strategies import StrategyPart
 from hvkit.communication import collectives, large_objects
@@ -55,7 +55,7 @@ def load(
     found: FoundCheckpoint,
     parts: Sequence[Part],
     take: Callable[[str, memoryview], None] | None = None,
-) -> None:
+) -> Arrays:
     """Load the files of one rank into every rank's parts; a collective.
 
     Args:
@@ -63,12 +63,16 @@ def load(
         parts: of this rank.
         take: gets each file, with its name, on every rank.
 
+    Returns:
+        The random state with which this rank shuffled the epoch of ``fit``, if it was inside one.
+
     Raises:
         ValueError: the checkpoint lacks a part, or does not fit one.
     """
     folder, manifest = found.folder, found.manifest
     _require_parts(folder, manifest, parts)
     problem: Exception | None = None
+    epoch_random: Arrays = {}
     same_size = manifest.size == runtime.size()
     kept = [part for part in parts if isinstance(part, StrategyPart)]
     in_round = (
@@ -114,7 +118,7 @@ def load(
             else:
                 own = large_objects.scatter(_CALL, lambda rank: saved().of(rank), found.rank)
         if problem is None:
-            rank_states.put_back(own, parts)
+            epoch_random = rank_states.put_back(own, parts)
     except Exception as error:
         problem = problem or error
     share(_CALL, problem, None)
@@ -125,6 +129,7 @@ def load(
     for each in kept:
         if each.name not in manifest.parts:
             each.begin_anew("the checkpoint has no state of theirs")
+    return epoch_random
 
 
 def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:

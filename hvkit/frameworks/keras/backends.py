@@ -5,14 +5,16 @@ TensorFlow is imported only where Keras runs on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import keras
 import ml_dtypes
 import numpy as np
 from keras.src.backend import Variable as KerasVariable
+from keras.src.utils import module_utils
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,6 +27,22 @@ def outside_graphs() -> AbstractContextManager[None]:
     """A context for eager code, also while TensorFlow traces a graph."""
     scope: AbstractContextManager[None] = tf.init_scope() if ON_TENSORFLOW else nullcontext()
     return scope
+
+
+@contextmanager
+def tensorflow_not_imported() -> Iterator[None]:
+    """A context in which Keras serialises objects without importing TensorFlow.
+
+    On other backends it would, where TensorFlow is installed, to look for its types in them.
+    """
+    tensorflow = module_utils.tensorflow
+    before = tensorflow._available
+    if "tensorflow" not in sys.modules:
+        tensorflow._available = False
+    try:
+        yield
+    finally:
+        tensorflow._available = before
 
 
 def is_symbolic(value: Any) -> bool:

@@ -60,6 +60,7 @@ from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
 from hvkit.learning_rate import Multiplier
+from hvkit.main_rank import warn_once
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.buffers import warn_of_unlike
@@ -159,12 +160,7 @@ class KerasOnPyTorchPort:
         self._rounds = RoundsInFit(equal_steps) if trains_locally else None
 
     def facts(self) -> list[str]:
-        # Of those inside: to describe a LossScaleOptimizer, Keras imports TensorFlow if it can.
-        return [
-            f"{type(each).__name__} {getattr(each, 'initial_scale', '')}"
-            f"{settings_of(inner_optimizer(each))}"
-            for each in self.optimizers
-        ]
+        return [settings_of(each) for each in self.optimizers]
 
     def more_than_sgd(self) -> list[str]:
         return more_than_sgd(self.optimizers)
@@ -179,6 +175,13 @@ class KerasOnPyTorchPort:
         inner = [inner_optimizer(each) for each in self.optimizers]
         for model in self.models:
             refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
+            if getattr(model, "compiled", False) and model.jit_compile:
+                # Keras itself warns of a later ``compile``.
+                warn_once(
+                    "jit_compile",
+                    f"fit of model {model.name!r} ignores jit_compile=True: torch.compile would "
+                    "trace the communication between ranks",
+                )
             train_uncompiled(model)
             share_results(model, (), self._end_epoch, self.options.group, self._rounds)
         if self._rounds:

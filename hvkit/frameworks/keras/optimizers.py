@@ -9,6 +9,8 @@ from weakref import WeakSet
 
 import keras
 
+from hvkit.frameworks.keras.backends import tensorflow_not_imported
+
 _leaving_out: WeakSet[Any] = WeakSet()
 
 
@@ -49,12 +51,21 @@ def settings_of(optimizer: Any) -> str:
 
     Left out are its name, which holds a counter, and its rate, which rank 0 sets on all ranks.
     """
-    config = optimizer.get_config()
+    with tensorflow_not_imported():
+        config = optimizer.get_config()
     if isinstance(config.get("learning_rate"), float):
         del config["learning_rate"]
     config.pop("name", None)
+    if "inner_optimizer" in config:
+        config["inner_optimizer"] = settings_of(optimizer.inner_optimizer)
     text = json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__)
     return f"optimizer {type(optimizer).__name__}: {text}"
+
+
+def new_like(optimizer: Any) -> Any:
+    """A new optimizer with the same configuration."""
+    with tensorflow_not_imported():
+        return type(optimizer).from_config(optimizer.get_config())
 
 
 def is_overwritten(variable: Any) -> bool:

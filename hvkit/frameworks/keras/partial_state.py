@@ -15,6 +15,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.frameworks.keras.backends import numpy_dtype, set_anew
+from hvkit.frameworks.keras.optimizers import new_like
 
 # The gradients that Keras adds up before an update.
 ACCUMULATOR = "gradient_accumulator"
@@ -141,7 +142,7 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
     Keras does not note which belong together. An equal optimizer, built for the same weights,
     makes them in the same order.
     """
-    twin = type(optimizer).from_config(optimizer.get_config())
+    twin = new_like(optimizer)
     make = twin.add_variable_from_reference
     of: dict[int, Any] = {}
 

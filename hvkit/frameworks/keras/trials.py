@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from hvkit.frameworks.keras.backends import outside_graphs
+from hvkit.frameworks.keras.optimizers import new_like
 
 _STEPS = 10
 _RANKS = 2
@@ -61,7 +62,7 @@ def why_not_by_variable(optimizer: Any) -> str:
 def _tried(optimizer: Any) -> str:
     numbers = np.random.default_rng(0)
     begin, slopes = ([numbers.normal(size=shape) for shape in _SHAPES] for _ in range(2))
-    whole, *ranks = [type(optimizer).from_config(optimizer.get_config()) for _ in range(1 + _RANKS)]
+    whole, *ranks = [new_like(optimizer) for _ in range(1 + _RANKS)]
     weights = [
         [keras.Variable(value, name=f"trial_{i}") for i, value in enumerate(begin)]
         for _ in range(1 + _RANKS)

@@ -66,6 +66,29 @@ class InParts(keras.Model):
         return {"loss": loss.detach()}
 
 
+class ConvNet(keras.Model):
+    """Images in, 4 outputs, with batch norm; subclassed, so that its first batch builds it."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        seeded(seed)
+        # Without biases, whose gradients would be rounding alone.
+        self.convolutions = [layers.Conv2D(n, 3, use_bias=False) for n in (4, 8)]
+        self.norms = [layers.BatchNormalization() for _ in self.convolutions]
+        self.pool, self.out = layers.GlobalAveragePooling2D(), layers.Dense(4)
+
+    def call(self, x, training=False):
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = keras.ops.relu(norm(convolution(x), training=training))
+        return self.out(self.pool(x))
+
+
+def images(steps=20, per_rank=6):
+    """Global batches of 8 x 8 pixels, and targets."""
+    data = batches(steps, per_rank, (8, 8, 1), (4,), seed=0)
+    return [tuple(each.astype(keras.config.floatx()) for each in batch) for batch in data]
+
+
 def regression(steps=20, per_rank=6):
     """Global batches of inputs and targets."""
     data = batches(steps, per_rank, (8,), (4,), seed=0)

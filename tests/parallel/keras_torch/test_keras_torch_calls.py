@@ -69,7 +69,8 @@ def test_a_model_that_is_built_after_distribute_gets_its_strategys_state(tmp_pat
     assert all(map(np.array_equal, weights(resumed), weights(model)))
 
 
-def test_a_fit_resumed_in_the_middle_of_an_epoch_ends_with_the_same_bits(tmp_path_factory):
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_a_fit_resumed_in_the_middle_of_an_epoch_ends_with_the_same_bits(shuffle, tmp_path_factory):
     folder, data = shared_folder(tmp_path_factory), local(regression(steps=6))
 
     def trained(resumed_at):
@@ -78,7 +79,8 @@ def test_a_fit_resumed_in_the_middle_of_an_epoch_ends_with_the_same_bits(tmp_pat
         begun = checkpoint.restore()
         assert begun.step == resumed_at
         callbacks = [checkpoint.callback(every=4)]
-        fit(model, optimizer, data, epochs=3, initial_epoch=begun.epoch, callbacks=callbacks)
+        options = {"epochs": 3, "initial_epoch": begun.epoch, "callbacks": callbacks}
+        fit(model, optimizer, data, shuffle=shuffle, **options)
         return state(model, optimizer)
 
     whole = trained(resumed_at=0)

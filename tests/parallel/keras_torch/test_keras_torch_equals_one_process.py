@@ -7,10 +7,12 @@ import torch
 from cases import cases
 from keras_nets import (
     LOOPS,
+    ConvNet,
     InParts,
     embedded,
     equals_one_process,
     fit,
+    images,
     local,
     loop,
     mlp,
@@ -35,6 +37,9 @@ OPTIMIZERS = {
     "adam": lambda factor: keras.optimizers.Adam(0.01 * factor),
     "accumulating": lambda factor: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "clipping": lambda factor: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "averaging weights": lambda factor: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=7
+    ),
 }
 
 
@@ -43,6 +48,16 @@ OPTIMIZERS = {
 def test_twenty_steps_give_the_weights_of_one_process(train, optimizer):
     make = OPTIMIZERS[optimizer]
     equals_one_process(mlp, make, LOOPS[train], regression(), tolerance=TOLERANCE)
+
+
+def test_ninety_six_steps_of_adam_in_fit():
+    equals_one_process(mlp, OPTIMIZERS["adam"], fit, regression(steps=96), tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("train", cases(LOOPS))
+def test_a_subclassed_cnn_with_batch_norm(train):
+    make, options = OPTIMIZERS["sgd"], {"tolerance": 1e-5, "batch_norm": "sync"}
+    equals_one_process(ConvNet, make, LOOPS[train], images(steps=30), **options)
 
 
 @pytest.mark.parametrize("train", cases(LOOPS))

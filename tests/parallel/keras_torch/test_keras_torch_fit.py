@@ -8,6 +8,7 @@ from keras_nets import fit, local, loop, mlp, regression, unbuilt, weights
 from ranks import same_on_all_ranks, shared_folder
 
 import hvkit
+from hvkit import main_rank
 
 
 def sgd():
@@ -112,3 +113,32 @@ def test_a_pipeline_needs_no_tensorflow():
     model, optimizer = hvkit.distribute(mlp(), sgd(), mesh=hvkit.Mesh(pipeline=2))
     history = fit(model, optimizer, regression(), epochs=2).history
     assert history["loss"][1] < history["loss"][0]
+
+
+class OwnUpdate(keras.optimizers.SGD):
+    """Not one of Keras's own, so that ``ShardedOptimizer`` tries it first."""
+
+
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.ShardedOptimizer()], ids=str)
+def test_settings_that_keras_serialises_import_no_tensorflow(strategy):
+    """The folder's fixture looks: Keras itself imports it, to look for its types in a schedule."""
+    schedule = keras.optimizers.schedules.CosineDecay(0.05, 30)
+    model, optimizer = hvkit.distribute(mlp(), OwnUpdate(schedule), strategy=strategy)
+    fit(model, optimizer, local(regression(steps=3)))
+    assert same_on_all_ranks(weights(model))
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("compiled", ["before", "after"])
+def test_a_compiler_is_switched_off_with_a_warning(compiled, monkeypatch, caplog):
+    monkeypatch.setattr(main_rank, "_logged", set())
+    model, optimizer = mlp(), sgd()
+    if compiled == "before":
+        model.compile(optimizer, "mse", jit_compile=True)
+        hvkit.distribute(model, optimizer)
+        assert ("ignores jit_compile=True" in caplog.text) == hvkit.is_main()
+    else:
+        hvkit.distribute(model, optimizer)
+        with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+            model.compile(optimizer, "mse", jit_compile=True)
+    assert not model.jit_compile
