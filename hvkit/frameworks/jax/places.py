@@ -35,22 +35,22 @@ Place = Callable[[tuple[int, ...]], NamedSharding]
 _ranks: of_hvkit.Mesh | None = None
 
 
-def arrange(mesh: of_hvkit.Mesh | None) -> None:
-    """Put the ranks into a mesh, in which they stay.
-
-    Args:
-        mesh: without -1; None for one axis of data.
+def refuse_another(mesh: of_hvkit.Mesh) -> None:
+    """Raise if the ranks are in another mesh already.
 
     Raises:
-        ValueError: they are in another one.
+        ValueError: they are.
     """
-    global _ranks
-    mesh = mesh or of_hvkit.Mesh(runtime.size())
     if _ranks not in (None, mesh):
         raise ValueError(
             "in one script, all models of JAX have the same mesh, because hvkit.batch makes one "
             f"batch for all of them: got {mesh}, and before {_ranks}"
         )
+
+
+def arrange(mesh: of_hvkit.Mesh) -> None:
+    """Put the ranks into a mesh, without -1, in which they stay."""
+    global _ranks
     _ranks = mesh
 
 

@@ -32,7 +32,7 @@ from hvkit.frameworks.jax.places import ALL_BATCHES, Place
 from hvkit.frameworks.jax.updates import divided_updates, is_transformation
 from hvkit.learning_rate import Multiplier
 from hvkit.log import logger
-from hvkit.mesh import MeshOptions
+from hvkit.mesh import Mesh, MeshOptions
 from hvkit.strategies.diloco import DiLoCo
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.local_sgd import LocalSGD
@@ -67,10 +67,10 @@ class JaxPort:
         batches.refuse_other_batches(self._is_local)
         if self._is_local:
             self._refuse_for_local_weights()
-        mesh = options.mesh.mesh if options.mesh else None
-        places.arrange(mesh)
-        tensor = [("tensor",)] if mesh and mesh.tensor > 1 else []
-        shard = [("shard",)] if mesh and mesh.shard > 1 else []
+        self._mesh = mesh = options.mesh.mesh if options.mesh else Mesh(options.group.size)
+        places.refuse_another(mesh)
+        tensor = [("tensor",)] if mesh.tensor > 1 else []
+        shard = [("shard",)] if mesh.shard > 1 else []
         of_weights = [ALL_BATCHES] if isinstance(options.strategy, FullyShard) else shard
         of_state = [ALL_BATCHES] if isinstance(options.strategy, ShardedOptimizer) else of_weights
         self._of_weights: Place = places.divided(*tensor, *of_weights)
@@ -125,8 +125,9 @@ class JaxPort:
             TypeError: it has.
         """
         if self._is_divided and not any(_transformations(self.model, self.optimizer)):
+            by = self._mesh if self._options.mesh else self._options.strategy
             raise TypeError(
-                f"{self._options.strategy} must change the optimizer's update, which a state does "
+                f"{by} must change the optimizer's update, which a state does "
                 "not hold: pass the transformation, `params, tx = hvkit.distribute(params, tx, "
                 "...)`, and call tx.init(params) afterwards"
             )
@@ -175,10 +176,7 @@ class JaxPort:
             _refuse_mesh(options.mesh, options.strategy)
 
     def facts(self) -> Sequence[str]:
-        return [
-            f"{places.position().mesh}",
-            *self._facts(),
-        ]
+        return [str(self._mesh), *self._facts()]
 
     def _facts(self) -> Iterator[str]:
         yield from (
@@ -195,6 +193,7 @@ class JaxPort:
         return []  # no strategy with a momentum of its own comes here
 
     def synchronise(self) -> None:
+        places.arrange(self._mesh)
         if self._is_local:
             # Apart from random numbers, of which each rank draws its own.
             nnx = sys.modules["flax.nnx"]

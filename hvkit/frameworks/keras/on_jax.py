@@ -22,7 +22,7 @@ from keras.src.backend.jax import distribution_lib, trainer
 from hvkit.communication.collectives import require_equal
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import from_rank_0, placed, set_variable
-from hvkit.frameworks.jax.places import Place, by_rows, position, whole
+from hvkit.frameworks.jax.places import Place, arrange, by_rows, position, whole
 from hvkit.frameworks.jax.port import JaxPort
 from hvkit.learning_rate import Multiplier
 from hvkit.sync.port import Keeper, Options, Record
@@ -75,6 +75,7 @@ class KerasOnJaxPort(JaxPort):
         pass  # Keras itself leaves variables where they are
 
     def synchronise(self) -> None:
+        arrange(self._mesh)
         trainer._distribute_data = _one_batch
         distribution_lib.distribute_tensor = _without_comparison
         for model in self.model:
