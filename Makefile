@@ -93,6 +93,7 @@ more-ranks: setup
 	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(FIRST) tests/parallel/groups $(MESHES) $(KERAS_PIPELINE)
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
 	$(call RANKS,3) tests/jax/test_jax_equals_one_process.py
+	$(call RANKS,4) tests/jax/test_jax_meshes.py
 	$(call RANKS,2) $(FIRST) --without-averaging \
 		tests/parallel/horovod_names/test_horovod_keras_equals_one_process.py \
 		tests/parallel/pytorch/test_torch_equals_one_process.py \
