@@ -249,7 +249,13 @@ def pickled(obj: Any) -> bytes:
     try:
         return b"\1" + pickle.dumps(obj)
     except Exception as error:  # pickle raises several kinds, and objects any of their own
-        return b"\0" + f"{type(error).__name__}: {error}".encode()
+        text = f"{type(error).__name__}: {error}"
+        if "spans non-addressable" in text:  # of JAX
+            text = (
+                "it holds an array that is divided among the ranks: gather it first, "
+                "jax.experimental.multihost_utils.process_allgather(array, tiled=True)"
+            )
+        return b"\0" + text.encode()
 
 
 def unpickled(data: Any, source: int) -> Any:

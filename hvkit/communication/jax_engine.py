@@ -85,6 +85,11 @@ class JaxEngine(Engine):
             return
         import jax
 
+        if jax.distributed.is_initialized():
+            raise LaunchError(
+                "the script has called jax.distributed.initialize() itself: leave it out, and call "
+                'hvkit.init("jax"), which does the same for the ranks of every launcher'
+            )
         gpu = gpu_of_rank(local_rank, local_size, visible_gpus(os.environ))
         if "OMP_NUM_THREADS" not in os.environ and gpu is None:
             # XLA makes its pool of threads from this number, when it looks for its devices.

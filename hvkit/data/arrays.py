@@ -1,4 +1,4 @@
-"""NumPy arrays and tensors of PyTorch and TensorFlow, also in tuples, lists and dicts."""
+"""Arrays of NumPy and JAX, tensors of PyTorch and TensorFlow; in tuples, lists and dicts too."""
 
 from __future__ import annotations
 
@@ -94,13 +94,30 @@ def _is_array(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return True
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    if _is_of_jax(value):
+        if not value.is_fully_addressable:
+            raise TypeError(
+                f"data holds an array of shape {value.shape} that belongs to all ranks already: "
+                "shard it before hvkit.batch or jax.device_put"
+            )
+        return True
     return (torch is not None and isinstance(value, torch.Tensor)) or (
         tensorflow is not None and isinstance(value, tensorflow.Tensor)
     )
 
 
+def _is_of_jax(value: Any) -> bool:
+    """Whether this is an array of numbers of JAX, and no key."""
+    jax = sys.modules.get("jax")
+    return (
+        jax is not None
+        and isinstance(value, jax.Array)
+        and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    )
+
+
 def _take(array: Any, positions: Positions) -> Any:
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray) or _is_of_jax(array):
         return array[positions]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):

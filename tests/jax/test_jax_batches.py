@@ -1,5 +1,6 @@
 """``hvkit.batch``, what ranks compare in it, and what is refused."""
 
+import itertools
 import types
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from flax import nnx
 
 import hvkit
+from hvkit import runtime
+from hvkit.errors import LaunchError
 from hvkit.frameworks.jax import batches
 
 
@@ -22,6 +25,24 @@ def test_a_batch_has_the_rows_of_all_ranks():
     whole = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(total.sharding.mesh, P()))
     np.testing.assert_array_equal(whole(total), np.repeat(np.arange(hvkit.size()) * 4.0, 2))
     assert hvkit.batch(made) is made
+    with pytest.raises(TypeError, match="divided among the ranks: gather it first"):
+        hvkit.allgather(made["x"])
+    with pytest.raises(TypeError, match="belongs to all ranks already"):
+        hvkit.shard(made)
+
+
+def test_arrays_of_jax_are_dealt_out_as_those_of_numpy():
+    rows = jnp.arange(5 * hvkit.size() + 1)
+    mine = hvkit.shard({"x": rows, "y": np.asarray(rows)})
+    assert isinstance(mine["x"], jax.Array)
+    np.testing.assert_array_equal(mine["x"], mine["y"])
+    exact = hvkit.shard(rows, exact=True)
+    assert sorted(itertools.chain(*hvkit.allgather(exact.tolist()))) == rows.tolist()
+
+
+def test_a_script_that_has_joined_jax_itself_is_told_who_does():
+    with pytest.raises(LaunchError, match=r"jax.distributed.initialize\(\) itself: leave it out"):
+        runtime.engine("jax").take_device(hvkit.local_rank(), hvkit.local_size())
 
 
 P = jax.sharding.PartitionSpec

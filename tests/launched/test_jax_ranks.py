@@ -90,6 +90,12 @@ def test_ranks_with_other_numbers_of_steps_are_named(tmp_path):
     assert re.search(r"rank 0 waits in hvkit\.batch .*rank 1 has ended its script", said), said
 
 
+def test_a_script_without_batches_is_warned_at_its_end(tmp_path):
+    status, said, _ = run(tmp_path, steps=0)
+    assert status == 0, said
+    assert said.count("hvkit.distribute was called, but hvkit.batch never") == 1
+
+
 def test_a_start_after_the_first_array_is_refused_with_the_fix(tmp_path):
     status, said, _ = run(tmp_path, start='jnp.ones(1); hvkit.init("jax")')
     assert status == 1

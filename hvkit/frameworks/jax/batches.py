@@ -10,6 +10,8 @@ that has not come through here leaves them different, and nothing else would sho
 
 from __future__ import annotations
 
+import atexit
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,6 +96,17 @@ _own: bool | None = None
 _batches = 0
 
 
+def _warn_without_batches() -> None:
+    """At the end of the script: say so if no batch has come, since nothing else would."""
+    if not _batches and getattr(sys, "last_value", None) is None:
+        warn_once(
+            "no batches",
+            "hvkit.distribute was called, but hvkit.batch never: unless the script makes arrays of "
+            "all ranks itself, each rank has trained a model of its own. Pass each batch through "
+            "x, y = hvkit.batch(x, y)",
+        )
+
+
 def expect(check_every: int | None, models: Sequence[Any]) -> None:
     """From now on, compare the weights of these models now and then, with the batches."""
     if models:
@@ -120,6 +133,8 @@ def refuse_other_batches(own: bool) -> None:
 def begin(own: bool) -> None:
     """From now on, batches are each rank's own, or parts of one of all."""
     global _own
+    if _own is None and not own:
+        atexit.register(_warn_without_batches)
     _own = own
 
 
