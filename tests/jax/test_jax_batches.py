@@ -92,7 +92,7 @@ def test_ranks_that_pass_other_kinds_of_arrays_are_named():
 
 
 def test_the_same_first_batch_on_every_rank_is_said(caplog, monkeypatch):
-    monkeypatch.setattr(batches, "_compared_first", False)
+    monkeypatch.setattr(batches, "_batches", 0)
     hvkit.batch(np.ones((2, 3)))
     said = "train with the same first batch" in caplog.text
     assert said == (hvkit.rank() == 0)
