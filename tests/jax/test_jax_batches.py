@@ -126,7 +126,6 @@ def test_weights_that_differ_are_noticed_in_the_next_batches(monkeypatch):
         ({"on_nonfinite": "skip"}, "optax.apply_if_finite"),
         ({"warmup_steps": 5}, "schedule of Optax"),
         ({"lr_scaling": "linear"}, r"rate \* hvkit.size\(\)"),
-        ({"mesh": hvkit.Mesh(tensor=hvkit.size())}, "jax.sharding"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
