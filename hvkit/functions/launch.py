@@ -18,6 +18,8 @@ from hvkit.functions.rank import command_of_rank
 from hvkit.functions.streams import follow
 from hvkit.functions.supervised import begin, error_of, outcome_of, refuse_on_ranks, results_of
 from hvkit.launching.prepare import Request
+from hvkit.launching.sagemaker import leave_to_first
+from hvkit.log import logger
 
 R = TypeVar("R")
 
@@ -65,10 +67,15 @@ def launch(
         RankLostError: a rank was killed, or has ended without returning.
         LaunchError: the ranks cannot be started; this process is a rank itself.
         HostfileError: the hosts are malformed.
+        SystemExit: SageMaker has started this script on another host than the first of its job,
+            which starts the ranks, and that host has ended.
     """
     check_function("hvkit.launch", function, "hvkit.launch(train, np=2)")
     refuse_on_ranks("hvkit.launch")
     request = _request(function, np, hosts, hostfile, options)
+    if leave_to_first(request.system, request.hosts):
+        logger.info("%s has ended, and with it the ranks: this script ends", request.hosts[0].name)
+        raise SystemExit(0)
     with call_folder(function, args, kwargs) as folder:
         starter.request_in(folder).write_bytes(pickle.dumps(request))
         process = begin(starter.__name__, folder)
