@@ -10,9 +10,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
 from traceback import format_exception
 from types import TracebackType
 
+from hvkit.errors import RankLostError
 from hvkit.functions.outcomes import from_function, save_error, save_result
 from hvkit.functions.pickling import read_call
 from hvkit.host import call_folder
@@ -36,12 +38,17 @@ def main() -> None:
         with call_folder.call_in(folder).open("rb") as file:
             function, args, kwargs = read_call(file)
         save_result(outcome, function(*args, **kwargs))
-    except Exception as error:
-        save_error(outcome, here.rank, error)
-        raise
     except SystemExit as end:
         if end.code in (None, 0):  # a script that ends so has ended well
             save_result(outcome, None)
+        elif isinstance(end.code, str):
+            text = f"rank {here.rank} on {gethostname()} ended by sys.exit: {end.code}"
+            save_error(outcome, here.rank, RankLostError(text))
+        raise
+    except KeyboardInterrupt:  # Ctrl-C there is Ctrl-C here, and of the ranks none failed first
+        raise
+    except BaseException as error:
+        save_error(outcome, here.rank, error)
         raise
 
 

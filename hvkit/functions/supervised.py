@@ -101,7 +101,7 @@ def outcome_of(process: subprocess.Popen[bytes], folder: Path) -> Outcome:
     return outcome
 
 
-def error_of(folder: Path, ended: Outcome) -> Exception | None:
+def error_of(folder: Path, ended: Outcome) -> BaseException | None:
     """Why there are no results: what the first failed rank has raised, or how it has ended."""
     if ended.status and (error := raised_by_first(folder, ended)) is not None:
         return error
@@ -118,7 +118,7 @@ def error_of(folder: Path, ended: Outcome) -> Exception | None:
     return None
 
 
-def raised_by_first(folder: Path, ended: Outcome) -> Exception | None:
+def raised_by_first(folder: Path, ended: Outcome) -> BaseException | None:
     """What the function has raised on the rank that failed first; None if it was not that."""
     if ended.rank is None or not outcome_in(folder, ended.rank).exists():
         return None
