@@ -4,6 +4,7 @@
 
     launch               hvkit.launch: from the arguments to the ranks' results or an error
     ├── pickling         what travels: functions and classes of cells, tensors of GPUs
+    │   ├── keras_objects    models of Keras, with the script's own classes in them
     │   └── cells        names and lines of a notebook's cells
     ├── supervised       the process that supervises the ranks: its start, end and results
     │   └── outcomes     the files with what ranks have returned or raised

@@ -10,9 +10,11 @@ import contextlib
 import io
 import os
 import pickle
+import shutil
 import socket
+import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any, BinaryIO
@@ -63,20 +65,41 @@ def error_in(file: BinaryIO) -> BaseException | None:
     return error
 
 
-def result_in(file: BinaryIO, rank: int) -> Any:
-    """What a rank's function has returned, if ``error_in`` finds no error.
+def results_in(paths: Sequence[Path]) -> list[Any]:
+    """What ranks have returned, if ``error_in`` finds no error.
+
+    Args:
+        paths: the file of each rank.
 
     Raises:
-        HvkitError: it cannot be unpickled here.
+        HvkitError: a result cannot be unpickled here. The results are kept in a folder, which the
+            message names.
     """
-    pickle.load(file)
-    try:
-        return pickle.load(file)
-    except Exception as problem:
-        raise HvkitError(
-            f"what rank {rank} returned cannot be unpickled here ({in_short(problem)}): return "
-            "plain values, arrays, or a model's state_dict()"
-        ) from problem
+    results = []
+    for rank, path in enumerate(paths):
+        with path.open("rb") as file:
+            pickle.load(file)
+            try:
+                results.append(pickle.load(file))
+            except Exception as problem:
+                kept = _kept(paths)
+                raise HvkitError(
+                    f"what rank {rank} returned cannot be unpickled here ({in_short(problem)}): "
+                    "return plain values, arrays, or a model's state_dict(). The results are kept: "
+                    "in a process that has what they need, "
+                    f"pickle.load(open('{kept}/rank-{rank}.pickle', 'rb'))"
+                ) from problem
+    return results
+
+
+def _kept(paths: Sequence[Path]) -> Path:
+    """A folder of this user's with what each rank has returned."""
+    folder = Path(tempfile.mkdtemp(prefix="hvkit-results-"))
+    for rank, path in enumerate(paths):
+        with path.open("rb") as file, (folder / f"rank-{rank}.pickle").open("wb") as kept:
+            pickle.load(file)
+            shutil.copyfileobj(file, kept)
+    return folder
 
 
 def picklable(error: BaseException) -> bytes:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
 
+from hvkit.functions import keras_objects
 from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
 from hvkit.host.call_folder import PREFIX, call_in
 from hvkit.wording import in_short
@@ -55,6 +56,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if parameter:
                 copy = torch.nn.Parameter(copy, obj.requires_grad)
             return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if keras_objects.is_saveable(obj):
+            return keras_objects.reduced(obj)
         return super().reducer_override(obj)
 
     def _reduced_code(self, code: CodeType) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hvkit.cli import set_home
 from hvkit.errors import HvkitError, LaunchError, RankLostError
-from hvkit.functions.outcomes import error_in, picklable, result_in
+from hvkit.functions.outcomes import error_in, picklable, results_in
 from hvkit.host.call_folder import outcome_in, written
 from hvkit.host.launcher_variables import launched
 from hvkit.launching.supervision.processes import ends_with_parent
@@ -130,13 +130,9 @@ def results_of(folder: Path, ended: Outcome) -> list[Any]:
     """By rank, what the function has returned, if ``error_of`` finds no error.
 
     Raises:
-        HvkitError: a result cannot be unpickled here.
+        HvkitError: a result cannot be unpickled here; the message says where all are kept.
     """
-    results = []
-    for rank in range(ended.size):
-        with outcome_in(folder, rank).open("rb") as file:
-            results.append(result_in(file, rank))
-    return results
+    return results_in([outcome_in(folder, rank) for rank in range(ended.size)])
 
 
 def _ended_in(folder: Path) -> Path:

@@ -1,12 +1,14 @@
 """What ranks return and raise arrives as it was; here from one process to itself."""
 
 import pickle
+import re
 import threading
 from pathlib import Path
 
 import pytest
 
-from hvkit.functions.outcomes import picklable
+from hvkit.errors import HvkitError
+from hvkit.functions.outcomes import picklable, results_in, save_result
 
 
 class InSlots(Exception):
@@ -67,3 +69,21 @@ def test_an_exception_keeps_its_attributes_and_its_cause(function, attributes):
     assert repr(error.__cause__) == repr(sent.__cause__)
     assert error.__suppress_context__ is sent.__suppress_context__
     assert not hasattr(error, "lock")
+
+
+class Broken:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_results_that_do_not_arrive_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    paths = [tmp_path / "outcome-0", tmp_path / "outcome-1"]
+    for path, value in zip(paths, ("good", Broken()), strict=True):
+        save_result(path, value)
+    with pytest.raises(HvkitError, match="what rank 1 returned cannot be unpickled") as raised:
+        results_in(paths)
+    kept = re.search(r"open\('(.*)', 'rb'\)", str(raised.value))[1]
+    assert pickle.loads(Path(kept.replace("rank-1", "rank-0")).read_bytes()) == "good"
+    with pytest.raises(ValueError, match="no number"):
+        pickle.loads(Path(kept).read_bytes())
