@@ -200,7 +200,8 @@ def from_function(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_above(file: str) -> bool:
-    return os.path.dirname(file) == _HERE or file == "<frozen runpy>"
+    return os.path.dirname(file) in _HERE or file == "<frozen runpy>"
 
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_HERE = tuple(os.path.join(_PACKAGE, each) for each in ("functions", "spark"))

@@ -21,11 +21,18 @@ from hvkit.host import call_folder
 from hvkit.host.launcher_variables import place
 
 
-def command_of_rank(function: Callable[..., object]) -> list[str]:
-    """The command of each rank; the function's name is there for ``hvkit top``."""
+def command_of_rank(
+    function: Callable[..., object], module: str = "hvkit.functions.rank"
+) -> list[str]:
+    """The command of each rank; the function's name is there for ``hvkit top``.
+
+    Args:
+        function: the function.
+        module: whose ``main`` calls that of this one.
+    """
     name = getattr(function, "__name__", "")
     named = [name] if name.isidentifier() else []
-    return [sys.executable, "-P", "-m", "hvkit.functions.rank", *named]
+    return [sys.executable, "-P", "-m", module, *named]
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def run(
         process = begin(starter.__name__, folder)
         job = _Job(context, folder, process, wanted)
         try:
-            job.start(command_of_rank(function)[1:], dict(env or {}))
+            job.start(command_of_rank(function, "hvkit.spark.rank")[1:], dict(env or {}))
             follow(process)
         finally:
             job.end()

@@ -3,11 +3,13 @@
 import os
 import runpy
 import signal
+import sys
 import threading
 import time
 
 import psutil
 import pytest
+from pyspark import SparkFiles
 from pyspark.sql import SparkSession
 from test_docs import scripts
 
@@ -141,6 +143,26 @@ def test_jax_trains_on_parquet_without_horovod(spark, table):
 
 class Diverged(Exception):
     pass
+
+
+def test_ranks_have_the_modules_and_files_that_spark_ships(spark, tmp_path, monkeypatch):
+    (tmp_path / "shipped.py").write_text("value = 5")
+    (tmp_path / "words.txt").write_text("six")
+    spark.sparkContext.addPyFile(str(tmp_path / "shipped.py"))
+    spark.sparkContext.addFile(str(tmp_path / "words.txt"))
+    # The driver's own copies, which on a cluster are on another host.
+    here = SparkFiles.getRootDirectory()
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != here])
+
+    def read():
+        import shipped
+
+        with open(SparkFiles.get("words.txt")) as file:
+            return shipped.value, file.read(), SparkFiles.getRootDirectory()
+
+    ((value, words, there),) = hvkit.spark.run(read, num_proc=1)
+    assert (value, words) == (5, "six")
+    assert there != here
 
 
 def test_an_exception_has_its_own_type_and_ranks_their_variables(spark):
