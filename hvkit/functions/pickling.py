@@ -16,7 +16,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -205,16 +205,43 @@ def _unpicklable(
     parts = {f"argument {number} of {name}": each for number, each in enumerate(args, start=1)}
     parts |= {f"argument {key}= of {name}": each for key, each in kwargs.items()}
     if inspect.isfunction(function):
-        used = inspect.getclosurevars(function)
-        parts |= {
-            f"{each}, which {name} uses,": value
-            for each, value in {**used.globals, **used.nonlocals}.items()
-        }
+        parts |= {f"{each}, which {name} uses,": value for each, value in _used_by(function)}
     for part, value in parts.items():
         if problem := problem_with(value):
             what = f"{part} is a {type(value).__name__}, which cannot be pickled ({problem})"
             return f"{what}: create it inside of {name}, or pass what it is made from"
     return f"{name} cannot be pickled for the ranks ({in_short(error)})"
+
+
+def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The variables that a function uses, by name, without those that have no value yet."""
+    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+        with suppress(ValueError):
+            yield name, cell.cell_contents
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def check_environ(user: str, env: object) -> dict[str, str]:
+    """The environment variables that a caller has passed.
+
+    Raises:
+        TypeError: they are no mapping of texts.
+    """
+    if env is None:
+        return {}
+    if not isinstance(env, Mapping):
+        raise TypeError(
+            f"{user}: env must be a dict of variables, got {env!r}: env={{'NAME': '1'}}"
+        )
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(
+                f"{user}: names and values of env must be str, got {name!r}: {value!r}: write "
+                f"{str(name)!r}: {str(value)!r}"
+            )
+    return dict(env)
 
 
 def problem_with(value: object) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
+from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from traceback import format_exception
 from types import TracebackType
 
@@ -32,7 +33,9 @@ def command_of_rank(
     """
     name = getattr(function, "__name__", "")
     named = [name] if name.isidentifier() else []
-    return [sys.executable, "-P", "-m", module, *named]
+    # Python's own options, such as -O, -W and -X, as multiprocessing passes them on.
+    flags = _args_from_interpreter_flags()
+    return [sys.executable, *flags, "-P", "-m", module, *named]
 
 
 def main() -> None:

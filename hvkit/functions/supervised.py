@@ -44,14 +44,20 @@ def refuse_on_ranks(user: str) -> None:
 
 def begin(module: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start the module's process, which calls ``supervise_below``; both streams are pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(folder), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # Ctrl-C in a terminal, or a notebook's, must reach this process only, which passes it on.
-        process_group=0,
-    )
+    # The process inherits that SIGINT waits, until ``supervise_below`` can handle it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(folder), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C in a terminal, or a notebook's, must reach this process only, which passes it
+            # on.
+            process_group=0,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def supervise_below(folder: Path, parent: int, run: Callable[[], Outcome]) -> None:
@@ -67,6 +73,9 @@ def supervise_below(folder: Path, parent: int, run: Callable[[], Outcome]) -> No
     try:
         if os.getppid() != parent:
             return
+        # Before ``run`` handles Ctrl-C there is nothing to end but this process.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         ends_with_parent(signal.SIGTERM, parent)()
         set_home()
         try:

@@ -216,6 +216,18 @@ def test_more_ranks_than_places_are_refused(spark, monkeypatch):
         hvkit.spark.run(print, num_proc=3)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"args": "abc"}, r"args must be a tuple .*args=\('abc',\)"),
+        ({"env": {"A": 1}}, "must be str, got 'A': 1: write 'A': '1'"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused_with_the_fix(options, text):
+    with pytest.raises(TypeError, match=text):
+        hvkit.spark.run(print, **options)
+
+
 def test_ranks_of_a_host_follow_each_other():
     assert places(["a", "b", "a"]) == [
         RankPlace(rank=0, local_rank=0, local_size=2, cross_rank=0, cross_size=2),
