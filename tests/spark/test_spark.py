@@ -216,6 +216,26 @@ def test_more_ranks_than_places_are_refused(spark, monkeypatch):
         hvkit.spark.run(print, num_proc=3)
 
 
+def test_a_lost_executor_is_named(spark, tmp_path):
+    """The last test with ranks: Spark takes a while to start another executor."""
+
+    def wait(folder):
+        (folder / str(hvkit.rank())).write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def kill():
+        wait_until(lambda: len([each for each in tmp_path.iterdir() if each.read_text()]) == 2)
+        rank = psutil.Process(int((tmp_path / "1").read_text()))
+        next(each for each in rank.parents() if "java" in each.name()).kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(hvkit.RankLostError, match=r"Spark has lost the executor at [\w.]+:\d+"):
+        hvkit.spark.run(wait, (tmp_path,), num_proc=2)
+    thread.join()
+    wait_until(lambda: not list(of_ranks()))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
