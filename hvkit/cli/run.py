@@ -24,7 +24,7 @@ from hvkit.launching.allocation import SAGEMAKER
 from hvkit.launching.launchers import NAMES
 from hvkit.launching.prepare import Request, prepared, shown
 from hvkit.launching.rank_command import with_python
-from hvkit.launching.sagemaker import are_of_a_job, follow, starts_ranks
+from hvkit.launching.sagemaker import are_of_a_job, leave_to_first
 from hvkit.launching.start import start
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger
@@ -122,11 +122,10 @@ def _execute(args: argparse.Namespace) -> int:
     if not command[0]:
         args.refuse(f"{COMMAND_BEGINS}, got ''")
     request = request_of(args, command)
-    if request.system == SAGEMAKER and not args.dry_run and not starts_ranks(request.hosts):
-        follow(request.hosts[0])
-        return 0
     if args.dry_run:
         print(shown(prepared(request, supervised=False)))
+        return 0
+    if leave_to_first(request.system, request.hosts):
         return 0
     return start(request).status
 

@@ -14,6 +14,7 @@
     │   └── tfdata_files        files that a pipeline writes: one for each rank
     ├── keras_pydataset     keras.utils.PyDataset
     ├── parquet             pyarrow.dataset of Parquet files, by row groups
+    │   └── arrow_columns       arrays from columns of lists and tensors
     ├── rank_samples        the arithmetic all of them use: which samples of a step are this
     │                       rank's, seeds, and a loader's position
     └── random_generators   random numbers that begin in the same state on every rank

@@ -2,22 +2,24 @@
 
 A rank's rows follow each other in the files, so that ranks share a row group only where the part of
 one ends and that of the next begins. All parts have the same number of rows.
+
+In each epoch a rank reads its own part, with a seed in another order: of row groups, and of rows
+within them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_count
-from hvkit.data.rank_samples import Share
-
-Batch = dict[str, NDArray[Any]]
+from hvkit.data.arrow_columns import Columns, columns_of
+from hvkit.data.rank_samples import Position, Share
+from hvkit.log import logger
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,18 @@ class _Rows:
     start: int
     stop: int
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
     def table(self, schema: Any, columns: Sequence[str] | None) -> Any:
-        names = None if columns is None else list(columns)
         read = self.fragment.subset(row_group_ids=[self.group])
-        return read.to_table(schema=schema, columns=names).slice(self.start, self.stop - self.start)
+        return read.to_table(schema=schema, columns=columns).slice(self.start, len(self))
 
 
 class ParquetRows:
     """One rank's rows of a ``pyarrow.dataset`` of Parquet files; ``len`` is their number.
+
+    ``state_dict`` and ``load_state_dict`` return and set the position of ``batches``.
 
     Args:
         dataset: the dataset.
@@ -45,49 +51,120 @@ class ParquetRows:
 
     Raises:
         TypeError: its files are no Parquet files.
+        ValueError: it has a filter.
     """
 
     def __init__(self, dataset: Any, share: Share, seed: int | None) -> None:
         self._schema = dataset.schema
         self._seed = seed
+        self._share = share
+        self._position = Position()
         groups = list(_row_groups(dataset))
         self.facts = _facts(dataset, groups)
         total = sum(each.stop for each in groups)
         self._parts = list(_cut(groups, *_range_of(share, total), total))
 
     def __len__(self) -> int:
-        return sum(each.stop - each.start for each in self._parts)
+        return sum(map(len, self._parts))
 
     def to_table(self, columns: Sequence[str] | None = None) -> Any:
         """All of these rows in memory, as a ``pyarrow.Table``.
 
         Args:
             columns: the columns to read; None for all.
+
+        Raises:
+            TypeError, ValueError: ``columns`` is no list of columns of the files.
         """
         import pyarrow
 
-        tables = [each.table(self._schema, columns) for each in self._parts]
-        if not tables:
-            empty = self._schema.empty_table()
-            return empty if columns is None else empty.select(list(columns))
-        return pyarrow.concat_tables(tables)
+        names = _checked(columns, self._schema)
+        if not self._parts:
+            empty = pyarrow.Table.from_batches([], self._schema)
+            return empty if names is None else empty.select(names)
+        return pyarrow.concat_tables([each.table(self._schema, names) for each in self._parts])
 
-    def to_numpy(self, columns: Sequence[str] | None = None) -> Batch:
-        """All of these rows in memory, as arrays of shape (n, ...) by column."""
-        return _arrays(self.to_table(columns))
+    def to_numpy(self, columns: Sequence[str] | None = None) -> Columns:
+        """All of these rows in memory, as arrays of shape (n, ...) by column.
+
+        Raises:
+            TypeError, ValueError: as ``to_table``; a column has lists of different lengths, or
+                nulls among integers, booleans or lists.
+        """
+        return columns_of(self.to_table(columns))
 
     def batches(self, batch_size: int, columns: Sequence[str] | None = None) -> ParquetBatches:
         """These rows in batches, of which a row group at a time is in memory.
 
-        Without a ``seed`` of ``hvkit.shard`` they come in the order of the files; with one, each
-        epoch has another order of row groups, and of rows within them.
+        Each iteration over batches of these rows is a new epoch. Without a ``seed`` of
+        ``hvkit.shard`` they come in the order of the files; with one, each epoch has another order
+        of row groups, and of rows within them.
 
         Args:
             batch_size: rows of a batch; the last one of an epoch may have fewer.
             columns: the columns to read; None for all.
+
+        Raises:
+            TypeError, ValueError: as ``to_table``; the iteration as ``to_numpy``.
         """
         size = check_count("batch_size", batch_size)
-        return ParquetBatches(self._parts, self._schema, size, columns, self._seed)
+        return ParquetBatches(self, size, _checked(columns, self._schema))
+
+    def end_epoch(self) -> None:
+        """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
+        self._position.end_if_left()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: epochs done, and rows of this epoch that all ranks have read."""
+        return self._position.save() | {"ranks": self._share.size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position: the next iteration is the rest of its epoch.
+
+        Another number of ranks has other parts of the rows. In the middle of an epoch each then
+        leaves out as many of its rows as if these ranks had begun the epoch.
+
+        Raises:
+            ValueError: ``state_dict`` did not return it.
+        """
+        self._position.load(state)
+        ranks = state.get("ranks")
+        if self._position.samples and ranks != self._share.size:
+            logger.warning(
+                "the rows of Parquet files were divided among %s ranks before, and now among %d: "
+                "this epoch reads some rows twice and others not, the next one all",
+                *(ranks, self._share.size),
+            )
+
+    def _epoch(self, iteration: object, size: int, names: list[str] | None) -> Iterator[Columns]:
+        """The batches of the rest of this epoch."""
+        numbers = None
+        if self._seed is not None:
+            numbers = np.random.default_rng([self._seed, self._position.epoch])
+        order = (
+            range(len(self._parts)) if numbers is None else numbers.permutation(len(self._parts))
+        )
+        left_out = self._position.samples // self._share.size
+        rest: Columns | None = None
+        for part in (self._parts[each] for each in order):
+            chosen = slice(None) if numbers is None else numbers.permutation(len(part))
+            if left_out >= len(part):
+                left_out -= len(part)
+                continue
+            read = columns_of(part.table(self._schema, names))
+            rows = {name: array[chosen][left_out:] for name, array in read.items()}
+            count, left_out = len(part) - left_out, 0
+            if rest is not None:
+                count += len(next(iter(rest.values())))
+                rows = {name: _joined(name, rest[name], array) for name, array in rows.items()}
+            whole = count // size * size
+            for start in range(0, whole, size):
+                self._position.advance(iteration, size * self._share.size)
+                yield {name: array[start : start + size].copy() for name, array in rows.items()}
+            rest = {name: array[whole:] for name, array in rows.items()} if whole < count else None
+        if rest is not None:
+            self._position.advance(iteration, count % size * self._share.size)
+            yield rest
 
 
 class ParquetBatches:
@@ -97,47 +174,23 @@ class ParquetBatches:
     a second dimension.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[_Rows],
-        schema: Any,
-        batch_size: int,
-        columns: Sequence[str] | None,
-        seed: int | None,
-    ) -> None:
-        self._parts = parts
-        self._schema = schema
+    def __init__(self, rows: ParquetRows, batch_size: int, columns: list[str] | None) -> None:
+        self._rows = rows
         self._size = batch_size
         self._columns = columns
-        self._seed = seed
-        self._epoch = 0
 
     def __len__(self) -> int:
-        return -(-sum(each.stop - each.start for each in self._parts) // self._size)
+        return -(-len(self._rows) // self._size)
 
-    def __iter__(self) -> Iterator[Batch]:
-        import pyarrow
-
-        numbers = None
-        if self._seed is not None:
-            numbers = np.random.default_rng([self._seed, self._epoch])
-        self._epoch += 1
-        order = list(self._parts)
-        if numbers is not None:
-            order = [order[each] for each in numbers.permutation(len(order))]
-        rest = None
-        for part in order:
-            table = part.table(self._schema, self._columns)
-            if numbers is not None:
-                table = table.take(numbers.permutation(table.num_rows))
-            if rest is not None:
-                table = pyarrow.concat_tables([rest, table])
-            whole = table.num_rows // self._size * self._size
-            for start in range(0, whole, self._size):
-                yield _arrays(table.slice(start, self._size))
-            rest = table.slice(whole)
-        if rest is not None and rest.num_rows:
-            yield _arrays(rest)
+    def __iter__(self) -> Iterator[Columns]:
+        position = self._rows._position
+        iteration = position.begin()
+        try:
+            yield from self._rows._epoch(iteration, self._size, self._columns)
+        except GeneratorExit:
+            position.leave(iteration)
+            raise
+        position.end(iteration)
 
 
 def is_dataset(data: Any) -> bool:
@@ -149,7 +202,16 @@ def is_dataset(data: Any) -> bool:
 
 def _row_groups(dataset: Any) -> Iterator[_Rows]:
     """All row groups of the files, in order."""
-    for fragment in dataset.get_fragments():
+    try:
+        fragments = iter(dataset.get_fragments())
+    except ValueError as problem:
+        raise ValueError(
+            "hvkit.shard divides Parquet files by their row groups, and this dataset has a filter "
+            "or columns of its own: write what it selects to files, "
+            "pyarrow.dataset.write_dataset(dataset, folder, format='parquet'), and pass these; "
+            "choose columns with columns= of batches(), to_numpy() or to_table()"
+        ) from problem
+    for fragment in fragments:
         if not hasattr(fragment, "row_groups"):
             raise TypeError(
                 f"hvkit.shard takes datasets of Parquet files, got {type(fragment).__name__}: "
@@ -192,21 +254,32 @@ def _cut(groups: Sequence[_Rows], start: int, stop: int, total: int) -> Iterator
             at += each.stop
 
 
-def _arrays(table: Any) -> Batch:
-    return {name: _array(name, table.column(name)) for name in table.column_names}
+def _checked(columns: Sequence[str] | None, schema: Any) -> list[str] | None:
+    """The names of columns.
 
-
-def _array(name: str, column: Any) -> NDArray[Any]:
-    import pyarrow.compute
-
-    kind = column.type
-    if not (pyarrow.types.is_list(kind) or pyarrow.types.is_fixed_size_list(kind)):
-        return np.array(column.to_numpy())  # a copy that can be written to
-    lengths = set(pyarrow.compute.list_value_length(column).to_pylist())
-    if len(lengths) > 1:
-        raise ValueError(
-            f"the lists of column {name!r} have different lengths ({', '.join(map(str, lengths))}):"
-            " pad them to one, or leave the column out with columns="
+    Raises:
+        TypeError, ValueError: these are none.
+    """
+    if columns is None:
+        return None
+    if isinstance(columns, str) or not all(isinstance(each, str) for each in columns):
+        raise TypeError(
+            f"columns must be a list of names, got {columns!r}: such as columns={schema.names[:2]}"
         )
-    values = pyarrow.compute.list_flatten(column).to_numpy()
-    return np.array(values).reshape(len(column), *lengths)
+    for name in columns:
+        if name not in schema.names:
+            has = ", ".join(schema.names)
+            raise ValueError(f"columns: the files have no column {name!r}, they have {has}")
+    if not columns:
+        raise ValueError("columns must name at least one column, got none")
+    return list(columns)
+
+
+def _joined(name: str, first: Any, second: Any) -> Any:
+    if first.shape[1:] != second.shape[1:]:
+        raise ValueError(
+            f"the lists of column {name!r} have the shape {first.shape[1:]} in one row group and "
+            f"{second.shape[1:]} in another: pad them to one length, or leave the column out with "
+            "columns="
+        )
+    return np.concatenate([first, second])

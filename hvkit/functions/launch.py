@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from hvkit.argument_checks import check_count, check_path
@@ -13,11 +15,13 @@ from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.run import add_to, request_of
 from hvkit.errors import UsageError
 from hvkit.functions import starter
-from hvkit.functions.pickling import call_folder, check_function
+from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
 from hvkit.functions.streams import follow
 from hvkit.functions.supervised import begin, error_of, outcome_of, refuse_on_ranks, results_of
 from hvkit.launching.prepare import Request
+from hvkit.launching.sagemaker import leave_to_first
+from hvkit.log import logger
 
 R = TypeVar("R")
 
@@ -30,6 +34,7 @@ def launch(
     hosts: str | Sequence[str] | None = None,
     hostfile: str | os.PathLike[str] | None = None,
     options: str | Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[R]:
     """Run a function on several ranks, and return what it returns on each.
@@ -52,6 +57,7 @@ def launch(
         hostfile: a file of hosts, as ``--hostfile``.
         options: further options of ``hvkit run``: ``"--max-restarts 3 --prefix"``, or a list of
             words.
+        env: environment variables of the ranks, besides those of this process.
         **kwargs: named arguments of the function. For one with a name of those above, pass
             ``functools.partial(function, np=...)``.
 
@@ -65,10 +71,22 @@ def launch(
         RankLostError: a rank was killed, or has ended without returning.
         LaunchError: the ranks cannot be started; this process is a rank itself.
         HostfileError: the hosts are malformed.
+        SystemExit: SageMaker has started this script on another host than the first of its job,
+            which starts the ranks, and that host has ended.
     """
     check_function("hvkit.launch", function, "hvkit.launch(train, np=2)")
     refuse_on_ranks("hvkit.launch")
-    request = _request(function, np, hosts, hostfile, options)
+    try:
+        request = _request(function, np, hosts, hostfile, options)
+    except UsageError as problem:
+        if np is None and "num_proc" in kwargs:
+            problem.add_note("num_proc= goes to the function; the number of ranks is np=")
+        raise
+    variables = {**request.variables, **check_environ("hvkit.launch", env)}
+    request = replace(request, variables=variables)
+    if leave_to_first(request.system, request.hosts):
+        logger.info("%s has ended, and with it the ranks: this script ends", request.hosts[0].name)
+        raise SystemExit(0)
     with call_folder(function, args, kwargs) as folder:
         starter.request_in(folder).write_bytes(pickle.dumps(request))
         process = begin(starter.__name__, folder)
@@ -83,8 +101,17 @@ class _Options(CommandParser):
     """The parser of ``hvkit run``'s options; wrong ones raise."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ``UsageError``."""
+        """Raise ``UsageError``, with the number of ranks as this call has it."""
+        message = re.sub(r"(?<!\S)-np(?: (?=\d)| is)", _as_argument, message)
         raise UsageError(f"hvkit.launch: {message}")
+
+    def print_help(self, file: object = None) -> NoReturn:
+        """Raise ``UsageError``: this is no command, whose help would end the process."""
+        self.error("options has --help: `hvkit run --help` lists the options")
+
+
+def _as_argument(found: re.Match[str]) -> str:
+    return "np is" if found[0].endswith("is") else "np="
 
 
 def _request(
@@ -95,15 +122,28 @@ def _request(
     options: str | Sequence[str],
 ) -> Request:
     """The request that ``hvkit run`` would make of these."""
-    words = shlex.split(options) if isinstance(options, str) else [*options]
+    try:
+        words = shlex.split(options) if isinstance(options, str) else [*options]
+    except ValueError as problem:
+        raise UsageError(
+            f"hvkit.launch: options={options!r} cannot be divided into words ({problem}): close "
+            "the quote, or pass a list of words"
+        ) from problem
+    parser: CommandParser = _Options(prog="hvkit.launch")
+    add_to(parser.add_subparsers())
+    given = parser.parse_args(["run", *words])
+    for name, value in (("np", np), ("hosts", hosts), ("hostfile", hostfile)):
+        if value is not None and getattr(given, name) is not None:
+            raise UsageError(
+                f"hvkit.launch: {name}={value!r} and options={options!r} both say it: leave it out "
+                "of options"
+            )
     if np is not None:
         words += ["-np", str(check_count("np", np))]
     if hosts is not None:
         words += ["-H", hosts if isinstance(hosts, str) else ",".join(hosts)]
     if hostfile is not None:
         words += ["--hostfile", str(check_path("hostfile", hostfile, 'hostfile="hosts"'))]
-    parser: CommandParser = _Options(prog="hvkit.launch")
-    add_to(parser.add_subparsers())
     args = parser.parse_args(["run", *words])
     if args.command or args.dry_run:
         wrong = "--dry-run" if args.dry_run else args.command[0]

@@ -6,14 +6,17 @@ value or the exception itself.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
+import shutil
 import socket
+import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any, BinaryIO
 
 from hvkit.errors import HvkitError
@@ -41,7 +44,7 @@ def save_result(path: Path, value: object) -> None:
         ) from None
 
 
-def save_error(path: Path, rank: int, error: Exception) -> None:
+def save_error(path: Path, rank: int, error: BaseException) -> None:
     """Save what the function has raised, with its traceback."""
     lines = traceback.format_exception(type(error), error, from_function(error.__traceback__))
     with written(path) as file:
@@ -49,51 +52,144 @@ def save_error(path: Path, rank: int, error: Exception) -> None:
         file.write(picklable(error))
 
 
-def error_in(file: BinaryIO) -> Exception | None:
+def error_in(file: BinaryIO) -> BaseException | None:
     """What a rank's function has raised, with the rank's traceback as a note; None for nothing."""
     note = pickle.load(file)
     if note is None:
         return None
     try:
-        error: Exception = pickle.load(file)
+        error: BaseException = pickle.load(file)
     except Exception as problem:  # such as one whose module is on the ranks only
         error = HvkitError(f"a rank has raised what cannot be unpickled here: {in_short(problem)}")
     error.add_note(note.rstrip("\n"))
     return error
 
 
-def result_in(file: BinaryIO, rank: int) -> Any:
-    """What a rank's function has returned, if ``error_in`` finds no error.
+def results_in(paths: Sequence[Path]) -> list[Any]:
+    """What ranks have returned, if ``error_in`` finds no error.
+
+    Args:
+        paths: the file of each rank.
 
     Raises:
-        HvkitError: it cannot be unpickled here.
+        HvkitError: a result cannot be unpickled here. The results are kept in a folder, which the
+            message names.
     """
-    pickle.load(file)
-    try:
-        return pickle.load(file)
-    except Exception as problem:
-        raise HvkitError(
-            f"what rank {rank} returned cannot be unpickled here ({in_short(problem)}): return "
-            "plain values, arrays, or a model's state_dict()"
-        ) from problem
+    results = []
+    for rank, path in enumerate(paths):
+        with path.open("rb") as file:
+            pickle.load(file)
+            try:
+                results.append(pickle.load(file))
+            except Exception as problem:
+                kept = _kept(paths)
+                raise HvkitError(
+                    f"what rank {rank} returned cannot be unpickled here ({in_short(problem)}): "
+                    "return plain values, arrays, or a model's state_dict(). The results are kept: "
+                    "in a process that has what they need, "
+                    f"pickle.load(open('{kept}/rank-{rank}.pickle', 'rb'))"
+                ) from problem
+    return results
 
 
-def picklable(error: Exception) -> bytes:
-    """The exception as a pickle that gives the same class and text; without its frames.
+def _kept(paths: Sequence[Path]) -> Path:
+    """A folder of this user's with what each rank has returned."""
+    folder = Path(tempfile.mkdtemp(prefix="hvkit-results-"))
+    for rank, path in enumerate(paths):
+        with path.open("rb") as file, (folder / f"rank-{rank}.pickle").open("wb") as kept:
+            pickle.load(file)
+            shutil.copyfileobj(file, kept)
+    return folder
 
-    Many exceptions have an ``__init__`` that does not accept their ``args``. They are made without
-    it. One that no way restores becomes a ``HvkitError`` with its name and text.
+
+def picklable(error: BaseException) -> bytes:
+    """The exception as a pickle that gives the same class, text and attributes; without its frames.
+
+    So do its causes and contexts, and the exceptions of a group. Attributes that cannot be pickled
+    are left out. One that no way restores becomes a ``HvkitError`` with its name and text.
     """
-    ways = ((_made, (type(error), error.args, vars(error))), (_same, (error,)))
-    for way, arguments in ways:
+    for chained in (True, False):
         try:
-            pickled = _pickled(_Reduced(way, arguments))
-            restored = pickle.loads(pickled)
+            file = io.BytesIO()
+            _ErrorPickler(file, chained).dump(error)
+            restored = pickle.loads(file.getvalue())
             if type(restored) is type(error) and str(restored) == str(error):
-                return pickled
+                return file.getvalue()
         except Exception:  # an exception may hold anything, and its class do anything
             continue
-    return _pickled(HvkitError(in_short(error)))
+    file = io.BytesIO()
+    pickling.dump(HvkitError(in_short(error)), file)
+    return file.getvalue()
+
+
+class _ErrorPickler(pickling.Pickler):
+    """Pickles exceptions with what Python leaves out: attributes in slots, cause and context.
+
+    Many exceptions have an ``__init__`` that does not accept their ``args``. They are made without
+    it, unless their class says itself how it is pickled.
+
+    Args:
+        file: to write to.
+        chained: whether to send causes and contexts.
+    """
+
+    def __init__(self, file: BinaryIO, chained: bool) -> None:
+        super().__init__(file)
+        self._chained = chained
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is pickled."""
+        if not isinstance(obj, BaseException):
+            return super().reducer_override(obj)
+        state = {name: getattr(obj, name) for name in _CHAIN} if self._chained else {}
+        if not _says_how(type(obj)):
+            own = {**vars(obj), **dict(_in_slots(obj))}
+            state = {name: value for name, value in own.items() if _can_travel(value)} | state
+            return _made, (type(obj), obj.args), state, None, None, _complete
+        how: Any = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if len(how) > 2 and how[2] is not None:  # a state, which may be for its own __setstate__
+            return how
+        return *how[:2], state, None, None, _complete
+
+
+_CHAIN = ("__cause__", "__context__", "__suppress_context__")
+_HOW = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
+
+
+def _says_how(kind: type[BaseException]) -> bool:
+    """Whether a class of Python code, not of Python itself, defines how it is pickled."""
+    return any(
+        isinstance(vars(each).get(name), FunctionType) for each in kind.__mro__ for name in _HOW
+    )
+
+
+def _in_slots(error: BaseException) -> Iterator[tuple[str, object]]:
+    """The attributes that are not in its ``__dict__``, such as the name of an ``ImportError``."""
+    for kind in type(error).__mro__:
+        if kind in (BaseException, object):
+            continue
+        for name, each in vars(kind).items():
+            if isinstance(each, MemberDescriptorType | GetSetDescriptorType):
+                with contextlib.suppress(AttributeError):  # unset
+                    yield name, getattr(error, name)
+
+
+def _can_travel(value: object) -> bool:
+    return isinstance(value, BaseException) or not pickling.problem_with(value)
+
+
+def _made(kind: type[BaseException], args: tuple[object, ...]) -> BaseException:
+    error: BaseException = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
+def _complete(error: BaseException, state: Mapping[str, object]) -> None:
+    for name, value in state.items():
+        # What __new__ has set may have no other way in, and a None that is set may be shown.
+        with contextlib.suppress(AttributeError, TypeError):
+            if getattr(error, name, None) is not value:
+                setattr(error, name, value)
 
 
 def from_function(trace: TracebackType | None) -> TracebackType | None:
@@ -104,34 +200,8 @@ def from_function(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_above(file: str) -> bool:
-    return os.path.dirname(file) == _HERE or file == "<frozen runpy>"
+    return os.path.dirname(file) in _HERE or file == "<frozen runpy>"
 
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-
-
-class _Reduced:
-    """Pickles as a call."""
-
-    def __init__(self, function: Any, arguments: Sequence[object]) -> None:
-        self._reduced = function, tuple(arguments)
-
-    def __reduce__(self) -> Any:
-        return self._reduced
-
-
-def _made(kind: type[Exception], args: tuple[object, ...], state: dict[str, Any]) -> Exception:
-    error: Exception = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(state)
-    return error
-
-
-def _same(error: Exception) -> Exception:
-    return error
-
-
-def _pickled(value: object) -> bytes:
-    file = io.BytesIO()
-    pickling.dump(value, file)
-    return file.getvalue()
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_HERE = tuple(os.path.join(_PACKAGE, each) for each in ("functions", "spark"))

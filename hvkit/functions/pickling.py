@@ -12,15 +12,19 @@ import io
 import os
 import pickle
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, BinaryIO
 
+from hvkit.functions import keras_objects
 from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
+from hvkit.functions.host_arrays import host_copy
 from hvkit.host.call_folder import PREFIX, call_in
 from hvkit.wording import in_short
 
@@ -32,15 +36,21 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
+# Where in the file of a call the names of ``__main__`` begin.
+_PLACE = struct.Struct("!Q")
+_OF_CHILDREN = "hvkit.functions.children"
+
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, which names cells as notebooks do, and copies tensors from GPUs to the host.
+    """cloudpickle's, which names cells as notebooks do, and sends tensors as they are on the host.
 
-    A tensor that was pickled on a GPU would be restored there: it would take a GPU of the process
-    that has started the ranks, or fail where there is none.
+    Attributes:
+        of_main: by name, what it has pickled by value that ``__main__`` defines.
     """
 
     def __init__(self, file: BinaryIO) -> None:
+        self.of_main: dict[str, object] = {}
+        self._main = vars(sys.modules["__main__"])
         self._cells = cell_names()
         self.dispatch_table = cloudpickle.Pickler.dispatch_table.new_child()
         self.dispatch_table[CodeType] = self._reduced_code
@@ -48,13 +58,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled; ``NotImplemented`` for the usual way."""
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type == "cuda":
-            parameter = isinstance(obj, torch.nn.Parameter)
-            copy = obj.detach().cpu().requires_grad_(obj.requires_grad)
-            if parameter:
-                copy = torch.nn.Parameter(copy, obj.requires_grad)
+        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
+            name = obj.__qualname__
+            if self._main.get(name) is obj:
+                self.of_main[name] = obj
+        if (copy := host_copy(obj)) is not None:
             return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if keras_objects.is_saveable(obj):
+            return keras_objects.reduced(obj)
         return super().reducer_override(obj)
 
     def _reduced_code(self, code: CodeType) -> Any:
@@ -111,12 +122,25 @@ def write_call(
     Raises:
         TypeError: the function or an argument cannot be pickled; the message names it.
     """
-    caller = {"path": sys.path, "folder": os.getcwd(), "argv": sys.argv, "cells": lines_of_cells()}
+    caller = {
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "argv": sys.argv,
+        "cells": lines_of_cells(),
+        "main": getattr(sys.modules["__main__"], "__file__", None),
+    }
+    file.write(bytes(_PLACE.size))
     pickle.dump(caller, file)
+    pickler = Pickler(file)
     try:
-        dump((function, tuple(args), dict(kwargs)), file)
+        pickler.dump((function, tuple(args), dict(kwargs)))
     except Exception as error:
         raise TypeError(_unpicklable(function, args, kwargs, error)) from error
+    pickler.dump(pickler.of_main)  # by the same one: the objects of the call, and no copies
+    place = file.tell()
+    dump(pickler.of_main, file)
+    file.seek(0)
+    file.write(_PLACE.pack(place))
 
 
 def read_call(
@@ -127,21 +151,47 @@ def read_call(
     Raises:
         Exception: what unpickling has raised, with a note.
     """
-    caller = pickle.load(file)
-    here = caller["folder"]
-    sys.argv[:] = caller["argv"]
-    sys.path[:] = dict.fromkeys([*(each or here for each in caller["path"]), *sys.path])
-    add_lines(caller["cells"])
+    caller, _ = _prepare(file)
     try:
         call: tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
-        call = pickle.load(file)
+        unpickler = pickle.Unpickler(file)
+        call = unpickler.load()
     except Exception as error:
         error.add_note(
             "The function and its arguments could not be unpickled on this rank. What they take "
             "from modules is imported: the modules must exist on every host."
         )
         raise
+    # In place of the module that this process runs: what pickles by name, such as torch.save and
+    # processes that the function starts, looks for the caller's classes there.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__spec__ = ModuleSpec(_OF_CHILDREN, None)
+    if caller["main"] is not None:
+        main.__file__ = os.path.join(caller["folder"], caller["main"])
+    vars(main).update(unpickler.load())
     return call
+
+
+def read_main(file: BinaryIO) -> dict[str, object]:
+    """What the caller's ``__main__`` defines and the call uses, in a process that a rank starts."""
+    _, place = _prepare(file)
+    file.seek(place)
+    names: dict[str, object] = pickle.load(file)
+    return names
+
+
+def _prepare(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Let this process find the caller's modules; what is known of the caller, and a place.
+
+    The place is that in the file at which ``__main__``'s names begin.
+    """
+    (place,) = _PLACE.unpack(file.read(_PLACE.size))
+    caller = pickle.load(file)
+    here = caller["folder"]
+    sys.argv[:] = caller["argv"]
+    sys.path[:] = dict.fromkeys([*(each or here for each in caller["path"]), *sys.path])
+    add_lines(caller["cells"])
+    return caller, place
 
 
 def _unpicklable(
@@ -155,16 +205,43 @@ def _unpicklable(
     parts = {f"argument {number} of {name}": each for number, each in enumerate(args, start=1)}
     parts |= {f"argument {key}= of {name}": each for key, each in kwargs.items()}
     if inspect.isfunction(function):
-        used = inspect.getclosurevars(function)
-        parts |= {
-            f"{each}, which {name} uses,": value
-            for each, value in {**used.globals, **used.nonlocals}.items()
-        }
+        parts |= {f"{each}, which {name} uses,": value for each, value in _used_by(function)}
     for part, value in parts.items():
         if problem := problem_with(value):
             what = f"{part} is a {type(value).__name__}, which cannot be pickled ({problem})"
             return f"{what}: create it inside of {name}, or pass what it is made from"
     return f"{name} cannot be pickled for the ranks ({in_short(error)})"
+
+
+def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The variables that a function uses, by name, without those that have no value yet."""
+    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+        with suppress(ValueError):
+            yield name, cell.cell_contents
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def check_environ(user: str, env: object) -> dict[str, str]:
+    """The environment variables that a caller has passed.
+
+    Raises:
+        TypeError: they are no mapping of texts.
+    """
+    if env is None:
+        return {}
+    if not isinstance(env, Mapping):
+        raise TypeError(
+            f"{user}: env must be a dict of variables, got {env!r}: env={{'NAME': '1'}}"
+        )
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(
+                f"{user}: names and values of env must be str, got {name!r}: {value!r}: write "
+                f"{str(name)!r}: {str(value)!r}"
+            )
+    return dict(env)
 
 
 def problem_with(value: object) -> str:

@@ -10,20 +10,32 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
+from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from traceback import format_exception
 from types import TracebackType
 
+from hvkit.errors import RankLostError
 from hvkit.functions.outcomes import from_function, save_error, save_result
 from hvkit.functions.pickling import read_call
 from hvkit.host import call_folder
 from hvkit.host.launcher_variables import place
 
 
-def command_of_rank(function: Callable[..., object]) -> list[str]:
-    """The command of each rank; the function's name is there for ``hvkit top``."""
+def command_of_rank(
+    function: Callable[..., object], module: str = "hvkit.functions.rank"
+) -> list[str]:
+    """The command of each rank; the function's name is there for ``hvkit top``.
+
+    Args:
+        function: the function.
+        module: whose ``main`` calls that of this one.
+    """
     name = getattr(function, "__name__", "")
     named = [name] if name.isidentifier() else []
-    return [sys.executable, "-P", "-m", "hvkit.functions.rank", *named]
+    # Python's own options, such as -O, -W and -X, as multiprocessing passes them on.
+    flags = _args_from_interpreter_flags()
+    return [sys.executable, *flags, "-P", "-m", module, *named]
 
 
 def main() -> None:
@@ -36,12 +48,17 @@ def main() -> None:
         with call_folder.call_in(folder).open("rb") as file:
             function, args, kwargs = read_call(file)
         save_result(outcome, function(*args, **kwargs))
-    except Exception as error:
-        save_error(outcome, here.rank, error)
-        raise
     except SystemExit as end:
         if end.code in (None, 0):  # a script that ends so has ended well
             save_result(outcome, None)
+        elif isinstance(end.code, str):
+            text = f"rank {here.rank} on {gethostname()} ended by sys.exit: {end.code}"
+            save_error(outcome, here.rank, RankLostError(text))
+        raise
+    except KeyboardInterrupt:  # Ctrl-C there is Ctrl-C here, and of the ranks none failed first
+        raise
+    except BaseException as error:
+        save_error(outcome, here.rank, error)
         raise
 
 

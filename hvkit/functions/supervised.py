@@ -17,7 +17,7 @@ from typing import Any
 
 from hvkit.cli import set_home
 from hvkit.errors import HvkitError, LaunchError, RankLostError
-from hvkit.functions.outcomes import error_in, picklable, result_in
+from hvkit.functions.outcomes import error_in, picklable, results_in
 from hvkit.host.call_folder import outcome_in, written
 from hvkit.host.launcher_variables import launched
 from hvkit.launching.supervision.processes import ends_with_parent
@@ -44,14 +44,20 @@ def refuse_on_ranks(user: str) -> None:
 
 def begin(module: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start the module's process, which calls ``supervise_below``; both streams are pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(folder), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # Ctrl-C in a terminal, or a notebook's, must reach this process only, which passes it on.
-        process_group=0,
-    )
+    # The process inherits that SIGINT waits, until ``supervise_below`` can handle it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(folder), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C in a terminal, or a notebook's, must reach this process only, which passes it
+            # on.
+            process_group=0,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def supervise_below(folder: Path, parent: int, run: Callable[[], Outcome]) -> None:
@@ -67,6 +73,9 @@ def supervise_below(folder: Path, parent: int, run: Callable[[], Outcome]) -> No
     try:
         if os.getppid() != parent:
             return
+        # Before ``run`` handles Ctrl-C there is nothing to end but this process.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         ends_with_parent(signal.SIGTERM, parent)()
         set_home()
         try:
@@ -101,7 +110,7 @@ def outcome_of(process: subprocess.Popen[bytes], folder: Path) -> Outcome:
     return outcome
 
 
-def error_of(folder: Path, ended: Outcome) -> Exception | None:
+def error_of(folder: Path, ended: Outcome) -> BaseException | None:
     """Why there are no results: what the first failed rank has raised, or how it has ended."""
     if ended.status and (error := raised_by_first(folder, ended)) is not None:
         return error
@@ -118,7 +127,7 @@ def error_of(folder: Path, ended: Outcome) -> Exception | None:
     return None
 
 
-def raised_by_first(folder: Path, ended: Outcome) -> Exception | None:
+def raised_by_first(folder: Path, ended: Outcome) -> BaseException | None:
     """What the function has raised on the rank that failed first; None if it was not that."""
     if ended.rank is None or not outcome_in(folder, ended.rank).exists():
         return None
@@ -130,13 +139,9 @@ def results_of(folder: Path, ended: Outcome) -> list[Any]:
     """By rank, what the function has returned, if ``error_of`` finds no error.
 
     Raises:
-        HvkitError: a result cannot be unpickled here.
+        HvkitError: a result cannot be unpickled here; the message says where all are kept.
     """
-    results = []
-    for rank in range(ended.size):
-        with outcome_in(folder, rank).open("rb") as file:
-            results.append(result_in(file, rank))
-    return results
+    return results_in([outcome_in(folder, rank) for rank in range(ended.size)])
 
 
 def _ended_in(folder: Path) -> Path:

@@ -1,8 +1,8 @@
 """Training jobs of Amazon SageMaker, which starts the same command on every host of a job.
 
-So ``hvkit run`` runs on every host. On the first it starts the ranks, as soon as it can log in to
-the others. On each other host it only waits until the first host's container has ended: SageMaker
-stops a container when its command ends.
+So ``hvkit run``, or a script with ``hvkit.launch``, runs on every host. On the first it starts the
+ranks, as soon as it can log in to the others. On each other host it only waits until the first
+host's container has ended: SageMaker stops a container when its command ends.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from hvkit.errors import LaunchError
-from hvkit.launching.allocation import sagemaker_job, sagemaker_resources
+from hvkit.launching.allocation import SAGEMAKER, sagemaker_job, sagemaker_resources
 from hvkit.launching.hosts import Host
 from hvkit.launching.ssh import explain_ssh, run_on_hosts, ssh_command
 from hvkit.log import logger
@@ -62,6 +62,25 @@ def starts_ranks(hosts: Sequence[Host]) -> bool:
             "hosts with a hostfile or -H instead"
         )
     return here == hosts[0].name
+
+
+def leave_to_first(system: str | None, hosts: Sequence[Host]) -> bool:
+    """If another host of a SageMaker job starts the ranks, wait until it has ended.
+
+    Args:
+        system: the batch system of the hosts, as in ``Allocation``.
+        hosts: those that get ranks.
+
+    Returns:
+        Whether that was so, and this host must start none.
+
+    Raises:
+        LaunchError: as ``starts_ranks`` and ``follow``.
+    """
+    if system != SAGEMAKER or starts_ranks(hosts):
+        return False
+    follow(hosts[0])
+    return True
 
 
 def wait_for_hosts(hosts: Sequence[Host]) -> None:

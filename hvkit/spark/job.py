@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvkit.argument_checks import check_count
-from hvkit.errors import LaunchError
-from hvkit.functions.pickling import call_folder, check_function
+from hvkit.errors import LaunchError, RankLostError
+from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
 from hvkit.functions.streams import follow
 from hvkit.functions.supervised import (
@@ -79,11 +79,17 @@ def run(
         Exception: what the function has raised on the rank that failed first; a note has the
             traceback of that rank.
         TypeError: the function, an argument or a result cannot be pickled.
-        RankLostError: a rank was killed, or has ended without returning.
+        RankLostError: a rank was killed, or has ended without returning; an executor is lost.
         LaunchError: there is no session with enough executors; the job has failed or was cancelled;
             this process is a rank itself.
     """
     check_function("hvkit.spark.run", function, "hvkit.spark.run(train, num_proc=2)")
+    environ = check_environ("hvkit.spark.run", env)
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise TypeError(
+            f"hvkit.spark.run: args must be a tuple of the function's arguments, got {args!r}: "
+            f"args=({args!r},)"
+        )
     refuse_on_ranks("hvkit.spark.run")
     context = _context()
     size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)
@@ -101,7 +107,7 @@ def run(
         process = begin(starter.__name__, folder)
         job = _Job(context, folder, process, wanted)
         try:
-            job.start(command_of_rank(function)[1:], dict(env or {}))
+            job.start(command_of_rank(function, "hvkit.spark.rank")[1:], environ)
             follow(process)
         finally:
             job.end()
@@ -110,6 +116,11 @@ def run(
         if error is None:
             return results_of(folder, ended)
         if job.problem is not None and raised_by_first(folder, ended) is None:
+            if lost := job.lost_executors():
+                raise RankLostError(
+                    f"Spark has lost the executor at {' and at '.join(lost)}, with the ranks "
+                    f"there: Spark's log has the reason ({job.reason(ended.reason)})"
+                ) from job.problem
             raise LaunchError(f"the Spark job has failed: {job.reason(ended.reason)}") from (
                 job.problem
             )
@@ -134,6 +145,7 @@ class _Job:
         self._description = f"{wanted.command} on {counted(wanted.size, 'rank')}"
         self._group = f"hvkit-{secrets.token_hex(8)}"
         self._thread: Any = None
+        self._executors = _executors(context)
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start the thread; its tasks begin as soon as the supervisor listens."""
@@ -151,6 +163,10 @@ class _Job:
         if self._thread.is_alive():
             self._context.cancelJobGroup(self._group)
             self._thread.join(_JOB_ENDS)
+
+    def lost_executors(self) -> list[str]:
+        """The addresses of the executors that were there at the beginning, and are not now."""
+        return sorted(self._executors - _executors(self._context))
 
     def reason(self, of_supervisor: str) -> str:
         """Why it has failed, in a line."""
@@ -203,6 +219,11 @@ def _context() -> Any:
             "this SparkSession is one of Spark Connect, whose clients cannot start barrier tasks "
             "that reach them: run in the driver, such as a cluster's own notebook or spark-submit"
         ) from problem
+
+
+def _executors(context: Any) -> set[str]:
+    """The addresses of the driver's and the executors' storage."""
+    return set(context._jsc.sc().getExecutorMemoryStatus().keySet().mkString(" ").split())
 
 
 def _await_executors(context: Any, size: int) -> None:

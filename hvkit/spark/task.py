@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.network import interface_of
+from hvkit.spark.rank import FILES
 from hvkit.spark.rendezvous import Front, Store
 
 _AGENT = "hvkit.launching.supervision.agent"
@@ -100,6 +101,7 @@ class RankTask:
                     **without_place(os.environ),
                     **_gpus(context),
                     **self.environ,
+                    **_shipped({**os.environ, **self.environ}),
                     **self.agent,
                     **_variables(place, len(everyone), hosts[number], address, front.port),
                 },
@@ -127,6 +129,21 @@ def _variables(place: RankPlace, size: int, host: str, address: str, port: int) 
         "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_WAITS),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in own.items()}
+
+
+def _shipped(environ: Mapping[str, str]) -> dict[str, str]:
+    """How the rank finds the modules and files that Spark has shipped to this task.
+
+    Args:
+        environ: that the rank would have without them.
+    """
+    from pyspark import SparkFiles
+
+    given = environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(dict.fromkeys(each for each in [*given, *sys.path] if each))
+    root = SparkFiles.getRootDirectory()
+    has_files = os.path.isdir(root) and bool(os.listdir(root))
+    return {"PYTHONPATH": path} | ({FILES: root} if has_files else {})
 
 
 def _gpus(context: object) -> dict[str, str]:

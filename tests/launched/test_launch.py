@@ -14,6 +14,7 @@ lock = threading.Lock()
 
 
 def train(rate, *, steps):
+    assert os.environ["OF_THE_CALL"] == "set"
     model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     model, optimizer = hvkit.distribute(model, optimizer)
@@ -26,7 +27,9 @@ def train(rate, *, steps):
 
 
 def test_trained_models_come_back_as_plain_objects_that_train_on(capfd):
-    (model, optimizer), (other, _) = hvkit.launch(train, 0.1, np=2, steps=3, options="--prefix")
+    (model, optimizer), (other, _) = hvkit.launch(
+        train, 0.1, np=2, steps=3, options="--prefix", env={"OF_THE_CALL": "set"}
+    )
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
     assert type(optimizer) is torch.optim.Adam
     assert next(iter(optimizer.state.values()))["step"] == 3
@@ -68,15 +71,28 @@ def needs(module):
         ),
         (ends, 0, hvkit.RankLostError, "rank 0 has ended with status 0, but .* not returned"),
         (sys.exit, 3, hvkit.RankLostError, r"rank 0 on \S+ ended with exit status 3"),
+        (sys.exit, "no data", hvkit.RankLostError, r"rank 0 on \S+ ended by sys.exit: no data"),
         (needs, "on_ranks_only", hvkit.HvkitError, "what rank 0 returned cannot be unpickled here"),
     ],
-    ids=["a lock", "os._exit", "sys.exit", "a class that is not here"],
+    ids=["a lock", "os._exit", "sys.exit", "a reason", "a class that is not here"],
 )
 def test_what_does_not_come_back_is_an_error(function, argument, kind, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for results that are kept
     (tmp_path / "on_ranks_only.py").write_text("class Only: pass\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     with pytest.raises(kind, match=text):
         hvkit.launch(function, argument, np=1)
+
+
+def without_value():
+    """A function that uses a variable which has no value any more."""
+    late = 1
+
+    def function():
+        return lock, late  # noqa: F821  # deleted below
+
+    del late
+    return function
 
 
 @pytest.mark.parametrize(
@@ -96,6 +112,12 @@ def test_what_does_not_come_back_is_an_error(function, argument, kind, text, tmp
         ([train], {"hostfile": "no-such-file"}, HostfileError, "no-such-file"),
         ([train], {"np": 2, "options": "--stahl 9"}, UsageError, "did you mean --stall"),
         ([train], {"np": 2, "options": ["x.py"]}, UsageError, "before COMMAND.*got 'x.py'"),
+        ([train], {"np": 2, "options": "-h"}, UsageError, "`hvkit run --help` lists the options"),
+        ([train], {"np": 2, "options": "'a"}, UsageError, "No closing quotation.*list of words"),
+        ([train], {"np": 2, "options": "-np 3"}, UsageError, "np=2 and options='-np 3' both"),
+        ([train], {"np": 99}, UsageError, "np=99 is too many"),
+        ([train], {"np": 2, "env": {"A": 1}}, TypeError, "must be str, got 'A': 1"),
+        ([without_value()], {"np": 2}, TypeError, "lock, which function uses, is a lock"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )

@@ -65,6 +65,55 @@ def test_with_a_seed_each_epoch_has_an_order_of_its_own_that_is_the_same_again(d
     assert epochs() == [first, second]
 
 
+def test_each_epoch_of_the_loop_of_the_page_has_an_order_and_a_resumed_one_goes_on(dataset):
+    def read(rows, epochs, stop_after=None):
+        read = []
+        for _ in range(epochs):
+            for number, batch in enumerate(rows.batches(4, ["row"]), 1):
+                read.append(batch["row"].tolist())
+                if number == stop_after:
+                    return read
+        return read
+
+    whole = read(rows_of(dataset, 1, 2, seed=7), 3)
+    assert len(whole) == 9
+    epochs = [list(itertools.chain(*whole[start : start + 3])) for start in (0, 3, 6)]
+    assert [sorted(epoch) for epoch in epochs] == 3 * [list(range(11, 22))]
+    assert len(set(map(tuple, epochs))) == 3
+
+    stopped = rows_of(dataset, 1, 2, seed=7)
+    first = read(stopped, 1) + read(stopped, 1, stop_after=2)
+    state = stopped.state_dict()
+    assert state == {"epoch": 1, "samples": 16, "ranks": 2}
+    resumed = rows_of(dataset, 1, 2, seed=7)
+    resumed.load_state_dict(state)
+    assert first + read(resumed, 2) == whole
+    stopped.end_epoch()  # as Checkpoint.save at the end of an epoch
+    assert stopped.state_dict() == {"epoch": 2, "samples": 0, "ranks": 2}
+
+
+def test_lists_and_tensors_have_their_shape_and_nulls_are_named(tmp_path):
+    values = np.arange(12.0).reshape(3, 2, 2)
+    columns = {
+        kind.__name__: pyarrow.array(values[:, 0].tolist(), kind(pyarrow.float64()))
+        for kind in (pyarrow.list_, pyarrow.large_list)
+    }
+    columns["nested"] = pyarrow.array(values.tolist())
+    columns["tensor"] = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values)
+    columns["hole"] = pyarrow.array([1, None, 3])
+    columns["missing"] = pyarrow.array([1.0, None, 3.0])
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "all.parquet")
+    rows = rows_of(pyarrow.dataset.dataset(tmp_path), 0, 1)
+    found = rows.to_numpy([name for name in columns if name != "hole"])
+    for name in ("nested", "tensor"):
+        np.testing.assert_array_equal(found[name], values)
+    for name in ("list_", "large_list"):
+        np.testing.assert_array_equal(found[name], values[:, 0])
+    np.testing.assert_array_equal(found["missing"], [1, np.nan, 3])
+    with pytest.raises(ValueError, match="column 'hole' has 1 null among 3 integers"):
+        rows.to_numpy()
+
+
 def test_what_cannot_be_divided_is_refused(dataset, tmp_path):
     (tmp_path / "table.csv").write_text("x\n1\n")
     with pytest.raises(TypeError, match="takes datasets of Parquet files"):
@@ -74,3 +123,9 @@ def test_what_cannot_be_divided_is_refused(dataset, tmp_path):
     part = shard(pyarrow.dataset.dataset(tmp_path / "ragged.parquet"))
     with pytest.raises(ValueError, match="lists of column 'x' have different lengths"):
         part.to_numpy()
+    for columns, problem in (("xy", TypeError), (["typo"], ValueError)):
+        with pytest.raises(problem, match=r"columns.*(got 'xy'|no column 'typo', they have x)"):
+            part.batches(1, columns)
+    few = pyarrow.dataset.dataset(tmp_path / "0.parquet").filter(pyarrow.dataset.field("row") > 3)
+    with pytest.raises(ValueError, match=r"has a filter .* write what it selects to files"):
+        shard(few)

@@ -3,11 +3,13 @@
 import os
 import runpy
 import signal
+import sys
 import threading
 import time
 
 import psutil
 import pytest
+from pyspark import SparkFiles
 from pyspark.sql import SparkSession
 from test_docs import scripts
 
@@ -143,6 +145,26 @@ class Diverged(Exception):
     pass
 
 
+def test_ranks_have_the_modules_and_files_that_spark_ships(spark, tmp_path, monkeypatch):
+    (tmp_path / "shipped.py").write_text("value = 5")
+    (tmp_path / "words.txt").write_text("six")
+    spark.sparkContext.addPyFile(str(tmp_path / "shipped.py"))
+    spark.sparkContext.addFile(str(tmp_path / "words.txt"))
+    # The driver's own copies, which on a cluster are on another host.
+    here = SparkFiles.getRootDirectory()
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != here])
+
+    def read():
+        import shipped
+
+        with open(SparkFiles.get("words.txt")) as file:
+            return shipped.value, file.read(), SparkFiles.getRootDirectory()
+
+    ((value, words, there),) = hvkit.spark.run(read, num_proc=1)
+    assert (value, words) == (5, "six")
+    assert there != here
+
+
 def test_an_exception_has_its_own_type_and_ranks_their_variables(spark):
     def fail():
         if hvkit.rank() == 1:
@@ -192,6 +214,38 @@ def test_more_ranks_than_places_are_refused(spark, monkeypatch):
     monkeypatch.setattr(job, "_EXECUTORS_COME", 0.0)
     with pytest.raises(LaunchError, match="num_proc=3 is more than the 2 tasks"):
         hvkit.spark.run(print, num_proc=3)
+
+
+def test_a_lost_executor_is_named(spark, tmp_path):
+    """The last test with ranks: Spark takes a while to start another executor."""
+
+    def wait(folder):
+        (folder / str(hvkit.rank())).write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def kill():
+        wait_until(lambda: len([each for each in tmp_path.iterdir() if each.read_text()]) == 2)
+        rank = psutil.Process(int((tmp_path / "1").read_text()))
+        next(each for each in rank.parents() if "java" in each.name()).kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(hvkit.RankLostError, match=r"Spark has lost the executor at [\w.]+:\d+"):
+        hvkit.spark.run(wait, (tmp_path,), num_proc=2)
+    thread.join()
+    wait_until(lambda: not list(of_ranks()))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"args": "abc"}, r"args must be a tuple .*args=\('abc',\)"),
+        ({"env": {"A": 1}}, "must be str, got 'A': 1: write 'A': '1'"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused_with_the_fix(options, text):
+    with pytest.raises(TypeError, match=text):
+        hvkit.spark.run(print, **options)
 
 
 def test_ranks_of_a_host_follow_each_other():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hvkit
 from hvkit.errors import LaunchError
 from hvkit.launching import sagemaker
 from hvkit.launching.hosts import Host
@@ -156,3 +157,14 @@ def wait_until(condition):
             return
         time.sleep(0.1)
     pytest.fail("never became true")
+
+
+def test_a_script_that_launches_on_another_host_waits_for_the_first_and_ends_well(monkeypatch):
+    followed = []
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
+    monkeypatch.setenv("SM_NUM_GPUS", "1")
+    monkeypatch.setattr(sagemaker, "follow", followed.append)
+    with pytest.raises(SystemExit) as ended:
+        hvkit.launch(print)
+    assert ended.value.code == 0
+    assert [host.name for host in followed] == ["algo-1"]

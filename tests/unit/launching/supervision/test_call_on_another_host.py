@@ -9,7 +9,7 @@ import time
 import pytest
 from supervised import LAUNCHER
 
-from hvkit.functions.outcomes import error_in, result_in
+from hvkit.functions.outcomes import error_in, results_in
 from hvkit.functions.pickling import write_call
 from hvkit.host.call_folder import call_in, outcome_in
 from hvkit.launching.supervision.protocol import Connection, ConnectionLost, Kind, frame, sealing
@@ -58,9 +58,8 @@ def test_a_call_and_its_results_travel_in_pieces_and_leave_no_folder(tmp_path):
     run = called(doubled, data, folder, temporary)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 0, errors
-    for rank in (0, 1):
-        with outcome_in(folder, rank).open("rb") as file:
-            assert result_in(file, rank) == (data * 2, rank)
+    outcomes = [outcome_in(folder, rank) for rank in (0, 1)]
+    assert results_in(outcomes) == [(data * 2, 0), (data * 2, 1)]
     assert list(temporary.iterdir()) == []
 
 

@@ -1,0 +1,158 @@
+"""Keras models between processes: their archive, with the classes and functions that it only names.
+
+Keras pickles a model as the archive of ``model.save``, which has names in place of classes. The
+process that unpickles it finds Keras's own by them, and not those of a script or of cells.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from hvkit.errors import HvkitError
+from hvkit.wording import in_short
+
+_KERAS = "keras"
+_CONFIG = "config.json"
+_DEFAULT = "float32"
+
+
+def is_saveable(thing: object) -> bool:
+    """Whether this is a model or another object of Keras's that pickles as an archive."""
+    if _KERAS not in sys.modules:
+        return False
+    from keras.src.saving.keras_saveable import KerasSaveable
+
+    return isinstance(thing, KerasSaveable)
+
+
+def reduced(thing: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
+    """How such an object is pickled.
+
+    Raises:
+        TypeError: Keras cannot make it again from its configuration, as the other process will.
+    """
+    kind = type(thing)
+    try:
+        function, (archive,) = thing.__reduce__()
+        content = archive.getvalue()
+        own = _own_objects(thing, set(_texts(_config_in(content))))
+        content = _accepted(content, own)
+        _restored(function, content, own)
+    except HvkitError:
+        raise
+    except Exception as problem:
+        raise TypeError(
+            f"Keras cannot make this {kind.__qualname__} again from its configuration "
+            f"({in_short(problem)}): give its class, and those of its layers, a get_config() with "
+            "all arguments of __init__, or send get_weights() and make it anew"
+        ) from problem
+    return _restored, (function, content, own)
+
+
+def _restored(
+    function: Callable[[io.BytesIO], Any], content: bytes, own: Mapping[str, object]
+) -> Any:
+    import keras
+
+    with keras.saving.custom_object_scope(dict(own)):
+        return function(io.BytesIO(content))
+
+
+def _config_in(content: bytes) -> Any:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return json.loads(archive.read(_CONFIG))
+
+
+def _accepted(content: bytes, own: Mapping[str, object]) -> bytes:
+    """The archive, without the usual settings that an ``__init__`` of the script does not accept.
+
+    Keras adds them to the configuration of every layer and model. Many have an ``__init__(self)``.
+    """
+    config = _config_in(content)
+    left_out = [_leave_out(each, own) for each in _objects(config)]
+    if not any(left_out):
+        return content
+    changed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as before, zipfile.ZipFile(changed, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, json.dumps(config) if name == _CONFIG else before.read(name))
+    return changed.getvalue()
+
+
+def _leave_out(entry: dict[str, Any], own: Mapping[str, object]) -> bool:
+    """Remove such settings from an object's configuration; whether there were any."""
+    kind = own.get(entry["registered_name"] or "", own.get(entry["class_name"]))
+    config = entry.get("config")
+    if not isinstance(kind, type) or not isinstance(config, dict):
+        return False
+    parameters = inspect.signature(kind).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return False
+    usual = {"name": True, "trainable": config.get("trainable") is True}
+    usual["dtype"] = _DEFAULT in _texts(config.get("dtype"))
+    names = [name for name in usual if usual[name] and name in config and name not in parameters]
+    for name in names:
+        del config[name]
+    return bool(names)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a configuration."""
+    if isinstance(value, dict) and {"class_name", "registered_name"} <= value.keys():
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        yield from _objects(each)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+
+
+def _own_objects(thing: object, names: set[str]) -> dict[str, object]:
+    """By name, the classes and functions in an object that are not Keras's.
+
+    Args:
+        thing: a Keras object.
+        names: those that are wanted.
+    """
+    import keras
+
+    found: dict[str, object] = {}
+    seen: dict[int, object] = {}  # which keeps them, so that no two have one id
+    rest: list[Any] = [thing]
+    while rest:
+        each = rest.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        own: Any = each if isinstance(each, FunctionType | type) else type(each)
+        if isinstance(each, Mapping):
+            rest += each.values()
+        elif isinstance(each, list | tuple | set | frozenset):
+            rest += each
+        elif own is each or _is_of_keras(own) or hasattr(own, "get_config"):
+            rest += getattr(each, "__dict__", {}).values() if own is not each else ()
+            if not _is_of_keras(own):
+                for name in (own.__name__, keras.saving.get_registered_name(own)):
+                    if name in names:
+                        found[name] = own
+    return found
+
+
+def _is_of_keras(own: Any) -> bool:
+    return str(own.__module__).partition(".")[0] == _KERAS

@@ -1,0 +1,75 @@
+"""Keras models with classes of the script travel between processes."""
+
+import io
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+from hvkit.functions import pickling
+
+
+class Times(keras.layers.Layer):
+    def __init__(self, factor=2, **options):
+        super().__init__(**options)
+        self.factor = factor
+
+    def call(self, inputs):
+        return self.factor * inputs
+
+    def get_config(self):
+        return {**super().get_config(), "factor": self.factor}
+
+
+class Bare(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.last(inputs)
+
+
+class Holds(keras.Model):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def call(self, inputs):
+        return inputs
+
+
+def square(values):
+    return values * values
+
+
+def own_loss(labels, found):
+    return keras.ops.mean(square(labels - found))
+
+
+def layers():
+    dense = keras.layers.Dense(1, activation=square)
+    return keras.Sequential([keras.Input((2,)), Times(3), dense])
+
+
+@pytest.mark.parametrize("make", [layers, Bare])
+def test_a_trained_model_with_own_classes_and_functions_arrives(make):
+    inputs = np.ones((4, 2), "float32")
+    model = make()
+    model.compile(keras.optimizers.SGD(0.01), own_loss)
+    model.fit(inputs, np.ones((4, 1)), verbose=0)
+    file = io.BytesIO()
+    pickling.dump(model, file)
+    sent = pickle.loads(file.getvalue())
+    assert type(sent) is type(model)
+    np.testing.assert_array_equal(sent(inputs), model(inputs))
+    assert int(sent.optimizer.iterations) == 1
+    sent.fit(inputs, np.ones((4, 1)), verbose=0)
+
+
+def test_one_that_cannot_be_made_again_is_refused_before_it_is_sent():
+    model = Holds(object())
+    model(np.ones((1, 2)))
+    with pytest.raises(TypeError, match=r"Keras cannot make this Holds again .* get_weights"):
+        pickling.dump(model, io.BytesIO())

@@ -1,0 +1,89 @@
+"""What ranks return and raise arrives as it was; here from one process to itself."""
+
+import pickle
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvkit.errors import HvkitError
+from hvkit.functions.outcomes import picklable, results_in, save_result
+
+
+class InSlots(Exception):
+    __slots__ = ("code",)
+
+    def __init__(self, code):
+        super().__init__("in slots")
+        self.code = code
+
+
+class SaysHow(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+        self.second = second
+
+    def __reduce__(self):
+        return SaysHow, (self.args[0], self.second)
+
+
+def from_cause():
+    try:
+        {}["a"]
+    except KeyError as error:
+        raise SaysHow(1, 2) from error
+
+
+def in_slots():
+    raise InSlots(3)
+
+
+def with_a_lock():
+    error = ValueError("x")
+    error.lock, error.step = threading.Lock(), 7
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("function", "attributes"),
+    [
+        (lambda: __import__("no_such_module"), ["name", "msg"]),
+        (lambda: no_such_name, ["name"]),  # noqa: F821
+        (lambda: "".no_such_attribute, ["name", "obj"]),
+        (lambda: Path("/no/such/file").read_bytes(), ["errno", "filename", "filename2"]),
+        (in_slots, ["code"]),
+        (from_cause, ["second"]),
+        (with_a_lock, ["step"]),
+    ],
+)
+def test_an_exception_keeps_its_attributes_and_its_cause(function, attributes):
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # each has another
+        function()
+    sent = raised.value
+    error = pickle.loads(picklable(sent))
+    assert type(error) is type(sent)
+    assert str(error) == str(sent)
+    for name in attributes:
+        assert getattr(error, name) == getattr(sent, name), name
+    assert repr(error.__cause__) == repr(sent.__cause__)
+    assert error.__suppress_context__ is sent.__suppress_context__
+    assert not hasattr(error, "lock")
+
+
+class Broken:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_results_that_do_not_arrive_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    paths = [tmp_path / "outcome-0", tmp_path / "outcome-1"]
+    for path, value in zip(paths, ("good", Broken()), strict=True):
+        save_result(path, value)
+    with pytest.raises(HvkitError, match="what rank 1 returned cannot be unpickled") as raised:
+        results_in(paths)
+    kept = re.search(r"open\('(.*)', 'rb'\)", str(raised.value))[1]
+    assert pickle.loads(Path(kept.replace("rank-1", "rank-0")).read_bytes()) == "good"
+    with pytest.raises(ValueError, match="no number"):
+        pickle.loads(Path(kept).read_bytes())

@@ -1,0 +1,77 @@
+"""What travels to ranks and back; here from one process to another, without ranks."""
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from hvkit.functions import pickling
+from hvkit.host.call_folder import VARIABLE, call_in
+
+SCRIPT = """
+import multiprocessing, pickle, sys
+from pathlib import Path
+from hvkit.functions.pickling import write_call
+from hvkit.host.call_folder import call_in
+
+class Box:
+    held = 5
+
+def double(box):
+    return 2 * box.held
+
+def function():
+    by_name = pickle.loads(pickle.dumps(Box)) is Box
+    context = multiprocessing.get_context(sys.argv[2])
+    with context.Pool(1) as pool:
+        return by_name, pool.map(double, [Box()])
+
+with call_in(Path(sys.argv[1])).open("wb") as file:
+    write_call(file, function, (), {})
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_on_a_rank_main_has_what_the_call_uses_also_in_its_own_processes(tmp_path, method):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    subprocess.run([sys.executable, script, tmp_path, method], check=True)
+    on_rank = (
+        "from hvkit.functions.pickling import read_call\n"
+        f"with open({str(call_in(tmp_path))!r}, 'rb') as file:\n"
+        "    function, args, kwargs = read_call(file)\n"
+        "print(function())\n"
+    )
+    environ = {**os.environ, VARIABLE: str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", on_rank], env=environ, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.strip() == "(True, [10])", ran.stderr
+
+
+def pickled(value):
+    file = io.BytesIO()
+    pickling.dump(value, file)
+    return file.getvalue()
+
+
+def test_a_part_of_a_tensor_travels_without_the_rest():
+    row = torch.nn.Parameter(torch.arange(1e6).reshape(1000, 1000)[3])
+    sent = pickled(row)
+    assert len(sent) < 10_000
+    assert torch.equal(pickle.loads(sent), row)
+    assert pickle.loads(sent).requires_grad
+
+
+def test_arrays_of_jax_and_tensorflow_arrive_as_numpys_and_start_neither():
+    jax, tensorflow = pytest.importorskip("jax"), pytest.importorskip("tensorflow")
+    arrays = {"jax": jax.numpy.arange(3, dtype="bfloat16"), "tf": tensorflow.range(3)}
+    found = pickle.loads(pickled(arrays))
+    assert {type(each) for each in found.values()} == {np.ndarray}
+    assert all(each.tolist() == [0, 1, 2] for each in found.values())
+    assert found["jax"].flags.writeable

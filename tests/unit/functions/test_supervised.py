@@ -1,0 +1,28 @@
+"""The process that supervises ranks, and the ranks' command."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from hvkit.functions import starter
+from hvkit.functions.supervised import begin
+
+
+def test_an_early_ctrl_c_ends_the_process_without_a_traceback(tmp_path):
+    process = begin(starter.__name__, tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 128 + signal.SIGINT
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ranks_get_the_options_of_this_python():
+    code = "from hvkit.functions.rank import command_of_rank; print(*command_of_rank(len))"
+    command = [sys.executable, "-O", "-W", "ignore", "-X", "dev", "-c", code]
+    environ = {**os.environ, "PYTHONWARNINGS": ""}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+    words = printed.stdout.split()
+    assert {"-O", "-Wignore"} <= set(words)
+    assert words[words.index("-X") + 1] == "dev"
+    assert words[-3:] == ["-m", "hvkit.functions.rank", "len"]
