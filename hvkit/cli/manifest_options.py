@@ -168,12 +168,18 @@ OPTIONS = (
     ),
     Option(
         "--input NAME=PLACE",
-        {"sagemaker": fields.s3_input, "azureml": fields.azure_input},
+        {"sagemaker": fields.s3_input, "azureml": fields.azure_folder},
         "data for all ranks: an s3:// URI, which SageMaker copies to /opt/ml/input/data/NAME; or "
         "Azure's path of a folder, which replaces ${{{{inputs.NAME}}}} in COMMAND",
         repeated=True,
     ),
     Option("--output URI", {"sagemaker": fields.s3}, "the s3:// URI for results", required=True),
+    Option(
+        "--output NAME=PLACE",
+        {"azureml": fields.azure_folder},
+        "Azure's path of a folder for results, which replaces ${{{{outputs.NAME}}}} in COMMAND",
+        repeated=True,
+    ),
     Option("--role ARN", {"sagemaker": fields.role}, "the role of the job", required=True),
     Option(
         "--instance-type TYPE",
@@ -185,6 +191,12 @@ OPTIONS = (
     Option("--compute NAME", {"azureml": fields.azure_name}, "the cluster", required=True),
     Option("--code DIR", {"azureml": fields.one_line}, "upload this folder and start in it"),
     Option("--experiment NAME", {"azureml": fields.azure_name}, "that the job belongs to"),
+    Option(
+        "--identity WHO",
+        {"azureml": fields.azure_identity},
+        "with whose rights the job reads and writes: user (whoever submits it), managed (the "
+        "cluster's), or the client ID of one of the cluster's identities",
+    ),
     Option(
         "--launcher-cpus CORES",
         _in(_KUBERNETES, fields.cpus),

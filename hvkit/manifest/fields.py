@@ -5,7 +5,7 @@ they do not accept, and name in the message what they accept and what they got.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import PurePosixPath
@@ -219,6 +219,8 @@ azure_name = _matching(
 )
 """The name of a cluster or an experiment of Azure ML."""
 
+_AZURE_IDENTITIES = {"user": "user_identity", "managed": "managed"}
+_UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", re.ASCII)
 _input = re.compile(r"([A-Za-z][A-Za-z0-9_]{0,63})=(.+)", re.ASCII)
 
 duration = _matching(
@@ -256,7 +258,7 @@ def s3_input(text: str) -> tuple[str, str]:
     return name, s3(place)
 
 
-def azure_input(text: str) -> tuple[str, str]:
+def azure_folder(text: str) -> tuple[str, str]:
     """Data as ``NAME=PATH``: its name, and Azure's path of it."""
     return _named_input(text, "train=azureml://datastores/workspaceblobstore/paths/mnist")
 
@@ -266,6 +268,30 @@ def _named_input(text: str, example: str) -> tuple[str, str]:
     if found is None or not text.isprintable():
         raise ValueError(f"must be NAME=PLACE, such as {example}, got {text!r}")
     return found[1], utf8(found[2])
+
+
+def folders(option: str, options: Mapping[str, Sequence[tuple[str, str]]]) -> dict[str, str]:
+    """The places that were given with an option ``NAME=PLACE``, by name.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    found = dict(options[option])
+    if len(found) < len(options[option]):
+        raise ValueError(f"argument --{option}: a name is used twice: give each {option} its own")
+    return found
+
+
+def azure_identity(text: str) -> dict[str, str]:
+    """An identity of Azure ML: ``user``, ``managed``, or the client ID of a managed one."""
+    if text in _AZURE_IDENTITIES:
+        return {"type": _AZURE_IDENTITIES[text]}
+    if _UUID.fullmatch(text):
+        return {"type": "managed", "client_id": text}
+    raise ValueError(
+        "must be user (whoever submits the job), managed (the cluster's) or the client ID of one "
+        f"of the cluster's identities, got {text!r}"
+    )
 
 
 def sbatch_option(text: str) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hvkit.manifest.fields import HvkitRun
+from hvkit.manifest.fields import HvkitRun, folders
 
 # What the service takes of arguments, and the length of each; and of a variable's value.
 _MOST, _LONGEST, _LONGEST_VALUE = 100, 256, 512
@@ -31,9 +31,6 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
     """
     words = ["run", "-H", _hosts(run), *run.words(run.variables)[1:]]
     _check_lengths(words, run.variables)
-    inputs = dict(options["input"])
-    if len(inputs) < len(options["input"]):
-        raise ValueError("argument --input: a name is used twice: give each input its own")
     request: dict[str, Any] = {
         "TrainingJobName": options["name"],
         "RoleArn": options["role"],
@@ -56,7 +53,7 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
                     }
                 },
             }
-            for name, place in inputs.items()
+            for name, place in folders("input", options).items()
         ],
         "OutputDataConfig": {"S3OutputPath": options["output"]},
         "ResourceConfig": {

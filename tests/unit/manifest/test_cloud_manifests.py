@@ -33,8 +33,12 @@ SAGEMAKER = (
 )
 AZUREML = (
     f"manifest azureml --image hvkit:1 --name digits {RUN} --compute gpus --code src "
-    "--experiment e --shm-size 4Gi --time 02:00:00 --input data=azureml://datastores/d/paths/m"
+    "--experiment e --shm-size 4Gi --time 02:00:00 --input data=azureml://datastores/d/paths/m "
+    "--output model=azureml://datastores/d/paths/o "
+    "--identity 01234567-89ab-cdef-0123-456789abcdef"
 )
+
+CHOSEN_BY_US = ("Environment", "environment_variables", "inputs", "outputs")
 
 
 @cache
@@ -98,7 +102,12 @@ def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every named field whose name the system chooses."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, below in items:
-        chosen_by_us = path and path[-1] in ("Environment", "environment_variables", "inputs")
+        chosen_by_us = path and path[-1] in (
+            "Environment",
+            "environment_variables",
+            "inputs",
+            "outputs",
+        )
         if isinstance(key, str) and not chosen_by_us and "labels" not in path:
             yield (*path, key)
         if isinstance(below, dict | list):
@@ -165,10 +174,16 @@ def test_sagemaker_starts_the_same_on_every_host_and_ranks_by_slots(
 
 
 def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"{AZUREML} train.py --data '${{{{inputs.data}}}}' 'two words'"
-    assert cli.main(shlex.split(words)) == 0
+    words = [
+        *("train.py", "${{inputs.data}}/a b", "--out=${{outputs.model}}", "two words", ""),
+        "${{outputs.model}} $(rm) ${{inputs.data}}",
+    ]
+    assert cli.main([*shlex.split(AZUREML), *words]) == 0
     job = yaml.safe_load(capsys.readouterr().out)
-    assert job["command"] == "python train.py --data ${{inputs.data}} 'two words'"
+    assert job["command"] == (
+        "python train.py ${{inputs.data}}'/a b' --out=${{outputs.model}} 'two words' '' "
+        "${{outputs.model}}' $(rm) '${{inputs.data}}"
+    )
     assert job["resources"] == {"instance_count": 2, "shm_size": "4g"}
     assert job["distribution"] == {"type": "mpi", "process_count_per_instance": 4}
     assert job["limits"] == {"timeout": 7200}
@@ -186,6 +201,12 @@ def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str
         (f"{SAGEMAKER} {'x' * 257}", "has 257 characters, SageMaker takes 256 of one word"),
         (f"{SAGEMAKER} --time 30", "must be HH:MM:SS"),
         (f"{AZUREML} --slots 3", "must be a multiple of --slots, such as 9"),
+        (
+            f"{AZUREML} a.py '${{{{inputs.mnist}}}}'",
+            "names no folder of this job (${{",
+        ),
+        (f"{AZUREML} --output model=x", "argument --output: a name is used twice"),
+        (f"{AZUREML} --identity me", "argument --identity: must be user (whoever submits"),
         (f"{AZUREML} --prefix", "unrecognized arguments: --prefix"),
         (f"{AZUREML} --shm-size 1.5Gi", "must be a whole number and Mi or Gi, such as 2Gi"),
         (f"{AZUREML} --compute 'a b'", "argument --compute: must be 1 to 255 letters"),
