@@ -188,6 +188,35 @@ OPTIONS = (
         required=True,
     ),
     Option("--disk GB", {"sagemaker": positive}, "gigabytes of storage of each {host}", "30"),
+    Option(
+        "--spot HH:MM:SS",
+        {"sagemaker": fields.seconds},
+        "use spare capacity, which is cheaper and may be taken away: the longest time until the "
+        "job's end with all waits; the job starts again, for scripts that resume",
+    ),
+    Option(
+        "--checkpoints URI",
+        {"sagemaker": fields.s3},
+        "the s3:// URI that /opt/ml/checkpoints is copied to, and from when the job starts again",
+    ),
+    Option(
+        "--subnet ID",
+        {"sagemaker": fields.amazon_id},
+        "run in this subnet of your network, with --security-group",
+        repeated=True,
+    ),
+    Option(
+        "--security-group ID",
+        {"sagemaker": fields.amazon_id},
+        "the rules for traffic there, which must let the {host}s reach each other",
+        repeated=True,
+    ),
+    Option("--output-key KEY", {"sagemaker": fields.kms_key}, "encrypts the results: a KMS key"),
+    Option(
+        "--disk-key KEY",
+        {"sagemaker": fields.kms_key},
+        "encrypts the storage of each {host}: a KMS key",
+    ),
     Option("--compute NAME", {"azureml": fields.azure_name}, "the cluster", required=True),
     Option("--code DIR", {"azureml": fields.one_line}, "upload this folder and start in it"),
     Option("--experiment NAME", {"azureml": fields.azure_name}, "that the job belongs to"),

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hvkit.manifest.fields import HvkitRun, folders
+from hvkit.manifest.fields import HvkitRun, folders, without_empty
 from hvkit.manifest.kubernetes import yaml_text
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
@@ -60,7 +60,7 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
         },
         "limits": {"timeout": seconds} if seconds else None,
     }
-    return yaml_text(_without_empty(job))
+    return yaml_text(without_empty(job))
 
 
 def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -79,12 +79,3 @@ def _quoted(word: str, expressions: Collection[str]) -> str:
             )
     parts[::2] = [part and shlex.quote(part) for part in parts[::2]]
     return "".join(parts) or "''"
-
-
-def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value, at all depths."""
-    kept = {
-        name: _without_empty(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-    }
-    return {name: value for name, value in kept.items() if value not in (None, {}, [])}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import PurePosixPath
+from typing import Any
 
 _PREFIXES = "kMGTPE"
 _UNITS = {
@@ -208,6 +209,14 @@ role = _matching(
 s3 = _matching(r"s3://[^/\s]+(?:/\S*)?", "an S3 URI such as s3://bucket/folder")
 """A place in Amazon S3."""
 
+amazon_id = _matching("[a-zA-Z0-9-]{1,32}", "an ID such as subnet-0123456789abcdef0")
+"""A subnet or a security group of Amazon's."""
+
+kms_key = _matching(
+    "[a-zA-Z0-9:/_-]{1,2048}", "the ID, ARN or alias/NAME of a key in Amazon's key service (KMS)"
+)
+"""A key of Amazon's with which data are encrypted."""
+
 instance_type = _matching(
     r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "a type of instance such as ml.p4d.24xlarge"
 )
@@ -334,6 +343,15 @@ def assignment(text: str) -> tuple[str, str]:
             f"a digit, got {text!r}"
         )
     return name, utf8(value)
+
+
+def without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a document that have a value, at all depths."""
+    kept = {
+        name: without_empty(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+    }
+    return {name: value for name, value in kept.items() if value not in (None, {}, [])}
 
 
 def utf8(text: str) -> str:

@@ -6,6 +6,7 @@ Each text is validated with the system's own schema. With another name of any fi
 import copy
 import json
 import shlex
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,9 @@ TRAINJOB = (
 SAGEMAKER = (
     f"manifest sagemaker --image hvkit:1 --name digits {RUN} --instance-type ml.p4d.24xlarge "
     "--role arn:aws:iam::123456789012:role/train --output s3://bucket/out --disk 50 "
-    "--input data=s3://bucket/mnist --time 1-02:00:00 --prefix"
+    "--input data=s3://bucket/mnist --time 1-02:00:00 --prefix "
+    "--spot 2-00:00:00 --checkpoints s3://b/c --subnet subnet-1 --subnet subnet-2 "
+    "--security-group sg-1 --output-key alias/results --disk-key 1234-ab"
 )
 AZUREML = (
     f"manifest azureml --image hvkit:1 --name digits {RUN} --compute gpus --code src "
@@ -114,6 +117,11 @@ def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from fields(below, (*path, key))
 
 
+def test_sagemaker_takes_hundreds_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [json.loads(written(capsys, SAGEMAKER.replace("-np 8", "-np 2048")))]
+    assert problems(documents, ("sagemaker_create_training_job",)) == []
+
+
 @pytest.mark.parametrize(("line", "read", "kinds"), SYSTEMS)
 def test_the_text_is_valid_and_with_any_other_field_it_is_not(
     capsys: pytest.CaptureFixture[str], line: str, read: Read, kinds: tuple[str, ...]
@@ -166,10 +174,18 @@ def test_sagemaker_starts_the_same_on_every_host_and_ranks_by_slots(
     request = json.loads(written(capsys, SAGEMAKER.replace("-np 8", "-np 7")))
     algorithm = request["AlgorithmSpecification"]
     assert algorithm["ContainerArguments"] == shlex.split(
-        "run -H algo-1:4,algo-2:3 -np 7 -x RATE --prefix train.py --epochs 2"
+        "run --hostfile /tmp/hosts -np 7 -x RATE --prefix train.py --epochs 2"
     )
+    *bash, script, name = algorithm["ContainerEntrypoint"]
+    assert (bash, name) == (["bash", "-c"], "hvkit")
+    hosts, start = script.split(" > /tmp/hosts; ")
+    listed = subprocess.run(["bash", "-c", hosts], capture_output=True, text=True, timeout=60)
+    assert listed.stdout == "algo-1 slots=4\nalgo-2 slots=4\n"
+    assert start == 'hvkit-sshd & exec hvkit "$@"'
     assert request["ResourceConfig"]["InstanceCount"] == 2
-    assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 26 * 3600}
+    limits = {"MaxRuntimeInSeconds": 26 * 3600, "MaxWaitTimeInSeconds": 48 * 3600}
+    assert request["StoppingCondition"] == limits
+    assert request["EnableManagedSpotTraining"] is True
     assert request["Environment"] == {"RATE": "1e-3"}
 
 
@@ -199,7 +215,10 @@ def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str
         (f"{SAGEMAKER} --input data=s3://b", "argument --input: a name is used twice"),
         (f"{SAGEMAKER} --env A={'x' * 513}", "the value has 513 characters, SageMaker takes 512"),
         (f"{SAGEMAKER} {'x' * 257}", "has 257 characters, SageMaker takes 256 of one word"),
+        (f"{SAGEMAKER} 'a\nb'", "has several lines, SageMaker takes one line in a word"),
         (f"{SAGEMAKER} --time 30", "must be HH:MM:SS"),
+        (f"{SAGEMAKER} --spot 26:00:00 --time 27:00:00", "raise --spot or lower --time"),
+        (SAGEMAKER.replace("--security-group sg-1", ""), "belong together: give both or neither"),
         (f"{AZUREML} --slots 3", "must be a multiple of --slots, such as 9"),
         (
             f"{AZUREML} a.py '${{{{inputs.mnist}}}}'",
