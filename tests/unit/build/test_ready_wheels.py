@@ -4,7 +4,9 @@ import base64
 import functools
 import http.server
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -176,6 +178,35 @@ def test_a_changed_file_behind_a_url_is_refused(
         wheel.writestr("horovod/evil.py", "")
     with pytest.raises(BuildError, match=r"is not the file of wheels\.json: its SHA-256 is"):
         ready_wheels.fetch(choice.wheels[0], served, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("installed", "left_out"),
+    [
+        ("pytorch", [""]),
+        ("pytorch tensorflow", ["--without tensorflow", "--without pytorch"]),
+    ],
+)
+def test_make_builds_a_wheel_for_each_framework_that_is_installed(
+    tmp_path: Path, installed: str, left_out: list[str]
+) -> None:
+    shutil.copy(Path(__file__).parents[3] / "Makefile", tmp_path)
+    for name in ("setup.py", "constraints.txt"):
+        (tmp_path / name).touch()
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, line in (("python", f"echo {installed}"), ("hvkit", 'echo "$@" >> built')):
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / ".venv" / "installed").touch()
+    make = ["make", "wheels", "HVKIT_GPU=none", f"PYTHON={sys.executable}"]
+    environ = {**os.environ, "CXX": "sh"}
+    done = subprocess.run(make, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "built").read_text().splitlines() == [
+        " ".join(f"install-horovod --no-install {out} --gpu none --wheel-dir build/wheels".split())
+        for out in left_out
+    ]
 
 
 NO_ENTRIES: list[Any] = [
