@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvkit.cli.arguments import NUMBER_OF_RANKS, number_of_ranks, positive
-from hvkit.manifest import azureml, fields, mpijob, sagemaker, slurm_job, trainjob
+from hvkit.manifest import (
+    azureml,
+    fields,
+    kubernetes_fields,
+    mpijob,
+    sagemaker,
+    slurm_job,
+    trainjob,
+)
 from hvkit.manifest.fields import HvkitRun
 
 
@@ -167,6 +175,29 @@ OPTIONS = (
         repeated=True,
     ),
     Option(
+        "--pull-secret NAME",
+        _in(_KUBERNETES, fields.subdomain),
+        "the Secret with the password of the image's registry",
+        repeated=True,
+    ),
+    Option(
+        "--node-label KEY=VALUE",
+        _in(_KUBERNETES, kubernetes_fields.node_label),
+        "run the {host}s on nodes with this label only",
+        repeated=True,
+    ),
+    Option(
+        "--tolerate TAINT",
+        _in(_KUBERNETES, kubernetes_fields.toleration),
+        "allow nodes with this taint, KEY[=VALUE][:EFFECT], such as nvidia.com/gpu",
+        repeated=True,
+    ),
+    Option(
+        "--queue NAME",
+        _in(_KUBERNETES, kubernetes_fields.queue),
+        "the queue of Kueue in which the job waits for room",
+    ),
+    Option(
         "--input NAME=PLACE",
         {"sagemaker": fields.s3_input, "azureml": fields.azure_folder},
         "data for all ranks: an s3:// URI, which SageMaker copies to /opt/ml/input/data/NAME; or "
@@ -261,6 +292,12 @@ OPTIONS = (
         "--env NAME=VALUE",
         _in(_ALL, fields.assignment),
         "environment variable for all ranks, readable in the {noun}: no secrets",
+        repeated=True,
+    ),
+    Option(
+        "--secret-env NAME=SECRET:KEY",
+        _in(_KUBERNETES, kubernetes_fields.secret_variable),
+        "environment variable for all ranks, from this key of a Secret",
         repeated=True,
     ),
 )

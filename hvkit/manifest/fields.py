@@ -11,6 +11,9 @@ from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
 
+LONGEST_LABEL = 63
+"""Characters that Kubernetes allows in the value of a label, and in the name of a host."""
+
 _PREFIXES = "kMGTPE"
 _UNITS = {
     "": Decimal(1),

@@ -25,7 +25,9 @@ COMMAND = "train.py --epochs 2"
 TRAINJOB = (
     f"manifest trainjob --image hvkit:1 --name digits --namespace ml {RUN} --gpus 1 --cpus 500m "
     "--memory 4Gi --shm-size 1Gi --volume d:/data --launcher-cpus 2 --launcher-memory 2Gi "
-    "--retries 2 --grace 60 --prefix"
+    "--retries 2 --grace 60 --prefix --pull-secret registry --node-label example.com/gpu=a100 "
+    "--tolerate nvidia.com/gpu --tolerate pool=train:NoSchedule --queue training "
+    "--secret-env TOKEN=tracker:api-token"
 )
 SAGEMAKER = (
     f"manifest sagemaker --image hvkit:1 --name digits {RUN} --instance-type ml.p4d.24xlarge "
@@ -41,7 +43,7 @@ AZUREML = (
     "--identity 01234567-89ab-cdef-0123-456789abcdef"
 )
 
-CHOSEN_BY_US = ("Environment", "environment_variables", "inputs", "outputs")
+CHOSEN_BY_US = ("Environment", "environment_variables", "inputs", "outputs", "nodeSelector")
 
 
 @cache
@@ -105,12 +107,7 @@ def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every named field whose name the system chooses."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, below in items:
-        chosen_by_us = path and path[-1] in (
-            "Environment",
-            "environment_variables",
-            "inputs",
-            "outputs",
-        )
+        chosen_by_us = path and path[-1] in CHOSEN_BY_US
         if isinstance(key, str) and not chosen_by_us and "labels" not in path:
             yield (*path, key)
         if isinstance(below, dict | list):
@@ -153,14 +150,26 @@ def test_a_trainjob_starts_hvkit_run_in_the_launcher_alone(
     assert runtime["metadata"]["namespace"] == job["metadata"]["namespace"] == "ml"
     trainer = job["spec"]["trainer"]
     assert [*trainer["command"], *trainer["args"]] == shlex.split(
-        "hvkit run -np 8 -x RATE --grace 60 --prefix train.py --epochs 2"
+        "hvkit run -np 8 -x RATE -x TOKEN --grace 60 --prefix train.py --epochs 2"
     )
-    assert trainer["env"] == [{"name": "RATE", "value": "1e-3"}]
+    reference = {"secretKeyRef": {"name": "tracker", "key": "api-token"}}
+    assert trainer["env"] == [
+        {"name": "RATE", "value": "1e-3"},
+        {"name": "TOKEN", "valueFrom": reference},
+    ]
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "training"}
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     node, launcher = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    of_node, of_launcher = (
-        each["template"]["spec"]["template"]["spec"]["containers"][0] for each in (node, launcher)
-    )
+    pods = [each["template"]["spec"]["template"]["spec"] for each in (node, launcher)]
+    assert pods[0]["nodeSelector"] == {"example.com/gpu": "a100"}
+    assert "nodeSelector" not in pods[1]
+    for pod in pods:
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert pod["tolerations"] == [
+            {"key": "nvidia.com/gpu", "operator": "Exists"},
+            {"key": "pool", "operator": "Equal", "value": "train", "effect": "NoSchedule"},
+        ]
+    of_node, of_launcher = (pod["containers"][0] for pod in pods)
     assert of_node["command"] == ["hvkit-sshd"]
     assert "command" not in of_launcher
     # The Trainer puts the key into containers of this name only.
@@ -209,6 +218,12 @@ def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str
     ("line", "complaint"),
     [
         (f"{TRAINJOB} --name {'x' * 50}", "is too long: the hostname"),
+        (f"{TRAINJOB} --secret-env RATE=a:b", "--secret-env: RATE is set 2 times: set it once"),
+        (f"{TRAINJOB} --secret-env TOKEN=value", "must be NAME=SECRET:KEY, such as TOKEN=tracker"),
+        (f"{TRAINJOB} --secret-env OMPI_MCA_plm_rsh_args=a:b", "sets this variable"),
+        (f"{TRAINJOB} --node-label gpu", "must be KEY=VALUE, such as topology.kubernetes.io/zone"),
+        (f"{TRAINJOB} --tolerate gpu:Never", "with one of the effects NoSchedule"),
+        (f"{TRAINJOB} --queue 'a b'", "argument --queue: must be at most 253 lower-case"),
         (f"{TRAINJOB} --env OMPI_MCA_plm_rsh_args=1", "the Kubeflow Trainer sets this variable"),
         (f"{SAGEMAKER} --role me", "must be a role such as arn:aws:iam::123456789012:role/"),
         (f"{SAGEMAKER} --input data=/mnist", "must be an S3 URI such as s3://bucket/folder"),
