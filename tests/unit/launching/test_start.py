@@ -443,10 +443,10 @@ def test_a_dry_run_shows_the_locale_that_python_has_set_itself(hosts, monkeypatc
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_options_of_the_users_own_command_are_shown_unchanged(hosts, size):
+def test_options_of_the_users_own_command_are_not_taken_for_those_of_hvkit(hosts, size):
     command = ("env", "-x", "HVKIT_RUN")
     line = shown(prepared(request(command=command, size=size), supervised=False))
-    assert line.endswith(" env -x HVKIT_RUN")
+    assert line.endswith(" env +-x HVKIT_RUN")
 
 
 def test_mpich_gets_the_interface_by_name(hosts, monkeypatch):
