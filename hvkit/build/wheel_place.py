@@ -37,13 +37,13 @@ def require_place(text: str) -> str:
     if not _is_url(text):
         return str(Path(text).absolute())
     url = _parts(text)
-    if url is None or not url.hostname or not text.isprintable() or " " in url.netloc:
-        raise ValueError("must be a folder or an https:// URL, but this URL has no valid host")
-    if not _is_safe(url):
+    if url is not None and not _is_safe(url):
         raise ValueError(
             f"must be a folder or an https:// URL, got {shown(text)!r}: without https, anyone on "
             "the network could put a program of their own in place of a wheel"
         )
+    if url is None or not url.hostname or not text.isprintable() or " " in url.netloc:
+        raise ValueError("must be a folder or an https:// URL, but this URL has no valid host")
     return text
 
 
@@ -90,7 +90,7 @@ def read(place: str, name: str) -> bytes:
             if answer.length and len(data) <= _LARGEST:
                 raise http.client.IncompleteRead(data, answer.length)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        why = str(error) or type(error).__name__
+        why = str(error).strip() or type(error).__name__
         raise BuildError(f"cannot fetch {shown(address)}: {why}{_HOW}") from error
     if len(data) > _LARGEST:
         raise BuildError(

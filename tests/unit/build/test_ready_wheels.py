@@ -344,6 +344,7 @@ def test_a_password_and_a_signature_reach_the_server_and_no_message(
     [
         ("--wheels", "http://wheels.example.com", "URL, got 'http://wheels.example.com': without"),
         ("--wheels", "ftp://me:s3cret@127.0.0.1/wheels", "URL, got 'ftp://127.0.0.1/wheels'"),
+        ("--wheels", "file:///wheels", "URL, got 'file:///wheels': without https"),
         ("--wheels", "https://me:s3cret@example:x/y", "this URL has no valid host"),
         ("--wheels", "", "must be a folder or an https:// URL, got ''"),
         ("--wheel-dir", "https://example.com", "must be a folder of this machine, got 'https"),
