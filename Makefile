@@ -172,14 +172,17 @@ oldest: machine
 		tests/parallel/keras/test_keras_embeddings.py
 	python -m pytest tests/unit/data
 
-# Wheels of Horovod for the frameworks and the MPI of .venv, one for each framework, and their index:
+# Wheels of Horovod for the frameworks and the MPI of .venv, one for each that is there, and their index:
 # for `hvkit install-horovod --wheels build/wheels` elsewhere. SYSROOT is a folder from
 # docker/old_c_library.sh: the wheels then run on older distributions than this one.
 WHEELS ?= build/wheels
 SYSROOT ?=
+INSTALLED := from hvkit.build.frameworks import find_frameworks; print(*[found.name for found in find_frameworks()])
 wheels: $(VENV)/installed
-	for other in tensorflow pytorch; do $(if $(SYSROOT),CXX="$$(docker/old_c_library.sh --compiler $(SYSROOT))") \
-		PIP_CONSTRAINT=constraints.txt hvkit install-horovod --no-install --without $$other \
+	names=$$(python -c '$(INSTALLED)') && for name in $$names; do \
+		others=; for other in $$names; do [ $$other = $$name ] || others="$$others --without $$other"; done; \
+		$(if $(SYSROOT),CXX="$$(docker/old_c_library.sh --compiler $(SYSROOT))") \
+		PIP_CONSTRAINT=constraints.txt hvkit install-horovod --no-install $$others \
 		--gpu $(HVKIT_GPU) --wheel-dir $(WHEELS) || exit 1; done
 
 docs: .venv-docs/installed

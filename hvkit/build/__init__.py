@@ -3,7 +3,8 @@
 ::
 
     installer               does nothing, installs a wheel that is there, or builds one
-    ├── ready_wheels        folders and URLs of wheels: their index, and which of them fit
+    ├── ready_wheels        wheels in a folder or behind a URL: their index, and which of them fit
+    │   ├── wheel_place     reads from the folder or URL, over https alone
     │   ├── abi             what a built Horovod needs of a machine, and whether it is there
     │   └── wheel_file      the facts inside a wheel; two wheels joined
     ├── toolchain           finds MPI, the C++ compiler and CMake

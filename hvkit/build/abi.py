@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from packaging.tags import sys_tags
 
 from hvkit.build.build_variables import run_time_paths, user_build_options
 from hvkit.build.cuda import cuda_for
-from hvkit.build.frameworks import Framework, find_frameworks, title
+from hvkit.build.frameworks import NAMES, Framework, find_frameworks, title
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Mpi, Toolchain, rpath_of
 from hvkit.build.wheel_cache import cpu_features
@@ -31,6 +31,28 @@ _ARCHITECTURE = "HOROVOD_BUILD_ARCH_FLAGS"
 # The first C library whose distributions have a libstdc++ with these symbols, by PEP 600: the
 # numbers that auditwheel checks.
 _GLIBC_OF_LIBSTDCXX = ((24, 17), (28, 31), (29, 34), (30, 35), (33, 39))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, Iterable) and all(map(_is_text, value))
+
+
+def _maps_texts(value: Any) -> bool:
+    return isinstance(value, dict) and _is_texts([*value, *value.values()])
+
+
+# What each fact is, in a file that anybody may have written.
+_FACTS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("horovod", "patches", "python", "platform", "mpi"), _is_text),
+    **dict.fromkeys(("cpu", "search"), _is_texts),
+    "frameworks": lambda value: _maps_texts(value) and value.keys() <= {*NAMES},
+    "cuda": lambda value: value is None or _is_text(value),
+    "options": _maps_texts,
+}
 
 
 @dataclass(frozen=True)
@@ -75,9 +97,12 @@ class Abi:
         """
         try:
             lists = {name: tuple(facts[name]) for name in ("cpu", "search")}
-            return cls(**{**facts, **lists})
+            found = cls(**{**facts, **lists})
         except (TypeError, KeyError) as error:
             raise BuildError(f"facts of another version of hvkit: {error}") from error
+        if wrong := [name for name, fits in _FACTS.items() if not fits(getattr(found, name))]:
+            raise BuildError(f"facts of another version of hvkit: {', '.join(wrong)}")
+        return found
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hvkit.build.ready_wheels import Choice
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
 from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock
 from hvkit.build.wheel_file import join
+from hvkit.build.wheel_place import shown
 from hvkit.errors import BuildError
 
 # Two wheels of one framework may fit: one for its version, one for a neighbour of it.
@@ -95,6 +96,8 @@ def installed_abi() -> Abi | None:
 
 
 def _install_horovod(options: BuildOptions) -> None:
+    if options.wheel_dir:
+        ready_wheels.require_writable(options.wheel_dir)
     if options.wheels and not options.force and _install_ready(options.wheels, options):
         return
     toolchain = find_toolchain(options.without)
@@ -137,7 +140,7 @@ def _install_ready(place: str, options: BuildOptions) -> bool:
             continue
         announce(f"Horovod {VERSION} is installed from {choice}")
         return True
-    announce(f"no wheel in {place} fits; so Horovod is built here")
+    announce(f"no wheel in {shown(place)} fits; so Horovod is built here")
     for reason in refused or ["there are no wheels"]:
         announce(f"    {reason}")
     return False

@@ -10,28 +10,24 @@ import os
 import re
 import shutil
 import tempfile
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from hvkit.build.abi import Abi, Machine, minors_between, misfits
 from hvkit.build.frameworks import title
 from hvkit.build.wheel_file import facts_of, joined_facts
+from hvkit.build.wheel_place import read, shown
 from hvkit.errors import BuildError
 
 INDEX = "wheels.json"
 
-_SECONDS = 60.0
 _NAME = re.compile(r"horovod-[\w.+]+-[\w.]+-[\w.]+-[\w.]+\.whl", re.ASCII)
-_LARGEST = 512 * 1024**2
-_HOW = ". `make wheels` or `hvkit install-horovod --wheel-dir DIR` fills such a folder"
-_ON_THIS_HOST = ("localhost", "127.0.0.1", "::1")
+_AGAIN = ". Make the wheels again, in an empty folder"
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,20 @@ class ReadyWheel:
     name: str
     sha256: str
     abi: Abi
+
+    @classmethod
+    def of(cls, entry: Any) -> "ReadyWheel":
+        """The wheel of an entry of an index.
+
+        Raises:
+            BuildError: it is one of another version of hvkit, or names no wheel.
+        """
+        if not isinstance(entry, dict) or not {"name", "sha256", "abi"} <= entry.keys():
+            raise BuildError("it is no entry of this version of hvkit")
+        name, sha256 = entry["name"], entry["sha256"]
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(sha256, str):
+            raise BuildError("it names no wheel")
+        return cls(name, sha256, Abi.of(entry["abi"]))
 
 
 @dataclass(frozen=True)
@@ -64,22 +74,43 @@ class Choice:
         return " and ".join(wheel.name for wheel in self.wheels)
 
 
+def require_writable(folder: Path) -> None:
+    """Make a folder of wheels, and check that ``add`` can write there.
+
+    Raises:
+        BuildError: it cannot be made or written to, or its index is damaged.
+    """
+    try:
+        with _lock(folder), tempfile.TemporaryFile(dir=folder):
+            listed = (folder / INDEX).exists()
+    except (OSError, NotImplementedError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BuildError(
+            f"--wheel-dir {folder}: no wheel can be written there ({why}): name another folder"
+        ) from error
+    if listed:
+        _entries(str(folder))
+
+
 def add(wheel: Path, folder: Path) -> Path:
     """Copy a wheel into a folder of wheels and its index, and return the copy."""
-    folder.mkdir(parents=True, exist_ok=True)
     abi = facts_of(wheel)
-    # Several builds may write into one folder.
-    with FileLock(folder / f".{INDEX}.lock"):
+    with _lock(folder):
         copy = Path(shutil.copy(wheel, folder))
-        listed = _listed(str(folder)) if (folder / INDEX).exists() else []
-        kept = [one for one in listed if one.name != copy.name and (folder / one.name).exists()]
+        entries = _entries(str(folder)) if (folder / INDEX).exists() else []
+        kept = [e for e in entries if _names_file_in(folder, e) not in (None, copy.name)]
         digest = hashlib.sha256(copy.read_bytes()).hexdigest()
-        kept.append(ReadyWheel(copy.name, digest, abi))
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as fresh:
-            json.dump([asdict(one) for one in kept], fresh, indent=2)
-        os.chmod(fresh.name, 0o644)
-        os.replace(fresh.name, folder / INDEX)
+        kept.append(asdict(ReadyWheel(copy.name, digest, abi)))
+        fresh = folder / f".{INDEX}.new"
+        fresh.write_text(json.dumps(kept, indent=2) + "\n")
+        os.replace(fresh, folder / INDEX)
     return copy
+
+
+def _lock(folder: Path) -> FileLock:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several builds may write into one folder.
+    return FileLock(folder / f".{INDEX}.lock")
 
 
 def choices(place: str, machine: Machine) -> tuple[list[Choice], list[str]]:
@@ -96,8 +127,9 @@ def choices(place: str, machine: Machine) -> tuple[list[Choice], list[str]]:
     Raises:
         BuildError: the place has no index, or cannot be reached.
     """
-    fitting, refused = [], []
-    for wheel in _listed(place):
+    wheels, refused = _listed(place)
+    fitting = []
+    for wheel in wheels:
         reasons = misfits(wheel.abi, machine)
         if reasons:
             refused.append(f"{wheel.name}: {reasons[0]}")
@@ -117,40 +149,18 @@ def fetch(wheel: ReadyWheel, place: str, folder: Path) -> Path:
     Raises:
         BuildError: it is missing, or another file than the index says.
     """
-    data = _read(place, wheel.name)
+    data, file = read(place, wheel.name), f"{wheel.name} in {shown(place)}"
     found = hashlib.sha256(data).hexdigest()
     if found != wheel.sha256:
         raise BuildError(
-            f"{wheel.name} in {place} is not the file of {INDEX}: its SHA-256 is {found}, expected "
-            f"{wheel.sha256}. Make the wheels again"
+            f"{file} is not the file of {INDEX}: its SHA-256 is {found}, expected {wheel.sha256}. "
+            "Make the wheels again"
         )
     path = folder / wheel.name
     path.write_bytes(data)
     if facts_of(path) != wheel.abi:
-        raise BuildError(f"{wheel.name} in {place} has other facts inside it than {INDEX} says")
+        raise BuildError(f"{file} has other facts inside it than {INDEX} says")
     return path
-
-
-def is_url(place: str) -> bool:
-    """Whether a place is behind a URL, rather than a folder."""
-    return re.match(r"[a-z][a-z0-9+.-]*://", place, re.IGNORECASE) is not None
-
-
-def require_place(text: str) -> str:
-    """A folder, or a URL that nobody on the way can change; wheels are programs.
-
-    Raises:
-        ValueError: it is a URL of another kind.
-    """
-    if not is_url(text):
-        return str(Path(text).absolute())
-    url = urllib.parse.urlsplit(text)
-    if url.scheme == "https" or (url.scheme == "http" and url.hostname in _ON_THIS_HOST):
-        return text.rstrip("/")
-    raise ValueError(
-        f"must be a folder or an https:// URL, got {text!r}: without https, anyone on the network "
-        "could put a program of their own in place of a wheel"
-    )
 
 
 def _covers(wanted: Sequence[str], wheels: Sequence[ReadyWheel]) -> Iterator[Choice]:
@@ -173,32 +183,32 @@ def _distance(choice: Choice, machine: Machine) -> tuple[int, int]:
     return sum(between), len(choice.wheels)
 
 
-def _listed(place: str) -> list[ReadyWheel]:
-    try:
-        listed = [
-            ReadyWheel(one["name"], one["sha256"], Abi.of(one["abi"]))
-            for one in json.loads(_read(place, INDEX))
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BuildError(f"{INDEX} in {place} is damaged: {error}. Make it again") from error
-    for wheel in listed:
-        if not _NAME.fullmatch(wheel.name):
-            raise BuildError(f"{INDEX} in {place} lists {wheel.name!r}, which names no wheel")
-    return listed
-
-
-def _read(place: str, name: str) -> bytes:
-    if not is_url(place):
+def _listed(place: str) -> tuple[list[ReadyWheel], list[str]]:
+    """The wheels of an index, and why its other entries are of no use here."""
+    wheels, refused = [], []
+    for entry in _entries(place):
         try:
-            return Path(place, name).read_bytes()
-        except OSError as error:
-            raise BuildError(f"{place} has no {name} to read: {error.strerror}{_HOW}") from error
-    url = f"{place}/{urllib.parse.quote(name)}"
+            wheels.append(ReadyWheel.of(entry))
+        except BuildError as error:
+            name = entry.get("name") if isinstance(entry, dict) else entry
+            refused.append(f"{str(name)[:100]!r} in {INDEX}: {error}")
+    return wheels, refused
+
+
+def _entries(place: str) -> list[Any]:
+    """The entries of an index as they stand there, also those of other versions of hvkit."""
     try:
-        with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
-            data: bytes = answer.read(_LARGEST + 1)
-    except (OSError, urllib.error.URLError) as error:
-        raise BuildError(f"cannot fetch {url}: {error}{_HOW}") from error
-    if len(data) > _LARGEST:
-        raise BuildError(f"{url} is larger than {_LARGEST // 1024**2} MiB: no wheel of Horovod is")
-    return data
+        entries = json.loads(read(place, INDEX))
+    except (ValueError, RecursionError) as error:
+        raise BuildError(f"{INDEX} in {shown(place)} is damaged: {error}{_AGAIN}") from error
+    if not isinstance(entries, list):
+        raise BuildError(f"{INDEX} in {shown(place)} is damaged: it is no list{_AGAIN}")
+    return entries
+
+
+def _names_file_in(folder: Path, entry: Any) -> str | None:
+    """The name of the wheel that an entry describes, if it is in the folder."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    if isinstance(name, str) and _NAME.fullmatch(name) and (folder / name).exists():
+        return name
+    return None

@@ -10,6 +10,7 @@ import json
 import re
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from hvkit.build.toolchain import Toolchain
 from hvkit.errors import BuildError
 
 _FACTS = f"horovod/{FILE}"
+_NO_ZIP = (zipfile.BadZipFile, zlib.error, EOFError)
 _METADATA = "horovod/metadata.json"
 _EXECUTABLE = 0o100755 << 16
 _LIBRARY = re.compile(r"horovod/\w+/mpi_lib[^/]*\.so")
@@ -34,7 +36,8 @@ def facts_of(wheel: Path) -> Abi:
     try:
         with zipfile.ZipFile(wheel) as opened:
             return Abi.of(json.loads(opened.read(_FACTS)))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    # Of zipfile, too: NotImplementedError and RuntimeError, which RecursionError is as well.
+    except (OSError, LookupError, ValueError, RuntimeError, *_NO_ZIP) as error:
         raise BuildError(f"{wheel} is no wheel of Horovod from hvkit: {error}") from error
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from hvkit.build import BuildOptions, install_horovod
 from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
-from hvkit.build.ready_wheels import require_place
+from hvkit.build.wheel_place import require_folder, require_place
 from hvkit.cli.arguments import positive
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import Terminal
@@ -84,7 +84,10 @@ def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -
         "the self-test, in seconds and without a compiler; build otherwise, and print why",
     )
     parser.add_argument(
-        "--wheel-dir", type=Path, metavar="DIR", help="also copy the wheel into this folder"
+        "--wheel-dir",
+        type=_wheel_dir,
+        metavar="DIR",
+        help="also copy the wheel into this folder",
     )
     parser.add_argument(
         "--no-install",
@@ -98,6 +101,13 @@ def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -
 def _wheels(text: str) -> str:
     try:
         return require_place(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _wheel_dir(text: str) -> Path:
+    try:
+        return require_folder(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvkit.cli.arguments import NUMBER_OF_RANKS, number_of_ranks, positive
-from hvkit.manifest import azureml, fields, mpijob, sagemaker, slurm_job, trainjob
+from hvkit.manifest import (
+    azureml,
+    fields,
+    kubernetes_fields,
+    mpijob,
+    sagemaker,
+    slurm_job,
+    trainjob,
+)
 from hvkit.manifest.fields import HvkitRun
 
 
@@ -167,13 +175,42 @@ OPTIONS = (
         repeated=True,
     ),
     Option(
+        "--pull-secret NAME",
+        _in(_KUBERNETES, fields.subdomain),
+        "the Secret with the password of the image's registry",
+        repeated=True,
+    ),
+    Option(
+        "--node-label KEY=VALUE",
+        _in(_KUBERNETES, kubernetes_fields.node_label),
+        "run the {host}s on nodes with this label only",
+        repeated=True,
+    ),
+    Option(
+        "--tolerate TAINT",
+        _in(_KUBERNETES, kubernetes_fields.toleration),
+        "allow nodes with this taint, KEY[=VALUE][:EFFECT], such as nvidia.com/gpu",
+        repeated=True,
+    ),
+    Option(
+        "--queue NAME",
+        _in(_KUBERNETES, kubernetes_fields.queue),
+        "the queue of Kueue in which the job waits for room",
+    ),
+    Option(
         "--input NAME=PLACE",
-        {"sagemaker": fields.s3_input, "azureml": fields.azure_input},
+        {"sagemaker": fields.s3_input, "azureml": fields.azure_folder},
         "data for all ranks: an s3:// URI, which SageMaker copies to /opt/ml/input/data/NAME; or "
         "Azure's path of a folder, which replaces ${{{{inputs.NAME}}}} in COMMAND",
         repeated=True,
     ),
     Option("--output URI", {"sagemaker": fields.s3}, "the s3:// URI for results", required=True),
+    Option(
+        "--output NAME=PLACE",
+        {"azureml": fields.azure_folder},
+        "Azure's path of a folder for results, which replaces ${{{{outputs.NAME}}}} in COMMAND",
+        repeated=True,
+    ),
     Option("--role ARN", {"sagemaker": fields.role}, "the role of the job", required=True),
     Option(
         "--instance-type TYPE",
@@ -182,9 +219,44 @@ OPTIONS = (
         required=True,
     ),
     Option("--disk GB", {"sagemaker": positive}, "gigabytes of storage of each {host}", "30"),
+    Option(
+        "--spot HH:MM:SS",
+        {"sagemaker": fields.seconds},
+        "use spare capacity, which is cheaper and may be taken away: the longest time until the "
+        "job's end with all waits; the job starts again, for scripts that resume",
+    ),
+    Option(
+        "--checkpoints URI",
+        {"sagemaker": fields.s3},
+        "the s3:// URI that /opt/ml/checkpoints is copied to, and from when the job starts again",
+    ),
+    Option(
+        "--subnet ID",
+        {"sagemaker": fields.amazon_id},
+        "run in this subnet of your network, with --security-group",
+        repeated=True,
+    ),
+    Option(
+        "--security-group ID",
+        {"sagemaker": fields.amazon_id},
+        "the rules for traffic there, which must let the {host}s reach each other",
+        repeated=True,
+    ),
+    Option("--output-key KEY", {"sagemaker": fields.kms_key}, "encrypts the results: a KMS key"),
+    Option(
+        "--disk-key KEY",
+        {"sagemaker": fields.kms_key},
+        "encrypts the storage of each {host}: a KMS key",
+    ),
     Option("--compute NAME", {"azureml": fields.azure_name}, "the cluster", required=True),
     Option("--code DIR", {"azureml": fields.one_line}, "upload this folder and start in it"),
     Option("--experiment NAME", {"azureml": fields.azure_name}, "that the job belongs to"),
+    Option(
+        "--identity WHO",
+        {"azureml": fields.azure_identity},
+        "with whose rights the job reads and writes: user (whoever submits it), managed (the "
+        "cluster's), or the client ID of one of the cluster's identities",
+    ),
     Option(
         "--launcher-cpus CORES",
         _in(_KUBERNETES, fields.cpus),
@@ -220,6 +292,12 @@ OPTIONS = (
         "--env NAME=VALUE",
         _in(_ALL, fields.assignment),
         "environment variable for all ranks, readable in the {noun}: no secrets",
+        repeated=True,
+    ),
+    Option(
+        "--secret-env NAME=SECRET:KEY",
+        _in(_KUBERNETES, kubernetes_fields.secret_variable),
+        "environment variable for all ranks, from this key of a Secret",
         repeated=True,
     ),
 )

@@ -6,7 +6,6 @@ the command line; ``shown`` makes the line of ``--dry-run`` from it.
 
 import os
 import shlex
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +28,15 @@ from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job, find_launcher
 from hvkit.launching.rank_command import RankCommand
-from hvkit.launching.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
+from hvkit.launching.supervision.protocol import (
+    KEY_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    agent_command,
+)
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 
-_AGENT = "hvkit.launching.supervision.agent"
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 # Seconds to connect to each host, and to one that may just have been lost.
 _CONNECT = 10.0
@@ -145,7 +147,7 @@ def prepared(
         environ = sendable(environ, names, launcher, request.system)
     job = Job(
         hosts=site.hosts,
-        command=(sys.executable, "-P", "-m", _AGENT, *request.command),
+        command=agent_command(request.command),
         forwarded=names,
         networks=tuple(dict.fromkeys(interface.network for interface in site.joining)),
         interfaces=interfaces,

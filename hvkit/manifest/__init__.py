@@ -7,6 +7,7 @@
         ├── mpijob              a Kubernetes resource for the MPI operator: mpijob.yaml
         ├── trainjob            two for the Kubeflow Trainer: trainjob.yaml
         │   └── kubernetes      what these have in common: values, and YAML
+        ├── kubernetes_fields   what their options accept: secrets, labels, taints
         ├── slurm_job           a script for sbatch: slurm_job.sh
         ├── sagemaker           a request for Amazon SageMaker
         ├── azureml             a command job for Azure Machine Learning

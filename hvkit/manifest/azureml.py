@@ -4,16 +4,18 @@ So the job's command is that of one rank, and neither ``hvkit run`` nor its opti
 starts the ranks with the Open MPI that is in the image, and ends them when one fails.
 """
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from hvkit.manifest.fields import HvkitRun
+from hvkit.manifest.fields import HvkitRun, folders, without_empty
 from hvkit.manifest.kubernetes import yaml_text
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
-# A run's folders for inputs are in the place of ${{inputs.NAME}} in the command.
 _FOLDER = "uri_folder"
+# Azure puts a shell variable with the folder in the place of each of these.
+_EXPRESSION = re.compile(r"(\$\{\{[^{}]*\}\})")
 
 
 def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
@@ -24,7 +26,8 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
         run: the ranks and their command.
 
     Raises:
-        ValueError: not all hosts have the same number of ranks, or two inputs have one name.
+        ValueError: not all hosts have the same number of ranks, two inputs or outputs have one
+            name, or the command names one that is not there.
     """
     if run.size.idle:
         raise ValueError(
@@ -32,9 +35,10 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
             f"each node: -np must be a multiple of --slots, such as "
             f"{run.size.hosts * run.size.slots}"
         )
-    inputs = dict(options["input"])
-    if len(inputs) < len(options["input"]):
-        raise ValueError("argument --input: a name is used twice: give each input its own")
+    inputs, outputs = folders("input", options), folders("output", options)
+    expressions = {f"${{{{inputs.{name}}}}}" for name in inputs}
+    expressions |= {f"${{{{outputs.{name}}}}}" for name in outputs}
+    words = [_quoted(word, expressions) for word in _with_python(run.command)]
     seconds = options["time"]
     job: dict[str, Any] = {
         "$schema": _SCHEMA,
@@ -42,9 +46,10 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
         "display_name": options["name"],
         "experiment_name": options["experiment"],
         "code": options["code"],
-        # Azure replaces ${{inputs.NAME}}, which a shell must not see in quotes.
-        "command": " ".join(map(_quoted, _with_python(run.command))),
+        "command": " ".join(words),
         "inputs": {name: {"type": _FOLDER, "path": path} for name, path in inputs.items()},
+        "outputs": {name: {"type": _FOLDER, "path": path} for name, path in outputs.items()},
+        "identity": options["identity"],
         "environment": {"image": options["image"]},
         "environment_variables": dict(run.variables),
         "compute": f"azureml:{options['compute']}",
@@ -55,21 +60,22 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
         },
         "limits": {"timeout": seconds} if seconds else None,
     }
-    return yaml_text(_without_empty(job))
+    return yaml_text(without_empty(job))
 
 
 def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
     return ("python", *command) if command[0].endswith(".py") else command
 
 
-def _quoted(word: str) -> str:
-    return word if word.startswith("${{") and word.endswith("}}") else shlex.quote(word)
-
-
-def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value, at all depths."""
-    kept = {
-        name: _without_empty(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-    }
-    return {name: value for name, value in kept.items() if value not in (None, {}, [])}
+def _quoted(word: str, expressions: Collection[str]) -> str:
+    """The word for a shell, which must not see Azure's expressions in quotes."""
+    parts = _EXPRESSION.split(word)
+    for expression in parts[1::2]:
+        if expression not in expressions:
+            known = ", ".join(sorted(expressions)) or "none"
+            raise ValueError(
+                f"{expression} in COMMAND names no folder of this job ({known}): add it with "
+                "--input or --output"
+            )
+    parts[::2] = [part and shlex.quote(part) for part in parts[::2]]
+    return "".join(parts) or "''"

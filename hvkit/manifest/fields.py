@@ -5,10 +5,14 @@ they do not accept, and name in the message what they accept and what they got.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import PurePosixPath
+from typing import Any
+
+LONGEST_LABEL = 63
+"""Characters that Kubernetes allows in the value of a label, and in the name of a host."""
 
 _PREFIXES = "kMGTPE"
 _UNITS = {
@@ -208,6 +212,14 @@ role = _matching(
 s3 = _matching(r"s3://[^/\s]+(?:/\S*)?", "an S3 URI such as s3://bucket/folder")
 """A place in Amazon S3."""
 
+amazon_id = _matching("[a-zA-Z0-9-]{1,32}", "an ID such as subnet-0123456789abcdef0")
+"""A subnet or a security group of Amazon's."""
+
+kms_key = _matching(
+    "[a-zA-Z0-9:/_-]{1,2048}", "the ID, ARN or alias/NAME of a key in Amazon's key service (KMS)"
+)
+"""A key of Amazon's with which data are encrypted."""
+
 instance_type = _matching(
     r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "a type of instance such as ml.p4d.24xlarge"
 )
@@ -219,6 +231,8 @@ azure_name = _matching(
 )
 """The name of a cluster or an experiment of Azure ML."""
 
+_AZURE_IDENTITIES = {"user": "user_identity", "managed": "managed"}
+_UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", re.ASCII)
 _input = re.compile(r"([A-Za-z][A-Za-z0-9_]{0,63})=(.+)", re.ASCII)
 
 duration = _matching(
@@ -256,7 +270,7 @@ def s3_input(text: str) -> tuple[str, str]:
     return name, s3(place)
 
 
-def azure_input(text: str) -> tuple[str, str]:
+def azure_folder(text: str) -> tuple[str, str]:
     """Data as ``NAME=PATH``: its name, and Azure's path of it."""
     return _named_input(text, "train=azureml://datastores/workspaceblobstore/paths/mnist")
 
@@ -266,6 +280,30 @@ def _named_input(text: str, example: str) -> tuple[str, str]:
     if found is None or not text.isprintable():
         raise ValueError(f"must be NAME=PLACE, such as {example}, got {text!r}")
     return found[1], utf8(found[2])
+
+
+def folders(option: str, options: Mapping[str, Sequence[tuple[str, str]]]) -> dict[str, str]:
+    """The places that were given with an option ``NAME=PLACE``, by name.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    found = dict(options[option])
+    if len(found) < len(options[option]):
+        raise ValueError(f"argument --{option}: a name is used twice: give each {option} its own")
+    return found
+
+
+def azure_identity(text: str) -> dict[str, str]:
+    """An identity of Azure ML: ``user``, ``managed``, or the client ID of a managed one."""
+    if text in _AZURE_IDENTITIES:
+        return {"type": _AZURE_IDENTITIES[text]}
+    if _UUID.fullmatch(text):
+        return {"type": "managed", "client_id": text}
+    raise ValueError(
+        "must be user (whoever submits the job), managed (the cluster's) or the client ID of one "
+        f"of the cluster's identities, got {text!r}"
+    )
 
 
 def sbatch_option(text: str) -> str:
@@ -308,6 +346,15 @@ def assignment(text: str) -> tuple[str, str]:
             f"a digit, got {text!r}"
         )
     return name, utf8(value)
+
+
+def without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a document that have a value, at all depths."""
+    kept = {
+        name: without_empty(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+    }
+    return {name: value for name, value in kept.items() if value not in (None, {}, [])}
 
 
 def utf8(text: str) -> str:

@@ -13,10 +13,7 @@ from typing import Any
 
 import yaml
 
-from hvkit.manifest.fields import HvkitRun, Quantity, Volume
-
-LONGEST_HOSTNAME = 63
-"""Characters that Kubernetes allows in the name of a host."""
+from hvkit.manifest.fields import LONGEST_LABEL, HvkitRun, Quantity, Volume
 
 # Seconds that Kubernetes gives a pod to end, if its specification names no number.
 _KUBERNETES_GRACE = 30
@@ -42,8 +39,8 @@ def values_of(options: Mapping[str, Any], run: HvkitRun) -> dict[str, Any]:
         run: what the launcher starts.
 
     Raises:
-        ValueError: the shared memory is not less than the memory of a worker, or two volumes have
-            one path.
+        ValueError: the shared memory is not less than the memory of a worker, two volumes have one
+            path, or a variable or a label of nodes has two values.
     """
     _check_shared_memory(options["shm_size"], options["memory"], run.size.slots)
     _check_paths(options["volume"])
@@ -51,15 +48,24 @@ def values_of(options: Mapping[str, Any], run: HvkitRun) -> dict[str, Any]:
     # Numbered: the name of a claim may be longer than that of a volume, and contain dots.
     once = dict.fromkeys(volume.claim for volume in options["volume"])
     claims = {claim: f"claim-{number}" for number, claim in enumerate(once, 1)}
+    secrets = {variable.name: variable.entry for variable in options["secret_env"]}
+    variables = {name: literal(value) for name, value in run.variables.items()}
+    plain = [{"name": name, "value": value} for name, value in variables.items()]
+    names = [*variables, *(variable.name for variable in options["secret_env"])]
+    _check_once("--secret-env", names)
+    _check_once("--node-label", [key for key, _ in options["node_label"]])
     return {
         **options,
+        "variables": names,
+        "node_labels": dict(options["node_label"]),
+        "pull_secrets": [{"name": name} for name in options["pull_secret"]],
         "hosts": run.size.hosts,
         "slots": slots,
         "cpus": cpus and cpus.times(slots),
         "memory": memory and memory.times(slots),
         "gpus": gpus and gpus * slots,
-        "run": [literal(word) for word in run.words(run.variables)],
-        "env": [{"name": name, "value": literal(value)} for name, value in run.variables.items()],
+        "run": [literal(word) for word in run.words(names)],
+        "env": [*plain, *secrets.values()],
         "claims": [
             {"name": name, "persistentVolumeClaim": {"claimName": claim}}
             for claim, name in claims.items()
@@ -87,14 +93,14 @@ def check_hostname(name: str, longest: str) -> None:
     Raises:
         ValueError: it has too many characters.
     """
-    if excess := max(0, len(longest) - LONGEST_HOSTNAME):
+    if excess := max(0, len(longest) - LONGEST_LABEL):
         raise ValueError(
             f"--name {name} is too long: the hostname {longest} would have {len(longest)} "
-            f"characters, {LONGEST_HOSTNAME} are allowed; make it {excess} shorter"
+            f"characters, {LONGEST_LABEL} are allowed; make it {excess} shorter"
         )
 
 
-def check_variables(names: Mapping[str, str], operator: str, also: Sequence[str] = ()) -> None:
+def check_variables(names: Sequence[str], operator: str, also: Sequence[str] = ()) -> None:
     """Refuse variables for ranks that an operator sets itself.
 
     Raises:
@@ -121,6 +127,12 @@ def _check_paths(volumes: Sequence[Volume]) -> None:
     for path, times in Counter(volume.path for volume in volumes).items():
         if times > 1:
             raise ValueError(f"--volume: {path} is used {times} times: give each its own path")
+
+
+def _check_once(option: str, names: Sequence[str]) -> None:
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(f"{option}: {name} is set {times} times: set it once")
 
 
 def literal(text: str) -> str:

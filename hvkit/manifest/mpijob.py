@@ -27,11 +27,11 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
 
     Raises:
         ValueError: the name is too long for this many workers, the shared memory is not less than
-            the memory of a worker, two volumes have one path, or the operator overwrites a
-            variable.
+            the memory of a worker, two volumes have one path, something is set twice, or the
+            operator overwrites a variable.
     """
     name, workers = options["name"], run.size.hosts
     check_hostname(name, max(f"{name}-launcher", f"{name}-worker-{workers - 1}", key=len))
     values = values_of(options, run)
-    check_variables(run.variables, "the MPI operator", _OPERATORS_OWN)
+    check_variables(values["variables"], "the MPI operator", _OPERATORS_OWN)
     return from_template("mpijob.yaml", values)

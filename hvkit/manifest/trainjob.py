@@ -27,15 +27,16 @@ def manifest(options: Mapping[str, Any], run: HvkitRun) -> str:
 
     Raises:
         ValueError: the name is too long for this many workers, the shared memory is not less than
-            the memory of a worker, two volumes have one path, the Trainer overwrites a variable,
-            or the command has more words, or the job more variables, than the Trainer takes.
+            the memory of a worker, two volumes have one path, something is set twice, the Trainer
+            overwrites a variable, or the command has more words, or the job more variables, than
+            the Trainer takes.
     """
     name, workers = options["name"], run.size.hosts
     # The JobSet below adds five letters to the name of a pod.
     pods = (f"{name}-launcher-0-0-xxxxx", f"{name}-node-0-{workers - 1}-xxxxx")
     check_hostname(name, max(pods, key=len))
     values = values_of(options, run)
-    check_variables(run.variables, "the Kubeflow Trainer")
+    check_variables(values["variables"], "the Kubeflow Trainer")
     for what, given in (("command", values["run"]), ("--env", values["env"])):
         if len(given) > _MOST:
             raise ValueError(

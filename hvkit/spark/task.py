@@ -15,10 +15,10 @@ from pathlib import Path
 
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.network import interface_of
+from hvkit.launching.supervision.protocol import agent_command
 from hvkit.spark.rank import FILES
 from hvkit.spark.rendezvous import Front, Store
 
-_AGENT = "hvkit.launching.supervision.agent"
 # Seconds that ranks may be apart when Horovod starts. The supervisor notices lost hosts sooner, and
 # the watcher ranks that do not come.
 _GLOO_WAITS = "1800"
@@ -96,7 +96,7 @@ class RankTask:
             front = Front(json.loads(found), self.key)
             stack.callback(front.close)
             subprocess.run(
-                [sys.executable, "-P", "-m", _AGENT, sys.executable, *self.command],
+                agent_command((sys.executable, *self.command)),
                 env={
                     **without_place(os.environ),
                     **_gpus(context),

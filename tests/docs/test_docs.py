@@ -281,5 +281,10 @@ def test_links_lead_to_files(page):
             assert file.is_dir() or file.stat().st_size > 0, f"{page}: {link}"
 
 
+def test_hvkit_is_installed_from_a_checkout_since_no_index_has_it():
+    named = re.compile(r"pip install [^\n`&;]*(?<![./\w-])hvkit\b(?! @)")
+    assert not [page for page in PAGES if named.search((ROOT / page).read_text())]
+
+
 def test_readme_has_500_to_800_words():
     assert 500 <= len((ROOT / "README.md").read_text().split()) <= 800

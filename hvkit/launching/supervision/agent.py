@@ -54,6 +54,7 @@ from hvkit.launching.supervision.protocol import (
     Connection,
     ConnectionLost,
     Kind,
+    command_of_agent,
     fields,
     packed,
 )
@@ -369,4 +370,4 @@ def _guard(agent: int, launcher: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(command_of_agent(sys.argv[1:])))

@@ -9,6 +9,11 @@ connection. If neither happens, the host or the network is lost. A kernel whose 
 full acknowledges more and more rarely. So an agent sends at most ``WINDOW`` bytes of output that
 the supervisor has not read yet: its kernel can hold as much while ``hvkit run`` or its terminal is
 stopped.
+
+**The command** of a rank stands on the launcher's command line, after the agent's own
+(``agent_command``). Launchers read words there that are meant for the script: Open MPI and Hydra
+begin another program after a ``:``, and Open MPI 5 changes ``--map-by`` and takes ``--mca`` for its
+own wherever they stand. So these words travel with a mark before them.
 """
 
 import contextlib
@@ -16,8 +21,9 @@ import hmac
 import json
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
@@ -32,6 +38,11 @@ SUPERVISOR_VARIABLE = "HVKIT_RUN"
 
 CANNOT_RUN = 127
 """The status that shells and agents return for a command they cannot run."""
+
+_AGENT = "hvkit.launching.supervision.agent"
+# Before a word that a launcher might read, or that begins with the mark itself.
+_MARK = "+"
+_MARKED = (_MARK, "-", ":")
 
 _HEADER = struct.Struct("!BI")
 _NUMBER = struct.Struct("!I")
@@ -90,6 +101,17 @@ class Kind(IntEnum):
     """A piece of the file with the function to call; a SEAL follows the last."""
     SEAL = 16
     """From both: a digest of the file before it (``sealing``), since what is in it is executed."""
+
+
+def agent_command(command: Sequence[str]) -> tuple[str, ...]:
+    """The command line of an agent that runs ``command``, for any launcher."""
+    words = (_MARK + word if word.startswith(_MARKED) else word for word in command)
+    return (sys.executable, "-P", "-m", _AGENT, *words)
+
+
+def command_of_agent(words: Sequence[str]) -> tuple[str, ...]:
+    """The command in an agent's arguments, which ``agent_command`` has made."""
+    return tuple(word.removeprefix(_MARK) for word in words)
 
 
 @dataclass(frozen=True)

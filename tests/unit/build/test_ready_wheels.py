@@ -1,18 +1,22 @@
 """Wheels from a folder or a URL: those that fit are installed, and no others."""
 
+import base64
 import functools
 import http.server
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fake_wheels import wheel_of
@@ -24,6 +28,7 @@ from hvkit.build.abi import Abi, Machine, misfits
 from hvkit.build.frameworks import Framework
 from hvkit.build.toolchain import Mpi, Toolchain
 from hvkit.build.wheel_file import facts_of, join
+from hvkit.build.wheel_place import require_place
 from hvkit.errors import BuildError
 
 
@@ -142,20 +147,24 @@ def test_the_same_minor_version_comes_first(abi: Abi, machine: Machine, tmp_path
     assert built == ["2.13.1", "2.12.1", "2.14.0"]
 
 
+@contextmanager
+def serving(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
+    """A server on this host; yields its port."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The URL of the folder ``wheels``."""
     (tmp_path / "wheels").mkdir()
-    handler = functools.partial(
-        http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "wheels")
-    )
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    folder = str(tmp_path / "wheels")
+    with serving(functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_a_changed_file_behind_a_url_is_refused(
@@ -171,23 +180,184 @@ def test_a_changed_file_behind_a_url_is_refused(
         ready_wheels.fetch(choice.wheels[0], served, tmp_path)
 
 
-def test_an_index_names_files_of_its_folder_only(
+@pytest.mark.parametrize(
+    ("installed", "left_out"),
+    [
+        ("pytorch", [""]),
+        ("pytorch tensorflow", ["--without tensorflow", "--without pytorch"]),
+    ],
+)
+def test_make_builds_a_wheel_for_each_framework_that_is_installed(
+    tmp_path: Path, installed: str, left_out: list[str]
+) -> None:
+    shutil.copy(Path(__file__).parents[3] / "Makefile", tmp_path)
+    for name in ("setup.py", "constraints.txt"):
+        (tmp_path / name).touch()
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, line in (("python", f"echo {installed}"), ("hvkit", 'echo "$@" >> built')):
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / ".venv" / "installed").touch()
+    make = ["make", "wheels", "HVKIT_GPU=none", f"PYTHON={sys.executable}"]
+    environ = {**os.environ, "CXX": "sh"}
+    done = subprocess.run(make, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "built").read_text().splitlines() == [
+        " ".join(f"install-horovod --no-install {out} --gpu none --wheel-dir build/wheels".split())
+        for out in left_out
+    ]
+
+
+NO_ENTRIES: list[Any] = [
+    {"name": "../horovod-1-a-b-c.whl"},
+    {"name": 3},
+    {"abi": {"frameworks": {"jax": "1"}}},
+    {"abi": {"frameworks": {"pytorch": 2}}},
+    {"abi": {"cpu": None}},
+    {"abi": {"new in the next version": 1}},
+    "horovod",
+]
+
+
+def test_an_entry_of_another_version_is_refused_alone_and_kept(
     abi: Abi, machine: Machine, tmp_path: Path
 ) -> None:
-    wheels_apart(abi, tmp_path / "wheels")
-    index = tmp_path / "wheels" / ready_wheels.INDEX
-    index.write_text(index.read_text().replace('"horovod-', '"../horovod-'))
-    with pytest.raises(BuildError, match=r"lists '\.\./horovod-.*which names no wheel"):
-        ready_wheels.choices(str(tmp_path / "wheels"), machine)
+    folder = tmp_path / "wheels"
+    wheels_apart(abi, folder)
+    index = folder / ready_wheels.INDEX
+    good = json.loads(index.read_text())
+    for changes in NO_ENTRIES:
+        entry = changes
+        if isinstance(changes, dict):
+            entry = {**good[0], **changes, "abi": {**good[0]["abi"], **changes.get("abi", {})}}
+        index.write_text(json.dumps([*good, entry]))
+        (choice,), refused = ready_wheels.choices(str(folder), machine)
+        assert len(choice.wheels) == 2, changes
+        assert len(refused) == 1, changes
+    newer = {**good[0], "abi": {"new": 1}}
+    index.write_text(json.dumps([newer, good[1]]))
+    more = wheel_of(replace(abi, frameworks={"pytorch": "2.14.0"}), tmp_path, "0.28.1+more")
+    ready_wheels.add(more, folder)
+    assert [one["name"] for one in json.loads(index.read_text())] == [
+        *(one["name"] for one in (newer, good[1])),
+        more.name,
+    ]
 
 
-@pytest.mark.parametrize("place", ["http://wheels.example.com", "ftp://127.0.0.1/wheels"])
-def test_a_url_that_can_be_changed_on_the_way_is_refused(
-    place: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("index", [b"{}", b"\xff\xfe", b"[" * 100_000], ids=["{}", "bytes", "["])
+def test_behind_a_damaged_index_horovod_is_built(
+    steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], index: bytes
+) -> None:
+    (tmp_path / "wheels.json").write_bytes(index)
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        installer.install_horovod(BuildOptions(wheels=str(tmp_path)))
+    assert re.search(
+        r"wheels\.json in .* is damaged: .*so Horovod is built", capsys.readouterr().out
+    )
+    # A folder to fill is checked before minutes of compiling.
+    steps.clear()
+    with pytest.raises(BuildError, match="is damaged"):
+        installer.install_horovod(BuildOptions(wheel_dir=tmp_path))
+    assert steps == []
+
+
+def test_a_folder_that_cannot_be_filled_is_refused_before_the_build(
+    steps: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match="no wheel can be written there"):
+        installer.install_horovod(BuildOptions(wheel_dir=tmp_path / "file" / "wheels"))
+    assert steps == []
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers as the first folder of the path says."""
+
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("Authorization")))
+        kind = self.path.split("/")[1]
+        if kind == "garbage":
+            self.wfile.write(b"garbage\r\n\r\n")
+            return
+        self.send_response(302 if kind in ("plain", "moved", "other") else 200)
+        if kind == "plain":
+            self.send_header("Location", "http://user:secret@wheels.example.com/wheels.json?sig=s3")
+        if kind == "moved":
+            self.send_header("Location", "/there/wheels.json")
+        if kind == "other":
+            port = self.server.server_address[1]
+            self.send_header("Location", f"http://localhost:{port}/there/wheels.json")
+        self.send_header("Content-Length", "100" if kind == "cut" else "2")
+        self.end_headers()
+        self.wfile.write(b"[]")
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def answers() -> Iterator[tuple[int, list[tuple[str, str | None]]]]:
+    """The port of a server, and what it was asked for."""
+    with serving(Answers) as port:
+        Answers.asked.clear()
+        yield port, Answers.asked
+
+
+def test_a_server_leads_to_https_only_and_its_faults_are_named(
+    answers: tuple[int, list[Any]], machine: Machine
+) -> None:
+    for kind, why in (
+        ("plain", r"leads to http://wheels\.example\.com/wheels\.json\?\.\.\., which is not https"),
+        ("cut", "more expected"),
+        ("garbage", "garbage"),
+    ):
+        with pytest.raises(BuildError, match=f"cannot fetch http://127.0.0.1:.*{why}") as caught:
+            ready_wheels.choices(require_place(f"http://127.0.0.1:{answers[0]}/{kind}"), machine)
+        assert "s3" not in str(caught.value)
+
+
+def test_a_password_and_a_signature_reach_the_server_and_no_message(
+    answers: tuple[int, list[Any]],
+    machine: Machine,
+    steps: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    port, asked = answers
+    given = f"http://ann:s%40cret@127.0.0.1:{port}/moved/a b/?sig=a%2Bb"
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        installer.install_horovod(BuildOptions(wheels=require_place(given)))
+    right = "Basic " + base64.b64encode(b"ann:s@cret").decode()
+    assert asked == [("/moved/a%20b/wheels.json?sig=a%2Bb", right), ("/there/wheels.json", right)]
+    shown = capsys.readouterr().out
+    assert f"no wheel in http://127.0.0.1:{port}/moved/a b/?... fits" in shown
+    assert "cret" not in shown
+    asked.clear()
+    ready_wheels.choices(f"http://ann:s%40cret@127.0.0.1:{port}/other", machine)
+    assert asked == [("/other/wheels.json", right), ("/there/wheels.json", None)]
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "complaint"),
+    [
+        ("--wheels", "http://wheels.example.com", "URL, got 'http://wheels.example.com': without"),
+        ("--wheels", "ftp://me:s3cret@127.0.0.1/wheels", "URL, got 'ftp://127.0.0.1/wheels'"),
+        ("--wheels", "file:///wheels", "URL, got 'file:///wheels': without https"),
+        ("--wheels", "https://me:s3cret@example:x/y", "this URL has no valid host"),
+        ("--wheels", "", "must be a folder or an https:// URL, got ''"),
+        ("--wheel-dir", "https://example.com", "must be a folder of this machine, got 'https"),
+    ],
+)
+def test_other_places_are_refused(
+    option: str, place: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["install-horovod", "--wheels", place])
-    assert f"must be a folder or an https:// URL, got '{place}'" in capsys.readouterr().err
+        cli.main(["install-horovod", option, place])
+    printed = capsys.readouterr().err
+    assert complaint in printed
+    assert "s3cret" not in printed
 
 
 @pytest.fixture

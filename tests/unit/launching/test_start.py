@@ -352,6 +352,14 @@ def test_a_dry_run_shows_the_variables_that_hvkit_adds_and_no_others(hosts, monk
     assert " -x NCCL_DEBUG " in line
 
 
+def test_words_that_launchers_read_reach_the_script_as_they_are():
+    words = ["a", ":", "-np", "1", "echo", "--map-by", "core", "--mca", "+", "", "$HOME"]
+    show = [sys.executable, "-c", "import sys; print(sys.argv[1:])", *words]
+    run = prepared(Request(tuple(show), size=1), supervised=False)
+    done = subprocess.run(shown(run), shell=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith(f"{words}\n"), done.stderr
+
+
 @pytest.mark.parametrize("verbose", [True, False])
 def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, capsys, verbose):
     monkeypatch.setattr(start, "supervise", lambda run: Outcome(0))
@@ -435,10 +443,10 @@ def test_a_dry_run_shows_the_locale_that_python_has_set_itself(hosts, monkeypatc
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_options_of_the_users_own_command_are_shown_unchanged(hosts, size):
+def test_options_of_the_users_own_command_are_not_taken_for_those_of_hvkit(hosts, size):
     command = ("env", "-x", "HVKIT_RUN")
     line = shown(prepared(request(command=command, size=size), supervised=False))
-    assert line.endswith(" env -x HVKIT_RUN")
+    assert line.endswith(" env +-x HVKIT_RUN")
 
 
 def test_mpich_gets_the_interface_by_name(hosts, monkeypatch):

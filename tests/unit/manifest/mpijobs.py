@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from hvkit.manifest.fields import HvkitRun, Size, cpus, memory, volume
+from hvkit.manifest.kubernetes_fields import node_label, secret_variable, toleration
 from hvkit.manifest.mpijob import manifest
 
 SIZE = Size.of(8, 4)
@@ -29,6 +30,11 @@ def job(
         "memory": None,
         "shm_size": memory("2Gi"),
         "volume": [],
+        "pull_secret": [],
+        "node_label": [],
+        "tolerate": [],
+        "queue": None,
+        "secret_env": [],
         "launcher_cpus": cpus("1"),
         "launcher_memory": memory("1Gi"),
         "retries": 0,
@@ -50,6 +56,11 @@ def full_job() -> str:
         retries=3,
         variables={"HVKIT_DATA_DIR": "/data", "RATE": "1e-3"},
         volume=list(map(volume, ("datasets:/data", "results.a:/out", "datasets:/more"))),
+        pull_secret=["registry"],
+        node_label=[node_label("gpu=a100")],
+        tolerate=list(map(toleration, ("nvidia.com/gpu", "pool=train:NoSchedule"))),
+        queue="training",
+        secret_env=[secret_variable("TOKEN=tracker:api-token")],
         run_options=("--lost-after", "45", "--prefix", "--timestamps", "--log-dir=/out/logs"),
     )
 

@@ -14,7 +14,14 @@ from jsonschema.validators import extend
 
 METADATA = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "namespace": {"type": "string"}},
+    "properties": {
+        "name": {"type": "string"},
+        "namespace": {"type": "string"},
+        "labels": {
+            "properties": {"kueue.x-k8s.io/queue-name": {"type": "string"}},
+            "additionalProperties": False,
+        },
+    },
     "required": ["name"],
     "additionalProperties": False,
 }

@@ -171,9 +171,13 @@ def test_there_are_no_retries_by_default() -> None:
     assert replicas(read(job()), "Launcher")["restartPolicy"] == "Never"
 
 
-def test_there_is_no_namespace_by_default() -> None:
+def test_there_is_no_namespace_or_queue_by_default() -> None:
     assert read(job())["metadata"] == {"name": "mnist"}
-    assert read(full_job())["metadata"] == {"name": "mnist", "namespace": "teaching"}
+    assert read(full_job())["metadata"] == {
+        "name": "mnist",
+        "namespace": "teaching",
+        "labels": {"kueue.x-k8s.io/queue-name": "training"},
+    }
 
 
 def test_a_name_too_long_for_the_names_of_its_pods_is_refused() -> None:

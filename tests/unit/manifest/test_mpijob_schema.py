@@ -22,7 +22,8 @@ def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 FULL = read(full_job())
 NODES = list(nodes(FULL))
-FIELDS = [path for path, _ in NODES if isinstance(path[-1], str)]
+# But for labels of nodes, whose names the user chooses.
+FIELDS = [p for p, _ in NODES if isinstance(p[-1], str) and "nodeSelector" not in p[:-1]]
 # Numbers and text are both valid here.
 EITHER = {"limits", "sizeLimit", "port"}
 LEAVES = [
