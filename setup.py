@@ -74,7 +74,7 @@ setup(
         "completion": COMPLETION,
         "dev": [
             *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", "twine"),
-            *("equinox", "ipykernel", "nbclient"),
+            *("equinox", "grain", "ipykernel", "nbclient"),
             *COMPLETION,
         ],
     },

@@ -13,6 +13,7 @@
     │   ├── tfdata_batches      finds out how a pipeline was batched
     │   └── tfdata_files        files that a pipeline writes: one for each rank
     ├── keras_pydataset     keras.utils.PyDataset
+    ├── grain_dataset       Grain's MapDataset
     ├── parquet             pyarrow.dataset of Parquet files, by row groups
     │   └── arrow_columns       arrays from columns of lists and tensors
     ├── rank_samples        the arithmetic all of them use: which samples of a step are this

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
+from hvkit.data.grain_dataset import is_of_grain, shard_grain
 from hvkit.data.parquet import ParquetRows, is_dataset
 from hvkit.data.rank_samples import Share
 from hvkit.mesh import Mesh, position_in
@@ -17,7 +18,7 @@ Data = TypeVar("Data")
 
 _ACCEPTED = (
     "a torch DataLoader or Dataset, a tf.data.Dataset, a keras.utils.PyDataset, a pyarrow.dataset, "
-    "or arrays: one, or a tuple, list or dict of them"
+    "a grain.MapDataset, or arrays: one, or a tuple, list or dict of them"
 )
 
 
@@ -144,6 +145,8 @@ def shard_for(data: Any, share: Share, seed: int | None) -> ShardedData:
     elif "pyarrow.dataset" in sys.modules and is_dataset(data):
         rows = ParquetRows(data, share, seed)
         part = ShardedData(rows, rows.facts)
+    elif is_of_grain(data):
+        part = ShardedData(*shard_grain(data, share))
     elif is_arrays(data):
         facts = [f"arrays of {rows_of(data)} rows", f"rows of sha256 {digest_of_rows(data)}"]
         part = ShardedData(shard_arrays(data, share), facts)

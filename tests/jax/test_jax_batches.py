@@ -3,6 +3,7 @@
 import itertools
 import types
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +39,24 @@ def test_arrays_of_jax_are_dealt_out_as_those_of_numpy():
     np.testing.assert_array_equal(mine["x"], mine["y"])
     exact = hvkit.shard(rows, exact=True)
     assert sorted(itertools.chain(*hvkit.allgather(exact.tolist()))) == rows.tolist()
+
+
+def test_elements_of_grain_are_dealt_out_in_the_order_of_their_shuffle():
+    length = 5 * hvkit.size() + 1
+    data = grain.MapDataset.source(np.arange(length)).shuffle(seed=3).map(lambda i: i * 10)
+    order = list(data)
+    everyone = hvkit.allgather([int(each) for each in hvkit.shard(data)])
+    dealt = [each for step in zip(*everyone, strict=True) for each in step]
+    assert dealt[:length] == order
+    assert dealt[length:] == order[: len(dealt) - length]  # equally many on every rank
+    exact = hvkit.allgather([int(each) for each in hvkit.shard(data, exact=True)])
+    assert sorted(itertools.chain(*exact)) == sorted(order)
+    endless = hvkit.shard(data.repeat()).batch(2)
+    assert endless[0].tolist() == order[hvkit.rank() :: hvkit.size()][:2]
+    with pytest.raises(TypeError, match=r"before .to_iter_dataset\(\)"):
+        hvkit.shard(data.to_iter_dataset())
+    with pytest.raises(hvkit.RanksDisagreeError, match="elements"):
+        hvkit.shard(data.map(lambda i: i + hvkit.rank()))
 
 
 def test_a_script_that_has_joined_jax_itself_is_told_who_does():
