@@ -36,8 +36,15 @@ def another_script(monkeypatch):
     monkeypatch.setattr(counted, "_batches", 0)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+# One style in each mesh, and each style in one.
+CASES = [(NNX, mesh) for mesh in MESHES] + [
+    (style, MESHES[-1]) for style in STYLES if style is not NNX
+]
+
+
+@pytest.mark.parametrize(
+    ("style", "mesh"), CASES, ids=[f"{style.__name__} {mesh}" for style, mesh in CASES]
+)
 def test_a_divided_model_trains_as_in_one_process(style, mesh):
     alone = style(optax.sgd(0.05), mesh=mesh)
     expected = alone.train()
