@@ -115,6 +115,8 @@ def _wheel_dir(text: str) -> Path:
 def _install_horovod(args: argparse.Namespace) -> int:
     if not args.install and (args.wheel_dir is None or args.wheels):
         args.refuse("--no-install is for --wheel-dir: it builds a wheel and installs nothing")
+    if args.force and args.wheels:
+        args.refuse("--force builds Horovod anew, and --wheels takes what was built: leave one out")
     install_horovod(
         BuildOptions(
             force=args.force,

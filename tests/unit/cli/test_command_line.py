@@ -34,6 +34,7 @@ def test_home_is_set_where_it_is_missing_since_open_mpi_does_not_start_without(m
         ["run", "--hostfile", "missing", "true"],
         ["hosts", "missing"],
         ["report", "missing"],
+        ["install-horovod", "--force", "--wheels", "build/wheels"],
     ],
 )
 def test_wrong_arguments_end_with_2(words, tmp_path, monkeypatch):
