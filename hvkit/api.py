@@ -441,11 +441,10 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
         ValueError: there is none.
     """
     engine, in_pipeline = engine_of("keras"), False
-    if options.mesh:
+    if options.mesh and engine != "jax":
         from hvkit.frameworks.keras.pipeline.refusals import refuse_axes
 
-        if engine != "jax":
-            refuse_axes(options.mesh.mesh)
+        refuse_axes(options.mesh.mesh)
         in_pipeline = options.mesh.mesh.pipeline > 1
     if engine == "tensorflow":
         if in_pipeline:

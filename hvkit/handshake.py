@@ -99,6 +99,22 @@ def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
     raise OSError("; ".join(problems))
 
 
+def exactly(connected: socket.socket, size: int) -> bytearray:
+    """So many bytes from a connection.
+
+    Raises:
+        OSError: it has ended before.
+    """
+    data, have = bytearray(size), 0
+    view = memoryview(data)
+    while have < size:
+        got = connected.recv_into(view[have:])
+        if not got:
+            raise ConnectionResetError("the other end has closed the connection")
+        have += got
+    return data
+
+
 def _prove(connected: socket.socket, key: bytes, *steps: Callable[[Any, bytes], None]) -> None:
     """Take these steps of the proof, which the other end takes in the opposite order.
 

@@ -157,7 +157,7 @@ class TcpMailbox(Mailbox):
 
     def _admit(self, connected: socket.socket) -> None:
         try:
-            (rank,) = _RANK.unpack(_exactly(connected, _RANK.size))
+            (rank,) = _RANK.unpack(handshake.exactly(connected, _RANK.size))
         except OSError:  # it has ended at once
             connected.close()
             return
@@ -177,8 +177,8 @@ class TcpMailbox(Mailbox):
     def _read(self, rank: int, connected: socket.socket) -> None:
         try:
             while True:
-                tag, size = _HEADER.unpack(_exactly(connected, _HEADER.size))
-                data = _exactly(connected, size)
+                tag, size = _HEADER.unpack(handshake.exactly(connected, _HEADER.size))
+                data = handshake.exactly(connected, size)
                 with self._changed:
                     if tag == _BYE:
                         self._left.add(rank)
@@ -202,19 +202,3 @@ class TcpMailbox(Mailbox):
             with self._changed:
                 self._lost = True
                 self._changed.notify_all()
-
-
-def _exactly(connected: socket.socket, size: int) -> bytearray:
-    """So many bytes from a connection.
-
-    Raises:
-        OSError: it has ended before.
-    """
-    data, have = bytearray(size), 0
-    view = memoryview(data)
-    while have < size:
-        got = connected.recv_into(view[have:])
-        if not got:
-            raise ConnectionResetError("the other rank has closed the connection")
-        have += got
-    return data

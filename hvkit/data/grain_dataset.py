@@ -45,10 +45,11 @@ def shard_grain(data: Any, share: Share) -> tuple[Any, list[str]]:
             "the MapDataset, before .to_iter_dataset()"
         )
     length = len(data)
-    facts = [f"a MapDataset of {length} elements", f"elements of sha256 {_digest(data, length)}"]
-    missing = -length % share.size
+    facts = [f"a MapDataset of {length} elements"]
     if share.size == 1 or not length:
         return data, facts
+    facts.append(f"elements of sha256 {_digest(data, length)}")
+    missing = -length % share.size
     # One that repeats without end has the length of the largest integer.
     if missing and not share.exact and length < sys.maxsize:
         repeated = data[:missing] if missing <= length else data.repeat(missing)[:missing]

@@ -45,7 +45,7 @@ class Store:
         self._listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
-        with connected, contextlib.suppress(OSError, EOFError):
+        with connected, contextlib.suppress(OSError):
             while True:
                 method, path, value = decode(_received(connected))
                 if method == "PUT":
@@ -137,15 +137,5 @@ def _send(connected: socket.socket, message: bytes) -> None:
 
 
 def _received(connected: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(connected, _LENGTH.size))
-    return _exactly(connected, length)
-
-
-def _exactly(connected: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        more = connected.recv(count - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return bytes(data)
+    (length,) = _LENGTH.unpack(handshake.exactly(connected, _LENGTH.size))
+    return bytes(handshake.exactly(connected, length))

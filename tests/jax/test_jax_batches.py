@@ -51,6 +51,7 @@ def test_elements_of_grain_are_dealt_out_in_the_order_of_their_shuffle():
     assert dealt[length:] == order[: len(dealt) - length]  # equally many on every rank
     exact = hvkit.allgather([int(each) for each in hvkit.shard(data, exact=True)])
     assert sorted(itertools.chain(*exact)) == sorted(order)
+    assert len(hvkit.shard(grain.MapDataset.source([]))) == 0
     endless = hvkit.shard(data.repeat()).batch(2)
     assert endless[0].tolist() == order[hvkit.rank() :: hvkit.size()][:2]
     with pytest.raises(TypeError, match=r"before .to_iter_dataset\(\)"):

@@ -186,7 +186,7 @@ class _Done:
         return self.outcome
 
 
-class MeansByMPI:
+class HostMeans:
     """Implements ``hvkit.sync.rounds.Agreements`` for strategies that take means."""
 
     def __init__(self) -> None:
@@ -330,7 +330,7 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     weights = {name: v for name, v in variables.items() if isinstance(v, nnx.Param)}
     statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]
     of_model = NnxWeights(weights, statistics, all_ranks())
-    keeper = NnxRounds(strategy, of_model, all_ranks().numbered("hvkit.jax"), MeansByMPI())
+    keeper = NnxRounds(strategy, of_model, all_ranks().numbered("hvkit.jax"), HostMeans())
     counted = CountedOptimizer(optimizer, model, of_model)
     keeper.watch(counted, lambda: False)
     _keepers[model] = keeper
