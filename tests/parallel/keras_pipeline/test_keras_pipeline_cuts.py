@@ -88,7 +88,7 @@ def test_what_cannot_be_in_a_pipeline_is_refused_with_the_reason(make, options, 
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"tensor": 2}, "in PyTorch only: write the model as a torch.nn.Module, run Keras on JAX"),
+        ({"tensor": 2}, "run Keras on JAX (KERAS_BACKEND=jax), write the model as a torch.nn"),
         ({"shard": 2}, "hvkit.ShardedOptimizer() without a mesh"),
     ],
 )
