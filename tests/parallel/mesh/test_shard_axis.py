@@ -4,7 +4,8 @@ import copy
 import functools
 
 import pytest
-from mesh_models import CNN, GPT, MLP, EncoderDecoder, UNet
+import torch
+from mesh_models import CNN, GPT, MLP, Block, EncoderDecoder, UNet
 from mesh_training import (
     adamw,
     cross_entropy,
@@ -22,6 +23,26 @@ from ranks import error_of, shared_folder
 from torch import nn
 
 import hvkit
+
+
+class PatchTransformer(nn.Module):
+    """A small vision transformer. No layer holds its class token and its positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(1, 16, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.positions = nn.Parameter(torch.randn(1, 5, 16))
+        self.blocks = nn.ModuleList(Block(16, 2, 0.0, True) for _ in range(4))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
+
 
 ALONE = hvkit.Mesh(shard=2) if hvkit.size() == 2 else hvkit.Mesh(shard=2, data=2)
 
@@ -63,7 +84,9 @@ def test_shards_of_stages(tied, schedule):
     assert max(found) < 1e-11
 
 
-@pytest.mark.parametrize(("make", "data_of"), [(EncoderDecoder, tokens), (UNet, images)])
+@pytest.mark.parametrize(
+    ("make", "data_of"), [(EncoderDecoder, tokens), (UNet, images), (PatchTransformer, images)]
+)
 def test_shards_of_stages_with_cuts_inside_of_layers(make, data_of):
     if hvkit.size() < 4:
         pytest.skip("two stages, and each on two ranks")

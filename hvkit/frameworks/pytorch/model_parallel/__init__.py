@@ -15,6 +15,8 @@
     saved_parts       what a checkpoint saves of the parts
     shares            in pieces: what each rank writes and reads of a sharded checkpoint
     shard_axis        weights of a stage, divided by ``fully_shard``
+    same_batches      whether ranks make the same calls with the same batches and weights
+    shared_gradients  of parameters that several ranks hold whole
     gradient_norm     the norm of the gradients of all ranks, for clipping, and overflows
     nonfinite         gradients that are NaN or infinite on some rank
     pipeline/         stages that follow each other

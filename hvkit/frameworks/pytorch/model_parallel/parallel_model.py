@@ -7,7 +7,6 @@ what makes it.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,8 +19,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hvkit.communication.traffic import count, of_allreduce
-from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.division import (
@@ -44,26 +41,27 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
-from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
-    Stages,
-)
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
     ScheduledPipeline,
 )
+from hvkit.frameworks.pytorch.model_parallel.same_batches import (
+    hash_of,
+    require_same_batch,
+    require_same_weights,
+)
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
+from hvkit.frameworks.pytorch.model_parallel.shared_gradients import SharedGradients
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
-from hvkit.wording import shortened
 
 # The first pass also prepares the others.
 _TIMED_FROM, _TIMED_TO = 2, 22
@@ -125,7 +123,7 @@ class ParallelModel:
         # What is loaded as soon as there is a part to load.
         self._waiting: list[Callable[[], None]] = []
         # The parameters that several ranks of the pipeline hold, with these ranks.
-        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._shared: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._pipeline: Pipeline | None = None
         # Of the current pass, the same on all ranks that compute on the same batch.
         self._seed = 0
@@ -162,7 +160,9 @@ class ParallelModel:
         self._passes += 1
         self._links.step = self._at_once.step = self._passes
         with self._links.in_call(), self._links.times.passing():
-            self._require_same_batch(args, kwargs)
+            self._seed = require_same_batch(
+                self._model, self._passes, args, kwargs, self._at_once, self._together
+            )
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
                 self._show_own_forward()
@@ -186,69 +186,11 @@ class ParallelModel:
         if self._of_instance is not None:
             vars(self._model)["forward"] = self._of_instance
 
-    def _require_same_batch(self, args: Any, kwargs: Any) -> None:
-        """Raise on every rank unless all that compute together have the same batch; a collective.
-
-        Raises:
-            RanksDisagreeError: names the rank.
-            ValueError: a gradient of an input would be needed.
-        """
-        tensors = tensors_in((args, kwargs))
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise ValueError(
-                "an input of a model in a mesh requires a gradient, which only some ranks could "
-                "compute: pass one module that contains both models to hvkit.distribute, or detach "
-                "the input"
-            )
-        mine = [
-            self._passes,
-            torch.is_grad_enabled(),
-            self._model.training,
-            call_key(args, kwargs),
-        ]
-        # Numbers on a GPU are compared less often, because the host waits for them.
-        often = self._passes & (self._passes - 1) == 0
-        content = [checksum(t) for t in tensors if often or not t.is_cuda]
-        numbers = _hash_of(mine), _hash_of(content), new_seed()
-        found = self._at_once.gather_numbers(numbers).tolist()
-        everyone = dict(zip(self._at_once.ranks, found, strict=True))
-        self._seed = everyone[self._together.ranks[0]][2]
-        for ranks, number, what in (
-            (self._at_once.ranks, 0, "makes another call"),
-            (self._together.ranks, 1, "gets another batch"),
-        ):
-            for rank in ranks:
-                if everyone[rank][number] != everyone[ranks[0]][number]:
-                    raise RanksDisagreeError(
-                        f"forward pass {self._passes} of {ranks_text(ranks)}, which train one "
-                        f"model together: rank {rank} {what} than rank {ranks[0]}. They must get "
-                        "the same batches in the same order: divide data with "
-                        "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
-                    )
-
-    def _require_same_weights(self) -> None:
-        """Raise on every rank unless all take parts of the same model; a collective.
-
-        A script may have loaded weights since ``distribute``.
-
-        Raises:
-            RanksDisagreeError: names the rank and the weights.
-        """
-        named, ranks = dict(self._model.named_parameters()), self._holders.ranks
-        everyone = self._holders.gather_numbers([checksum(p) for p in named.values()])
-        for rank, same in zip(ranks, (everyone == everyone[0]).tolist(), strict=True):
-            if apart := [name for name, equal in zip(named, same, strict=True) if not equal]:
-                names = shortened(", ".join(apart), 200)
-                raise RanksDisagreeError(
-                    f"rank {rank} holds other weights than rank {ranks[0]} in {names}: load "
-                    "weights before hvkit.distribute, or after it on every rank"
-                )
-
     def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
         """Keep this rank's part of the model, give up the rest, and return what runs it."""
         model, options = self._model, self._options
         if self._recipe is None:
-            self._require_same_weights()
+            require_same_weights(self._model, self._holders)
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
@@ -271,7 +213,7 @@ class ParallelModel:
         if self._recipe is None and rank == stages.rank_of[-1] and len(stages) > 1:
             expected = plain_result(model, args, kwargs)
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
-        self.layout = _hash_of([holders, placements_of(model, plan)])
+        self.layout = hash_of([holders, placements_of(model, plan)])
         own = self._take_part(stages, rank)
         placements: Mapping[str, Placement] = {}
         if options.mesh.tensor > 1:
@@ -298,7 +240,16 @@ class ParallelModel:
         staged = StagedForward(
             model, model.forward, stages, found, self._device, self._begin_numbers
         )
-        around = functools.partial(self._before_backward, self._train(own, norms))
+        train = self._train(own, norms)
+        shared = SharedGradients(
+            self._shared,
+            self._kept,
+            self._links,
+            self._copies,
+            self._device,
+            equalised=self._rounded == "gradients",
+        )
+        around = functools.partial(shared.before_backward, train)
         pipeline = self._pipeline = Pipeline(
             model,
             staged,
@@ -320,7 +271,7 @@ class ParallelModel:
         plan = division.plan
         if plan.ways == 1:
             return division
-        mine = _hash_of([(each.begins, each.ends, each.others) for each in plan.streams])
+        mine = hash_of([(each.begins, each.ends, each.others) for each in plan.streams])
         everyone = self._together.gather_numbers([mine]).flatten().tolist()
         if len(set(everyone)) == 1:
             return division
@@ -351,7 +302,7 @@ class ParallelModel:
                 ranks = tuple(self._links.ranks[each] for each in holders)
                 group = process_group.subgroup_of(self._links.ranks, ranks)
                 if rank in holders:
-                    self._shared.append((p, group))
+                    self._shared[p] = group
         # Recurrent layers hold weak references, for which PyTorch exchanges no tensors.
         recurrent = [m for m in self._model.modules() if isinstance(m, nn.RNNBase)]
         for module in recurrent:
@@ -373,7 +324,7 @@ class ParallelModel:
         """Divide this rank's parameters along the shard axis."""
         copies = self._options.mesh.data > 1
         mesh = self._axes["data", "shard"] if copies else self._axes["shard"]
-        shared = [p for p, _ in self._shared]
+        shared = list(self._shared)
         cuts = [cut.module for cut in division.stages.cuts]
         called = division.found.calls.keys()
         after = shard(self._model, own, shared, cuts, called, mesh, self._name)
@@ -449,58 +400,6 @@ class ParallelModel:
             and stages.rank_of[stages.of_module.get(name, 0)] == rank
         )
 
-    def _before_backward(self, around: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Prepare for the gradients of a backward pass; return what to call when they are there."""
-        end = around()
-        of_shared = dict(self._shared)
-        # What this pass contributes is added up apart from what earlier ones have.
-        added = dict.fromkeys([*of_shared, *self._kept])
-        before = {p: p.grad for p in added if p.requires_grad}
-        for p in before:
-            p.grad = None
-
-        def add_up() -> None:
-            for p, earlier in before.items():
-                if not self._has_gradient(p, of_shared.get(p)):
-                    p.grad = earlier
-                    continue
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                if p in of_shared:
-                    self._sum(gradient, of_shared[p])
-                if p in self._kept:
-                    self._sum(gradient, self._copies.group)
-                    gradient /= len(self._copies.ranks)
-                p.grad = gradient if earlier is None else earlier.add_(gradient)
-            end()
-            if self._rounded == "gradients":
-                self._equalise(of_shared)
-
-        return add_up
-
-    def _equalise(self, of_shared: Mapping[nn.Parameter, dist.ProcessGroup]) -> None:
-        """Use the same gradient on all stages: each has rounded its own, among other gradients."""
-        for p, group in of_shared.items():
-            if p.grad is not None:
-                source = dist.get_process_group_ranks(group)[0]
-                if source == dist.get_rank():
-                    count("gradients", p.grad.nbytes)
-                with self._links.waiting():
-                    dist.broadcast(p.grad, source, group=group)
-
-    def _has_gradient(self, p: nn.Parameter, holders: dist.ProcessGroup | None) -> bool:
-        """Whether any rank that adds to the gradient of a parameter has one; a collective."""
-        found = torch.tensor([float(p.grad is not None)], device=self._device)
-        groups = [group for group in (holders, self._copies.group) if group is not None]
-        for group in groups if p in set(self._kept) else groups[:1]:
-            with self._links.waiting():
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return bool(found)
-
-    def _sum(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
-        count("gradients", of_allreduce(gradient.nbytes, group.size()))
-        with self._links.waiting():
-            dist.all_reduce(gradient, group=group)
-
     def _begin_numbers(self) -> None:
         """Let ranks of the tensor axis go on from the numbers that all stages share."""
         if self._random is not None:
@@ -540,21 +439,3 @@ class ParallelModel:
 
 def _nothing(*_: Any) -> None:
     """A hook that is there."""
-
-
-def checksum(t: torch.Tensor) -> int:
-    """A number that depends on the values of a tensor, and on the order of its samples."""
-    data = t.detach().contiguous().flatten()
-    if not data.numel():
-        return 0
-    size = data.numel() * data.element_size()
-    words = data.view(torch.uint8).view(torch.int32 if size % 4 == 0 else torch.uint8)
-    samples = t.shape[0] if t.dim() else 1
-    rows = words.view(samples, -1).sum(1, dtype=torch.int64) if len(words) % samples == 0 else words
-    places = torch.arange(1, len(rows) + 1, device=rows.device)
-    return int((rows * places).sum(dtype=torch.int64))
-
-
-def _hash_of(things: Sequence[Any]) -> int:
-    """A number for some things, the same in every process."""
-    return zlib.crc32(repr(things).encode())
