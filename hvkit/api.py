@@ -1,4 +1,4 @@
-"""``hvkit.distribute``: checks its arguments, picks a port, and runs the steps that all share.
+"""``hvkit.distribute``: checks its arguments, and runs the steps that all frameworks share.
 
 ``hvkit.settled`` is for strategies whose ranks differ between two agreements.
 """
@@ -6,37 +6,37 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from hvkit import runtime, strategies
+from hvkit import runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_one_of
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group, all_ranks, refuse_in_group
-from hvkit.compression import BY_NAME, Compression, CompressionName
-from hvkit.errors import ranks_text
+from hvkit.communication.group import Group, all_ranks
+from hvkit.compression import Compression, CompressionName
+from hvkit.distribute_arguments import (
+    checked_compression,
+    checked_strategy,
+    refuse_contradictions,
+    refuse_what_groups_lack,
+)
 from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import Mesh, MeshOptions, picture
 from hvkit.mesh_arguments import in_data_group, mesh_options, refuse_in_mesh
 from hvkit.monitor.monitor import Monitor
-from hvkit.strategies.diloco import DiLoCo
-from hvkit.strategies.fully_shard import FullyShard
-from hvkit.strategies.local_sgd import LocalSGD
+from hvkit.ports import framework_of_all, port_for
 from hvkit.strategies.parameter_server import ParameterServer
-from hvkit.strategies.sharded_optimizer import ShardedOptimizer
-from hvkit.strategies.strategy import Averaging, Rounds, Strategy, strategies_in
-from hvkit.strategies.synchronous import SYNCHRONOUS, Synchronous
+from hvkit.strategies.strategy import Strategy
+from hvkit.strategies.synchronous import SYNCHRONOUS
 from hvkit.sync.distributed_objects import is_distributed, keepers_of, record, record_of
 from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
 from hvkit.sync.port import (
     BATCH_NORMS,
-    KERAS_BACKENDS,
     BatchNorm,
     Keeper,
     Options,
@@ -165,16 +165,16 @@ def distribute(
         options = Options(
             accumulate=check_count("accumulate", accumulate),
             warmup_steps=length_of_warmup(warmup_steps, warmup_epochs, steps_per_epoch),
-            compression=_compression(compression),
+            compression=checked_compression(compression),
             batch_norm=check_one_of("batch_norm", batch_norm, BATCH_NORMS),
             check_every=(None if check_every is None else check_count("check_every", check_every)),
             on_nonfinite=check_one_of("on_nonfinite", on_nonfinite, ACTIONS),
-            strategy=_checked(strategy),
+            strategy=checked_strategy(strategy),
             group=group,
         )
-        _refuse_contradictions(options)
+        refuse_contradictions(options)
         if not group.is_all_ranks:
-            _refuse_in_group(options, engine, monitor)
+            refuse_what_groups_lack(options, engine, monitor)
         in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
         if in_mesh and group.size > 1 and engine != "jax":  # whose port knows what XLA does
             refuse_in_mesh(in_mesh, options)
@@ -184,7 +184,7 @@ def distribute(
             raise ValueError(f"model must hold at least one model, got {model!r}")
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
-        framework = _framework_of_all(models)
+        framework = framework_of_all(models)
         if not in_jax:  # whose port knows it by the arrays
             _refuse_second_call(models, optimizers)
     except Exception as error:  # of any type: the other ranks must not wait for this one
@@ -199,7 +199,7 @@ def distribute(
         )
     try:
         multiplier = make_multiplier(lr_scaling, options.group.size, options.warmup_steps)
-        port = _port_for(framework, models, optimizers, options)
+        port = port_for(framework, models, optimizers, options)
     except Exception as error:
         problem = error
     raise_together(problem, group=group)
@@ -318,178 +318,6 @@ def _record(optimizer: Any) -> Record | None:
     while (found := record_of(optimizer)) is None and hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return found
-
-
-def _compression(value: object) -> Compression | None:
-    if isinstance(value, Strategy):
-        raise TypeError(f"compression={value} is a strategy: pass strategy=hvkit.{value}")
-    if isinstance(value, Compression):
-        return value
-    if isinstance(value, str) and value in BY_NAME:
-        return BY_NAME[value]
-    raise ValueError(
-        f"compression must be one of {', '.join(BY_NAME)}, or an object such as "
-        f"hvkit.TopK(ratio=0.01) and hvkit.PowerSGD(rank=4); got {value!r}"
-    )
-
-
-def _checked(strategy: object) -> Strategy:
-    if isinstance(strategy, Strategy):
-        return strategy
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError(
-            f"strategy must be an object, got the class {strategy.__name__}: make one, "
-            f"hvkit.{strategy.__name__}(...)"
-        )
-    known = ", ".join(f"hvkit.{name}(...)" for name in strategies_in(strategies))
-    raise TypeError(
-        f"strategy must be one of {known}; got {strategy!r} of type {type(strategy).__name__}"
-    )
-
-
-def _refuse_contradictions(options: Options) -> None:
-    options.strategy.check(options.compression)
-    _refuse_nonfinite(options)
-    if not isinstance(options.strategy, Rounds | ParameterServer):
-        return
-    if options.batch_norm == "sync":
-        raise ValueError(
-            f'batch_norm="sync" needs all ranks in every forward pass, but with {options.strategy} '
-            'each trains at its own pace: use batch_norm="average"'
-        )
-    if options.check_every is not None:
-        raise ValueError(
-            f"check_every={options.check_every} compares the ranks' weights, but with "
-            f"{options.strategy} they differ between agreements: leave check_every out"
-        )
-
-
-# What works among some of the ranks.
-_IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
-
-
-def _refuse_in_group(options: Options, engine: str | None, monitor: Monitor | None) -> None:
-    if not isinstance(options.strategy, _IN_GROUPS):
-        refuse_in_group(str(options.strategy), options.group)
-    if monitor is not None:
-        refuse_in_group("hvkit.Monitor", options.group)
-    if options.group.size > 1 and options.group.framework != engine:
-        raise ValueError(
-            f"the group of {ranks_text(options.group.members)} was made for Horovod's library for "
-            f"{options.group.framework}, but these models send tensors of {engine}"
-        )
-
-
-def _refuse_nonfinite(options: Options) -> None:
-    if options.on_nonfinite == "ignore":
-        return
-    asked = f"on_nonfinite={options.on_nonfinite!r}"
-    if not isinstance(options.strategy, Averaging) or isinstance(options.strategy, FullyShard):
-        raise ValueError(
-            f"{asked} looks at gradients before they are averaged, but with {options.strategy} "
-            'they are not averaged as a whole: use on_nonfinite="ignore"'
-        )
-    compression = options.strategy.gradient_compression(options.compression)
-    if options.on_nonfinite == "skip" and compression and compression.keeps_state:
-        raise ValueError(
-            f"{asked}: {compression} keeps what it has not sent of each step's gradients, and "
-            'would keep NaN: use on_nonfinite="stop", or another compression'
-        )
-
-
-def _framework_of_all(models: Sequence[Any]) -> str:
-    """``"torch"``, ``"keras"`` or ``"jax"``.
-
-    Raises:
-        TypeError: one is no model, or they are of several.
-    """
-    frameworks = [framework_of(model) or _refuse(model) for model in models]
-    if len(set(frameworks)) > 1:
-        kinds = ", ".join(f"{type(m).__module__}.{type(m).__qualname__}" for m in models)
-        raise TypeError(f"models of one call must be of one framework, got {kinds}")
-    return frameworks[0]
-
-
-def _port_for(
-    framework: str, models: Sequence[Any], optimizers: Sequence[Any], options: Options
-) -> Port:
-    """Make the port for models of PyTorch, Keras or JAX; imports no other framework.
-
-    Raises:
-        TypeError: an optimizer belongs to another framework.
-        ValueError: an argument has a wrong value.
-    """
-    if framework == "keras":
-        return _port_for_keras(models, optimizers, options)
-    if framework == "jax":
-        from hvkit.frameworks.jax import JaxPort
-
-        return JaxPort(models[0], optimizers[0], options)
-    if options.mesh:
-        from hvkit.frameworks.pytorch.model_parallel.port import MeshPort
-
-        return MeshPort(models, optimizers, options)
-    from hvkit.frameworks.pytorch import PyTorchPort
-
-    return PyTorchPort(models, optimizers, options)
-
-
-def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> Port:
-    """Make the port for the backend that Keras runs on.
-
-    Raises:
-        ValueError: there is none.
-    """
-    engine, in_pipeline = engine_of("keras"), False
-    if options.mesh and engine != "jax":
-        from hvkit.frameworks.keras.pipeline.refusals import refuse_axes
-
-        refuse_axes(options.mesh.mesh)
-        in_pipeline = options.mesh.mesh.pipeline > 1
-    if engine == "tensorflow":
-        if in_pipeline:
-            from hvkit.frameworks.keras.pipeline.port import KerasMeshPort
-
-            return KerasMeshPort(models, optimizers, options)
-        from hvkit.frameworks.keras.port import KerasPort
-
-        return KerasPort(models, optimizers, options)
-    if engine == "torch":
-        if in_pipeline:
-            from hvkit.frameworks.keras.pipeline.pytorch_port import KerasOnPyTorchMeshPort
-
-            return KerasOnPyTorchMeshPort(models, optimizers, options)
-        from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
-
-        return KerasOnPyTorchPort(models, optimizers, options)
-    if engine == "jax":
-        from hvkit.frameworks.keras.on_jax import KerasOnJaxPort
-
-        return KerasOnJaxPort(models, optimizers, options)
-    backend = sys.modules["keras"].backend.backend()
-    raise ValueError(
-        f"Keras runs on the {backend!r} backend, for which hvkit has no port: set KERAS_BACKEND to "
-        f"{' or '.join(KERAS_BACKENDS)} before Keras is imported"
-    )
-
-
-def _refuse(model: Any) -> NoReturn:
-    kind, hint = f"{type(model).__module__}.{type(model).__qualname__}", ""
-    if kind.startswith("tf_keras"):
-        hint = " (tf_keras is Keras 2; unset TF_USE_LEGACY_KERAS and use Keras 3)"
-    elif isinstance(model, Mapping) and "jax" in sys.modules:
-        hint = ": make arrays of NumPy those of JAX, jax.tree.map(jax.numpy.asarray, params)"
-    elif isinstance(model, Mapping):
-        hint = ": pass list(models.values())"
-    elif kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        hint = (
-            ": a parameter that belongs to no module needs only its optimizer, beside that of a "
-            "model: hvkit.distribute(actor, [actor_optimizer, alpha_optimizer])"
-        )
-    raise TypeError(
-        "model must be a torch.nn.Module, a keras.Model or an nnx.Module, or a list of them, or a "
-        f"pytree with arrays of JAX, got {kind}{hint}"
-    )
 
 
 def _refuse_second_call(models: Sequence[object], optimizers: Sequence[object]) -> None:

@@ -17,7 +17,7 @@ A new framework offers:
    (``hvkit.sync.local_weights``);
 3. for strategies that agree on weights in rounds: ``Agreements`` (``hvkit.sync.rounds``);
 4. the branches that choose it: ``framework_of`` and ``engine_of`` in ``hvkit/sync/port.py``, and
-   ``_port_for`` in ``hvkit/api.py``.
+   ``port_for`` in ``hvkit/ports.py``.
 
 Whatever else takes the framework's objects chooses by their type: ``hvkit/tensors.py``,
 ``data/shard.py``, ``checkpoint/object_kinds.py`` and ``monitor/monitor.py``.
