@@ -1,4 +1,4 @@
-"""MNIST in Flax NNX: a convolutional network, trained on any number of ranks."""
+"""MNIST in Flax NNX: a convolutional network, trained on any number of ranks, also in a mesh."""
 
 import common
 import jax
@@ -54,10 +54,10 @@ def batches_of(images, rows, batch_size, steps):
         yield hvkit.batch(*images.batch(rows[start : start + batch_size]))
 
 
-def evaluate(model, images, batch_size):
+def evaluate(model, images, batch_size, flags):
     """Loss and accuracy on all test images, each rank computing with its own rows."""
-    rows = hvkit.shard(np.arange(len(images)), exact=True)
-    largest_part = -(-len(images) // hvkit.size())
+    rows = hvkit.shard(np.arange(len(images)), exact=True, mesh=flags.mesh)
+    largest_part = -(-len(images) // common.parts_of_a_batch(flags))
     batches = batches_of(images, rows, batch_size, steps=-(-largest_part // batch_size))
     loss_sum, correct = jax.tree.map(
         lambda *each: float(sum(each)), *(test_step(model, *batch) for batch in batches)
@@ -66,15 +66,14 @@ def evaluate(model, images, batch_size):
 
 
 def main():
-    flags = common.parse_flags(__doc__)
+    flags = common.parse_flags(__doc__, meshes=True)
     data = common.load_data(flags)
-    rows = hvkit.shard(np.arange(len(data.train)))
+    rows = hvkit.shard(np.arange(len(data.train)), mesh=flags.mesh)
     steps = len(rows) // flags.batch_size
 
     model = Net(nnx.Rngs(flags.seed))
-    rate = optax.exponential_decay(
-        flags.lr * hvkit.size(), steps, common.MNIST_DECAY, staircase=True
-    )
+    rate = flags.lr * common.parts_of_a_batch(flags)
+    rate = optax.exponential_decay(rate, steps, common.MNIST_DECAY, staircase=True)
     optimizer = nnx.Optimizer(model, optax.sgd(rate, flags.momentum), wrt=nnx.Param)
     monitor = common.make_monitor(flags, steps)
     model, optimizer = hvkit.distribute(
@@ -83,6 +82,7 @@ def main():
         strategy=flags.strategy,
         compression=flags.compression,
         monitor=monitor,
+        mesh=flags.mesh,
     )
     testing = nnx.view(model, deterministic=True)  # the same weights, without dropout
 
@@ -93,7 +93,7 @@ def main():
             batches = batches_of(data.train, random.permutation(rows), flags.batch_size, steps)
             for pixels, labels in report.batches(batches):
                 report.step(train_step(model, optimizer, pixels, labels))
-            report.end_epoch(*evaluate(testing, data.test, flags.test_batch_size))
+            report.end_epoch(*evaluate(testing, data.test, flags.test_batch_size, flags))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     monitor               Monitor: measures a script's steps, and records them
     ├── keras             in Keras: epochs and metrics of fit
     │   ├── keras_graphs      its steps in graphs of TensorFlow, and gradients
-    │   └── keras_on_pytorch  the same on PyTorch
+    │   ├── keras_on_pytorch  the same on PyTorch
+    │   └── keras_on_jax      its steps compiled by XLA
     ├── pytorch           in PyTorch: gradients
     ├── step_times        how long steps take, and where the time of all ranks goes
     ├── host_load         the load of this host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 
 from hvkit.frameworks.keras.backends import number_of
 from hvkit.frameworks.keras.fit import with_names
+from hvkit.monitor.step_times import Step
 
 if TYPE_CHECKING:
     from hvkit.monitor.monitor import Monitor
@@ -37,6 +39,28 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
         if not self._monitor.closed:
             self._monitor.begin_epoch(epoch)
             self._means.begin_epoch()
+
+    def add_steps(self, steps: int, step: Step | None, logs: Any) -> bool:
+        """Count the steps of one call by ``fit``; a collective at a record.
+
+        Args:
+            steps: how many, more than one with ``steps_per_execution``.
+            step: the mean of them; None if its time is not meaningful.
+            logs: what the last one returned.
+
+        Returns:
+            Whether one of them ended with a record.
+        """
+        self._monitor.stride, self._logs = steps, logs
+        recorded, pending = False, self._monitor.record_pending
+        metrics = self.newest_metrics() if pending else {}
+        for _ in range(steps):
+            at_record = self._monitor.record_pending
+            recorded |= self._monitor.add_step(step, metrics if at_record else {})
+        if pending:
+            self._means.begin_now()
+        self.newest_step = self._monitor.steps
+        return recorded
 
     def newest_metrics(self) -> dict[str, float]:
         """The metrics' means over the steps since the last record, or since the epoch began."""
@@ -69,11 +93,13 @@ class MeansOfSteps:
         self._model = weakref.ref(model)
         # By the id of a mean: its sum and count at the beginning.
         self._before: dict[int, Any] = {}
+        # By the id of a variable: its value while ``fit`` holds that elsewhere.
+        self.values: Mapping[int, Any] = {}
 
     def begin_now(self) -> None:
         """Begin after the newest step."""
         self._before = {
-            id(mean): tuple(number_of(each) for each in mean.variables)
+            id(mean): tuple(map(self._number_of, mean.variables))
             for mean in _means_of(self._model())
         }
 
@@ -89,9 +115,13 @@ class MeansOfSteps:
         model = self._model()
         if model is None or not isinstance(logs, dict):
             return numbers_in(logs)
-        since: list[tuple[Any, Any]] = []
+        since = [
+            (variable, _as_numpy(self.values[id(variable)]))
+            for variable in model.metrics_variables
+            if id(variable) in self.values
+        ]
         for mean in _means_of(model):
-            total, count = (number_of(each) for each in mean.variables)
+            total, count = map(self._number_of, mean.variables)
             old_total, old_count = self._before.get(id(mean), (0.0, 0.0))
             if count > old_count:  # else it was reset
                 total, count = total - old_total, count - old_count
@@ -100,6 +130,10 @@ class MeansOfSteps:
         with keras.StatelessScope(state_mapping=[(v, convert(n, v.dtype)) for v, n in since]):
             results = model.get_metrics_result()
         return numbers_in(results if results.keys() == logs.keys() else logs)
+
+    def _number_of(self, variable: Any) -> Any:
+        value = self.values.get(id(variable))
+        return number_of(variable) if value is None else _as_numpy(value)
 
 
 def _means_of(model: Any) -> list[Any]:

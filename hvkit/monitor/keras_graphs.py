@@ -115,7 +115,6 @@ class FitCallback(FitRecorder):
         """Count the steps of a call that began at this time; a collective at a record."""
         now, blocked = time.monotonic(), blocked_in_graphs.seconds()
         loaded, samples = quickly_read(self._loaded).tolist()
-        self._monitor.stride, self._logs = steps, logs
         asked, self._asked = self._asked or began, None
         data = max(loaded - asked, 0.0) if steps == 1 else 0.0
         took, waited = (now - self._ended) / steps, (blocked - self._blocked) / steps
@@ -123,14 +122,8 @@ class FitCallback(FitRecorder):
         # In the first call TensorFlow made the graph, which took most of its time.
         step = Step(took, data, waited, samples) if self._traced else None
         self._traced = True
-        pending = self._monitor.record_pending
-        metrics = self.newest_metrics() if pending else {}
-        for _ in range(steps):
-            if self._monitor.add_step(step, metrics if self._monitor.record_pending else {}):
-                self._ended = time.monotonic()
-        if pending:
-            self._means.begin_now()
-        self.newest_step = self._monitor.steps
+        if self.add_steps(steps, step, logs):
+            self._ended = time.monotonic()
 
 
 class Gradients:

@@ -155,8 +155,12 @@ class Monitor:
             ended = time.monotonic()
             self._clock.loaded(ended - begun)
             mark(DATA, begun, ended)
-            self._samples += length_of(batch)
+            self._samples += self.samples_in(batch)
             yield batch
+
+    def samples_in(self, batch: Any) -> float:
+        """This rank's samples in a batch, also in one that belongs to all ranks."""
+        return length_of(batch, runtime.size() // self._together)
 
     def loaded(self) -> None:
         """Count what has passed since the last step as loading a batch."""
@@ -298,7 +302,8 @@ class Monitor:
                 record_fit(self, model)
         else:
             from hvkit.monitor.pytorch import Gradients as gradients
-        self._gradients = gradients(self, optimizers)
+        if gradients is not None:
+            self._gradients = gradients(self, optimizers)
 
     @named("Monitor.flush")
     def flush(self, **metrics: Any) -> None:
@@ -475,7 +480,14 @@ def _end_with_script(reference: weakref.ref[Monitor]) -> None:
 
 
 def _classes_for_keras() -> tuple[Any, Any]:
-    """The callback for ``fit``, and the class that measures gradients, for the backend of Keras."""
+    """The callback for ``fit``, and the class that measures gradients, for the backend of Keras.
+
+    On JAX there is none of the latter, since compiled steps do not show them.
+    """
+    if engine_of("keras") == "jax":
+        from hvkit.monitor.keras_on_jax import JitStepRecorder
+
+        return JitStepRecorder, None
     if engine_of("keras") == "tensorflow":
         from hvkit.monitor.keras_graphs import FitCallback, Gradients
 

@@ -126,15 +126,22 @@ def detached(name: str, value: Any) -> Any:
     return float(value)
 
 
-def length_of(batch: Any) -> int:
-    """Samples in a batch: the length of its first array or tensor; 0 if there is none."""
+def length_of(batch: Any, parts: int = 1) -> float:
+    """Samples in a rank's batch: the length of its first array or tensor; 0 if there is none.
+
+    Args:
+        batch: an array or tensor, or a tuple, list or mapping of them.
+        parts: in how many of these a batch is divided among the ranks. In JAX an array may be the
+            batch of all ranks; then its length is divided by this number.
+    """
     if getattr(batch, "shape", None):
-        return int(batch.shape[0])
+        whole = not getattr(batch, "is_fully_addressable", True)
+        return int(batch.shape[0]) / parts if whole else int(batch.shape[0])
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
         for each in batch:
             with suppress(TypeError, ValueError):
-                if found := length_of(each):
+                if found := length_of(each, parts):
                     return found
     return 0

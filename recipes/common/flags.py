@@ -242,11 +242,6 @@ def add_data_flags(parser: Parser, key: str, name: str, files: str) -> None:
 def check(parser: Parser, flags: Flags) -> None:
     """Reject flags that contradict each other; apply ``--dry-run`` to the others."""
     check_mesh(parser, flags)
-    if flags.mesh is not None and flags.output_dir is not None:
-        parser.error(
-            "--output-dir records with hvkit.Monitor, which does not know models in a mesh yet: "
-            "drop --output-dir or --mesh"
-        )
     if flags.dataset == "digits" and flags.data_dir is not None:
         parser.error(
             f"--dataset digits does not read --data-dir {flags.data_dir}: drop one of the two"

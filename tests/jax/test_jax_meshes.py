@@ -53,6 +53,15 @@ def test_a_divided_model_trains_as_in_one_process(style, mesh):
     assert parts(model.tree()) == mesh.tensor * mesh.shard
 
 
+@pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
+def test_a_monitor_counts_the_samples_of_a_rank(mesh, tmp_path):
+    monitor = hvkit.Monitor(hvkit.broadcast(tmp_path))
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    hvkit.distribute(model, optimizer, mesh=mesh, monitor=monitor)
+    assert monitor.samples_in(hvkit.batch(np.zeros((6, 4)))) == 6
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_optimizer_s_state_is_divided_as_the_weights_or_further(mesh):
     model = NNX(optax.adam(1e-3), hvkit.ShardedOptimizer(), mesh)

@@ -1,5 +1,7 @@
 """Keras on JAX: ``fit``, ``evaluate`` and ``predict`` on ranks, against one process."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -178,3 +180,25 @@ def test_a_loop_of_the_script_s_own_divides_what_its_optimizer_builds():
     optimizer.build(model.trainable_variables)
     moments = [v.value for v in optimizer.variables if "momentum" in v.path and v.value.size > 100]
     assert moments[0].size // moments[0].addressable_data(0).size == hvkit.size()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_monitor_records_the_means_of_the_steps_of_fit(tmp_path, steps):
+    folder = hvkit.broadcast(tmp_path)
+    x, y = map(part, data())
+    monitor = hvkit.Monitor(folder, every=4)
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), monitor=monitor)
+    loss = "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps)
+    history = model.fit(x, y, batch_size=BATCH // hvkit.size(), epochs=2, verbose=0).history
+    monitor.close()
+    text = (folder / "metrics.jsonl").read_text() if hvkit.is_main() else ""
+    lines = [json.loads(line) for line in hvkit.broadcast(text).splitlines()]
+    records = [line for line in lines if "samples_per_second" in line]
+    # Four steps each, less those in which XLA compiles.
+    assert [each["steps"] for each in records] == [4 - steps, 4, 4, 4]
+    logged = [line["logged"] for line in lines if "logged" in line]
+    for name in ("loss", "accuracy"):
+        means = [(a[name] + b[name]) / 2 for a, b in zip(records[::2], records[1::2], strict=True)]
+        assert means == pytest.approx(history[name], rel=1e-5)
+        assert [each[f"epoch_{name}"] for each in logged] == pytest.approx(history[name])

@@ -29,12 +29,24 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
 
 def test_a_pipeline_learns_the_digits_and_tests_all_of_them(start):
     flags = *DIGITS, "--epochs", "1", "--mesh", "pipeline=2"
-    run = start(MPIRUN, "mnist_torch", *flags, output_dir=None)
+    run = start(MPIRUN, "mnist_torch", *flags)
     assert "1 x 32 images a step, 44 steps an epoch" in run.out
     accuracy = float(re.search(r"test accuracy (\S+),", run.out)[1])
     assert accuracy >= 0.8
     # Both ranks count all images: their mean is that of a whole number of them.
     assert 360 * accuracy == pytest.approx(round(360 * accuracy), abs=0.02)
+    assert run.monitored.tests[-1]["test_accuracy"] == pytest.approx(accuracy, abs=1e-4)
+    assert run.said_more_than_once == []
+
+
+@MORE
+def test_flax_learns_the_digits_in_a_mesh(start):
+    run = start(MPIRUN, "mnist_flax", *DIGITS, "--epochs", "2", "--mesh", "tensor=2")
+    assert "1 x 32 images a step, 44 steps an epoch" in run.out
+    accuracy = run.monitored.tests[-1]["test_accuracy"]
+    assert accuracy >= 0.8
+    # Both ranks count all images together: it is that of a whole number of them.
+    assert 360 * accuracy == pytest.approx(round(360 * accuracy), abs=0.01)
     assert run.said_more_than_once == []
 
 

@@ -91,7 +91,6 @@ def test_a_mesh_is_the_lengths_of_its_axes():
         (["pipeline"], "got 'pipeline'"),
         (["pipeline=2,pipeline=2"], "got 'pipeline=2'"),
         (["pipeline=0"], "pipeline of a Mesh must be a positive number of ranks"),
-        (["pipeline=2", "--output-dir", "x"], "drop --output-dir or --mesh"),
     ],
 )
 def test_a_wrong_mesh_is_an_error_that_names_the_axes(arguments, complaint, capsys):
