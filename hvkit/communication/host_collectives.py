@@ -27,6 +27,7 @@ from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.launcher_variables import launched, place
 from hvkit.watch import calls, rank_errors
+from hvkit.wording import in_short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -290,6 +291,7 @@ class _LauncherStore:
     def __init__(self) -> None:
         self._address, port = (os.environ[each] for each in _STORE)
         self._port = int(port)
+        self._words = f"the launcher's store of ranks' addresses, {self._address}:{port},"
         self._until = time.monotonic() + float(os.environ.get(_STORE_WAITS, "30"))
 
     def put(self, name: str, value: bytes) -> None:
@@ -311,11 +313,20 @@ class _LauncherStore:
         return value
 
     def _request(self, method: str, name: str, value: bytes | None = None) -> bytes | None:
+        """The answer; None for a name without a value.
+
+        Raises:
+            LaunchError: there is none, or the store refuses it.
+        """
         connection = http.client.HTTPConnection(self._address, self._port, timeout=30)
         try:
             connection.request(method, f"/hvkit/{name}", value)
             answer = connection.getresponse()
             content = answer.read()
+        except (OSError, http.client.HTTPException) as problem:
+            raise LaunchError(f"{self._words} cannot be reached ({in_short(problem)})") from problem
         finally:
             connection.close()
+        if answer.status not in (200, 404):
+            raise LaunchError(f"{self._words} answers {answer.status} {answer.reason}")
         return content if answer.status == 200 else None
