@@ -3,12 +3,14 @@
 import http.server
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 
 from hvkit import handshake
-from hvkit.communication.host_collectives import _LauncherStore
+from hvkit.communication.host_collectives import TcpCollectives, _LauncherStore
 from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
 
@@ -43,6 +45,29 @@ def test_a_connection_that_ends_within_a_message_ends_the_wait():
         sender.sendall(struct.pack("!I", 0) + struct.pack("!iQ", 0, 1000) + b"not all")
     with pytest.raises(RankLostError):
         second.receive(np.zeros(1000, np.uint8), source=0, tag=0)
+
+
+class InOneProcess(TcpCollectives):
+    """The collectives of a rank whose mailbox is at hand."""
+
+    def __init__(self, rank, size, mailbox):
+        self.rank, self.size, self._mailbox, self._at_its_end = rank, size, mailbox, False
+        self._next, self._previous = (rank + 1) % size, (rank - 1) % size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_who_broadcasts_a_large_array_waits_until_all_have_it(size):
+    boxes = mailboxes(*[KEY] * size)
+    ranks = [InOneProcess(rank, size, box) for rank, box in enumerate(boxes)]
+    array = np.arange(1 << 20, dtype=np.uint8)
+    with ThreadPoolExecutor(size) as pool:
+        *others, last = (partial(each.broadcast, array * (each.rank == 0), 0) for each in ranks)
+        first = [pool.submit(other) for other in others]
+        boxes[-1].wait()  # it has come, and only the last rank has not called for it
+        with pytest.raises(TimeoutError):
+            first[0].result(0.5)
+        for done in [*first, pool.submit(last)]:
+            np.testing.assert_array_equal(done.result(20), array)
 
 
 @pytest.fixture
