@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 PYTORCH = ["torch>=2.8", "numpy"]
 KERAS = ["keras>=3.5", "numpy"]
-JAX = ["jax>=0.10", "flax>=0.12", "optax>=0.2.5"]
+JAX = ["jax>=0.10", "flax>=0.12.2", "optax>=0.2.5"]
 # Docker's first layer is made from this file alone.
 README = Path(__file__).with_name("README.md")
 COMPLETION = ["shtab>=1.13"]

@@ -27,6 +27,7 @@ from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.launcher_variables import launched, place
 from hvkit.watch import calls, rank_errors
+from hvkit.wording import in_short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,6 +47,11 @@ _ASK_EVERY = 0.05
 # Tags over TCP.
 _DATA = 0
 _END = 1
+_RECEIVED = 2
+
+# Bytes of a broadcast over TCP from which a rank waits until the others have received it. What
+# arrives before they call for it is in their memory: many small arrays, but one large one only.
+_LARGE = 1 << 20
 
 
 class HostCollectives(ABC):
@@ -189,7 +195,7 @@ class TcpCollectives(HostCollectives):
     """Over connections between ranks; the store of the launcher has their addresses.
 
     Arrays of all ranks travel around a ring, of which a sum needs each rank to send 2 (n-1)/n of
-    its array; a broadcast goes along a tree.
+    its array; a broadcast goes along a tree. A large one ends on a rank when all below it have it.
 
     Raises:
         LaunchError: the launcher has not said which rank this is, or another one does not come.
@@ -227,14 +233,21 @@ class TcpCollectives(HostCollectives):
         bit = 1
         while bit < self.size and not number & bit:
             bit *= 2
+        above = (self.rank - bit) % self.size
         if number:
-            self._mailbox.receive(data, (self.rank - bit) % self.size, _DATA)
-        sent = []
+            self._mailbox.receive(data, above, _DATA)
+        further = []
         while bit := bit // 2:
             if number + bit < self.size:
-                sent.append(self._mailbox.post(data, (self.rank + bit) % self.size, _DATA))
-        for each in sent:
-            self._mailbox.finish(each)
+                further.append((self.rank + bit) % self.size)
+        for sending in [self._mailbox.post(data, each, _DATA) for each in further]:
+            self._mailbox.finish(sending)
+        if data.nbytes >= _LARGE:
+            word = np.zeros(1, np.uint8)
+            for each in further:
+                self._mailbox.receive(word, each, _RECEIVED)
+            if number:
+                self._mailbox.finish(self._mailbox.post(word, above, _RECEIVED))
         return data
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
@@ -290,6 +303,7 @@ class _LauncherStore:
     def __init__(self) -> None:
         self._address, port = (os.environ[each] for each in _STORE)
         self._port = int(port)
+        self._words = f"the launcher's store of ranks' addresses, {self._address}:{port},"
         self._until = time.monotonic() + float(os.environ.get(_STORE_WAITS, "30"))
 
     def put(self, name: str, value: bytes) -> None:
@@ -311,11 +325,20 @@ class _LauncherStore:
         return value
 
     def _request(self, method: str, name: str, value: bytes | None = None) -> bytes | None:
+        """The answer; None for a name without a value.
+
+        Raises:
+            LaunchError: there is none, or the store refuses it.
+        """
         connection = http.client.HTTPConnection(self._address, self._port, timeout=30)
         try:
             connection.request(method, f"/hvkit/{name}", value)
             answer = connection.getresponse()
             content = answer.read()
+        except (OSError, http.client.HTTPException) as problem:
+            raise LaunchError(f"{self._words} cannot be reached ({in_short(problem)})") from problem
         finally:
             connection.close()
+        if answer.status not in (200, 404):
+            raise LaunchError(f"{self._words} answers {answer.status} {answer.reason}")
         return content if answer.status == 200 else None

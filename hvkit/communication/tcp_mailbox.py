@@ -2,8 +2,7 @@
 
 Two ranks that send each other messages have a connection, which the first of them to send opens.
 Both ends have proven that they know a key that rank 0 has sent to all ranks (``hvkit.handshake``).
-A thread for each connection reads what arrives, and another one writes what
-was sent.
+A thread for each connection reads what arrives, and another one writes what was sent.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from hvkit import handshake, threads
 from hvkit.communication.mailbox import Envelope, Mailbox, Sending
 from hvkit.communication.traffic import count
+from hvkit.errors import LaunchError, RanksDisagreeError
 from hvkit.host.network import addresses_for_others
 from hvkit.watch import calls, rank_errors
 
@@ -119,6 +119,11 @@ class TcpMailbox(Mailbox):
                 self._changed.wait(_TICK)
             data = waiting.popleft()
             self._order.remove((source, tag))
+        if len(data) != into.nbytes:  # NumPy would repeat a single byte
+            raise RanksDisagreeError(
+                f"rank {source} has sent {len(data)} bytes where rank {self._rank} expects "
+                f"{into.nbytes}: {rank_errors.SAME_CALLS}"
+            )
         into.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
 
     def look(self) -> Envelope | None:
@@ -149,11 +154,22 @@ class TcpMailbox(Mailbox):
         """The queue of what goes to a rank, over a connection to it."""
         with self._changed:
             if to not in self._outboxes:
-                addresses, port = self._places[to]
-                connected = handshake.connect(addresses, port, self._key)
-                connected.sendall(_RANK.pack(self._rank))
-                self._begin(to, connected)
+                self._begin(to, self._connected(to))
             return self._outboxes[to]
+
+    def _connected(self, to: int) -> socket.socket:
+        addresses, port = self._places[to]
+        try:
+            connected = handshake.connect(addresses, port, self._key)
+            connected.sendall(_RANK.pack(self._rank))
+        except OSError as problem:
+            self.require_ranks()
+            raise LaunchError(
+                f"rank {self._rank} cannot connect to rank {to} at {' or '.join(addresses)}, port "
+                f"{port} ({problem}): that rank has ended, or a firewall between the hosts does "
+                "not let ranks connect to any port"
+            ) from problem
+        return connected
 
     def _admit(self, connected: socket.socket) -> None:
         try:

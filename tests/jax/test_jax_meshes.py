@@ -70,6 +70,18 @@ def test_the_optimizer_s_state_is_divided_as_the_weights_or_further(mesh):
     assert parts(nnx.state(model.optimizer)) == hvkit.size()
 
 
+def test_multi_steps_keeps_its_methods_and_takes_a_value():
+    plateau = optax.contrib.reduce_on_plateau()
+    chosen = optax.MultiSteps(optax.chain(optax.sgd(0.1), plateau), every_k_schedule=2)
+    params, tx = hvkit.distribute({"w": jax.numpy.ones((4, 4))}, chosen, mesh=MESHES[0])
+    state, updated = tx.init(params), []
+    for _ in range(2):
+        _, state = tx.update(params, state, params, value=1.0)
+        updated.append(bool(tx.has_updated(state)))
+    assert updated == [False, True]
+    assert parts(state.acc_grads) == hvkit.size()
+
+
 def test_keras_fits_a_divided_model():
     mesh = MESHES[0]
     random = np.random.default_rng(0)
@@ -132,7 +144,7 @@ def numbers_of(leaf):
 
 def test_ranks_of_one_part_with_different_batches_are_named():
     NNX(optax.sgd(0.05), hvkit.Synchronous(), MESHES[0])
-    with pytest.raises(RanksDisagreeError, match=r"ranks 0 and 1 pass different batches.*mesh="):
+    with pytest.raises(RanksDisagreeError, match=r"ranks 0 and 1 pass different.*mesh=.*same seed"):
         hvkit.batch(np.full((4, 8), hvkit.rank(), np.float32))
 
 

@@ -105,6 +105,16 @@ def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(stra
     np.testing.assert_allclose(accuracy, (expected.argmax(1) == y[: ends[-1]]).mean(), rtol=1e-6)
 
 
+def test_averages_that_ranks_divide_become_the_weights_of_one_process():
+    keras.utils.set_random_seed(0)
+    alone, _ = fitted(mlp(), keras.optimizers.SGD(0.05, use_ema=True))
+    keras.utils.set_random_seed(hvkit.rank())
+    divided = keras.optimizers.SGD(0.05, use_ema=True)
+    model, _ = fitted(mlp(), divided, hvkit.ShardedOptimizer())
+    for mine, theirs in zip(weights(model), weights(alone), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
 def test_a_checkpoint_resumes_fit_with_the_same_bits(tmp_path):
     folder = hvkit.broadcast(tmp_path)
     x, y = map(part, data())

@@ -303,7 +303,8 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
                 RanksDisagreeError(
                     f"ranks {first[part]} and {rank} pass different batches, but stand along the "
                     "axis tensor of one mesh, whose ranks compute with the same: give both the "
-                    "same part of the data, hvkit.shard(data, mesh=mesh)"
+                    "same part of the data, hvkit.shard(data, mesh=mesh), and shuffle it with the "
+                    "same seed"
                 ),
                 0,
             )

@@ -9,6 +9,7 @@ mean of gradients XLA then makes a reduce-scatter, and it gathers weights where 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from hvkit.frameworks.jax.arrays import constrained
@@ -30,7 +31,9 @@ def divided_updates(transformation: Any, of_weights: Place, of_state: Place) -> 
     """
     import optax
 
-    inner = optax.with_extra_args_support(transformation)
+    # Others are classes with methods of their own, such as optax.MultiSteps.
+    is_plain = isinstance(transformation, optax.GradientTransformation)
+    inner = optax.with_extra_args_support(transformation) if is_plain else transformation
 
     def init(params: Any) -> Any:
         return constrained(inner.init(params), of_state)
@@ -39,4 +42,8 @@ def divided_updates(transformation: Any, of_weights: Place, of_state: Place) -> 
         changes, state = inner.update(gradients, state, params, **extra)
         return constrained(changes, of_weights), constrained(state, of_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    if is_plain:
+        return optax.GradientTransformationExtraArgs(init, update)
+    result = copy.copy(transformation)
+    vars(result).update(init=init, update=update)
+    return result

@@ -243,6 +243,9 @@ def _without_comparison(tensor: Any, layout: Any) -> Any:
         return _distribute_tensor(tensor, layout)
     if isinstance(tensor, jax.Array) and tensor.sharding == layout:
         return tensor
+    if isinstance(tensor, jax.Array) and not tensor.is_fully_addressable:
+        moved: jax.Array = jax.jit(lambda array: array, out_shardings=layout)(tensor)
+        return moved
     host = np.asarray(tensor)
     return placed(tensor, host, lambda shape: layout)
 
