@@ -1,6 +1,8 @@
 """Models and optimizers that hvkit refuses, because something else would train them as well."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 import hvkit
 from hvkit import main_rank
+from hvkit.frameworks.pytorch import divided_state
 
 pytestmark = pytest.mark.two_ranks
 
@@ -238,6 +241,37 @@ def test_an_optimizer_may_be_made_around_a_distributed_one_but_not_of_its_groups
     error, text = error_of(torch.optim.SGD(optimizer.param_groups, lr=0.1).step)
     assert error is ValueError
     assert "was not passed itself" in text
+
+
+# What imports PyTorch's fully_shard to change what it sends.
+OF_FULLY_SHARD = [
+    "hvkit.frameworks.pytorch.divided_state.fully_shard",
+    *(f"hvkit.frameworks.pytorch.model_parallel.{name}" for name in ("parts", "shard_axis")),
+    *(f"hvkit.frameworks.pytorch.model_parallel.{name}" for name in ("parallel_model", "port")),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": hvkit.FullyShard()}, {"mesh": hvkit.Mesh(tensor=2)}], ids=str
+)
+def test_a_pytorch_without_what_fully_shard_needs_is_refused_before_anything_changes(
+    options, monkeypatch
+):
+    """As 2.8 is, in whose fully_shard nobody can take part."""
+    for name in OF_FULLY_SHARD:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(divided_state, "fully_shard", raising=False)
+    closed = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+    monkeypatch.setitem(sys.modules, closed, SimpleNamespace())
+    model = mlp(hvkit.rank())
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), arrays(model.parameters())
+    kind, text = error_of(lambda: hvkit.distribute(model, optimizer, **options))
+    assert kind is hvkit.HvkitError
+    assert "need PyTorch 2.9 or newer, whose fully_shard lets hvkit take part in" in text
+    assert f"and PyTorch {torch.__version__} is installed: upgrade it" in text
+    assert all((a == b).all() for a, b in zip(before, arrays(model.parameters()), strict=True))
+    train(*hvkit.distribute(model, optimizer), local(regression(steps=1)))
+    assert same_on_all_ranks(arrays(model.parameters()))
 
 
 @pytest.mark.parametrize(
