@@ -186,7 +186,11 @@ def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
             ):
                 own = [given] if isinstance(given, keras.callbacks.Callback) else given or []
                 kwargs["callbacks"] = [*own, _Epochs()]
-            return method(*args, **kwargs)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                if name == "fit":  # also after an error, at which ranks may be in other epochs
+                    _epoch.clear()
 
     return on_all_ranks
 
@@ -196,9 +200,6 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         _epoch[:] = [epoch]
-
-    def on_train_end(self, logs: Any = None) -> None:
-        _epoch.clear()
 
 
 class _OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]

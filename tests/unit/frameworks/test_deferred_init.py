@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import os
 import subprocess
 import sys
 import weakref
@@ -479,11 +480,12 @@ print(peak() - begin)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 def test_memory_is_that_of_what_is_wanted_and_one_more_tensor():
-    printed = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
-    )
+    # Else the C library learns to keep freed tensors, at sizes that differ from run to run.
+    environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+    command = [sys.executable, "-c", MEMORY]
+    printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     part, whole = map(float, printed.stdout.split())
-    assert 8 < part < 40, part  # MiB, of which PyTorch's libraries take some
+    assert 8 < part < 24, part  # MiB
     assert whole > 120
 
 
