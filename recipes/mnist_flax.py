@@ -54,11 +54,12 @@ def batches_of(images, rows, batch_size, steps):
         yield hvkit.batch(*images.batch(rows[start : start + batch_size]))
 
 
-def evaluate(model, images, batch_size, flags):
+def evaluate(model, images, flags):
     """Loss and accuracy on all test images, each rank computing with its own rows."""
     rows = hvkit.shard(np.arange(len(images)), exact=True, mesh=flags.mesh)
     largest_part = -(-len(images) // common.parts_of_a_batch(flags))
-    batches = batches_of(images, rows, batch_size, steps=-(-largest_part // batch_size))
+    steps = -(-largest_part // flags.test_batch_size)
+    batches = batches_of(images, rows, flags.test_batch_size, steps)
     loss_sum, correct = jax.tree.map(
         lambda *each: float(sum(each)), *(test_step(model, *batch) for batch in batches)
     )
@@ -93,7 +94,7 @@ def main():
             batches = batches_of(data.train, random.permutation(rows), flags.batch_size, steps)
             for pixels, labels in report.batches(batches):
                 report.step(train_step(model, optimizer, pixels, labels))
-            report.end_epoch(*evaluate(testing, data.test, flags.test_batch_size, flags))
+            report.end_epoch(*evaluate(testing, data.test, flags))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
 import keras
 
 from hvkit.monitor.keras import FitRecorder
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class JitStepRecorder(FitRecorder):
     """Records each step of ``fit``, around the function that ``fit`` makes of the model's step.
 
-    A step returns before its work is done, but only a few of them can be under way, and at a record
-    ``fit`` waits for the metrics. The mean over the steps of a record is right.
+    A step may return before its work is done. A step that ends with a record waits for all of it,
+    so that the mean over the steps of a record is right.
     """
 
     def __init__(self, monitor: Monitor, model: keras.Model) -> None:
@@ -59,12 +60,13 @@ class JitStepRecorder(FitRecorder):
 
     def _step(self, model: keras.Model, batches: _CountedBatches, logs: Any, state: Any) -> None:
         """Count the steps of a call; a collective at a record."""
-        # The variables themselves have these values only at the end of the epoch.
-        self._means.values = {
-            id(variable): value
-            for variable, value in zip(model.metrics_variables, state[-1], strict=True)
-        }
-        steps, now = batches.number, time.monotonic()
+        self._monitor.stride = steps = batches.number
+        if self._monitor.record_pending:
+            jax.block_until_ready(state[-1])
+            # The variables themselves have these values only at the end of the epoch.
+            pairs = zip(model.metrics_variables, state[-1], strict=True)
+            self._means.values = {id(variable): value for variable, value in pairs}
+        now = time.monotonic()
         step = Step(
             duration=(now - self._ended) / steps,
             data=batches.seconds / steps,

@@ -1,6 +1,7 @@
 """Keras on JAX: ``fit``, ``evaluate`` and ``predict`` on ranks, against one process."""
 
 import json
+import types
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ from keras import layers
 import hvkit
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import gathered
+from hvkit.monitor import keras_on_jax
 
 ROWS, BATCH, EPOCHS = 192, 24, 12
 
@@ -195,6 +197,14 @@ def test_a_loop_of_the_script_s_own_divides_what_its_optimizer_builds():
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_monitor_records_the_means_of_the_steps_of_fit(tmp_path, steps, monkeypatch):
     monkeypatch.setattr(batches, "_checks", [])  # of this model alone
+    # A clock on which steps take no time, and a wait for what they have begun takes 100 seconds.
+    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    def wait(_):
+        clock.now += 100
+
+    monkeypatch.setattr(keras_on_jax, "time", clock)
+    monkeypatch.setattr(keras_on_jax, "jax", types.SimpleNamespace(block_until_ready=wait))
     folder = hvkit.broadcast(tmp_path)
     x, y = map(part, data())
     monitor = hvkit.Monitor(folder, every=4)
@@ -208,6 +218,7 @@ def test_a_monitor_records_the_means_of_the_steps_of_fit(tmp_path, steps, monkey
     records = [line for line in lines if "samples_per_second" in line]
     # Four steps each, less those in which XLA compiles.
     assert [each["steps"] for each in records] == [4 - steps, 4, 4, 4]
+    assert all(100 <= each["seconds"]["step"] * each["steps"] < 150 for each in records)
     logged = [line["logged"] for line in lines if "logged" in line]
     for name in ("loss", "accuracy"):
         means = [(a[name] + b[name]) / 2 for a, b in zip(records[::2], records[1::2], strict=True)]
