@@ -17,7 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
+from hvkit.checkpoint.saved_object import (
+    LOCAL,
+    NOT_IN_FILE,
+    SEED,
+    Arrays,
+    ContentReader,
+    Part,
+    write_arrays,
+)
 from hvkit.frameworks.jax.arrays import (
     gathered,
     is_array,
@@ -97,8 +105,7 @@ class ArraysPart(Part):
             name: value.view(f"u{value.dtype.itemsize}") if value.dtype.kind == "V" else value
             for name, value in values.items()
         }
-        with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **plain, **{_DTYPES: np.array(json.dumps(dtypes))})
+        write_arrays(path, {**plain, _DTYPES: np.array(json.dumps(dtypes))})
 
     def _refuse_text(self) -> None:
         """Raise for text, which an array file does not hold and a run would lose.

@@ -14,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvkit.checkpoint import manifests, rank_states, store
 from hvkit.checkpoint.manifests import MANIFEST, DamagedError, Manifest
-from hvkit.checkpoint.saved_object import Arrays
+from hvkit.checkpoint.saved_object import Arrays, write_arrays
 from hvkit.checkpoint.sharded import is_sharded, shares_of, states_file
 from hvkit.errors import HvkitError
 
@@ -107,10 +105,10 @@ def _join_part(files: list[Path], path: Path, scratch: Path) -> None:
         return whole.view(shape)
 
     state: Any = SavedState(files).plain(new, alias=True)
-    with path.open("wb") as file:
-        if path.suffix == ".npz":
-            np.savez(file, allow_pickle=False, **state)
-        else:
+    if path.suffix == ".npz":
+        write_arrays(path, state)
+    else:
+        with path.open("wb") as file:
             torch.save(state, file)
     for each in made:
         each.unlink()

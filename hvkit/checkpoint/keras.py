@@ -13,7 +13,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, ContentReader, Part
+from hvkit.checkpoint.saved_object import (
+    LOCAL,
+    NOT_IN_FILE,
+    SEED,
+    Arrays,
+    ContentReader,
+    Part,
+    write_arrays,
+)
 from hvkit.frameworks.keras import buffers
 from hvkit.frameworks.keras.backends import backend_variable, numpy_dtype, outside_graphs
 from hvkit.frameworks.keras.comparisons import compared_in
@@ -167,9 +175,7 @@ class OptimizerPart(Part):
         return {"trained": trained, "shapes": _shapes_of(self.optimizer.variables)}
 
     def save(self, path: Path) -> None:
-        values = {str(i): v.numpy() for i, v in enumerate(self.optimizer.variables)}
-        with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **values)
+        write_arrays(path, {str(i): v.numpy() for i, v in enumerate(self.optimizer.variables)})
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         self._check_not_wrapped()
@@ -280,13 +286,8 @@ class CallbackPart(Part):
                 "restore_best_weights=False"
             )
         texts = {_COUNTED: counted, _DTYPES: [array.dtype.name for array in weights]}
-        with path.open("wb") as file:
-            np.savez(
-                file,
-                allow_pickle=False,
-                **{name: np.array(json.dumps(text)) for name, text in texts.items()},
-                **{str(i): array for i, array in enumerate(weights)},
-            )
+        arrays = {name: np.array(json.dumps(text)) for name, text in texts.items()}
+        write_arrays(path, {**arrays, **{str(i): array for i, array in enumerate(weights)}})
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         if facts["kind"] != self._kind:

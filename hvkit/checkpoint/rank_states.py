@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvkit import random_states, runtime
-from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, Part
+from hvkit.checkpoint.saved_object import LOCAL, NOT_IN_FILE, SEED, Arrays, Part, add_array
 from hvkit.sync.fingerprints import Compared, Rows
 
 FILE = "ranks.npz"
@@ -117,9 +117,7 @@ def save(path: Path, everyone: Iterable[Mapping[str, Arrays]]) -> int:
         while (own := next(states, None)) is not None:
             for part, arrays in own.items():
                 for name, array in arrays.items():
-                    key = _SEPARATOR.join((str(size), part, name))
-                    with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
-                        np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+                    add_array(archive, _SEPARATOR.join((str(size), part, name)), array)
             arrays = array = own = None  # type: ignore[assignment]
             size += 1
     return size

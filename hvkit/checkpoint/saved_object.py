@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,25 @@ LOCAL = "alone-"
 
 NOT_IN_FILE = f"{LOCAL}own-"
 """The same for arrays that are not in the part's file, which holds the agreed weights."""
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Write arrays into a file that ``numpy.load`` reads.
+
+    ``numpy.savez`` takes some names as arguments of its own, which ones depends on its version.
+
+    Raises:
+        ValueError: an array holds objects.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            add_array(archive, name, array)
+
+
+def add_array(archive: zipfile.ZipFile, name: str, array: np.ndarray[Any, Any]) -> None:
+    """Add one array to a file that ``numpy.load`` reads."""
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+        np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
 
 
 class Part(ABC):

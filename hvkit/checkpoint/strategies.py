@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvkit import runtime
-from hvkit.checkpoint.saved_object import NOT_IN_FILE, Arrays, ContentReader, Part
+from hvkit.checkpoint.saved_object import NOT_IN_FILE, Arrays, ContentReader, Part, write_arrays
 from hvkit.log import logger
 from hvkit.sync.distributed_objects import keepers_of
 from hvkit.sync.port import InShares, Keeper, KeeperInParts
@@ -64,8 +64,7 @@ class StrategyPart(Part):
         return self.matches(facts) and facts.get("mesh") == mesh
 
     def save(self, path: Path) -> None:
-        with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **self.keeper.state())
+        write_arrays(path, self.keeper.state())
 
     @property
     def in_shares(self) -> InShares | None:

@@ -109,11 +109,13 @@ def test_another_model_s_checkpoint_is_refused_by_name(folder):
 
 
 def test_numbers_of_numpy_come_back_and_text_is_refused(folder):
-    run = types.SimpleNamespace(step=np.int64(7), best=np.float32(0.5), w=jnp.ones(2))
+    # Of these names, NumPy's savez has arguments.
+    named = {"file": jnp.ones(2), "allow_pickle": jnp.zeros(1)}
+    run = types.SimpleNamespace(step=np.int64(7), best=np.float32(0.5), **named)
     hvkit.Checkpoint(folder, run=run).save(epoch=0, step=7)
-    run.step, run.best = np.int64(0), np.float32(0)
+    run.step, run.best, run.file = np.int64(0), np.float32(0), jnp.zeros(2)
     hvkit.Checkpoint(folder, run=run).restore()
-    assert (run.step, run.best) == (7, 0.5)
+    assert (run.step, run.best, run.file.tolist()) == (7, 0.5, [1, 1])
     assert isinstance(run.step, np.int64)
     run.name = "first"
     with pytest.raises(TypeError, match=r"name is 'first': pass text to"):

@@ -34,7 +34,7 @@ def _trained(way, device):
     model = mlp(hvkit.rank())
     with torch.device(device):
         model, optimizer = hvkit.distribute(
-            model, torch.optim.Adam(model.parameters(), 0.01), **way
+            model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), **way
         )
         train(model, optimizer, local(DATA))
         with hvkit.settled(model):
