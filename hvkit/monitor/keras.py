@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -51,16 +52,27 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
         Returns:
             Whether one of them ended with a record.
         """
+        recorded = False
+        with self.metrics_of(logs, steps) as metrics:
+            for _ in range(steps):
+                at_record = self._monitor.record_pending
+                recorded |= self._monitor.add_step(step, metrics if at_record else {})
+        return recorded
+
+    @contextlib.contextmanager
+    def metrics_of(self, logs: Any, steps: int = 1) -> Iterator[dict[str, float]]:
+        """Around the monitor's count of these steps: its metrics, if one ends with a record.
+
+        Args:
+            logs: what the last step returned.
+            steps: how many, more than one with ``steps_per_execution``.
+        """
         self._monitor.stride, self._logs = steps, logs
-        recorded, pending = False, self._monitor.record_pending
-        metrics = self.newest_metrics() if pending else {}
-        for _ in range(steps):
-            at_record = self._monitor.record_pending
-            recorded |= self._monitor.add_step(step, metrics if at_record else {})
+        pending = self._monitor.record_pending
+        yield self.newest_metrics() if pending else {}
         if pending:
             self._means.begin_now()
         self.newest_step = self._monitor.steps
-        return recorded
 
     def newest_metrics(self) -> dict[str, float]:
         """The metrics' means over the steps since the last record, or since the epoch began."""

@@ -29,13 +29,10 @@ class TrainStepRecorder(FitRecorder):
             if monitor.closed:
                 return train_step(data)
             monitor.loaded()
-            self._logs = train_step(data)
-            pending = monitor.record_pending
-            monitor.step(samples=length_of(data), **self.newest_metrics() if pending else {})
-            if pending:
-                self._means.begin_now()
-            self.newest_step = monitor.steps
-            return self._logs
+            logs = train_step(data)
+            with self.metrics_of(logs) as metrics:
+                monitor.step(samples=length_of(data), **metrics)
+            return logs
 
         model.train_step = counted
 

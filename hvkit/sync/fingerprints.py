@@ -234,16 +234,34 @@ def named_ranks(ranks: list[int]) -> str:
     return f"ranks {text} and {more} more" if more > 0 else f"ranks {text}"
 
 
-def judge(rows_by_rank: Rows, compared: Sequence[Compared], exact: bool, group: Group) -> str:
-    """The error message that all ranks must raise, or an empty one; the first warns of rounding."""
-    text, error = describe_differences(rows_by_rank, compared, exact, group.members)
+def judge(
+    rows_by_rank: Rows,
+    compared: Sequence[Compared],
+    exact: bool,
+    group: Group,
+    members: Sequence[int] | None = None,
+) -> str:
+    """The error message that all ranks must raise, or an empty one; the first warns of rounding.
+
+    Args:
+        rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
+        compared: what the rows belong to.
+        exact: whether rounding counts as an error.
+        group: which raise it.
+        members: the ranks' numbers, if these are not all of the group.
+    """
+    text, error = describe_differences(rows_by_rank, compared, exact, members or group.members)
     if text and not error:
         warn_once("rounding", text, group)
     return text if error else ""
 
 
 def require_same(
-    call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group | None = None
+    call: str,
+    compared: Sequence[Compared],
+    rows: Sequence[Rows],
+    group: Group | None = None,
+    part: str = "",
 ) -> bool:
     """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
 
@@ -252,6 +270,7 @@ def require_same(
         compared: what the rows belong to.
         rows: this rank's rows, one for each entry of ``compared``.
         group: the ranks that take part; None for all.
+        part: which part of it this rank holds; ranks with one part must hold the same.
 
     Returns:
         Whether they hold the same bit for bit.
@@ -262,7 +281,11 @@ def require_same(
     labels = [each.label for each in compared]
     digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
     group = group or all_ranks()
-    if len(set(collectives.gather(call, digest, group))) == 1:
+    digests = collectives.gather(call, (part, digest), group)
+    by_part: dict[str, list[int]] = {}
+    for place, (named, _) in enumerate(digests):
+        by_part.setdefault(named, []).append(place)
+    if len(set(digests)) == len(by_part):
         return True
     held = collectives.gather(call, (labels, list(rows)), group)
     for rank, (theirs, _) in zip(group.members, held, strict=True):
@@ -273,8 +296,11 @@ def require_same(
                 f"{other[0]}; {_FIX}"
             )
             raise mark_as_shown_by(error, group.first)
-    if text := judge(np.array([rows for _, rows in held]), compared, exact=False, group=group):
-        raise mark_as_shown_by(RanksDisagreeError(text), group.first)
+    for places in by_part.values():
+        those = np.array([held[place][1] for place in places])
+        members = [group.members[place] for place in places]
+        if text := judge(those, compared, exact=False, group=group, members=members):
+            raise mark_as_shown_by(RanksDisagreeError(text), group.first)
     return False
 
 

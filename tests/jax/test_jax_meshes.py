@@ -148,6 +148,23 @@ def test_ranks_of_one_part_with_different_batches_are_named():
         hvkit.batch(np.full((4, 8), hvkit.rank(), np.float32))
 
 
+@pytest.mark.skipif(not any(m.data > 1 for m in MESHES), reason="no part is on two ranks")
+def test_divided_weights_that_differ_along_the_data_axis_are_named(monkeypatch):
+    monkeypatch.setattr(counted, "_checks", [])
+    mesh = next(m for m in MESHES if m.data > 1)
+    model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    hvkit.distribute(model, optimizer, mesh=mesh, check_every=1)
+    hvkit.batch(np.ones((4, 4)))
+    hvkit.batch(np.ones((4, 4)))  # the ranks of one part hold the same
+    kernel = model.kernel[...]
+    own = np.full(kernel.shape, 1.0 + (hvkit.rank() == 3), np.float32)
+    changed = jax.make_array_from_callback(kernel.shape, kernel.sharding, lambda part: own[part])
+    model.kernel[...] = changed
+    with pytest.raises(RanksDisagreeError, match=r"kernel of rank 3 differs from that of rank 1"):
+        hvkit.batch(np.ones((4, 4)))
+
+
 def test_uneven_parts_are_whole_on_every_rank():
     mesh = MESHES[-1]
     NNX(optax.sgd(0.05), hvkit.Synchronous(), mesh)

@@ -112,6 +112,11 @@ def own_part(leaf: Any) -> np.ndarray[Any, Any]:
     return np.asarray(data.addressable_data(0))
 
 
+def own_place(leaf: Any) -> Any:
+    """Where in an array ``own_part`` is; None if it is all of it."""
+    return None if is_whole_everywhere(leaf) else leaf.addressable_shards[0].index
+
+
 def placed(leaf: Any, host: np.ndarray[Any, Any], place: Place) -> jax.Array:
     """An array with these numbers on the devices of all ranks.
 

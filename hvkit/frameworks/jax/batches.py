@@ -32,6 +32,7 @@ from hvkit.frameworks.jax.arrays import (
     is_whole_everywhere,
     named_leaves,
     own_part,
+    own_place,
     placed,
     weights_of,
 )
@@ -76,13 +77,17 @@ class _Checks:
             for model, alive in zip(held, zip(*everyone, strict=True), strict=True)
             if all(alive)
             for each in named_leaves(weights_of(model), in_variables=is_nnx(model))
-            if is_array(each[1]) and is_whole_everywhere(each[1])
+            if is_array(each[1])
         ]
-        require_same(
-            call,
-            [Compared(name, fix=_FIX) for name, _ in leaves],
-            [fingerprint(own_part(leaf)) for _, leaf in leaves],
-        )
+        whole = [each for each in leaves if is_whole_everywhere(each[1])]
+        divided = [each for each in leaves if not is_whole_everywhere(each[1])]
+        for those in filter(None, (whole, divided)):
+            require_same(
+                call,
+                [Compared(name, fix=_FIX) for name, _ in those],
+                [fingerprint(own_part(leaf)) for _, leaf in those],
+                part=repr([own_place(leaf) for _, leaf in those]),
+            )
 
 
 _checks: list[_Checks] = []
