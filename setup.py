@@ -4,8 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PYTORCH = ["torch>=2.8", "numpy>=1.26"]
-KERAS = ["keras>=3.5", "numpy>=1.26"]
+PYTORCH = ["torch>=2.8", "numpy>=1.26.4"]
+KERAS = ["keras>=3.5", "numpy>=1.26.4"]
 JAX = ["jax>=0.10", "flax>=0.12.2", "optax>=0.2.5"]
 # Docker's first layer is made from this file alone.
 README = Path(__file__).with_name("README.md")
@@ -52,7 +52,7 @@ setup(
         "filelock>=4.0",
         "mpi4py>=4.1",
         "msgpack>=1.0.5",
-        "numpy>=1.26",
+        "numpy>=1.26.4",
         "packaging",
         "psutil",
         "pyyaml",

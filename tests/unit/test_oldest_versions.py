@@ -6,7 +6,7 @@ from pathlib import Path
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-TRIED = ("cloudpickle", "filelock", "keras", "tensorflow-cpu", "torch")
+TRIED = ("cloudpickle", "filelock", "keras", "msgpack", "numpy", "tensorflow-cpu", "torch")
 
 
 def test_the_oldest_versions_that_are_declared_are_those_that_are_tried():

@@ -93,7 +93,9 @@ def test_a_step_that_was_kept_from_before_the_call_uses_the_multiplied_rate(kept
         step()
         twin.step(model, [RATE * by], optimizer.param_groups)
         assert optimizer.param_groups[0]["lr"] == RATE
-        assert identical(model, twin.model)
+        # PyTorch 2.8 rounds otherwise where it has compiled the step.
+        for mine, theirs in zip(model.parameters(), twin.model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-8)
 
 
 @pytest.mark.parametrize("make", [sgd, tensor_sgd], ids=["float", "tensor"])

@@ -38,6 +38,7 @@ from hvkit.frameworks.keras.pipeline.tensors import (
     norm_of,
     recorded,
     remainder,
+    set_mask,
     wants_gradient,
 )
 from hvkit.frameworks.stage_division import sizes_of
@@ -142,7 +143,7 @@ class PipelinedModel:
             self._model._losses_override[:] = penalties.values
         for t, each in zip(outputs, masks, strict=True):
             if each is not None:
-                backend.set_keras_mask(t, each)
+                set_mask(t, each)
         return self._structured(outputs)
 
     def _structured(self, outputs: list[Any]) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras.src import backend, tree
+from keras.src import tree
 
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stages, variables_of
-from hvkit.frameworks.keras.pipeline.tensors import compiled, unwatched
+from hvkit.frameworks.keras.pipeline.tensors import compiled, mask_of, set_mask, unwatched
 
 
 class Stage:
@@ -93,7 +93,7 @@ class Stage:
         }
         if self._entry is not None:
             if mask is not None:
-                backend.set_keras_mask(received, mask)
+                set_mask(received, mask)
             values[id(self._entry)] = received
         for layer in self.layers:
             layer._clear_losses()
@@ -106,7 +106,7 @@ class Stage:
                 values[id(t)] = value
         self._refuse_losses()
         outputs = [values[id(t)] for t in self._targets]
-        return outputs, [backend.get_keras_mask(t) for t in outputs]
+        return outputs, [mask_of(t) for t in outputs]
 
     def _refuse_losses(self) -> None:
         for layer in self.layers:

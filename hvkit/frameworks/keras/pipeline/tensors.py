@@ -3,6 +3,8 @@
 What Keras's own operations do on every backend is not here.
 """
 
+from typing import Any
+
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW
 
 if ON_TENSORFLOW:
@@ -54,11 +56,26 @@ __all__ = [
     "in_graph",
     "is_dense",
     "is_recording",
+    "mask_of",
     "norm_of",
     "placeholder_of",
     "recorded",
     "remainder",
+    "set_mask",
     "unwatched",
     "values_for",
     "wants_gradient",
 ]
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that Keras's layers have set for a tensor, or None.
+
+    Keras 3.5 has no function for it; later ones keep the mask in the same place.
+    """
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Set the mask that Keras's layers read of a tensor."""
+    tensor._keras_mask = mask
