@@ -300,7 +300,10 @@ class CallbackPart(Part):
                     _as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
                 ]
         _set(self._callback, state)
-        _set_after_reset(self._callback, state)
+        _set_after(self._callback, "on_train_begin", state)  # with which ``fit`` resets it
+        if "best" in state and getattr(self._callback, "monitor_op", self) is None:
+            # EarlyStopping of Keras before 3.7 resets this at the end of its first epoch.
+            _set_after(self._callback, "_set_monitor_op", {"best": state["best"]})
 
 
 def _set(callback: Any, state: Mapping[str, Any]) -> None:
@@ -308,16 +311,16 @@ def _set(callback: Any, state: Mapping[str, Any]) -> None:
         setattr(callback, name, value)
 
 
-def _set_after_reset(callback: Any, state: Mapping[str, Any]) -> None:
-    """Set the callback's state when ``fit`` begins, after it has reset the callback."""
-    begin = callback.on_train_begin
+def _set_after(callback: Any, method: str, state: Mapping[str, Any]) -> None:
+    """Set the callback's state again after the next call of a method that resets it."""
+    reset = getattr(callback, method)
 
-    def on_train_begin(logs: Any = None) -> None:
-        callback.on_train_begin = begin
-        begin(logs)
+    def reset_and_set(*args: Any, **kwargs: Any) -> None:
+        setattr(callback, method, reset)
+        reset(*args, **kwargs)
         _set(callback, state)
 
-    callback.on_train_begin = on_train_begin
+    setattr(callback, method, reset_and_set)
 
 
 def _plain(value: Any) -> Any:

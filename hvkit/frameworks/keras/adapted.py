@@ -90,7 +90,7 @@ class _Adapted:
         if isinstance(self.layer, keras.layers.Normalization):  # before ``adapt``: 0 and 1
             mean, variance = values
             return mean is not None and bool(mean.any() or (variance != 1).any())
-        return all(each is not None for each in values)
+        return all(each is not None and each.size for each in values)  # Keras 3.5: no boundaries
 
     def derive_again(self) -> None:
         """Renew what the layer derives from its variables."""

@@ -253,7 +253,7 @@ def test_the_callback_counts_steps_whose_update_one_rank_skips(folder):
         x[12] = np.inf
     save = checkpoint.callback(every=4)
     model.fit(x, x[:, :4], batch_size=6, shuffle=False, verbose=0, callbacks=[save])
-    assert int(scaler.iterations) == (9 if hvkit.rank() == 0 else 10)
+    assert int(scaler.inner_optimizer.iterations) == (9 if hvkit.rank() == 0 else 10)
     assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == [
         f"step-{step:09}" for step in (4, 8, 10)
     ]

@@ -162,6 +162,12 @@ def test_state_that_is_not_of_single_weights_is_refused():
     error, text = error_of(lambda: optimizer.build(model.trainable_variables))
     assert error is ValueError
     assert "Adafactor keeps" in text
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras is older than this optimizer"
+)
+def test_an_optimizer_that_changes_all_weights_is_refused():
     optimizer = keras.optimizers.ScheduleFreeAdamW(0.01)
     error, text = error_of(
         lambda: hvkit.distribute(large(), optimizer, strategy=hvkit.ShardedOptimizer())
