@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from hvkit.errors import HvkitError
 from hvkit.functions import pickling
 from hvkit.host.call_folder import written
-from hvkit.wording import in_short
+from hvkit.wording import in_short, text_of
 
 
 def save_result(path: Path, value: object) -> None:
@@ -113,7 +113,7 @@ def picklable(error: BaseException) -> bytes:
             file = io.BytesIO()
             _ErrorPickler(file, chained).dump(error)
             restored = pickle.loads(file.getvalue())
-            if type(restored) is type(error) and str(restored) == str(error):
+            if type(restored) is type(error) and text_of(restored) == text_of(error):
                 return file.getvalue()
         except Exception:  # an exception may hold anything, and its class do anything
             continue

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from hvkit.functions import keras_objects
 from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
 from hvkit.functions.host_arrays import host_copy
-from hvkit.host.call_folder import PREFIX, call_in
+from hvkit.host.call_folder import PREFIX, call_in, is_of_full_disk, written
 from hvkit.wording import in_short
 
 try:
@@ -39,6 +39,9 @@ except ModuleNotFoundError as missing:
 # Where in the file of a call the names of ``__main__`` begin.
 _PLACE = struct.Struct("!Q")
 _OF_CHILDREN = "hvkit.functions.children"
+# What multiprocessing calls the script in processes that it spawns, which may start ranks, too.
+_OF_SPAWNED = "__mp_main__"
+_MAIN = ("__main__", _OF_SPAWNED)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -51,6 +54,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: BinaryIO) -> None:
         self.of_main: dict[str, object] = {}
         self._main = vars(sys.modules["__main__"])
+        if _OF_SPAWNED in sys.modules:
+            cloudpickle.register_pickle_by_value(sys.modules[_OF_SPAWNED])
         self._cells = cell_names()
         self.dispatch_table = cloudpickle.Pickler.dispatch_table.new_child()
         self.dispatch_table[CodeType] = self._reduced_code
@@ -58,7 +63,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled; ``NotImplemented`` for the usual way."""
-        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
+        if isinstance(obj, FunctionType | type) and obj.__module__ in _MAIN:
             name = obj.__qualname__
             if self._main.get(name) is obj:
                 self.of_main[name] = obj
@@ -86,6 +91,13 @@ def check_function(user: str, function: object, example: str) -> None:
             f"{user} needs a function, got {function!r}: pass the function itself, not its "
             f"result: {example}"
         )
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_one(function) for is_one in kinds):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(
+            f"{user}: calling {name} runs none of it, as it is a generator or an async function: "
+            f"pass a function that runs it, with list({name}(...)) or asyncio.run({name}(...))"
+        )
 
 
 def dump(value: object, file: BinaryIO) -> None:
@@ -104,7 +116,7 @@ def call_folder(
     """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        with call_in(folder).open("wb") as file:
+        with written(call_in(folder)) as file:
             write_call(file, function, args, kwargs)
         yield folder
     finally:
@@ -135,6 +147,8 @@ def write_call(
     try:
         pickler.dump((function, tuple(args), dict(kwargs)))
     except Exception as error:
+        if is_of_full_disk(error):
+            raise
         raise TypeError(_unpicklable(function, args, kwargs, error)) from error
     pickler.dump(pickler.of_main)  # by the same one: the objects of the call, and no copies
     place = file.tell()
@@ -164,7 +178,7 @@ def read_call(
         raise
     # In place of the module that this process runs: what pickles by name, such as torch.save and
     # processes that the function starts, looks for the caller's classes there.
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    main = sys.modules["__main__"] = sys.modules[_OF_SPAWNED] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(_OF_CHILDREN, None)
     if caller["main"] is not None:
         main.__file__ = os.path.join(caller["folder"], caller["main"])
@@ -228,6 +242,7 @@ def check_environ(user: str, env: object) -> dict[str, str]:
 
     Raises:
         TypeError: they are no mapping of texts.
+        ValueError: a variable cannot be in an environment.
     """
     if env is None:
         return {}
@@ -240,6 +255,11 @@ def check_environ(user: str, env: object) -> dict[str, str]:
             raise TypeError(
                 f"{user}: names and values of env must be str, got {name!r}: {value!r}: write "
                 f"{str(name)!r}: {str(value)!r}"
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"{user}: no environment can have {name!r}: {value!r} of env: a name is not empty "
+                "and has no =, and neither it nor its value a NUL"
             )
     return dict(env)
 

@@ -8,10 +8,11 @@ own, which the supervisor's connection fills and empties.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeGuard
 
 VARIABLE = "HVKIT_CALL"
 """Environment variable of ranks that run a function: the folder."""
@@ -45,7 +46,23 @@ def part_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears under its name only when it is complete."""
-    with part_of(path).open("wb") as file:
-        yield file
-    os.replace(part_of(path), path)
+    """A file to write that appears under its name only when it is complete.
+
+    After an exception nothing of it is left, which makes room on a full disk for the reason.
+    """
+    part = part_of(path)
+    try:
+        with part.open("wb") as file:
+            yield file
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if is_of_full_disk(error) and error.filename is None:
+            error.filename = str(path)
+            error.add_note("Set TMPDIR to a folder on a disk with more room.")
+        raise
+    os.replace(part, path)
+
+
+def is_of_full_disk(error: BaseException) -> TypeGuard[OSError]:
+    """Whether this is the error of a disk, or of a user's share of one, that is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -95,6 +95,10 @@ def without_value():
     return function
 
 
+async def waits():
+    """A function whose call gives a coroutine."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "text"),
     [
@@ -118,12 +122,23 @@ def without_value():
         ([train], {"np": 99}, UsageError, "np=99 is too many"),
         ([train], {"np": 2, "env": {"A": 1}}, TypeError, "must be str, got 'A': 1"),
         ([without_value()], {"np": 2}, TypeError, "lock, which function uses, is a lock"),
+        ([train], {"np": 2, "env": {"A=B": "1"}}, ValueError, "'A=B': '1' of env: a name .* no ="),
+        ([train], {"np": 2, "hosts": ["a", 5]}, TypeError, "hosts must be a str or .* got 5"),
+        ([train], {"np": 2, "options": 5}, TypeError, 'got 5: options="--stall 60"'),
+        ([waits], {"np": 2}, TypeError, r"calling waits runs none of it.*asyncio.run\(waits"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )
 def test_what_cannot_start_is_refused(arguments, options, kind, text):
     with pytest.raises(kind, match=text):
         hvkit.launch(*arguments, **options)
+
+
+def test_a_removed_working_directory_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(LaunchError, match=f"the working directory, {tmp_path}, was removed"):
+        hvkit.launch(print, np=2)
 
 
 def test_a_rank_cannot_launch():
