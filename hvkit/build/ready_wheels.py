@@ -96,7 +96,9 @@ def add(wheel: Path, folder: Path) -> Path:
     """Copy a wheel into a folder of wheels and its index, and return the copy."""
     abi = facts_of(wheel)
     with _lock(folder):
-        copy = Path(shutil.copy(wheel, folder))
+        copy = folder / wheel.name
+        if not copy.exists() or not copy.samefile(wheel):  # the folder may be that of the cache
+            shutil.copy(wheel, copy)
         entries = _entries(str(folder)) if (folder / INDEX).exists() else []
         kept = [e for e in entries if _names_file_in(folder, e) not in (None, copy.name)]
         digest = hashlib.sha256(copy.read_bytes()).hexdigest()
