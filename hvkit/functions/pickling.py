@@ -7,6 +7,7 @@ so ``isinstance`` and ``except`` work with what ranks return and raise.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, BinaryIO
 
 from hvkit.functions import keras_objects
@@ -38,6 +39,8 @@ except ModuleNotFoundError as missing:
 
 # Where in the file of a call the names of ``__main__`` begin.
 _PLACE = struct.Struct("!Q")
+# How far the search for what cannot be pickled goes: values in values, and of each so many parts.
+_DEEPEST, _MOST_PARTS = 8, 1000
 _OF_CHILDREN = "hvkit.functions.children"
 # What multiprocessing calls the script in processes that it spawns, which may start ranks, too.
 _OF_SPAWNED = "__mp_main__"
@@ -93,7 +96,7 @@ def check_function(user: str, function: object, example: str) -> None:
         )
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_one(function) for is_one in kinds):
-        name = getattr(function, "__name__", type(function).__name__)
+        name = _name_of(function)
         raise TypeError(
             f"{user}: calling {name} runs none of it, as it is a generator or an async function: "
             f"pass a function that runs it, with list({name}(...)) or asyncio.run({name}(...))"
@@ -214,17 +217,54 @@ def _unpicklable(
     kwargs: Mapping[str, object],
     error: Exception,
 ) -> str:
-    """The message that names what cannot be pickled."""
-    name = getattr(function, "__name__", type(function).__name__)
-    parts = {f"argument {number} of {name}": each for number, each in enumerate(args, start=1)}
-    parts |= {f"argument {key}= of {name}": each for key, each in kwargs.items()}
-    if inspect.isfunction(function):
-        parts |= {f"{each}, which {name} uses,": value for each, value in _used_by(function)}
-    for part, value in parts.items():
-        if problem := problem_with(value):
-            what = f"{part} is a {type(value).__name__}, which cannot be pickled ({problem})"
-            return f"{what}: create it inside of {name}, or pass what it is made from"
-    return f"{name} cannot be pickled for the ranks ({in_short(error)})"
+    """The message that names what cannot be pickled, as deep inside as it can be found."""
+    name = _name_of(function)
+    parts = [(f"argument {number} of {name}", each) for number, each in enumerate(args, start=1)]
+    parts += [(f"argument {key}= of {name}", each) for key, each in kwargs.items()]
+    parts += _parts_of(name, function)
+    message, user = f"{name} cannot be pickled for the ranks ({in_short(error)})", name
+    for _ in range(_DEEPEST):
+        found = ((*each, problem_with(each[1])) for each in parts[:_MOST_PARTS])
+        part, value, problem = next((each for each in found if each[2]), ("", None, ""))
+        if not problem:
+            break
+        message = (
+            f"{part} is a {type(value).__name__}, which cannot be pickled ({problem}): create it "
+            f"inside of {user}, or pass what it is made from"
+        )
+        user = _name_of(value) if isinstance(value, FunctionType) else user
+        parts = _parts_of(part, value)
+    return message
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _parts_of(part: str, value: Any) -> list[tuple[str, object]]:
+    """What a value is made of, each with its name for a message.
+
+    Args:
+        part: the name of the value.
+        value: the value.
+    """
+    if isinstance(value, FunctionType):
+        name = value.__name__
+        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        used = [(f"{each}, which {name} uses,", held) for each, held in _used_by(value)]
+        return used + [(f"a default of {name}", each) for each in given]
+    if isinstance(value, functools.partial):
+        return [
+            (f"what {part} holds", each) for each in (*value.args, *value.keywords.values())
+        ] + [(f"the function of {part}", value.func)]
+    if isinstance(value, MethodType):
+        return [(f"the object of {part}", value.__self__), (part, value.__func__)]
+    if isinstance(value, Mapping):
+        return [(f"{key!r} of {part}", each) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [(f"element {number} of {part}", each) for number, each in enumerate(value)]
+    own = getattr(value, "__dict__", {})
+    return [(f"{name} of {part}", each) for name, each in own.items() if name != "__dict__"]
 
 
 def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
@@ -232,9 +272,17 @@ def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         with suppress(ValueError):
             yield name, cell.cell_contents
-    for name in function.__code__.co_names:
+    for name in dict.fromkeys(_names_in(function.__code__)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The global names in code, and in that of the functions that it defines."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
 
 
 def check_environ(user: str, env: object) -> dict[str, str]:

@@ -95,6 +95,24 @@ def without_value():
     return function
 
 
+def calls_another():
+    """A function that calls one that uses what cannot be pickled."""
+    held = {"rate": 1, "lock": lock}
+
+    def takes():
+        return held
+
+    return lambda: [takes() for _ in range(2)]
+
+
+class Worker:
+    def __init__(self):
+        self.lock = lock
+
+    def work(self):
+        """Do nothing."""
+
+
 async def waits():
     """A function whose call gives a coroutine."""
 
@@ -125,6 +143,13 @@ async def waits():
         ([train], {"np": 2, "env": {"A=B": "1"}}, ValueError, "'A=B': '1' of env: a name .* no ="),
         ([train], {"np": 2, "hosts": ["a", 5]}, TypeError, "hosts must be a str or .* got 5"),
         ([train], {"np": 2, "options": 5}, TypeError, 'got 5: options="--stall 60"'),
+        (
+            [calls_another()],
+            {"np": 2},
+            TypeError,
+            "'lock' of held, which takes uses, is a lock.*of takes",
+        ),
+        ([Worker().work], {"np": 2}, TypeError, "lock of the object of work is a lock"),
         ([waits], {"np": 2}, TypeError, r"calling waits runs none of it.*asyncio.run\(waits"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
