@@ -27,6 +27,8 @@ from hvkit.errors import BuildError
 INDEX = "wheels.json"
 
 _NAME = re.compile(r"horovod-[\w.+]+-[\w.]+-[\w.]+-[\w.]+\.whl", re.ASCII)
+# Bytes of a file that is no index.
+_SHOWN = 60
 _AGAIN = ". Make the wheels again, in an empty folder"
 
 
@@ -199,10 +201,14 @@ def _listed(place: str) -> tuple[list[ReadyWheel], list[str]]:
 
 def _entries(place: str) -> list[Any]:
     """The entries of an index as they stand there, also those of other versions of hvkit."""
+    data = read(place, INDEX)
     try:
-        entries = json.loads(read(place, INDEX))
+        entries = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BuildError(f"{INDEX} in {shown(place)} is damaged: {error}{_AGAIN}") from error
+        begins = data[:_SHOWN].decode(errors="replace")
+        raise BuildError(
+            f"{INDEX} in {shown(place)} is damaged: it begins with {begins!r} ({error}){_AGAIN}"
+        ) from error
     if not isinstance(entries, list):
         raise BuildError(f"{INDEX} in {shown(place)} is damaged: it is no list{_AGAIN}")
     return entries

@@ -90,6 +90,11 @@ def run(
             f"hvkit.spark.run: args must be a tuple of the function's arguments, got {args!r}: "
             f"args=({args!r},)"
         )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            "hvkit.spark.run: kwargs must be a dict of the function's named arguments, got "
+            f"{kwargs!r}: kwargs={{'epochs': 10}}"
+        )
     refuse_on_ranks("hvkit.spark.run")
     context = _context()
     size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)

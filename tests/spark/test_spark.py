@@ -240,6 +240,7 @@ def test_a_lost_executor_is_named(spark, tmp_path):
     ("options", "text"),
     [
         ({"args": "abc"}, r"args must be a tuple .*args=\('abc',\)"),
+        ({"kwargs": [1]}, r"kwargs must be a dict .*got \[1\]: kwargs="),
         ({"env": {"A": 1}}, "must be str, got 'A': 1: write 'A': '1'"),
     ],
 )
