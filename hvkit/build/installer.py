@@ -1,6 +1,5 @@
 """``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
-import errno
 import json
 import subprocess
 import sys
@@ -21,10 +20,10 @@ from hvkit.build.cuda import toolkit_for
 from hvkit.build.horovod_patches import VERSION
 from hvkit.build.ready_wheels import Choice
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
-from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock
+from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock, require_writable_cache
 from hvkit.build.wheel_file import join
 from hvkit.build.wheel_place import shown
-from hvkit.errors import BuildError
+from hvkit.errors import BuildError, is_of_full_disk
 from hvkit.host.process_lock import claim
 
 # Two wheels of one framework may fit: one for its version, one for a neighbour of it.
@@ -74,7 +73,7 @@ def install_horovod(options: BuildOptions) -> None:
     try:
         _install_horovod(options)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_of_full_disk(error):
             raise
         raise BuildError(
             f"the disk is full: {error}. Free about 1 GiB, or set TMPDIR and HVKIT_CACHE_DIR to "
@@ -106,6 +105,7 @@ def _install_horovod(options: BuildOptions) -> None:
         _claim_environment()
     if options.wheels and not options.force and _install_ready(options.wheels, options):
         return
+    require_writable_cache()
     toolchain = find_toolchain(options.without)
     toolchain = replace(toolchain, cuda=toolkit_for(options.gpu, toolchain.frameworks))
     key = key_of(toolchain)

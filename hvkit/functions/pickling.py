@@ -23,10 +23,11 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, BinaryIO
 
+from hvkit.errors import is_of_full_disk
 from hvkit.functions import keras_objects
 from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
 from hvkit.functions.host_arrays import host_copy
-from hvkit.host.call_folder import PREFIX, call_in, is_of_full_disk, written
+from hvkit.host.call_folder import PREFIX, call_in, written
 from hvkit.wording import in_short
 
 try:

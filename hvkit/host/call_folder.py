@@ -8,11 +8,12 @@ own, which the supervisor's connection fills and empties.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeGuard
+from typing import BinaryIO
+
+from hvkit.errors import is_of_full_disk
 
 VARIABLE = "HVKIT_CALL"
 """Environment variable of ranks that run a function: the folder."""
@@ -61,8 +62,3 @@ def written(path: Path) -> Iterator[BinaryIO]:
             error.add_note("Set TMPDIR to a folder on a disk with more room.")
         raise
     os.replace(part, path)
-
-
-def is_of_full_disk(error: BaseException) -> TypeGuard[OSError]:
-    """Whether this is the error of a disk, or of a user's share of one, that is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

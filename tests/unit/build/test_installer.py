@@ -146,6 +146,15 @@ def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatc
         machine.run()
 
 
+def test_a_cache_that_cannot_be_written_is_named_before_the_build(
+    machine: Machine, cache: Path
+) -> None:
+    cache.touch()
+    with pytest.raises(BuildError, match=rf"{cache}, cannot be written to .*set HVKIT_CACHE_DIR"):
+        machine.run()
+    assert machine.done == []
+
+
 def test_failed_build_leaves_the_installed_horovod(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
