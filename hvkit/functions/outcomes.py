@@ -106,7 +106,8 @@ def picklable(error: BaseException) -> bytes:
     """The exception as a pickle that gives the same class, text and attributes; without its frames.
 
     So do its causes and contexts, and the exceptions of a group. Attributes that cannot be pickled
-    are left out. One that no way restores becomes a ``HvkitError`` with its name and text.
+    are left out. One that no way restores becomes a ``HvkitError`` with its name and text; of a
+    group, only that one does.
     """
     for chained in (True, False):
         try:
@@ -117,8 +118,12 @@ def picklable(error: BaseException) -> bytes:
                 return file.getvalue()
         except Exception:  # an exception may hold anything, and its class do anything
             continue
+    made: BaseException = HvkitError(in_short(error))
+    if isinstance(error, BaseExceptionGroup):
+        each = [pickle.loads(picklable(one)) for one in error.exceptions]
+        made = BaseExceptionGroup.derive(error, each)
     file = io.BytesIO()
-    pickling.dump(HvkitError(in_short(error)), file)
+    _ErrorPickler(file, chained=False).dump(made)
     return file.getvalue()
 
 

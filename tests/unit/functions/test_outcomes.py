@@ -35,6 +35,11 @@ class WithoutText(Exception):
         return self.missing
 
 
+class Never(Exception):
+    def __reduce__(self):
+        raise RuntimeError("never")
+
+
 class OfFullDisk:
     def __reduce__(self):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -105,6 +110,15 @@ def test_an_exception_whose_text_raises_keeps_its_class():
     error = pickle.loads(picklable(WithoutText(3)))
     assert type(error) is WithoutText
     assert error.args == (3,)
+
+
+def test_a_group_stays_one_though_an_exception_in_it_cannot_travel():
+    inner = ExceptionGroup("inner", [Never("x"), SaysHow(1, 2)])
+    group = pickle.loads(picklable(BaseExceptionGroup("outer", [inner, KeyboardInterrupt()])))
+    found = group.exceptions[0].exceptions
+    assert [str(each) for each in found] == ["Never: x", "1"]
+    assert [type(each) for each in found] == [HvkitError, SaysHow]
+    assert type(group.exceptions[1]) is KeyboardInterrupt
 
 
 def test_a_full_disk_is_named_and_what_was_written_makes_room(tmp_path):
