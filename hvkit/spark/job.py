@@ -201,29 +201,33 @@ class _Job:
 
 
 def _context() -> Any:
-    """The context of the active session.
+    """The context of this thread's session, or else of the session that all threads share.
 
     Raises:
         LaunchError: there is none with one.
     """
     try:
+        from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             "hvkit.spark.run needs pyspark: pip install 'hvkit[spark]'", name=missing.name
         ) from missing
-    session = SparkSession.getActiveSession()
-    if session is None:
-        raise LaunchError(
-            "there is no active SparkSession: create one with SparkSession.builder.getOrCreate()"
-        )
+    none = "there is no active SparkSession: create one with SparkSession.builder.getOrCreate()"
     try:
-        return session.sparkContext
+        session = SparkSession.active()
+    except PySparkRuntimeError as problem:
+        raise LaunchError(none) from problem
+    try:
+        context = session.sparkContext
     except Exception as problem:  # PySparkAttributeError of Spark Connect
         raise LaunchError(
             "this SparkSession is one of Spark Connect, whose clients cannot start barrier tasks "
             "that reach them: run in the driver, such as a cluster's own notebook or spark-submit"
         ) from problem
+    if context._jsc is None:  # it was stopped without its session
+        raise LaunchError(none)
+    return context
 
 
 def _executors(context: Any) -> set[str]:
