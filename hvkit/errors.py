@@ -14,8 +14,10 @@ Wrong arguments raise the built-in ``TypeError`` and ``ValueError``. All other e
         └── BuildError             Horovod could not be built or installed
 """
 
+import errno
 import signal
 from collections.abc import Sequence
+from typing import TypeGuard
 
 LEFT = 128 + signal.SIGTERM
 """Exit status of a rank that has left after SIGTERM, once its checkpoint was saved."""
@@ -74,6 +76,11 @@ class RankLostError(HvkitError):
 
 class BuildError(HvkitError):
     """Horovod could not be built or installed; the message gives the reason and the fix."""
+
+
+def is_of_full_disk(error: BaseException) -> TypeGuard[OSError]:
+    """Whether this is the error of a disk, or of a user's share of one, that is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def ranks_text(numbers: Sequence[int]) -> str:

@@ -21,9 +21,17 @@ def shortened(text: str, length: int) -> str:
     return f"{words if len(words) >= length // 2 else text[: length - 3]}..."
 
 
+def text_of(error: BaseException) -> str:
+    """The error's text; also one that raises, as a script's own class may."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<its __str__ raises {type(problem).__name__}>"
+
+
 def in_short(error: BaseException) -> str:
     """The error in one line: ``ValueError: boom``."""
-    text = shortened(str(error).strip().split("\n")[0], 200)
+    text = shortened(text_of(error).strip().split("\n")[0], 200)
     return type(error).__name__ + (f": {text}" if text else "")
 
 

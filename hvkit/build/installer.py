@@ -1,10 +1,10 @@
 """``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
-import errno
 import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -20,13 +20,16 @@ from hvkit.build.cuda import toolkit_for
 from hvkit.build.horovod_patches import VERSION
 from hvkit.build.ready_wheels import Choice
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
-from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock
+from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock, require_writable_cache
 from hvkit.build.wheel_file import join
 from hvkit.build.wheel_place import shown
-from hvkit.errors import BuildError
+from hvkit.errors import BuildError, is_of_full_disk
+from hvkit.host.process_lock import claim
 
 # Two wheels of one framework may fit: one for its version, one for a neighbour of it.
 _TRIES = 2
+# Seconds between two looks at whether another process has ended.
+_TICK = 0.2
 _CHECK = """
 import importlib, json, sys
 built = {}
@@ -70,7 +73,7 @@ def install_horovod(options: BuildOptions) -> None:
     try:
         _install_horovod(options)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_of_full_disk(error):
             raise
         raise BuildError(
             f"the disk is full: {error}. Free about 1 GiB, or set TMPDIR and HVKIT_CACHE_DIR to "
@@ -98,8 +101,11 @@ def installed_abi() -> Abi | None:
 def _install_horovod(options: BuildOptions) -> None:
     if options.wheel_dir:
         ready_wheels.require_writable(options.wheel_dir)
+    if options.install:
+        _claim_environment()
     if options.wheels and not options.force and _install_ready(options.wheels, options):
         return
+    require_writable_cache()
     toolchain = find_toolchain(options.without)
     toolchain = replace(toolchain, cuda=toolkit_for(options.gpu, toolchain.frameworks))
     key = key_of(toolchain)
@@ -117,6 +123,22 @@ def _install_horovod(options: BuildOptions) -> None:
         install(wheel)
         check(toolchain)
     announce(f"Horovod {VERSION} is installed for {toolchain}")
+
+
+def _claim_environment() -> None:
+    """Wait for other processes of this user that install Horovod into this Python.
+
+    Each would take away the files that another is trying. The claim holds until this process ends.
+    """
+    if not claim(claim_of_environment()):
+        announce("another process is installing Horovod into this Python; waiting")
+        while not claim(claim_of_environment()):
+            time.sleep(_TICK)
+
+
+def claim_of_environment() -> str:
+    """The name of the claim on this Python's packages."""
+    return f"install-horovod {sys.prefix}"
 
 
 def _install_ready(place: str, options: BuildOptions) -> bool:

@@ -27,6 +27,8 @@ from hvkit.errors import BuildError
 INDEX = "wheels.json"
 
 _NAME = re.compile(r"horovod-[\w.+]+-[\w.]+-[\w.]+-[\w.]+\.whl", re.ASCII)
+# Bytes of a file that is no index.
+_SHOWN = 60
 _AGAIN = ". Make the wheels again, in an empty folder"
 
 
@@ -96,7 +98,9 @@ def add(wheel: Path, folder: Path) -> Path:
     """Copy a wheel into a folder of wheels and its index, and return the copy."""
     abi = facts_of(wheel)
     with _lock(folder):
-        copy = Path(shutil.copy(wheel, folder))
+        copy = folder / wheel.name
+        if not copy.exists() or not copy.samefile(wheel):  # the folder may be that of the cache
+            shutil.copy(wheel, copy)
         entries = _entries(str(folder)) if (folder / INDEX).exists() else []
         kept = [e for e in entries if _names_file_in(folder, e) not in (None, copy.name)]
         digest = hashlib.sha256(copy.read_bytes()).hexdigest()
@@ -197,10 +201,14 @@ def _listed(place: str) -> tuple[list[ReadyWheel], list[str]]:
 
 def _entries(place: str) -> list[Any]:
     """The entries of an index as they stand there, also those of other versions of hvkit."""
+    data = read(place, INDEX)
     try:
-        entries = json.loads(read(place, INDEX))
+        entries = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BuildError(f"{INDEX} in {shown(place)} is damaged: {error}{_AGAIN}") from error
+        begins = data[:_SHOWN].decode(errors="replace")
+        raise BuildError(
+            f"{INDEX} in {shown(place)} is damaged: it begins with {begins!r} ({error}){_AGAIN}"
+        ) from error
     if not isinstance(entries, list):
         raise BuildError(f"{INDEX} in {shown(place)} is damaged: it is no list{_AGAIN}")
     return entries

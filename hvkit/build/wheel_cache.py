@@ -23,6 +23,7 @@ from hvkit.build.build_variables import run_time_paths, user_build_options
 from hvkit.build.frameworks import NAMES
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Toolchain
+from hvkit.errors import BuildError, is_of_full_disk
 from hvkit.host.cache import cache_dir
 
 
@@ -94,6 +95,24 @@ def wheels_dir() -> Path:
     folder = cache_dir() / "wheels"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def require_writable_cache() -> None:
+    """Make the folder of the cache, and check that it can hold a build.
+
+    Raises:
+        BuildError: it cannot be made or written to.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=wheels_dir()):
+            pass
+    except OSError as error:
+        if is_of_full_disk(error):
+            raise
+        raise BuildError(
+            f"hvkit's cache, {cache_dir()}, cannot be written to ({error.strerror}): set "
+            "HVKIT_CACHE_DIR to a folder that can"
+        ) from error
 
 
 def find_wheel(key: Key) -> Path | None:

@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +19,7 @@ from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
 from hvkit.functions.streams import follow
 from hvkit.functions.supervised import begin, error_of, outcome_of, refuse_on_ranks, results_of
+from hvkit.launching.host_checks.preflight import working_directory
 from hvkit.launching.prepare import Request
 from hvkit.launching.sagemaker import leave_to_first
 from hvkit.log import logger
@@ -87,6 +88,7 @@ def launch(
     if leave_to_first(request.system, request.hosts):
         logger.info("%s has ended, and with it the ranks: this script ends", request.hosts[0].name)
         raise SystemExit(0)
+    working_directory()
     with call_folder(function, args, kwargs) as folder:
         starter.request_in(folder).write_bytes(pickle.dumps(request))
         process = begin(starter.__name__, folder)
@@ -114,6 +116,25 @@ def _as_argument(found: re.Match[str]) -> str:
     return "np is" if found[0].endswith("is") else "np="
 
 
+def _words(
+    name: str, value: object, divided: Callable[[str], list[str]], example: str
+) -> list[str]:
+    """An argument that is one text, or several.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, str):
+        return divided(value)
+    words: list[Any] = [*value] if isinstance(value, Iterable) else [value]
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise TypeError(
+            f"hvkit.launch: {name} must be a str or a list of them, got {wrong[0]!r}: "
+            f"{name}={example}"
+        )
+    return words
+
+
 def _request(
     function: Callable[..., object],
     np: int | None,
@@ -123,7 +144,7 @@ def _request(
 ) -> Request:
     """The request that ``hvkit run`` would make of these."""
     try:
-        words = shlex.split(options) if isinstance(options, str) else [*options]
+        words = _words("options", options, shlex.split, '"--stall 60"')
     except ValueError as problem:
         raise UsageError(
             f"hvkit.launch: options={options!r} cannot be divided into words ({problem}): close "
@@ -141,7 +162,8 @@ def _request(
     if np is not None:
         words += ["-np", str(check_count("np", np))]
     if hosts is not None:
-        words += ["-H", hosts if isinstance(hosts, str) else ",".join(hosts)]
+        listed = _words("hosts", hosts, lambda text: [text], '"node1:4,node2:4"')
+        words += ["-H", ",".join(listed)]
     if hostfile is not None:
         words += ["--hostfile", str(check_path("hostfile", hostfile, 'hostfile="hosts"'))]
     args = parser.parse_args(["run", *words])

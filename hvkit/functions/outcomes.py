@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from hvkit.errors import HvkitError
 from hvkit.functions import pickling
 from hvkit.host.call_folder import written
-from hvkit.wording import in_short
+from hvkit.wording import in_short, text_of
 
 
 def save_result(path: Path, value: object) -> None:
@@ -106,19 +106,24 @@ def picklable(error: BaseException) -> bytes:
     """The exception as a pickle that gives the same class, text and attributes; without its frames.
 
     So do its causes and contexts, and the exceptions of a group. Attributes that cannot be pickled
-    are left out. One that no way restores becomes a ``HvkitError`` with its name and text.
+    are left out. One that no way restores becomes a ``HvkitError`` with its name and text; of a
+    group, only that one does.
     """
     for chained in (True, False):
         try:
             file = io.BytesIO()
             _ErrorPickler(file, chained).dump(error)
             restored = pickle.loads(file.getvalue())
-            if type(restored) is type(error) and str(restored) == str(error):
+            if type(restored) is type(error) and text_of(restored) == text_of(error):
                 return file.getvalue()
         except Exception:  # an exception may hold anything, and its class do anything
             continue
+    made: BaseException = HvkitError(in_short(error))
+    if isinstance(error, BaseExceptionGroup):
+        each = [pickle.loads(picklable(one)) for one in error.exceptions]
+        made = BaseExceptionGroup.derive(error, each)
     file = io.BytesIO()
-    pickling.dump(HvkitError(in_short(error)), file)
+    _ErrorPickler(file, chained=False).dump(made)
     return file.getvalue()
 
 

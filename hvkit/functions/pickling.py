@@ -7,6 +7,7 @@ so ``isinstance`` and ``except`` work with what ranks return and raise.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import os
@@ -19,13 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, BinaryIO
 
+from hvkit.errors import is_of_full_disk
 from hvkit.functions import keras_objects
 from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
 from hvkit.functions.host_arrays import host_copy
-from hvkit.host.call_folder import PREFIX, call_in
+from hvkit.host.call_folder import PREFIX, call_in, written
 from hvkit.wording import in_short
 
 try:
@@ -38,7 +40,12 @@ except ModuleNotFoundError as missing:
 
 # Where in the file of a call the names of ``__main__`` begin.
 _PLACE = struct.Struct("!Q")
+# How far the search for what cannot be pickled goes: values in values, and of each so many parts.
+_DEEPEST, _MOST_PARTS = 8, 1000
 _OF_CHILDREN = "hvkit.functions.children"
+# What multiprocessing calls the script in processes that it spawns, which may start ranks, too.
+_OF_SPAWNED = "__mp_main__"
+_MAIN = ("__main__", _OF_SPAWNED)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -51,6 +58,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: BinaryIO) -> None:
         self.of_main: dict[str, object] = {}
         self._main = vars(sys.modules["__main__"])
+        if _OF_SPAWNED in sys.modules:
+            cloudpickle.register_pickle_by_value(sys.modules[_OF_SPAWNED])
         self._cells = cell_names()
         self.dispatch_table = cloudpickle.Pickler.dispatch_table.new_child()
         self.dispatch_table[CodeType] = self._reduced_code
@@ -58,7 +67,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled; ``NotImplemented`` for the usual way."""
-        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
+        if isinstance(obj, FunctionType | type) and obj.__module__ in _MAIN:
             name = obj.__qualname__
             if self._main.get(name) is obj:
                 self.of_main[name] = obj
@@ -86,6 +95,13 @@ def check_function(user: str, function: object, example: str) -> None:
             f"{user} needs a function, got {function!r}: pass the function itself, not its "
             f"result: {example}"
         )
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_one(function) for is_one in kinds):
+        name = _name_of(function)
+        raise TypeError(
+            f"{user}: calling {name} runs none of it, as it is a generator or an async function: "
+            f"pass a function that runs it, with list({name}(...)) or asyncio.run({name}(...))"
+        )
 
 
 def dump(value: object, file: BinaryIO) -> None:
@@ -104,7 +120,7 @@ def call_folder(
     """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        with call_in(folder).open("wb") as file:
+        with written(call_in(folder)) as file:
             write_call(file, function, args, kwargs)
         yield folder
     finally:
@@ -135,6 +151,8 @@ def write_call(
     try:
         pickler.dump((function, tuple(args), dict(kwargs)))
     except Exception as error:
+        if is_of_full_disk(error):
+            raise
         raise TypeError(_unpicklable(function, args, kwargs, error)) from error
     pickler.dump(pickler.of_main)  # by the same one: the objects of the call, and no copies
     place = file.tell()
@@ -164,7 +182,7 @@ def read_call(
         raise
     # In place of the module that this process runs: what pickles by name, such as torch.save and
     # processes that the function starts, looks for the caller's classes there.
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    main = sys.modules["__main__"] = sys.modules[_OF_SPAWNED] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(_OF_CHILDREN, None)
     if caller["main"] is not None:
         main.__file__ = os.path.join(caller["folder"], caller["main"])
@@ -200,17 +218,54 @@ def _unpicklable(
     kwargs: Mapping[str, object],
     error: Exception,
 ) -> str:
-    """The message that names what cannot be pickled."""
-    name = getattr(function, "__name__", type(function).__name__)
-    parts = {f"argument {number} of {name}": each for number, each in enumerate(args, start=1)}
-    parts |= {f"argument {key}= of {name}": each for key, each in kwargs.items()}
-    if inspect.isfunction(function):
-        parts |= {f"{each}, which {name} uses,": value for each, value in _used_by(function)}
-    for part, value in parts.items():
-        if problem := problem_with(value):
-            what = f"{part} is a {type(value).__name__}, which cannot be pickled ({problem})"
-            return f"{what}: create it inside of {name}, or pass what it is made from"
-    return f"{name} cannot be pickled for the ranks ({in_short(error)})"
+    """The message that names what cannot be pickled, as deep inside as it can be found."""
+    name = _name_of(function)
+    parts = [(f"argument {number} of {name}", each) for number, each in enumerate(args, start=1)]
+    parts += [(f"argument {key}= of {name}", each) for key, each in kwargs.items()]
+    parts += _parts_of(name, function)
+    message, user = f"{name} cannot be pickled for the ranks ({in_short(error)})", name
+    for _ in range(_DEEPEST):
+        found = ((*each, problem_with(each[1])) for each in parts[:_MOST_PARTS])
+        part, value, problem = next((each for each in found if each[2]), ("", None, ""))
+        if not problem:
+            break
+        message = (
+            f"{part} is a {type(value).__name__}, which cannot be pickled ({problem}): create it "
+            f"inside of {user}, or pass what it is made from"
+        )
+        user = _name_of(value) if isinstance(value, FunctionType) else user
+        parts = _parts_of(part, value)
+    return message
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _parts_of(part: str, value: Any) -> list[tuple[str, object]]:
+    """What a value is made of, each with its name for a message.
+
+    Args:
+        part: the name of the value.
+        value: the value.
+    """
+    if isinstance(value, FunctionType):
+        name = value.__name__
+        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        used = [(f"{each}, which {name} uses,", held) for each, held in _used_by(value)]
+        return used + [(f"a default of {name}", each) for each in given]
+    if isinstance(value, functools.partial):
+        return [
+            (f"what {part} holds", each) for each in (*value.args, *value.keywords.values())
+        ] + [(f"the function of {part}", value.func)]
+    if isinstance(value, MethodType):
+        return [(f"the object of {part}", value.__self__), (part, value.__func__)]
+    if isinstance(value, Mapping):
+        return [(f"{key!r} of {part}", each) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [(f"element {number} of {part}", each) for number, each in enumerate(value)]
+    own = getattr(value, "__dict__", {})
+    return [(f"{name} of {part}", each) for name, each in own.items() if name != "__dict__"]
 
 
 def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
@@ -218,9 +273,17 @@ def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         with suppress(ValueError):
             yield name, cell.cell_contents
-    for name in function.__code__.co_names:
+    for name in dict.fromkeys(_names_in(function.__code__)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The global names in code, and in that of the functions that it defines."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
 
 
 def check_environ(user: str, env: object) -> dict[str, str]:
@@ -228,6 +291,7 @@ def check_environ(user: str, env: object) -> dict[str, str]:
 
     Raises:
         TypeError: they are no mapping of texts.
+        ValueError: a variable cannot be in an environment.
     """
     if env is None:
         return {}
@@ -240,6 +304,11 @@ def check_environ(user: str, env: object) -> dict[str, str]:
             raise TypeError(
                 f"{user}: names and values of env must be str, got {name!r}: {value!r}: write "
                 f"{str(name)!r}: {str(value)!r}"
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"{user}: no environment can have {name!r}: {value!r} of env: a name is not empty "
+                "and has no =, and neither it nor its value a NUL"
             )
     return dict(env)
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import TextIO
 
 _READ = 1 << 16
 
@@ -58,11 +59,20 @@ def _show(
     while selector.get_map():
         for key, _ in selector.select():
             data = os.read(key.fd, _READ)
-            stream = getattr(sys, key.data)
-            stream.write(decoders[key.data].decode(data, final=not data))
-            stream.flush()
+            _print(getattr(sys, key.data), decoders[key.data].decode(data, final=not data))
             if not data:
                 selector.unregister(key.fileobj)
+
+
+def _print(stream: TextIO | None, text: str) -> None:
+    """Print to one of this process's streams: nothing to one that is closed, as ``print`` does."""
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # ranks may print what Latin-1, for instance, does not have
+        stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
+    stream.flush()
 
 
 def _drop(selector: selectors.BaseSelector) -> None:

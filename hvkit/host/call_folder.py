@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from hvkit.errors import is_of_full_disk
+
 VARIABLE = "HVKIT_CALL"
 """Environment variable of ranks that run a function: the folder."""
 
@@ -45,7 +47,18 @@ def part_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears under its name only when it is complete."""
-    with part_of(path).open("wb") as file:
-        yield file
-    os.replace(part_of(path), path)
+    """A file to write that appears under its name only when it is complete.
+
+    After an exception nothing of it is left, which makes room on a full disk for the reason.
+    """
+    part = part_of(path)
+    try:
+        with part.open("wb") as file:
+            yield file
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if is_of_full_disk(error) and error.filename is None:
+            error.filename = str(path)
+            error.add_note("Set TMPDIR to a folder on a disk with more room.")
+        raise
+    os.replace(part, path)

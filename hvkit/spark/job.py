@@ -90,6 +90,11 @@ def run(
             f"hvkit.spark.run: args must be a tuple of the function's arguments, got {args!r}: "
             f"args=({args!r},)"
         )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            "hvkit.spark.run: kwargs must be a dict of the function's named arguments, got "
+            f"{kwargs!r}: kwargs={{'epochs': 10}}"
+        )
     refuse_on_ranks("hvkit.spark.run")
     context = _context()
     size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)
@@ -196,29 +201,33 @@ class _Job:
 
 
 def _context() -> Any:
-    """The context of the active session.
+    """The context of this thread's session, or else of the session that all threads share.
 
     Raises:
         LaunchError: there is none with one.
     """
     try:
+        from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             "hvkit.spark.run needs pyspark: pip install 'hvkit[spark]'", name=missing.name
         ) from missing
-    session = SparkSession.getActiveSession()
-    if session is None:
-        raise LaunchError(
-            "there is no active SparkSession: create one with SparkSession.builder.getOrCreate()"
-        )
+    none = "there is no active SparkSession: create one with SparkSession.builder.getOrCreate()"
     try:
-        return session.sparkContext
+        session = SparkSession.active()
+    except PySparkRuntimeError as problem:
+        raise LaunchError(none) from problem
+    try:
+        context = session.sparkContext
     except Exception as problem:  # PySparkAttributeError of Spark Connect
         raise LaunchError(
             "this SparkSession is one of Spark Connect, whose clients cannot start barrier tasks "
             "that reach them: run in the driver, such as a cluster's own notebook or spark-submit"
         ) from problem
+    if context._jsc is None:  # it was stopped without its session
+        raise LaunchError(none)
+    return context
 
 
 def _executors(context: Any) -> set[str]:

@@ -95,6 +95,28 @@ def without_value():
     return function
 
 
+def calls_another():
+    """A function that calls one that uses what cannot be pickled."""
+    held = {"rate": 1, "lock": lock}
+
+    def takes():
+        return held
+
+    return lambda: [takes() for _ in range(2)]
+
+
+class Worker:
+    def __init__(self):
+        self.lock = lock
+
+    def work(self):
+        """Do nothing."""
+
+
+async def waits():
+    """A function whose call gives a coroutine."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "text"),
     [
@@ -118,12 +140,30 @@ def without_value():
         ([train], {"np": 99}, UsageError, "np=99 is too many"),
         ([train], {"np": 2, "env": {"A": 1}}, TypeError, "must be str, got 'A': 1"),
         ([without_value()], {"np": 2}, TypeError, "lock, which function uses, is a lock"),
+        ([train], {"np": 2, "env": {"A=B": "1"}}, ValueError, "'A=B': '1' of env: a name .* no ="),
+        ([train], {"np": 2, "hosts": ["a", 5]}, TypeError, "hosts must be a str or .* got 5"),
+        ([train], {"np": 2, "options": 5}, TypeError, 'got 5: options="--stall 60"'),
+        (
+            [calls_another()],
+            {"np": 2},
+            TypeError,
+            "'lock' of held, which takes uses, is a lock.*of takes",
+        ),
+        ([Worker().work], {"np": 2}, TypeError, "lock of the object of work is a lock"),
+        ([waits], {"np": 2}, TypeError, r"calling waits runs none of it.*asyncio.run\(waits"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )
 def test_what_cannot_start_is_refused(arguments, options, kind, text):
     with pytest.raises(kind, match=text):
         hvkit.launch(*arguments, **options)
+
+
+def test_a_removed_working_directory_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(LaunchError, match=f"the working directory, {tmp_path}, was removed"):
+        hvkit.launch(print, np=2)
 
 
 def test_a_rank_cannot_launch():

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -210,10 +211,16 @@ def test_a_cancelled_job_leaves_nothing(spark, tmp_path):
     wait_until(lambda: not list(of_ranks()))
 
 
-def test_more_ranks_than_places_are_refused(spark, monkeypatch):
+def test_more_ranks_than_places_are_refused_also_from_a_thread_without_a_session(
+    spark, monkeypatch
+):
+    job._await_executors(spark.sparkContext, 2)
     monkeypatch.setattr(job, "_EXECUTORS_COME", 0.0)
-    with pytest.raises(LaunchError, match="num_proc=3 is more than the 2 tasks"):
-        hvkit.spark.run(print, num_proc=3)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(LaunchError, match="num_proc=3 is more than the 2 tasks"),
+    ):
+        pool.submit(hvkit.spark.run, print, num_proc=3).result()
 
 
 def test_a_lost_executor_is_named(spark, tmp_path):
@@ -240,6 +247,7 @@ def test_a_lost_executor_is_named(spark, tmp_path):
     ("options", "text"),
     [
         ({"args": "abc"}, r"args must be a tuple .*args=\('abc',\)"),
+        ({"kwargs": [1]}, r"kwargs must be a dict .*got \[1\]: kwargs="),
         ({"env": {"A": 1}}, "must be str, got 'A': 1: write 'A': '1'"),
     ],
 )

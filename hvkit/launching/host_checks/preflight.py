@@ -217,7 +217,7 @@ def _facts(
     """Probe all hosts at once."""
     if system == HOSTFILE:
         _wait_for_names(hosts)
-    folder = _working_directory()
+    folder = working_directory()
     # -P: modules in the working directory must not shadow installed ones.
     python = [sys.executable, "-P", "-m", "hvkit.launching.host_checks.probe", folder]
     python += [command.path, command.program, command.script]
@@ -262,13 +262,20 @@ def _wait_for_names(hosts: Sequence[Host]) -> None:
         time.sleep(0.5)
 
 
-def _working_directory() -> str:
+def working_directory() -> str:
+    """The folder of this process, in which ranks start.
+
+    Raises:
+        LaunchError: it is not there any more.
+    """
     try:
         return os.getcwd()
     except OSError as error:
+        # Not PWD, which stays the shell's when a program goes to another folder.
+        place = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
         raise LaunchError(
-            f"the working directory, {os.environ.get('PWD', 'of this shell')}, was removed or is "
-            f"not accessible ({error.strerror}): `cd` to a folder that all hosts have"
+            f"the working directory, {place}, was removed or is not accessible "
+            f"({error.strerror}): `cd` to a folder that all hosts have"
         ) from error
 
 

@@ -24,6 +24,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents end, so that they stay findable."""
+    # A service may have started this process ignoring SIGCHLD: the kernel would then drop the exit
+    # status of every child before anybody reads it.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -15,8 +15,9 @@ from hvkit.build.toolchain import Compiler, Mpi, Toolchain
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """hvkit's cache, empty."""
+    """hvkit's cache, empty, and a claim on packages that no other test has."""
     folder = tmp_path / "cache"
+    monkeypatch.setattr("hvkit.build.installer.claim_of_environment", lambda: str(tmp_path))
     monkeypatch.setenv("HVKIT_CACHE_DIR", str(folder))
     return folder
 

@@ -2,8 +2,11 @@
 
 import errno
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from fake_wheels import wheel_of
@@ -95,6 +98,29 @@ def test_builds_with_and_without_nccl_are_kept_apart(machine: Machine) -> None:
     assert machine.run(BuildOptions(gpu="nccl")) == ["install", "check"]
 
 
+def test_it_waits_for_another_process_that_installs_into_this_python(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds = (
+        "import sys; from hvkit.host.process_lock import claim\n"
+        f"print(claim({installer.claim_of_environment()!r}), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holds]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        said: list[str] = []
+
+        def announce(text: str) -> None:
+            said.append(text)
+            other.communicate()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(installer, "announce", announce)
+            assert machine.run() == ["build", "install", "check"]
+    assert "another process is installing Horovod into this Python; waiting" in said
+
+
 def test_force_rebuilds(machine: Machine) -> None:
     machine.run()
     assert machine.run(BuildOptions(force=True)) == ["build", "install", "check"]
@@ -118,6 +144,15 @@ def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(installer, "build", fill)
     with pytest.raises(BuildError, match=r"the disk is full: .*'/tmp/x'.*TMPDIR"):
         machine.run()
+
+
+def test_a_cache_that_cannot_be_written_is_named_before_the_build(
+    machine: Machine, cache: Path
+) -> None:
+    cache.touch()
+    with pytest.raises(BuildError, match=rf"{cache}, cannot be written to .*set HVKIT_CACHE_DIR"):
+        machine.run()
+    assert machine.done == []
 
 
 def test_failed_build_leaves_the_installed_horovod(

@@ -139,6 +139,13 @@ def test_wheels_made_apart_are_installed_as_one(abi: Abi, machine: Machine, tmp_
     assert json.loads((target / "horovod/metadata.json").read_text())["pytorch"] == "2.13.0"
 
 
+def test_a_wheel_may_lie_in_the_folder_already(abi: Abi, machine: Machine, tmp_path: Path) -> None:
+    wheel = wheel_of(abi, tmp_path, "0.28.1+hvkit1")
+    assert ready_wheels.add(wheel, tmp_path) == wheel
+    (choice,), _ = ready_wheels.choices(str(tmp_path), machine)
+    assert [one.name for one in choice.wheels] == [wheel.name]
+
+
 def test_the_same_minor_version_comes_first(abi: Abi, machine: Machine, tmp_path: Path) -> None:
     for version in ("2.12.1", "2.13.1", "2.14.0"):
         wheels_apart(abi, tmp_path / "wheels", version)
@@ -245,7 +252,9 @@ def test_an_entry_of_another_version_is_refused_alone_and_kept(
     ]
 
 
-@pytest.mark.parametrize("index", [b"{}", b"\xff\xfe", b"[" * 100_000], ids=["{}", "bytes", "["])
+@pytest.mark.parametrize(
+    "index", [b"{}", b"<html>\xff\xfe", b"[" * 100_000], ids=["{}", "page", "["]
+)
 def test_behind_a_damaged_index_horovod_is_built(
     steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], index: bytes
 ) -> None:
@@ -253,7 +262,9 @@ def test_behind_a_damaged_index_horovod_is_built(
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         installer.install_horovod(BuildOptions(wheels=str(tmp_path)))
     assert re.search(
-        r"wheels\.json in .* is damaged: .*so Horovod is built", capsys.readouterr().out
+        r"wheels\.json in .* is damaged: it (is no list|begins with '(<html>|\[\[))"
+        r".*so Horovod is built",
+        capsys.readouterr().out,
     )
     # A folder to fill is checked before minutes of compiling.
     steps.clear()

@@ -1,5 +1,6 @@
 """What ranks return and raise arrives as it was; here from one process to itself."""
 
+import errno
 import pickle
 import re
 import threading
@@ -9,6 +10,7 @@ import pytest
 
 from hvkit.errors import HvkitError
 from hvkit.functions.outcomes import picklable, results_in, save_result
+from hvkit.functions.pickling import call_folder
 
 
 class InSlots(Exception):
@@ -26,6 +28,21 @@ class SaysHow(Exception):
 
     def __reduce__(self):
         return SaysHow, (self.args[0], self.second)
+
+
+class WithoutText(Exception):
+    def __str__(self):
+        return self.missing
+
+
+class Never(Exception):
+    def __reduce__(self):
+        raise RuntimeError("never")
+
+
+class OfFullDisk:
+    def __reduce__(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def from_cause():
@@ -87,3 +104,30 @@ def test_results_that_do_not_arrive_are_kept(tmp_path, monkeypatch):
     assert pickle.loads(Path(kept.replace("rank-1", "rank-0")).read_bytes()) == "good"
     with pytest.raises(ValueError, match="no number"):
         pickle.loads(Path(kept).read_bytes())
+
+
+def test_an_exception_whose_text_raises_keeps_its_class():
+    error = pickle.loads(picklable(WithoutText(3)))
+    assert type(error) is WithoutText
+    assert error.args == (3,)
+
+
+def test_a_group_stays_one_though_an_exception_in_it_cannot_travel():
+    inner = ExceptionGroup("inner", [Never("x"), SaysHow(1, 2)])
+    group = pickle.loads(picklable(BaseExceptionGroup("outer", [inner, KeyboardInterrupt()])))
+    found = group.exceptions[0].exceptions
+    assert [str(each) for each in found] == ["Never: x", "1"]
+    assert [type(each) for each in found] == [HvkitError, SaysHow]
+    assert type(group.exceptions[1]) is KeyboardInterrupt
+
+
+def test_a_full_disk_is_named_and_what_was_written_makes_room(tmp_path):
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/outcome'") as raised:
+        save_result(tmp_path / "outcome", OfFullDisk())
+    assert raised.value.__notes__ == ["Set TMPDIR to a folder on a disk with more room."]
+    assert not [*tmp_path.iterdir()]
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*/call'"),
+        call_folder(print, [OfFullDisk()], {}),
+    ):
+        pass

@@ -31,16 +31,26 @@ def function():
     with context.Pool(1) as pool:
         return by_name, pool.map(double, [Box()])
 
-with call_in(Path(sys.argv[1])).open("wb") as file:
-    write_call(file, function, (), {})
+def send():
+    with call_in(Path(sys.argv[1])).open("wb") as file:
+        write_call(file, function, (), {})
+
+if __name__ == "__main__" and sys.argv[3:] == ["from a process of its own"]:
+    sending = multiprocessing.get_context("spawn").Process(target=send)
+    sending.start()
+    sending.join()
+elif __name__ == "__main__":
+    send()
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_on_a_rank_main_has_what_the_call_uses_also_in_its_own_processes(tmp_path, method):
+@pytest.mark.parametrize(
+    "words", [["spawn"], ["forkserver"], ["spawn", "from a process of its own"]], ids=" ".join
+)
+def test_on_a_rank_main_has_what_the_call_uses_also_in_its_own_processes(tmp_path, words):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    subprocess.run([sys.executable, script, tmp_path, method], check=True)
+    subprocess.run([sys.executable, script, tmp_path, *words], check=True)
     on_rank = (
         "from hvkit.functions.pickling import read_call\n"
         f"with open({str(call_in(tmp_path))!r}, 'rb') as file:\n"

@@ -102,6 +102,11 @@ def test_no_process_of_a_command_outlives_it(mark):
     assert sleeping(mark) == []
 
 
+def test_a_run_has_its_status_also_below_a_service_that_ignores_ended_children():
+    ignores = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nagent ="
+    assert run("exit 0", size=1, program=RUN.replace("agent =", ignores)).returncode == 0
+
+
 @MORE
 def test_restarts_leave_no_thread_or_file_behind():
     counted = """
