@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from hvkit.frameworks.keras.backends import number_of
+from hvkit.frameworks.keras.callbacks import with_callbacks
 from hvkit.frameworks.keras.fit import with_names
 from hvkit.monitor.step_times import Step
 
@@ -170,9 +171,7 @@ def record_fit(monitor: Monitor, model: keras.Model) -> None:
         given = kwargs.get("callbacks")
         if isinstance(given, keras.callbacks.CallbackList):
             if callback not in given.callbacks:
-                own = [callback, *given.callbacks]
-                known = given.params or {}
-                kwargs["callbacks"] = keras.callbacks.CallbackList(own, model=model, **known)
+                kwargs["callbacks"] = with_callbacks(given, [callback, *given.callbacks], model)
         else:
             several = given if isinstance(given, list | tuple) else [given] if given else []
             own = [] if callback in several else [callback]

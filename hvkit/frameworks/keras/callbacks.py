@@ -118,6 +118,14 @@ class Epoch:
                 each.end_of_epoch()
 
 
+def with_callbacks(
+    given: keras.callbacks.CallbackList, callbacks: list[Any], model: keras.Model
+) -> keras.callbacks.CallbackList:
+    """A list of these callbacks with the parameters of another one."""
+    params = getattr(given, "params", None) or {}  # Keras 3.5 sets none before ``fit``
+    return keras.callbacks.CallbackList(callbacks, model=model, **params)
+
+
 def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: keras.Model) -> Any:
     """The callbacks that this rank runs, in their order.
 
@@ -140,7 +148,7 @@ def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: kera
                 "of its own: pass a list, or a keras.callbacks.CallbackList"
             )
         mine = for_this_rank(callbacks.callbacks, group, epoch, model)
-        return keras.callbacks.CallbackList(mine, model=model, **callbacks.params or {})
+        return with_callbacks(callbacks, mine, model)
     given = _as_list(callbacks)
     _refuse_restoring(given)
     if group.rank != 0:
