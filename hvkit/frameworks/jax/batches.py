@@ -68,14 +68,14 @@ class _Checks:
 
     def _compare(self, call: str) -> None:
         """Raise on every rank unless all hold the same weights; a collective."""
-        held = [reference() for reference in self._models]
+        held = [_named_weights(reference()) for reference in self._models]
         # Ranks may collect garbage at different times.
-        everyone = gather(call, [model is not None for model in held])
+        everyone = gather(call, [bool(weights) for weights in held])
         leaves = [
             each
-            for model, alive in zip(held, zip(*everyone, strict=True), strict=True)
-            if all(alive)
-            for each in named_leaves(weights_of(model), in_variables=is_nnx(model))
+            for weights, have in zip(held, zip(*everyone, strict=True), strict=True)
+            if all(have)
+            for each in weights
             if is_array(each[1]) and is_whole_everywhere(each[1])
         ]
         require_same(
@@ -83,6 +83,19 @@ class _Checks:
             [Compared(name, fix=_FIX) for name, _ in leaves],
             [fingerprint(own_part(leaf)) for _, leaf in leaves],
         )
+
+
+def _named_weights(model: Any) -> list[tuple[str, Any]]:
+    """A model's weights with their names; none if it is gone, or its weights are elsewhere by now.
+
+    A loop that splits a module of NNX and donates its arrays to each step keeps the weights in a
+    pytree, and leaves the module with arrays that JAX has deleted.
+    """
+    if model is None:
+        return []
+    leaves = list(named_leaves(weights_of(model), in_variables=is_nnx(model)))
+    deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for _, leaf in leaves)
+    return [] if deleted else leaves
 
 
 _checks: list[_Checks] = []
