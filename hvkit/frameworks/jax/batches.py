@@ -146,7 +146,7 @@ def refuse_other_batches(own: bool) -> None:
 def begin(own: bool) -> None:
     """From now on, batches are each rank's own, or parts of one of all."""
     global _own
-    if _own is None and not own:
+    if _own is None:
         atexit.register(_warn_without_batches)
     _own = own
 
@@ -182,11 +182,13 @@ def batch(*arrays: Any) -> Any:
             the ranks' weights differ.
         RankLostError: another rank has ended, or waits in another call.
     """
+    global _batches
     given: Any = arrays[0] if len(arrays) == 1 else arrays
     if runtime.size() == 1:
         return given
     runtime.init("jax")
     if _own:
+        _batches += 1
         for each in before_own_batch:
             each()
         return given
