@@ -181,6 +181,14 @@ def test_rank_0_alone_writes_the_files_of_callbacks_and_all_ranks_stop_together(
     assert bool(capsys.readouterr().out) == hvkit.is_main()
     with pytest.raises(ValueError, match="BackupAndRestore does not work on several ranks"):
         model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+    divided, _ = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), strategy=hvkit.FullyShard())
+    divided.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    for reads in (saved, best):
+        with pytest.raises(ValueError, match=r"holds a part: use the callback\(\) of hvkit"):
+            divided.fit(x, y, callbacks=[reads])
+    states, _ = fitted(mlp(), keras.optimizers.Adam(1e-3), hvkit.ShardedOptimizer())
+    assert len(states.fit(x, y, callbacks=[best], verbose=0).epoch) == 1
 
 
 def test_other_models_stay_a_rank_s_own():

@@ -129,7 +129,11 @@ class KerasOnJaxPort(JaxPort):
         ranks = _OfRanks()
         for model in self.model:
             self._place_before_steps(model)
-            epoch = Epoch((), lambda: None, self._options.group, watching=lambda: [_Epochs()])
+            epoch = Epoch(
+                *((), lambda: None, self._options.group),
+                watching=lambda: [_Epochs()],
+                parts=_Divided(self._has_divided_weights) if self._is_divided else None,
+            )
             for name in ("fit", "evaluate", "predict"):
                 method = getattr(model, name)
                 trains = name == "fit"
@@ -196,6 +200,33 @@ def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
                     _epoch.clear()
 
     return on_all_ranks
+
+
+class _Divided:
+    """Implements ``hvkit.frameworks.keras.callbacks.Parts``.
+
+    Args:
+        weights: whether weights are divided, and not only the states of optimizers.
+    """
+
+    def __init__(self, weights: bool) -> None:
+        self._weights = weights
+
+    def show_to(self, callback: Any) -> None:
+        """Refuse a callback that would read arrays of which this rank has a part."""
+        # Files of weights hold the optimizer's state, too.
+        saves = isinstance(callback, keras.callbacks.ModelCheckpoint)
+        keeps = (
+            isinstance(callback, keras.callbacks.EarlyStopping)
+            and self._weights
+            and callback.restore_best_weights
+        )
+        if saves or keeps:
+            raise ValueError(
+                f"{type(callback).__name__} would read the whole model in fit, of which each rank "
+                "holds a part: use the callback() of hvkit.Checkpoint(directory, model=model, "
+                "optimizer=optimizer), or save after fit, inside of hvkit.settled(model, optimizer)"
+            )
 
 
 class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
