@@ -145,6 +145,18 @@ def test_weights_that_differ_are_noticed_in_the_next_batches(monkeypatch):
         hvkit.batch(np.ones((2, 3)))
 
 
+def test_a_module_whose_arrays_were_donated_to_a_step_is_not_compared(monkeypatch):
+    monkeypatch.setattr(batches, "_checks", [])
+    model, _ = small(check_every=1)
+    _, state = nnx.split(model)
+    step = jax.jit(lambda state, x: jax.tree.map(lambda w: w + x.mean(), state), donate_argnums=0)
+    for _ in range(3):
+        state = step(state, hvkit.batch(np.ones((2, 3))))
+    assert model.kernel[...].is_deleted()
+    nnx.update(model, state)
+    np.testing.assert_array_equal(model.bias[...], 3)
+
+
 @pytest.mark.parametrize(
     ("options", "instead"),
     [

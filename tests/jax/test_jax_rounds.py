@@ -165,6 +165,14 @@ def test_evaluation_counts_no_step():
     assert all_alike(model)
 
 
+def test_steps_without_any_batch_are_an_error_where_weights_are_read():
+    model, optimizer = hvkit.distribute(*made(0), strategy=hvkit.LocalSGD(every=2))
+    step(model, optimizer, *batches(hvkit.rank())[0])
+    missing = pytest.raises(ValueError, match=r"called 1 times, and hvkit\.batch not before")
+    with missing, hvkit.settled(model):
+        pass
+
+
 def test_weights_that_steps_replace_are_refused():
     with pytest.raises(TypeError, match=r"one nnx\.Module and its nnx\.Optimizer, got dict"):
         hvkit.distribute({"w": jnp.ones(2)}, optax.sgd(0.1), strategy=hvkit.LocalSGD(every=2))

@@ -165,6 +165,32 @@ def test_what_each_rank_assigns_needs_no_other_rank_and_is_compared_later(monkey
         model.fit(x, y, batch_size=4, verbose=0)
 
 
+def test_rank_0_alone_writes_the_files_of_callbacks_and_all_ranks_stop_together(tmp_path, capsys):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == hvkit.size() - 1 - hvkit.rank()
+
+    x, y = map(part, data())
+    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    saved = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras", verbose=1)
+    log = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    history = model.fit(x, y, callbacks=[saved, log, Stop()], epochs=9, verbose=2)
+    assert len(history.epoch) == 1  # the last rank stops first
+    files = {file.name for file in tmp_path.iterdir()}  # each rank has a folder of its own
+    assert files == ({"1.keras", "log.csv"} if hvkit.is_main() else set())
+    assert bool(capsys.readouterr().out) == hvkit.is_main()
+    with pytest.raises(ValueError, match="BackupAndRestore does not work on several ranks"):
+        model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+    divided, _ = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), strategy=hvkit.FullyShard())
+    divided.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    for reads in (saved, best):
+        with pytest.raises(ValueError, match=r"holds a part: use the callback\(\) of hvkit"):
+            divided.fit(x, y, callbacks=[reads])
+    states, _ = fitted(mlp(), keras.optimizers.Adam(1e-3), hvkit.ShardedOptimizer())
+    assert len(states.fit(x, y, callbacks=[best], verbose=0).epoch) == 1
+
+
 def test_other_models_stay_a_rank_s_own():
     model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
     if hvkit.is_main():
@@ -181,8 +207,11 @@ def test_ranks_with_other_numbers_of_batches_are_named():
     x, y = data()
     model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
     rows = 16 if hvkit.rank() == 1 else 20
-    with pytest.raises(hvkit.RanksDisagreeError, match="at another point of fit"):
+    with pytest.raises(hvkit.RanksDisagreeError, match="steps per epoch in rank order"):
         model.fit(x[:rows], y[:rows], batch_size=4, epochs=2, verbose=0)
+    batches_of_rank = ((x[i : i + 4], y[i : i + 4]) for i in range(0, rows, 4))
+    with pytest.raises(hvkit.RanksDisagreeError, match="at another point of fit"):
+        model.fit(batches_of_rank, epochs=2, verbose=0)
 
 
 def test_a_loop_of_the_script_s_own_divides_what_its_optimizer_builds():

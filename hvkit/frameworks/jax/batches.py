@@ -69,14 +69,14 @@ class _Checks:
 
     def _compare(self, call: str) -> None:
         """Raise on every rank unless all hold the same weights; a collective."""
-        held = [reference() for reference in self._models]
+        held = [_named_weights(reference()) for reference in self._models]
         # Ranks may collect garbage at different times.
-        everyone = gather(call, [model is not None for model in held])
+        everyone = gather(call, [bool(weights) for weights in held])
         leaves = [
             each
-            for model, alive in zip(held, zip(*everyone, strict=True), strict=True)
-            if all(alive)
-            for each in named_leaves(weights_of(model), in_variables=is_nnx(model))
+            for weights, have in zip(held, zip(*everyone, strict=True), strict=True)
+            if all(have)
+            for each in weights
             if is_array(each[1])
         ]
         whole = [each for each in leaves if is_whole_everywhere(each[1])]
@@ -88,6 +88,19 @@ class _Checks:
                 [fingerprint(own_part(leaf)) for _, leaf in those],
                 part=repr([own_place(leaf) for _, leaf in those]),
             )
+
+
+def _named_weights(model: Any) -> list[tuple[str, Any]]:
+    """A model's weights with their names; none if it is gone, or its weights are elsewhere by now.
+
+    A loop that splits a module of NNX and donates its arrays to each step keeps the weights in a
+    pytree, and leaves the module with arrays that JAX has deleted.
+    """
+    if model is None:
+        return []
+    leaves = list(named_leaves(weights_of(model), in_variables=is_nnx(model)))
+    deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for _, leaf in leaves)
+    return [] if deleted else leaves
 
 
 _checks: list[_Checks] = []
@@ -138,7 +151,7 @@ def refuse_other_batches(own: bool) -> None:
 def begin(own: bool) -> None:
     """From now on, batches are each rank's own, or parts of one of all."""
     global _own
-    if _own is None and not own:
+    if _own is None:
         atexit.register(_warn_without_batches)
     _own = own
 
@@ -174,11 +187,13 @@ def batch(*arrays: Any) -> Any:
             the ranks' weights differ.
         RankLostError: another rank has ended, or waits in another call.
     """
+    global _batches
     given: Any = arrays[0] if len(arrays) == 1 else arrays
     if runtime.size() == 1:
         return given
     runtime.init("jax")
     if _own:
+        _batches += 1
         for each in before_own_batch:
             each()
         return given

@@ -270,6 +270,7 @@ class CountedOptimizer:
         self.taken = 0
         self._optimizer = ref(optimizer)
         self._seen = int(optimizer.step.get_value())
+        self._begun = False
         updated = jax.tree.leaves(
             nnx.state(model, optimizer.wrt), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
         )
@@ -283,14 +284,24 @@ class CountedOptimizer:
     def next_batch(self) -> None:
         """Count the steps since the last batch, and begin with the next one; a collective."""
         self.count_steps()
+        self._begun = True
         self._before()
 
     def count_steps(self) -> None:
-        """End each step that was taken since this was last called; a collective."""
+        """End each step that was taken since this was last called; a collective.
+
+        Raises:
+            ValueError: it was taken without ``hvkit.batch``.
+        """
         if (optimizer := self._optimizer()) is None:
             return
         now = int(optimizer.step.get_value())
         new, self._seen = now - self._seen, now
+        if new and not self._begun:
+            raise ValueError(
+                f"optimizer.update() has been called {new} times, and hvkit.batch not before: "
+                "rounds of steps end in hvkit.batch, so pass each batch through it"
+            )
         for _ in range(new):
             self.taken += 1
             self._after()

@@ -76,6 +76,7 @@ class JaxPort:
         self._of_weights: Place = places.divided(*tensor, *of_weights)
         self._of_state: Place = places.divided(*tensor, *of_state)
         self._is_divided = bool(tensor or of_state)
+        self._has_divided_weights = bool(tensor or of_weights)
         self._refuse_state_alone()
 
     @property

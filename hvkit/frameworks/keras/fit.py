@@ -56,11 +56,13 @@ def share_results(
         return over_all_ranks(model, read, logs, same_part or group)
 
     model._get_metrics_result_or_logs = read_from_all_ranks
-    model.fit = _on_this_rank(model, model.fit, epoch)
+    model.fit = with_callbacks_of_this_rank(model, model.fit, epoch)
     model.train_on_batch = _translating(model.train_on_batch)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
     for method in (evaluate, model.predict):
-        setattr(model, method.__name__, _on_this_rank(model, method, epoch, trains=False))
+        setattr(
+            model, method.__name__, with_callbacks_of_this_rank(model, method, epoch, trains=False)
+        )
 
 
 def train_uncompiled(model: keras.Model) -> None:
@@ -92,10 +94,17 @@ def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
     return translating
 
 
-def _on_this_rank(
+def with_callbacks_of_this_rank(
     model: keras.Model, method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
 ) -> Callable[..., Any]:
-    """The method, with callbacks and verbosity adapted to this rank."""
+    """A method of a model, with callbacks and verbosity adapted to this rank.
+
+    Args:
+        model: a distributed one.
+        method: its ``fit``, ``evaluate`` or ``predict``.
+        epoch: the state of ``fit``.
+        trains: whether the method is ``fit``.
+    """
 
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,8 @@ from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import from_rank_0, placed, set_variable
 from hvkit.frameworks.jax.places import Place, arrange, by_rows, position, whole
 from hvkit.frameworks.jax.port import JaxPort
+from hvkit.frameworks.keras.callbacks import Epoch
+from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
 from hvkit.learning_rate import Multiplier
 from hvkit.sync.port import Keeper, Options, Record
 from hvkit.watch import calls
@@ -127,6 +129,16 @@ class KerasOnJaxPort(JaxPort):
         ranks = _OfRanks()
         for model in self.model:
             self._place_before_steps(model)
+            epoch = Epoch(
+                *((), lambda: None, self._options.group),
+                watching=lambda: [_Epochs()],
+                parts=_Divided(self._has_divided_weights) if self._is_divided else None,
+            )
+            for name in ("fit", "evaluate", "predict"):
+                method = getattr(model, name)
+                trains = name == "fit"
+                adapted = with_callbacks_of_this_rank(model, method, epoch, trains=trains)
+                setattr(model, name, adapted)
             for name in _WITH_BATCHES:
                 setattr(model, name, _among_ranks(model, name, ranks))
         for optimizer in self.optimizer:
@@ -181,11 +193,6 @@ def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
         with calls.call_within(name), ranks.scope():
             if name == "predict_on_batch":
                 args, kwargs = _one_batch((args, kwargs))
-            elif name == "fit" and not isinstance(
-                given := kwargs.get("callbacks"), keras.callbacks.CallbackList
-            ):
-                own = [given] if isinstance(given, keras.callbacks.Callback) else given or []
-                kwargs["callbacks"] = [*own, _Epochs()]
             try:
                 return method(*args, **kwargs)
             finally:
@@ -193,6 +200,33 @@ def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
                     _epoch.clear()
 
     return on_all_ranks
+
+
+class _Divided:
+    """Implements ``hvkit.frameworks.keras.callbacks.Parts``.
+
+    Args:
+        weights: whether weights are divided, and not only the states of optimizers.
+    """
+
+    def __init__(self, weights: bool) -> None:
+        self._weights = weights
+
+    def show_to(self, callback: Any) -> None:
+        """Refuse a callback that would read arrays of which this rank has a part."""
+        # Files of weights hold the optimizer's state, too.
+        saves = isinstance(callback, keras.callbacks.ModelCheckpoint)
+        keeps = (
+            isinstance(callback, keras.callbacks.EarlyStopping)
+            and self._weights
+            and callback.restore_best_weights
+        )
+        if saves or keeps:
+            raise ValueError(
+                f"{type(callback).__name__} would read the whole model in fit, of which each rank "
+                "holds a part: use the callback() of hvkit.Checkpoint(directory, model=model, "
+                "optimizer=optimizer), or save after fit, inside of hvkit.settled(model, optimizer)"
+            )
 
 
 class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
