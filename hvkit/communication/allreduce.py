@@ -194,7 +194,8 @@ def _taken(value: Any) -> _Value:
     tf = sys.modules.get("tensorflow")
     if tf is not None and isinstance(value, tf.Tensor | tf.Variable):
         return _from_tensorflow(value)
-    if (jax := sys.modules.get("jax")) is not None and isinstance(value, jax.Array):
+    # TensorFlow looks for JAX, and may find a folder of that name.
+    if isinstance(value, getattr(sys.modules.get("jax"), "Array", ())):
         return _from_jax(value)
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
         array = np.asarray(value)

@@ -108,12 +108,9 @@ def _is_array(value: Any) -> bool:
 
 def _is_of_jax(value: Any) -> bool:
     """Whether this is an array of numbers of JAX, and no key."""
-    jax = sys.modules.get("jax")
-    return (
-        jax is not None
-        and isinstance(value, jax.Array)
-        and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    )
+    jax: Any = sys.modules.get("jax")
+    kind: Any = getattr(jax, "Array", ())
+    return isinstance(value, kind) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _take(array: Any, positions: Positions) -> Any:

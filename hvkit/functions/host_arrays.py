@@ -21,7 +21,9 @@ def host_copy(thing: object) -> Any:
     """
     if (torch := sys.modules.get("torch")) is not None and isinstance(thing, torch.Tensor):
         return _of_torch(thing, torch)
-    if (jax := sys.modules.get("jax")) is not None and isinstance(thing, jax.Array):
+    jax: Any = sys.modules.get("jax")
+    of_jax: Any = getattr(jax, "Array", ())
+    if isinstance(thing, of_jax):
         is_key = jax.dtypes.issubdtype(thing.dtype, jax.dtypes.prng_key)
         return None if is_key else np.array(thing)
     tensorflow = sys.modules.get("tensorflow")

@@ -121,13 +121,19 @@ def _refuse_scaled_or_accumulated(
 
 def _refuse_foreign(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        hint = ""
+        hint, kind = "", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if isinstance(optimizer, str):
             hint = f"; make the object with keras.optimizers.get({optimizer!r})"
+        elif kind.startswith("torch.optim."):
+            hint = (
+                f"; in the loop of the script, keras.optimizers.{type(optimizer).__name__} or "
+                "another one of Keras takes the gradients, under torch.no_grad(): "
+                "optimizer.apply([w.value.grad for w in weights], weights), "
+                "with weights = model.trainable_weights"
+            )
         raise TypeError(
             "optimizer of a Keras model must be a keras.optimizers.Optimizer, or a list of them, "
-            f"got {optimizer!r} of type {type(optimizer).__module__}."
-            f"{type(optimizer).__qualname__}{hint}"
+            f"got {optimizer!r:.40} of type {kind}{hint}"
         )
     inner = inner_optimizer(optimizer)
     if inner in _averaged_by_horovod:

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.two_ranks
 
 layers = keras.layers
 
-# Older ones on TensorFlow also shuffle a PyDataset with tf.data, whose state nothing can save.
-SHUFFLE = Version(keras.__version__) >= Version("3.6")
+# Keras 3.5 on TensorFlow also shuffles a PyDataset with tf.data, whose state nothing can save, and
+# leaves out the last steps of an epoch if they are fewer than steps_per_execution.
+OLD = Version(keras.__version__) < Version("3.6")
 
 
 def model(seed):
@@ -94,7 +95,7 @@ def run_fit(folder, seed, epochs, every="epoch"):
     start = checkpoint.restore()
     net.compile(optimizer=optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
     net.fit(
-        Data(), epochs=epochs, initial_epoch=start.epoch, verbose=0, shuffle=SHUFFLE,
+        Data(), epochs=epochs, initial_epoch=start.epoch, verbose=0, shuffle=not OLD,
         callbacks=[checkpoint.callback(every)],
     )  # fmt: skip
     return state(net, optimizer), start
@@ -122,7 +123,7 @@ def run_watched(folder, seed, file):
     checkpoint = Checkpoint(folder, keep=None, model=net, optimizer=optimizer, callbacks=watching)
     start = checkpoint.restore()
     history = net.fit(
-        Data(), epochs=20, initial_epoch=start.epoch, verbose=0, shuffle=SHUFFLE,
+        Data(), epochs=20, initial_epoch=start.epoch, verbose=0, shuffle=not OLD,
         callbacks=[*watching, checkpoint.callback()],
     )  # fmt: skip
     return state(net, optimizer), history
@@ -250,8 +251,7 @@ def unknown_length():
         [
             (infinite, 1, {"steps_per_epoch": 5}, 3),
             (unknown_length, 1, {}, 5),
-            (dataset, 2, {}, 3),
-            (dataset, 2, {}, 5),
+            *([] if OLD else [(dataset, 2, {}, 3), (dataset, 2, {}, 5)]),
         ]
     ),
 )
@@ -393,6 +393,7 @@ def test_saving_disturbs_no_random_state(folder):
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
     drawn = []
     for save in (False, True):
+        keras.backend.clear_session()  # in Keras 3.5, a new seed leaves Keras's own generator
         keras.utils.set_random_seed(3)
         tf.random.get_global_generator().reset_from_seed(3)
         if save:
