@@ -173,8 +173,19 @@ def test_fit_of_a_model_whose_parts_were_distributed_is_refused_with_the_fix(cal
     assert largest_difference(weights(gan), before) == 0
 
 
+class Around(keras.Model):
+    """A model that calls another one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
 def test_a_part_that_has_no_weights_yet_counts_as_well():
-    outer = keras.Sequential([inner := unbuilt()])
+    outer = Around(inner := unbuilt())
     hvkit.distribute(inner, optimizer := sgd())
     with pytest.raises(ValueError, match=f"would train {inner.name!r}"):
         fit(outer, optimizer, local(regression(steps=1)))

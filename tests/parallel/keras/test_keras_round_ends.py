@@ -30,6 +30,9 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "OptimizerMap"), reason="Keras is older than this optimizer"
+)
 @pytest.mark.parametrize("loop", ["eager", "function"])
 @pytest.mark.parametrize("strategy", cases(STRATEGIES))
 def test_an_optimizer_that_holds_others_trains(strategy, loop):

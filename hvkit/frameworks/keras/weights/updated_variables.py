@@ -11,6 +11,7 @@ from weakref import WeakMethod, ref
 
 import keras
 import tensorflow as tf
+from keras.src.backend import Variable as KerasVariable  # keras.Variable of 3.5 is a subclass
 
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
@@ -148,7 +149,7 @@ def _rate(optimizer: Any) -> str:
     rate = optimizer._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return f"{type(rate).__name__}({json.dumps(rate.get_config(), default=repr)})"
-    return repr(float(rate)) if isinstance(rate, keras.Variable) else type(rate).__name__
+    return repr(float(rate)) if isinstance(rate, KerasVariable) else type(rate).__name__
 
 
 def _large_alone(of: Variables, numbers: list[int]) -> list[list[int]]:
