@@ -1,9 +1,9 @@
 """An allreduce on two ranks of this host, once for each framework.
 
 ``self_test`` starts the ranks; ``python -m hvkit.doctor.self_test`` calls it for what is installed.
-Each rank runs ``python -m hvkit.doctor.self_test torch 9``: it
-compares an allreduce in the host's memory with the right sum, and times it. Rank 0 prints the
-result as JSON after ``hvkit:``; a rank that fails prints the reason.
+Each rank runs ``python -m hvkit.doctor.self_test torch 9 67108864``: it
+compares an allreduce of so many bytes in the host's memory with the right sum, and times it 9
+times. Rank 0 prints the result as JSON after ``hvkit:``; a rank that fails prints the reason.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 RANKS = 2
 BYTES = 64 * 1024**2
 ROUNDS = 9
+# After an installation, only the sum matters.
+_BYTES_AFTER_INSTALLATION = 1024**2
 
 # A prime, so that a sum with swapped pieces of the array is wrong. Sums are exact in float32.
 _PERIOD = 251
@@ -55,6 +57,7 @@ def self_test(
     seconds: float = _SECONDS,
     show_step: Callable[[str], None] = lambda _: None,
     rounds: int = ROUNDS,
+    size: int = BYTES,
 ) -> dict[str, Any] | None:
     """Start two ranks for each framework.
 
@@ -63,6 +66,7 @@ def self_test(
         seconds: the time limit for each framework.
         show_step: called with a text about each step that begins.
         rounds: how often to time the allreduce.
+        size: bytes of the array.
 
     Returns:
         ``self_test`` of ``hvkit.doctor.report.json_report``; ``None`` if none of Horovod's
@@ -71,7 +75,7 @@ def self_test(
     frameworks = [one["framework"] for one in _usable_libraries(facts)]
     if not frameworks:
         return None
-    test = {"ranks": RANKS, "bytes": BYTES, "rounds": rounds}
+    test = {"ranks": RANKS, "bytes": size, "rounds": rounds}
     try:
         launcher = find_launcher(launcher_for(facts))
     except LaunchError as error:
@@ -81,7 +85,7 @@ def self_test(
         show_step(
             f"trying an allreduce on {RANKS} ranks with {one} ({number} of {len(frameworks)})"
         )
-        results.append(_test(launcher, one, facts["cores"]["usable"], seconds, rounds))
+        results.append(_test(launcher, one, facts["cores"]["usable"], seconds, rounds, size))
     return {"launcher": launcher.name, "error": None, "results": results, **test}
 
 
@@ -99,9 +103,9 @@ def _usable_libraries(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _test(
-    launcher: Launcher, framework: str, cores: int, seconds: float, rounds: int
+    launcher: Launcher, framework: str, cores: int, seconds: float, rounds: int, size: int
 ) -> dict[str, Any]:
-    program = (sys.executable, "-m", "hvkit.doctor.self_test", framework, str(rounds))
+    program = (sys.executable, "-m", "hvkit.doctor.self_test", framework, str(rounds), str(size))
     job = Job((Host("localhost", RANKS),), program, crowded=cores < RANKS)
     status, output = _run(launcher.command(job), _environment(os.environ), seconds)
     timing = re.search(r"hvkit:(\{.*\})", output)
@@ -115,7 +119,7 @@ def _test(
         "output": [] if passed else lines,
         "seconds": time_of_one,
         # The algorithm bandwidth: the bytes of one rank's array, divided by the time.
-        "bandwidth": BYTES / time_of_one if time_of_one else None,
+        "bandwidth": size / time_of_one if time_of_one else None,
     }
 
 
@@ -171,8 +175,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def main(framework: str, rounds: int) -> None:
-    """Run as one of the ranks, and time the allreduce so many times.
+def main(framework: str, rounds: int, size: int) -> None:
+    """Run as one of the ranks, and time the allreduce of so many bytes so many times.
 
     Raises:
         LaunchError: Horovod sees another number of ranks.
@@ -188,7 +192,7 @@ def main(framework: str, rounds: int) -> None:
             "MPI than the launcher's. Put the MPI that Horovod was built with first on PATH, or "
             "rebuild Horovod with `hvkit install-horovod`"
         )
-    sent = _TENSORS[framework](contribution(hvd.rank()))
+    sent = _TENSORS[framework](contribution(hvd.rank(), size))
 
     def allreduce() -> NDArray[np.float32]:
         with waiting_for_all_ranks():
@@ -203,9 +207,9 @@ def main(framework: str, rounds: int) -> None:
     hvd.shutdown()
 
 
-def contribution(rank: int) -> NDArray[np.float32]:
-    """A rank's term of the sum: ``BYTES`` bytes, with different values on every rank."""
-    values = np.arange(BYTES // 4, dtype=np.int64) % _PERIOD
+def contribution(rank: int, size: int) -> NDArray[np.float32]:
+    """A rank's term of the sum: so many bytes, with different values on every rank."""
+    values = np.arange(size // 4, dtype=np.int64) % _PERIOD
     return (values * (rank + 1)).astype(np.float32)
 
 
@@ -215,7 +219,7 @@ def require_sum(total: NDArray[np.float32], size: int) -> None:
     Raises:
         ArithmeticError: they differ; the message names the first element that does.
     """
-    right = contribution(0) * (size * (size + 1) // 2)
+    right = contribution(0, total.nbytes) * (size * (size + 1) // 2)
     wrong = np.flatnonzero(total != right)
     if wrong.size:
         at = int(wrong[0])
@@ -258,7 +262,7 @@ def try_installed() -> None:
         "launchers": mpi_launchers_here(),
         "cores": {"usable": len(os.sched_getaffinity(0))},
     }
-    test = self_test(facts, _SECONDS_AFTER_INSTALLATION, rounds=1)
+    test = self_test(facts, _SECONDS_AFTER_INSTALLATION, rounds=1, size=_BYTES_AFTER_INSTALLATION)
     if test is None:
         raise LaunchError("the installed Horovod has no library for a framework")
     failed = [
@@ -272,6 +276,6 @@ def try_installed() -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2])) if sys.argv[1:] else try_installed()
+        main(sys.argv[1], *map(int, sys.argv[2:])) if sys.argv[1:] else try_installed()
     except (HvkitError, ArithmeticError) as error:
         sys.exit(f"hvkit: {error}")

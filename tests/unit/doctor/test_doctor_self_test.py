@@ -77,7 +77,7 @@ def test_each_framework_sums_over_two_real_ranks(framework: str) -> None:
 
 
 def test_an_element_that_is_wrong_is_named() -> None:
-    total = contribution(0) + contribution(1)
+    total = contribution(0, BYTES) + contribution(1, BYTES)
     require_sum(total, 2)
     total[1000] = 7
     with pytest.raises(ArithmeticError, match=r"wrong in 1 of 16777216 elements: element 1000 is"):
@@ -85,19 +85,20 @@ def test_an_element_that_is_wrong_is_named() -> None:
 
 
 def test_one_ranks_own_contribution_is_not_the_sum() -> None:
-    for alone in (contribution(0), contribution(1), np.zeros_like(contribution(0))):
+    of_0, of_1 = (contribution(rank, BYTES) for rank in range(2))
+    for alone in (of_0, of_1, np.zeros_like(of_0)):
         with pytest.raises(ArithmeticError):
             require_sum(alone, 2)
 
 
 def test_a_contribution_has_the_reported_bytes() -> None:
-    assert contribution(1).nbytes == BYTES
-    assert contribution(1).dtype == np.float32
+    assert contribution(1, BYTES).nbytes == BYTES
+    assert contribution(1, BYTES).dtype == np.float32
 
 
 def test_ranks_that_do_not_see_each_other_name_the_cause() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hvkit.doctor.self_test", built_for()[0], "1"],
+        [sys.executable, "-m", "hvkit.doctor.self_test", built_for()[0], "1", "64"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -123,8 +124,8 @@ def test_ranks_see_no_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (result,) = started_by('echo "gpus:$CUDA_VISIBLE_DEVICES:"; echo "$@"')["results"]
     assert result["output"][0] == "gpus::"
-    assert result["output"][1].endswith("-m hvkit.doctor.self_test torch 9")
-    assert result["command"] == "mpirun -np 2 python -m hvkit.doctor.self_test torch 9"
+    assert result["output"][1].endswith("-m hvkit.doctor.self_test torch 9 67108864")
+    assert result["command"] == "mpirun -np 2 python -m hvkit.doctor.self_test torch 9 67108864"
 
 
 def test_a_failure_is_shown_with_its_last_lines(started_by: Callable[..., dict[str, Any]]) -> None:
