@@ -18,12 +18,20 @@ def host_copy(thing: object) -> Any:
 
     A part of a tensor of PyTorch's becomes a tensor of its own, without the rest of its storage.
     Arrays of JAX's and tensors of TensorFlow's become NumPy's.
+
+    Raises:
+        TypeError: this rank has only a part of an array.
     """
     if (torch := sys.modules.get("torch")) is not None and isinstance(thing, torch.Tensor):
         return _of_torch(thing, torch)
     jax: Any = sys.modules.get("jax")
     of_jax: Any = getattr(jax, "Array", ())
     if isinstance(thing, of_jax):
+        if not thing.is_fully_addressable and not thing.is_fully_replicated:
+            raise TypeError(
+                f"an array of shape {thing.shape} is divided among the ranks: call "
+                "jax.experimental.multihost_utils.process_allgather(array, tiled=True) on every one"
+            )
         is_key = jax.dtypes.issubdtype(thing.dtype, jax.dtypes.prng_key)
         return None if is_key else np.array(thing)
     tensorflow = sys.modules.get("tensorflow")

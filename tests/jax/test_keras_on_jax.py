@@ -11,6 +11,7 @@ from keras import layers
 import hvkit
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import gathered
+from hvkit.functions.host_arrays import host_copy
 from hvkit.monitor import keras_on_jax
 
 ROWS, BATCH, EPOCHS = 192, 24, 12
@@ -212,6 +213,31 @@ def test_ranks_with_other_numbers_of_batches_are_named():
     batches_of_rank = ((x[i : i + 4], y[i : i + 4]) for i in range(0, rows, 4))
     with pytest.raises(hvkit.RanksDisagreeError, match="at another point of fit"):
         model.fit(batches_of_rank, epochs=2, verbose=0)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict", "fit"])
+def test_ranks_with_fewer_batches_to_evaluate_are_named(method, monkeypatch):
+    monkeypatch.setattr(batches, "_checks", [])  # the error leaves the model without weights
+    x, y = data()
+    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    rows = 4 if hvkit.rank() == 1 else 8
+    given = [x[:rows]] if method == "predict" else [x[:rows], y[:rows]]
+    settings = {}
+    if method == "fit":
+        given, settings = [x[:8], y[:8]], {"validation_data": tuple(given)}
+    fewer = f"{'evaluate' if method == 'fit' else method} has fewer batches on rank 1 than"
+    with pytest.raises(hvkit.RanksDisagreeError, match=fewer):
+        getattr(model, method)(*given, batch_size=4, verbose=0, **settings)
+
+
+def test_strategies_of_models_apart_are_refused_with_what_to_take():
+    with pytest.raises(TypeError, match=r"not for Keras on JAX.*KERAS_BACKEND=torch"):
+        hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), strategy=hvkit.LocalSGD(every=2))
+
+
+def test_an_array_of_which_a_rank_has_a_part_says_how_to_return_it():
+    with pytest.raises(TypeError, match=r"shape \(\d+, 2\) is divided among the ranks"):
+        host_copy(hvkit.batch(np.ones((2, 2))))
 
 
 def test_a_loop_of_the_script_s_own_divides_what_its_optimizer_builds():

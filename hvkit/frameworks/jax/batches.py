@@ -240,6 +240,32 @@ def as_one(
     ], counts
 
 
+def end(call: str, what: str) -> None:
+    """Agree that no rank has another batch; a collective, in place of the next ``as_one``.
+
+    Args:
+        call: as that of ``as_one``.
+        what: what has come to its end, for the error.
+
+    Raises:
+        RanksDisagreeError: a rank has; there, ``as_one`` raises it, too.
+    """
+    _require_all_or_none(gather(call, what))
+
+
+def _require_all_or_none(everyone: Sequence[Any]) -> None:
+    ended = [rank for rank, theirs in enumerate(everyone) if isinstance(theirs, str)]
+    if ended and len(ended) < len(everyone):
+        raise mark_as_shown_by(
+            RanksDisagreeError(
+                f"{everyone[ended[0]]} has fewer batches on {ranks_text(ended)} than on others: "
+                "in JAX every rank must take the same number of batches, also to evaluate; give "
+                "all ranks equally many rows, or choose another batch_size"
+            ),
+            0,
+        )
+
+
 def are_in_parts(counts: Sequence[int]) -> bool:
     """Whether each rank has its own rows of a batch, and not all of them.
 
@@ -305,6 +331,7 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
             content = zlib.crc32(each.tobytes(), content)
     # One small message a step: the kinds in full only if they differ.
     everyone = gather(call, (len(arrays[0]), zlib.crc32(kinds.encode()), content))
+    _require_all_or_none(everyone)
     if len({theirs for _, theirs, _ in everyone}) > 1:
         said = gather(call, kinds)
         other = next(rank for rank, theirs in enumerate(said) if theirs != said[0])

@@ -64,9 +64,9 @@ class JaxPort:
         self._options = options
         self._refuse_options()
         self._refuse_things()
-        batches.refuse_other_batches(self._is_local)
         if self._is_local:
             self._refuse_for_local_weights()
+        batches.refuse_other_batches(self._is_local)
         self._mesh = mesh = options.mesh.mesh if options.mesh else Mesh(options.group.size)
         places.refuse_another(mesh)
         tensor = [("tensor",)] if mesh.tensor > 1 else []

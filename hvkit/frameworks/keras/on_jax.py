@@ -51,6 +51,13 @@ class KerasOnJaxPort(JaxPort):
         # Variables that belong to all ranks already; they are kept, so that no id is used twice.
         self._placed_variables: dict[int, Any] = {}
 
+    def _refuse_for_local_weights(self) -> None:
+        raise TypeError(
+            f"{self._options.strategy} is not for Keras on JAX, whose compiled steps hold the "
+            "weights of all ranks: leave the strategy out, or take KERAS_BACKEND=torch or "
+            "tensorflow, or a model of Flax NNX"
+        )
+
     def _refuse_things(self) -> None:
         for optimizer in self.optimizer:
             if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -194,7 +201,11 @@ def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
             if name == "predict_on_batch":
                 args, kwargs = _one_batch((args, kwargs))
             try:
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+                if name in ("evaluate", "predict"):
+                    with calls.call_within(name):  # as deep as the batches of the other ranks
+                        batches.end(_point(), name)
+                return result
             finally:
                 if name == "fit":  # also after an error, at which ranks may be in other epochs
                     _epoch.clear()
@@ -266,9 +277,13 @@ def _one_batch(data: Any, layouts: Any = None) -> Any:
         return _distribute_data(data, layouts)
     leaves, structure = jax.tree.flatten(data)
     arrays = [batches.rows_of(leaf) for leaf in leaves]
-    point = f"a batch of epoch {_epoch[0] + 1}" if _epoch else "a batch"
-    made, _last_counts[:] = batches.as_one(arrays, str(structure), point)
+    made, _last_counts[:] = batches.as_one(arrays, str(structure), _point())
     return jax.tree.unflatten(structure, made)
+
+
+def _point() -> str:
+    """Which batch comes now."""
+    return f"a batch of epoch {_epoch[0] + 1}" if _epoch else "a batch"
 
 
 def _without_comparison(tensor: Any, layout: Any) -> Any:
