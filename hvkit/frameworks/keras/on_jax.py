@@ -136,10 +136,9 @@ class KerasOnJaxPort(JaxPort):
         ranks = _OfRanks()
         for model in self.model:
             self._place_before_steps(model)
+            parts = _Divided(self._has_divided_weights) if self._is_divided else None
             epoch = Epoch(
-                *((), lambda: None, self._options.group),
-                watching=lambda: [_Epochs()],
-                parts=_Divided(self._has_divided_weights) if self._is_divided else None,
+                (), lambda: None, self._options.group, watching=lambda: [_Epochs()], parts=parts
             )
             for name in ("fit", "evaluate", "predict"):
                 method = getattr(model, name)
