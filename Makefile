@@ -162,7 +162,7 @@ accuracy: setup
 # The oldest versions that setup.py allows: an environment of their own in build/oldest, a Horovod
 # built for them, and the tests on two ranks but those of meshes in PyTorch, which need 2.9. Three
 # quarters of an hour on two cores. Not all of dev, whose JAX needs a newer ml_dtypes than this TensorFlow.
-OLDEST := $(addprefix tests/parallel/,pytorch horovod_names checkpoint data keras keras_pipeline)
+OLDEST := $(addprefix tests/parallel/,pytorch horovod_names checkpoint data)
 oldest: export PATH := $(CURDIR)/build/oldest/bin:$(PATH)
 oldest: export PIP_CONSTRAINT := constraints-oldest.txt
 oldest: machine
@@ -172,6 +172,7 @@ oldest: machine
 		hypothesis pytest
 	hvkit install-horovod
 	$(call RANKS,2) $(OLDEST) $(wildcard tests/parallel/test_*.py)
+	$(call RANKS,2) tests/parallel/keras tests/parallel/keras_pipeline
 	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch tests/parallel/keras_pipeline
 	python -m pytest tests/unit/data
 

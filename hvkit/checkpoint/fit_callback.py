@@ -11,6 +11,7 @@ import keras
 from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.saved_object import Part
 from hvkit.communication import collectives
+from hvkit.frameworks.keras.backends import ON_TENSORFLOW
 from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates
 from hvkit.sync.distributed_objects import keepers_of
 from hvkit.sync.nonfinite import skipped_steps
@@ -187,6 +188,9 @@ def _metrics_before_training(model: Any, batch: Any) -> Any:
     try:
         return model.get_metrics_result()
     except ValueError:
-        model.test_step(batch)  # not test_on_batch: that of Keras 3.5 may trace twice, and end
+        if ON_TENSORFLOW:
+            model.test_step(batch)  # not test_on_batch: that of Keras 3.5 may trace twice, and end
+        else:
+            model.test_on_batch(*keras.utils.unpack_x_y_sample_weight(batch))  # without gradients
         model.reset_metrics()
         return model.get_metrics_result()

@@ -31,7 +31,7 @@ NOT_IN_FILE = f"{LOCAL}own-"
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Write arrays into a file that ``numpy.load`` reads.
 
-    ``numpy.savez`` takes some names as arguments of its own, which ones depends on its version.
+    Not with ``numpy.savez``, which takes some names, other ones in each version, for its arguments.
 
     Raises:
         ValueError: an array holds objects.
