@@ -15,7 +15,7 @@ HOSTS = ["-np", "4", "-H", "node1:1,node2:2,node3:1"]
 ALLREDUCE = """
 import sys, time, torch, horovod.torch as hvd
 hvd.init()
-print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+print(f"sum {hvd.allreduce(torch.ones(1), op=hvd.Sum).item()}", flush=True)
 try:
     while True:
         hvd.allreduce(torch.ones(1000), name="again")

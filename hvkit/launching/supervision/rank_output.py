@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -71,8 +71,9 @@ class Style:
 class RankOutput:
     """The output of one rank, shown in whole lines, so that lines of different ranks do not mix.
 
-    The unfinished line of a progress bar is shown in its current state, see ``flush``. The log file
-    gets both streams; this process writes each to its own.
+    The unfinished line of a progress bar is shown in its current state, and any other one that has
+    not grown for a second, see ``flush``. The log file gets both streams; this process writes each
+    to its own.
 
     Standard output is shown at once. On standard error a traceback is held back until something
     else follows there, for three seconds at most: if the rank ends with it, the report of the run's
@@ -101,6 +102,8 @@ class RankOutput:
         self._last = LastLines()
         # The streams whose unfinished line has been shown.
         self._begun: set[Kind] = set()
+        # The streams whose unfinished line has not grown since the last flush.
+        self._waits: set[Kind] = set()
         # The last traceback on standard error, and whether nothing has followed it there.
         self._traceback = Traceback()
         self._in_traceback = False
@@ -113,6 +116,7 @@ class RankOutput:
     def write(self, kind: Kind, data: bytes) -> None:
         """Show the lines that ``data`` completes, and keep the rest."""
         self._last.add(kind, data)
+        self._waits.discard(kind)
         if kind in self._begun and not self._unfinished[kind] and starts_a_line(data):
             data = b"\n" + data
         lines, end, rest = separated(self._unfinished[kind] + data).rpartition(b"\n")
@@ -137,13 +141,18 @@ class RankOutput:
     def flush(self, *, failed: bool = False) -> None:
         """Show unfinished lines, unless lines must be shown whole, and what was held too long.
 
+        Python's ``print`` writes each of its arguments apart if output is not buffered. So a line
+        that has grown since the last call is not shown, unless it is a progress bar.
+
         Args:
             failed: whether the rank has failed, so that the report may show what is held back.
         """
         if self._held and not failed and time.monotonic() - self._held_since > _HELD:
             self._release()
         if not self._style.by_line:
-            self._show_unfinished()
+            bars = {kind for kind, rest in self._unfinished.items() if b"\r" in rest}
+            self._show_unfinished(bars | self._waits)
+            self._waits = {kind for kind, rest in self._unfinished.items() if rest}
 
     def close(self, *, drop: bool = False) -> None:
         """Show unfinished lines and what is held back, and close the log file.
@@ -154,7 +163,7 @@ class RankOutput:
         if drop:
             self._held = b""
         self._release()
-        self._show_unfinished(b"\n" if self._style.by_line else b"")
+        self._show_unfinished(set(Kind), b"\n" if self._style.by_line else b"")
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -211,9 +220,9 @@ class RankOutput:
         self._in_traceback = False
         self._release()
 
-    def _show_unfinished(self, end: bytes = b"") -> None:
+    def _show_unfinished(self, kinds: Collection[Kind], end: bytes = b"") -> None:
         for kind, rest in self._unfinished.items():
-            if rest and not (self._held and kind is Kind.STDERR):
+            if rest and kind in kinds and not (self._held and kind is Kind.STDERR):
                 self._put(kind, rest, end)
                 self._unfinished[kind] = b""
                 self._begun.add(kind)

@@ -42,6 +42,19 @@ def test_flush_shows_an_unfinished_line(shown):
     assert shown == [(Kind.STDOUT, b"50%\r"), (Kind.STDOUT, b"100%\n")]
 
 
+def test_flush_shows_a_line_only_after_it_has_stopped_growing(shown):
+    rank = output(shown)
+    for piece in (b"loss", b" ", b"0.5"):
+        rank.write(Kind.STDOUT, piece)
+        rank.flush()
+    assert shown == []
+    rank.write(Kind.STDOUT, b"\n")
+    rank.write(Kind.STDOUT, b"Continue?")
+    rank.flush()
+    rank.flush()
+    assert shown == [(Kind.STDOUT, b"loss 0.5\n"), (Kind.STDOUT, b"Continue?")]
+
+
 def test_with_a_prefix_flush_shows_no_unfinished_line(shown):
     rank = output(shown, prefix=True)
     rank.write(Kind.STDOUT, b"50%\r")
