@@ -202,6 +202,12 @@ def test_other_models_stay_a_rank_s_own():
         other.fit(x[:8], y[:8], verbose=0)
         assert other.predict(x[:8], verbose=0).shape == (8, 4)
     model.fit(*map(part, data()), batch_size=8, verbose=0)
+    # The names of its layers have other numbers on rank 0.
+    later, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), check_every=1)
+    later.compile(optimizer, "sparse_categorical_crossentropy")
+    x, y = map(part, data())
+    for _ in range(3):
+        later.train_on_batch(x[:4], y[:4])
 
 
 def test_ranks_with_other_numbers_of_batches_are_named():
@@ -215,19 +221,77 @@ def test_ranks_with_other_numbers_of_batches_are_named():
         model.fit(batches_of_rank, epochs=2, verbose=0)
 
 
-@pytest.mark.parametrize("method", ["evaluate", "predict", "fit"])
-def test_ranks_with_fewer_batches_to_evaluate_are_named(method, monkeypatch):
+def by_batches(rows, size):
+    """The rows in batches from a generator, whose number Keras does not know."""
+    return (tuple(each[i : i + size] for each in rows) for i in range(0, len(rows[0]), size))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("generator", [False, True])
+def test_ranks_may_have_other_numbers_of_batches_to_evaluate(generator, steps):
+    (x, y), size = data(), 4
+    model, _ = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+    loss, metric = "sparse_categorical_crossentropy", keras.metrics.SparseCategoricalAccuracy
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=[metric()], steps_per_execution=steps)
+    numbers = [13 - 5 * rank + 8 * (rank == 0) for rank in range(hvkit.size())]  # 21, 8, 3 rows
+    ends = np.cumsum([0, *numbers])
+    own = slice(*ends[hvkit.rank() : hvkit.rank() + 2])
+    one = mlp()
+    one.set_weights(weights(model))
+    one.compile("sgd", loss, metrics=[metric()])
+    expected = one.evaluate(x[: ends[-1]], y[: ends[-1]], batch_size=64, verbose=0)
+    rows = x[own], y[own]
+    for _ in range(2):
+        given = [by_batches(rows, size)] if generator else rows
+        sized = {} if generator else {"batch_size": size}
+        np.testing.assert_allclose(model.evaluate(*given, verbose=0, **sized), expected, rtol=1e-5)
+    history = model.fit(x[:8], y[:8], validation_data=rows, batch_size=8, epochs=2, verbose=0)
+    assert len(history.history["val_loss"]) == 2
+    if steps == 1:
+        one.set_weights(weights(model))
+        given = by_batches(rows[:1], size) if generator else rows[0]
+        probabilities = model.predict(given, verbose=0, **sized)
+        np.testing.assert_allclose(probabilities, one.predict(rows[0], verbose=0), atol=1e-6)
+
+
+def test_a_rank_without_rows_has_the_metrics_of_the_others():
+    x, y = data()
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    rows = 0 if hvkit.rank() == 0 else 8
+    results = hvkit.allgather(model.evaluate(x[:rows], y[:rows], batch_size=4, verbose=0))
+    assert results[0] == results[1]
+    one = mlp()
+    one.set_weights(weights(model))
+    one.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    np.testing.assert_allclose(results[0], one.evaluate(x[:8], y[:8], verbose=0), rtol=1e-5)
+    assert model.predict(x[:rows], batch_size=4, verbose=0).shape == (rows, 4)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_a_rank_that_stops_to_evaluate_is_named(method, monkeypatch):
+    class Stop(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = hvkit.rank() == 1
+
+        def on_predict_batch_end(self, batch, logs=None):
+            self.model.stop_predicting = hvkit.rank() == 1
+
     monkeypatch.setattr(batches, "_checks", [])  # the error leaves the model without weights
     x, y = data()
-    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
-    rows = 4 if hvkit.rank() == 1 else 8
-    given = [x[:rows]] if method == "predict" else [x[:rows], y[:rows]]
-    settings = {}
-    if method == "fit":
-        given, settings = [x[:8], y[:8]], {"validation_data": tuple(given)}
-    fewer = f"{'evaluate' if method == 'fit' else method} has fewer batches on rank 1 than"
-    with pytest.raises(hvkit.RanksDisagreeError, match=fewer):
-        getattr(model, method)(*given, batch_size=4, verbose=0, **settings)
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    given = [x[:8]] if method == "predict" else [x[:8], y[:8]]
+    with pytest.raises(hvkit.RanksDisagreeError, match=f"{method} has stopped on rank 1 alone"):
+        getattr(model, method)(*given, batch_size=4, verbose=0, callbacks=[Stop()])
+
+
+def test_ranks_with_other_steps_to_evaluate_are_named():
+    x, y = data()
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    with pytest.raises(hvkit.RanksDisagreeError, match=r"the same steps .* got \[1, 2"):
+        model.evaluate(x, y, batch_size=4, steps=1 + hvkit.rank(), verbose=0)
 
 
 def test_strategies_of_models_apart_are_refused_with_what_to_take():

@@ -6,6 +6,7 @@ made: Flax's ``TrainState``, a module of Equinox, or a dict of parameters.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 
 from hvkit.communication.collectives import broadcast_state
 from hvkit.frameworks.jax.places import Place, whole
+
+_COUNTED = re.compile(r"_\d+(?=/|$)")
 
 
 def is_nnx(thing: object) -> bool:
@@ -64,9 +67,13 @@ def with_tree(thing: Any, tree: Any) -> Any:
 
 
 def _variables(thing: Any) -> dict[str, Any]:
-    """The variables of a model or an optimizer of Keras that have values, by name."""
+    """The variables of a model or an optimizer of Keras that have values, by name.
+
+    Without the numbers in names, in which Keras counts all layers that a rank has made: ranks
+    compare these names.
+    """
     made = [v for v in thing.variables if getattr(v, "_value", None) is not None]
-    return {f"{i} {v.path}": v for i, v in enumerate(made)}
+    return {f"{i} {_COUNTED.sub('', v.path)}": v for i, v in enumerate(made)}
 
 
 def set_variable(variable: Any, array: jax.Array) -> None:

@@ -258,9 +258,9 @@ def _require_all_or_none(everyone: Sequence[Any]) -> None:
     if ended and len(ended) < len(everyone):
         raise mark_as_shown_by(
             RanksDisagreeError(
-                f"{everyone[ended[0]]} has fewer batches on {ranks_text(ended)} than on others: "
-                "in JAX every rank must take the same number of batches, also to evaluate; give "
-                "all ranks equally many rows, or choose another batch_size"
+                f"{everyone[ended[0]]} has stopped on {ranks_text(ended)} alone, before its last "
+                "batch: in JAX all ranks compute each batch together, so a callback must stop it "
+                "on every rank or none"
             ),
             0,
         )

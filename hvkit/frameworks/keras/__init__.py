@@ -21,7 +21,8 @@ On PyTorch, PyTorch's port does most of it::
 
 On JAX, XLA averages inside Keras's compiled steps::
 
-    on_jax                 the steps of distribute: where variables are, and one batch of all ranks
+    on_jax                 the steps of distribute: where variables are
+    └── jax_batches        one batch of all ranks in each step
 
 The first two use::
 

@@ -2,7 +2,8 @@
 
 Keras has a place for both: the layout of each variable, and the distribution of its batches. Its
 compiled steps leave every variable where it is, so that a divided one stays divided. So ``fit``,
-``evaluate`` and ``predict`` go on as they are, and XLA adds the collectives.
+``evaluate`` and ``predict`` go on as they are, and XLA adds the collectives. ``jax_batches`` has
+what is done with batches.
 
 The distribution is set only while a distributed model runs one of these, so that other models of
 the script stay this rank's own.
@@ -17,13 +18,13 @@ import jax
 import keras
 import numpy as np
 from keras.src.backend import in_stateless_scope
-from keras.src.backend.jax import distribution_lib, trainer
+from keras.src.backend.jax import distribution_lib
 
 from hvkit.communication.collectives import require_equal
-from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import from_rank_0, placed, set_variable
-from hvkit.frameworks.jax.places import Place, arrange, by_rows, position, whole
+from hvkit.frameworks.jax.places import Place, arrange, whole
 from hvkit.frameworks.jax.port import JaxPort
+from hvkit.frameworks.keras import jax_batches
 from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
 from hvkit.learning_rate import Multiplier
@@ -85,7 +86,7 @@ class KerasOnJaxPort(JaxPort):
 
     def synchronise(self) -> None:
         arrange(self._mesh)
-        trainer._distribute_data = _one_batch
+        jax_batches.install()
         distribution_lib.distribute_tensor = _without_comparison
         for model in self.model:
             self._place_variables(model, "distribute")
@@ -133,12 +134,15 @@ class KerasOnJaxPort(JaxPort):
         return [(float(each.learning_rate), multiplier) for each in self.optimizer]
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        ranks = _OfRanks()
         for model in self.model:
             self._place_before_steps(model)
             parts = _Divided(self._has_divided_weights) if self._is_divided else None
             epoch = Epoch(
-                (), lambda: None, self._options.group, watching=lambda: [_Epochs()], parts=parts
+                (),
+                lambda: None,
+                self._options.group,
+                watching=lambda: [jax_batches.Epochs()],
+                parts=parts,
             )
             for name in ("fit", "evaluate", "predict"):
                 method = getattr(model, name)
@@ -146,7 +150,7 @@ class KerasOnJaxPort(JaxPort):
                 adapted = with_callbacks_of_this_rank(model, method, epoch, trains=trains)
                 setattr(model, name, adapted)
             for name in _WITH_BATCHES:
-                setattr(model, name, _among_ranks(model, name, ranks))
+                setattr(model, name, _among_ranks(model, name))
         for optimizer in self.optimizer:
             self._place_built(optimizer)
         return super().keep_in_step()
@@ -165,7 +169,7 @@ class KerasOnJaxPort(JaxPort):
                 before = model.predict_function
                 made = make(force=force)
                 if model.predict_function is not None and model.predict_function is not before:
-                    model.predict_function = _of_own_rows(model, model.predict_function)
+                    model.predict_function = jax_batches.own_rows(model, model.predict_function)
                 return made
 
             return placed_first
@@ -191,23 +195,25 @@ def _described(variable: Any) -> str:
     return f"{variable.dtype}{list(variable.shape)}"
 
 
-def _among_ranks(model: Any, name: str, ranks: Any) -> Callable[..., Any]:
+def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
     """A method of a model that takes batches, for which each rank's are parts of one of all."""
     method = getattr(model, name)
+    by_passes = name in ("evaluate", "predict")
+    ranks = jax_batches.OfRanks(trains=not by_passes)
 
     def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
         with calls.call_within(name), ranks.scope():
             if name == "predict_on_batch":
-                args, kwargs = _one_batch((args, kwargs))
+                args, kwargs = jax_batches.one_batch((args, kwargs))
             try:
                 result = method(*args, **kwargs)
-                if name in ("evaluate", "predict"):
+                if by_passes:
                     with calls.call_within(name):  # as deep as the batches of the other ranks
-                        batches.end(_point(), name)
+                        jax_batches.end_pass(name)
                 return result
             finally:
-                if name == "fit":  # also after an error, at which ranks may be in other epochs
-                    _epoch.clear()
+                if name == "fit":
+                    jax_batches.end_fit()
 
     return on_all_ranks
 
@@ -239,50 +245,7 @@ class _Divided:
             )
 
 
-class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes the epoch, so that ranks with other numbers of batches are named."""
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        _epoch[:] = [epoch]
-
-
-class _OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
-    """Each rank's batch is a part of the batch of all ranks."""
-
-    def __init__(self) -> None:
-        devices = np.array(keras.distribution.list_devices())
-        mesh = keras.distribution.DeviceMesh(devices.shape, ["ranks"], devices)
-        super().__init__(device_mesh=mesh, auto_shard_dataset=False)
-
-    def get_variable_layout(self, variable: Any) -> Any:
-        """None for a new variable: ranks may draw other values, until rank 0's are placed."""
-        return getattr(variable, "_layout", None)
-
-
-# The epoch of ``fit``; empty outside. And the number of rows of each part of the last batch.
-_epoch: list[int] = []
-_last_counts: list[int] = []
-
-_distribute_data = trainer._distribute_data
 _distribute_tensor = distribution_lib.distribute_tensor
-
-
-def _one_batch(data: Any, layouts: Any = None) -> Any:
-    """In place of Keras's function, which does not look whether the ranks' rows fit together.
-
-    A collective of the ranks, for models that they train together.
-    """
-    if not isinstance(keras.distribution.distribution(), _OfRanks):
-        return _distribute_data(data, layouts)
-    leaves, structure = jax.tree.flatten(data)
-    arrays = [batches.rows_of(leaf) for leaf in leaves]
-    made, _last_counts[:] = batches.as_one(arrays, str(structure), _point())
-    return jax.tree.unflatten(structure, made)
-
-
-def _point() -> str:
-    """Which batch comes now."""
-    return f"a batch of epoch {_epoch[0] + 1}" if _epoch else "a batch"
 
 
 def _without_comparison(tensor: Any, layout: Any) -> Any:
@@ -297,29 +260,3 @@ def _without_comparison(tensor: Any, layout: Any) -> Any:
         return moved
     host = np.asarray(tensor)
     return placed(tensor, host, lambda shape: layout)
-
-
-def _of_own_rows(model: Any, predict: Any) -> Any:
-    """``predict_function`` whose outputs are this rank's rows, as an array of NumPy."""
-
-    def own(output: jax.Array) -> np.ndarray[Any, Any]:
-        # XLA may have divided it in another way, as where weights are divided.
-        part, in_parts = position().batch, batches.are_in_parts(_last_counts)
-        place = by_rows() if in_parts else whole(output.shape)
-        output = jax.jit(lambda rows: rows, out_shardings=place)(output)
-        if in_parts:
-            shards = sorted(output.addressable_shards, key=lambda each: each.index[0].start or 0)
-            return np.concatenate([each.data for each in shards])
-        start = sum(_last_counts[:part])
-        return np.asarray(output)[start : start + _last_counts[part]]
-
-    def predict_own_rows(state: Any, iterator: Any) -> tuple[Any, Any]:
-        if model.steps_per_execution > 1:
-            raise ValueError(
-                f"predict on several ranks needs steps_per_execution=1 in compile, got "
-                f"{model.steps_per_execution}: rows of several batches would be in another order"
-            )
-        outputs, state = predict(state, iterator)
-        return jax.tree.map(own, outputs), state
-
-    return predict_own_rows
