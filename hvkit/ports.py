@@ -6,7 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from hvkit.sync.port import KERAS_BACKENDS, Options, Port, engine_of, framework_of
+from hvkit.sync.port import (
+    KERAS_BACKENDS,
+    Options,
+    Port,
+    are_of_pytorch,
+    engine_of,
+    framework_of,
+)
 
 
 def framework_of_all(models: Sequence[Any]) -> str:
@@ -71,6 +78,10 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
             from hvkit.frameworks.keras.pipeline.pytorch_port import KerasOnPyTorchMeshPort
 
             return KerasOnPyTorchMeshPort(models, optimizers, options)
+        if are_of_pytorch(optimizers):
+            from hvkit.frameworks.keras.pytorch_loop import KerasLoopPort
+
+            return KerasLoopPort(models, optimizers, options)
         from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 
         return KerasOnPyTorchPort(models, optimizers, options)

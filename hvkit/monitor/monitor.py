@@ -26,7 +26,7 @@ from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_times import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
 from hvkit.sync.nonfinite import skipped_steps
-from hvkit.sync.port import engine_of, framework_of
+from hvkit.sync.port import are_of_pytorch, engine_of, framework_of
 from hvkit.watch.calls import named
 from hvkit.watch.preemption import PREEMPTION
 from hvkit.watch.spans import DATA, mark
@@ -289,7 +289,7 @@ class Monitor:
             self._together = len(position.members("pipeline", "tensor"))
             self._counts = position.along("data") == 0
         self._open()
-        gradients: Any
+        gradients: Any = None
         if framework_of(models[0]) == "jax":
             return  # whose compiled steps show neither
         if framework_of(models[0]) == "keras":
@@ -300,7 +300,7 @@ class Monitor:
             _, gradients = _classes_for_keras()
             for model in models:
                 record_fit(self, model)
-        else:
+        if are_of_pytorch(optimizers):
             from hvkit.monitor.pytorch import Gradients as gradients
         if gradients is not None:
             self._gradients = gradients(self, optimizers)

@@ -245,6 +245,12 @@ def engine_of(framework: str | None) -> str | None:
     return backend if backend in KERAS_BACKENDS else None
 
 
+def are_of_pytorch(optimizers: Sequence[Any]) -> bool:
+    """Whether all are optimizers of PyTorch, which a Keras model may have in a loop."""
+    torch = sys.modules.get("torch")
+    return torch is not None and all(isinstance(o, torch.optim.Optimizer) for o in optimizers)
+
+
 def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
     """Say that layers cannot normalise over all ranks' batches where ranks train local weights."""
     warn_once(

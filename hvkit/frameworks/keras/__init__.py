@@ -18,6 +18,7 @@ On PyTorch, PyTorch's port does most of it::
 
     on_pytorch             the steps of distribute
     └── as_pytorch         models and optimizers as PyTorch's port takes them
+    pytorch_loop           the steps where optimizers are PyTorch's, in a loop of the script
 
 On JAX, XLA averages inside Keras's compiled steps::
 

@@ -79,6 +79,14 @@ def average(layers: Sequence[Any]) -> None:
     buffers.average([learnt_by(layers)])
 
 
+def synchronise_statistics(model: Any, group: Group) -> None:
+    """Let batch norm use the batches of all ranks, as ``batch_norm="sync"`` promises."""
+    synchronise_batch_norm(model, everything=True, gather=_gather_row, group=group)
+    for module in modules_of_pytorch(model):
+        layers = pytorch_batch_norm.batch_norm_of(module)
+        pytorch_batch_norm.synchronise_batch_norm(layers, group)
+
+
 class RoundsInFit:
     """What ``fit`` needs of models whose ranks train alone; nothing before they have weights.
 
@@ -250,11 +258,7 @@ class KerasOnPyTorchPort:
             step.may_update(made_trainable(self.model))
         options = self.options
         if options.batch_norm == "sync":  # then their statistics are the same on all ranks
-            group = options.group
-            synchronise_batch_norm(self.model, everything=True, gather=_gather_row, group=group)
-            for module in modules_of_pytorch(self.model):
-                layers = pytorch_batch_norm.batch_norm_of(module)
-                pytorch_batch_norm.synchronise_batch_norm(layers, group)
+            synchronise_statistics(self.model, options.group)
             options = replace(options, batch_norm="local")
         if isinstance(options.strategy, ShardedOptimizer):  # Keras's part of it divides the state
             options = replace(options, strategy=Synchronous())

@@ -53,17 +53,26 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
             f"accumulate={options.accumulate} is for PyTorch only: with Keras, pass "
             f"gradient_accumulation_steps={options.accumulate} to the optimizer"
         )
+    refuse_options(options)
+    if isinstance(options.strategy, Rounds | ParameterServer):
+        for each in updating(optimizers):
+            refuse_own_averages(options.strategy, each)
+    if options.on_nonfinite != "ignore":
+        _refuse_scaled_or_accumulated(options, models, optimizers)
+
+
+def refuse_options(options: Options) -> None:
+    """Raise for options with which no model of Keras can be kept in step, whatever updates it.
+
+    Raises:
+        ValueError: names the option.
+    """
     if isinstance(options.strategy, FullyShard):
         raise ValueError(
             f"{options.strategy} is for PyTorch, whose fully_shard it uses: with Keras, "
             "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large "
             "for one device needs PyTorch"
         )
-    if isinstance(options.strategy, Rounds | ParameterServer):
-        for each in updating(optimizers):
-            refuse_own_averages(options.strategy, each)
-    if options.on_nonfinite != "ignore":
-        _refuse_scaled_or_accumulated(options, models, optimizers)
 
 
 def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
@@ -126,10 +135,8 @@ def _refuse_foreign(optimizer: Any) -> None:
             hint = f"; make the object with keras.optimizers.get({optimizer!r})"
         elif kind.startswith("torch.optim."):
             hint = (
-                f"; in the loop of the script, keras.optimizers.{type(optimizer).__name__} or "
-                "another one of Keras takes the gradients, under torch.no_grad(): "
-                "optimizer.apply([w.value.grad for w in weights], weights), "
-                "with weights = model.trainable_weights"
+                ": one of PyTorch updates models of KERAS_BACKEND=torch only, and not beside "
+                "optimizers of Keras in one call"
             )
         raise TypeError(
             "optimizer of a Keras model must be a keras.optimizers.Optimizer, or a list of them, "

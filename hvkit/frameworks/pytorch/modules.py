@@ -44,6 +44,20 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+_OF_THIS_RANK = "_hvkit_of_this_rank"
+
+
+def leave_to_rank(parameter: torch.Tensor) -> None:
+    """Let a tensor that an optimizer holds be each rank's own: no gradient will reach it."""
+    # No weak reference: PyTorch exchanges no tensor that has one.
+    setattr(parameter, _OF_THIS_RANK, True)
+
+
+def is_left_to_rank(parameter: torch.Tensor) -> bool:
+    """Whether ``leave_to_rank`` got the tensor."""
+    return hasattr(parameter, _OF_THIS_RANK)
+
+
 def refuse_optimizers_of_others(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
@@ -60,7 +74,13 @@ def refuse_optimizers_of_others(
     named = ", ".join(type(model).__name__ for model in models)
     if not own:
         raise ValueError(f"model {named} has no parameters to train")
-    held = {id(p): each for each in optimizers for g in each.param_groups for p in g["params"]}
+    held = {
+        id(p): each
+        for each in optimizers
+        for g in each.param_groups
+        for p in g["params"]
+        if not is_left_to_rank(p)
+    }
     if own.isdisjoint(held):
         kinds = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(

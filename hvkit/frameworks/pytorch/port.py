@@ -32,7 +32,11 @@ from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_avera
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.frameworks.pytorch.learning_rate import RateInStep
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import recipe_of
-from hvkit.frameworks.pytorch.modules import named_in, refuse_optimizers_of_others
+from hvkit.frameworks.pytorch.modules import (
+    is_left_to_rank,
+    named_in,
+    refuse_optimizers_of_others,
+)
 from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
 from hvkit.frameworks.pytorch.refusals import (
     is_divided,
@@ -401,7 +405,7 @@ def _named_parameters(
     for o, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
-                if id(p) not in seen:
+                if id(p) not in seen and not is_left_to_rank(p):
                     seen.add(id(p))
                     named[f"optimizer {o} group {g} parameter {i}"] = p
     return named

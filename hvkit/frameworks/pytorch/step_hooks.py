@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvkit.communication.collectives import require_equal
 from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
+from hvkit.frameworks.pytorch.modules import is_left_to_rank
 from hvkit.frameworks.pytorch.optimizers import (
     hook_steps_of_parents,
     leaves_update_to_parent,
@@ -322,7 +323,7 @@ def follow_groups(
         groups = [group for each in optimizers for group in each.param_groups]
         held = dict.fromkeys(p for group in groups for p in group["params"])
         # One on the meta device is another rank's of a mesh.
-        new = [p for p in held if p not in keeper and not p.is_meta]
+        new = [p for p in held if not (p in keeper or p.is_meta or is_left_to_rank(p))]
         if new:
             facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
             advice = "add the same group on every rank"

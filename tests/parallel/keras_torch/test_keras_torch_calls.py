@@ -172,10 +172,3 @@ def test_fit_takes_sharded_data(kind):
     assert same_on_all_ranks(weights(model))
     steps = -(-len(Squares()) // hvkit.size()) if kind == "dataset" else 4
     assert int(optimizer.iterations) == 2 * steps
-
-
-def test_an_optimizer_of_pytorch_is_refused_with_what_takes_its_place():
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match=r"optimizers\.AdamW.*optimizer\.apply\(\[w\.value\.grad"):
-        hvkit.distribute(model, optimizer)

@@ -67,12 +67,6 @@ def test_an_optimizer_that_was_not_passed_is_refused():
         model.fit(*local(regression(steps=1))[0], verbose=0)
 
 
-def test_an_optimizer_of_pytorch_is_refused():
-    model = mlp()
-    with pytest.raises(TypeError, match=r"must be a keras\.optimizers\.Optimizer"):
-        hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
-
-
 def test_a_backend_without_a_port_is_named(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
     with pytest.raises(

@@ -16,6 +16,7 @@ from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
 from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates
+from hvkit.frameworks.pytorch.modules import is_left_to_rank
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.sync.update_hooks import Feature, Order
@@ -218,7 +219,8 @@ class SteppedOptimizer:
     def _updated(self) -> Iterator[torch.Tensor]:
         groups = (group for each in self._living() for group in each.param_groups)
         # One on the meta device is another rank's of a mesh.
-        return (p for group in groups for p in group["params"] if not p.is_meta)
+        held = (p for group in groups for p in group["params"])
+        return (p for p in held if not (p.is_meta or is_left_to_rank(p)))
 
 
 _in_local_training: weakref.WeakSet[Parameters] = weakref.WeakSet()
