@@ -1,11 +1,13 @@
 """``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+import zipfile
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -179,23 +181,35 @@ def serves(abi: Abi | None, machine: Machine) -> bool:
 
 
 def _install_choice(choice: Choice, place: str) -> None:
-    """Install these wheels as one, and try it on two ranks.
+    """Install these wheels as one, once two ranks have tried it.
 
     Raises:
-        BuildError: a file is damaged or Horovod does not work, in which case it is removed again.
+        BuildError: a file is damaged or Horovod does not work: what was installed stays.
     """
     with tempfile.TemporaryDirectory() as folder:
         wheels = [ready_wheels.fetch(wheel, place, Path(folder)) for wheel in choice.wheels]
-        install(join(wheels, Path(folder, "joined")))
+        wheel = join(wheels, Path(folder, "joined"))
+        _try(wheel, Path(folder, "tried"))
+        install(wheel)
+
+
+def _try(wheel: Path, folder: Path) -> None:
+    """Test a wheel that is not installed, but unpacked in a folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (tried,) = metadata.distributions(path=[str(folder)])
+    if missing := _unmet(tried.requires):
+        run_pip(["install", *missing], f"installing what {wheel.name} needs failed")
+    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
     done = subprocess.run(
         [sys.executable, "-m", "hvkit.doctor.self_test"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     if done.returncode != 0:
-        run_pip(["uninstall", "--yes", "horovod"], "removing the Horovod that does not work failed")
         raise BuildError(f"its self-test fails: {(done.stderr or done.stdout).strip()}")
 
 
@@ -212,8 +226,13 @@ def install(wheel: Path) -> None:
     summary = f"installing {wheel.name} failed"
     run_pip(["install", "--no-deps", "--force-reinstall", str(wheel)], summary)
     # Each start of pip takes a second or more.
-    if not all(map(_is_met, metadata.requires("horovod") or ())):
+    if _unmet(metadata.requires("horovod")):
         run_pip(["install", str(wheel)], summary)
+
+
+def _unmet(requirements: Sequence[str] | None) -> list[str]:
+    """Those of a distribution's requirements that this Python lacks."""
+    return [each for each in requirements or () if not _is_met(each)]
 
 
 def _is_met(text: str) -> bool:
