@@ -197,8 +197,11 @@ def distribute(
             if engine == "jax"
             else in_data_group(options, in_mesh, engine)
         )
+    with_own_batches = options.group.size
+    if in_mesh and engine == "jax":  # whose group is all ranks of the mesh
+        with_own_batches = in_mesh.mesh.data * in_mesh.mesh.shard
     try:
-        multiplier = make_multiplier(lr_scaling, options.group.size, options.warmup_steps)
+        multiplier = make_multiplier(lr_scaling, with_own_batches, options.warmup_steps)
         port = port_for(framework, models, optimizers, options)
     except Exception as error:
         problem = error
@@ -235,8 +238,8 @@ def distribute(
         rates = port.scale_learning_rate(multiplier)
         records, keeper = port.keep_in_step()
         if group.rank == 0:
-            said = describe(rates, lr_scaling, options.group.size)
-            if engine == "jax":
+            said = describe(rates, lr_scaling, with_own_batches)
+            if engine == "jax" and not rates:
                 said = "their batches are one" if keeper is None else f"{strategy}"
             logger.info(f"{group.size} ranks; {said}")
     # Without local weights, there is nothing to find by a model of JAX, which may be a pytree.

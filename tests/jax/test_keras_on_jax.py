@@ -108,6 +108,32 @@ def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(stra
     np.testing.assert_allclose(accuracy, (expected.argmax(1) == y[: ends[-1]]).mean(), rtol=1e-6)
 
 
+def test_updates_multiply_the_rate_and_warm_up_and_the_user_s_rate_stays():
+    class WarmUp(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            step = batch + 8 * self.epochs
+            by = min(step / 6, 1)
+            self.model.optimizer.learning_rate = 0.02 * (1 + (hvkit.size() - 1) * by)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epochs = epoch
+
+    keras.utils.set_random_seed(0)
+    alone, (x, y) = mlp(), data()
+    alone.compile(keras.optimizers.SGD(0.02), "sparse_categorical_crossentropy")
+    alone.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[WarmUp()])
+    keras.utils.set_random_seed(hvkit.rank())
+    model, optimizer = hvkit.distribute(
+        mlp(), keras.optimizers.SGD(0.02), lr_scaling="linear", warmup_steps=6
+    )
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    size = BATCH // hvkit.size()
+    model.fit(part(x), part(y), batch_size=size, epochs=2, shuffle=False, verbose=0)
+    for mine, theirs in zip(weights(model), weights(alone), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    assert float(optimizer.learning_rate) == pytest.approx(0.02)
+
+
 def test_averages_that_ranks_divide_become_the_weights_of_one_process():
     keras.utils.set_random_seed(0)
     alone, _ = fitted(mlp(), keras.optimizers.SGD(0.05, use_ema=True))
@@ -141,12 +167,16 @@ def test_a_checkpoint_resumes_fit_with_the_same_bits(tmp_path):
 
 
 def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
-    with pytest.raises(ValueError, match=r"SGD\(rate \* hvkit.size\(\)\)"):
-        hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), lr_scaling="linear")
     model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
     with pytest.raises(ValueError, match="was passed to hvkit"):
         hvkit.distribute(model, keras.optimizers.SGD(0.1))
     another = mlp()
+    for option, value, instead in (
+        ("accumulate", 2, "gradient_accumulation_steps"),
+        ("on_nonfinite", "skip", "TerminateOnNaN"),
+    ):
+        with pytest.raises(ValueError, match=f"{option}=.*{instead}"):
+            hvkit.distribute(another, keras.optimizers.SGD(0.1), **{option: value})
     with (
         keras.distribution.DataParallel().scope(),
         pytest.raises(ValueError, match="leave set_distribution out"),

@@ -9,9 +9,10 @@ whatever hvkit does with gradients elsewhere is refused here, with what takes it
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -57,6 +58,17 @@ class JaxPort:
         model: as passed; a new pytree after ``synchronise`` unless it is of NNX.
         optimizer: the same.
     """
+
+    # What takes the place of options that the port does not have.
+    _instead: Mapping[str, str] = MappingProxyType(
+        {
+            "accumulate": "wrap the optimizer: optax.MultiSteps(tx, every_k_schedule=...)",
+            "on_nonfinite": (
+                "wrap the optimizer: optax.apply_if_finite(tx, max_consecutive_errors=...)"
+            ),
+            "warmup_steps": "use a schedule of Optax: optax.warmup_cosine_decay_schedule(...)",
+        }
+    )
 
     def __init__(self, model: Any, optimizer: Any, options: Options) -> None:
         self.model = model
@@ -154,7 +166,7 @@ class JaxPort:
             ),
             f"accumulate={options.accumulate}": (
                 options.accumulate > 1,
-                "wrap the optimizer: optax.MultiSteps(tx, every_k_schedule=...)",
+                self._instead["accumulate"],
             ),
             f"batch_norm={options.batch_norm!r}": (
                 options.batch_norm == "local",
@@ -163,11 +175,11 @@ class JaxPort:
             ),
             f"on_nonfinite={options.on_nonfinite!r}": (
                 options.on_nonfinite != "ignore",
-                "wrap the optimizer: optax.apply_if_finite(tx, max_consecutive_errors=...)",
+                self._instead["on_nonfinite"],
             ),
             f"warmup_steps={options.warmup_steps}": (
-                options.warmup_steps > 0,
-                "use a schedule of Optax: optax.warmup_cosine_decay_schedule(...)",
+                options.warmup_steps > 0 and "warmup_steps" in self._instead,
+                self._instead.get("warmup_steps", ""),
             ),
         }
         for option, (is_set, instead) in refused.items():

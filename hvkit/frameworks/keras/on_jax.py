@@ -12,6 +12,7 @@ the script stay this rank's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from hvkit.frameworks.jax.port import JaxPort
 from hvkit.frameworks.keras import jax_batches
 from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
+from hvkit.frameworks.keras.learning_rate import scale_rates
+from hvkit.frameworks.keras.optimizers import updating
 from hvkit.learning_rate import Multiplier
 from hvkit.sync.port import Keeper, Options, Record
 from hvkit.watch import calls
@@ -46,6 +49,13 @@ class KerasOnJaxPort(JaxPort):
         optimizers: those that will be passed to ``compile``, or used in a loop.
         options: as passed to ``distribute``.
     """
+
+    _instead = MappingProxyType(
+        {
+            "accumulate": "pass gradient_accumulation_steps to the optimizer",
+            "on_nonfinite": "pass keras.callbacks.TerminateOnNaN() to fit",
+        }
+    )
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         super().__init__(list(models), list(optimizers), options)
@@ -126,12 +136,7 @@ class KerasOnJaxPort(JaxPort):
         self._placed_variables |= new
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
-        if not multiplier.changes_nothing:
-            raise ValueError(
-                "lr_scaling is not for Keras on JAX: multiply the rate itself, "
-                "keras.optimizers.SGD(rate * hvkit.size())"
-            )
-        return [(float(each.learning_rate), multiplier) for each in self.optimizer]
+        return scale_rates(updating(self.optimizer), multiplier)
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         for model in self.model:
