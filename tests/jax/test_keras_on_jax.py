@@ -1,5 +1,6 @@
 """Keras on JAX: ``fit``, ``evaluate`` and ``predict`` on ranks, against one process."""
 
+import itertools
 import json
 import types
 
@@ -252,8 +253,9 @@ def test_ranks_with_other_numbers_of_batches_are_named():
 
 
 def by_batches(rows, size):
-    """The rows in batches from a generator, whose number Keras does not know."""
-    return (tuple(each[i : i + size] for each in rows) for i in range(0, len(rows[0]), size))
+    """The rows in batches from a generator, whose number Keras does not know; one has no rows."""
+    ends = [0, size, *range(size, len(rows[0]), size), len(rows[0])]
+    return (tuple(each[i:end] for each in rows) for i, end in itertools.pairwise(ends))
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -67,6 +67,19 @@ class ModelWeights(nn.Module):
         for number, module in enumerate(modules_of_pytorch(model)):
             self.add_module(f"module {number}", module)
 
+    def add_tensors_of_pytorch(self, model: Any) -> None:
+        """Add the parameters and buffers that layers of the script have made without Keras."""
+        known = {id(t) for t in (*self.parameters(), *self.buffers())}
+        known |= {id(backend_variable(v)) for v in (*model.variables, *model.metrics_variables)}
+        for named, register in (
+            (nn.Module.named_parameters(model), self.register_parameter),
+            (model.named_buffers(), self.register_buffer),
+        ):
+            for name, tensor in named:
+                if id(tensor) not in known:
+                    taken = self._parameters.keys() | self._buffers.keys()
+                    register(_free(name.replace(".", "/"), taken), tensor)
+
 
 def learnt_by(layers: Sequence[Any]) -> nn.Module:
     """A module whose buffers are the non-trainable variables of layers."""

@@ -151,7 +151,8 @@ def _of_all_ranks(iterator: Any, distribution: Any) -> Iterator[Any]:
 
 def _until_no_rank_has_more(own: Iterable[Any]) -> Iterator[Any]:
     """Batches of all ranks, without rows of this rank once it has no more."""
-    iterator = iter(own)
+    # Ranks take one without rows for the end of another's data.
+    iterator = (batch for batch in own if len(jax.tree.leaves(batch)[0]))
     data = next(iterator, None)
     empty = _empty(data)
     while empty is not None:

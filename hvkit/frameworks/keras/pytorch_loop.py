@@ -7,20 +7,35 @@ as well. They are each rank's own, as PyTorch's buffers are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch.optim import Optimizer
 
 from hvkit.frameworks.keras.adapted import Learnt
 from hvkit.frameworks.keras.as_pytorch import ModelWeights
+from hvkit.frameworks.keras.backends import backend_variable
+from hvkit.frameworks.keras.comparisons import made_trainable
 from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.initial_state import Together, has_weights, synchronise
 from hvkit.frameworks.keras.on_pytorch import RoundsInFit, synchronise_statistics
-from hvkit.frameworks.keras.refusals import let_differ, refuse_options, refuse_other_optimizers
+from hvkit.frameworks.keras.refusals import (
+    let_differ,
+    living_layers,
+    refuse_left_out,
+    refuse_options,
+    refuse_other_optimizers,
+)
 from hvkit.frameworks.pytorch import PyTorchPort
-from hvkit.frameworks.pytorch.modules import leave_to_rank
+from hvkit.frameworks.pytorch.modules import (
+    is_left_to_rank,
+    leave_to_rank,
+    refuse_optimizers_of_others,
+)
+from hvkit.frameworks.pytorch.optimizers import stepping_in
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.local_weights import LocalWeightsKeeper
@@ -50,14 +65,19 @@ class KerasLoopPort(PyTorchPort):
                     "it, then make the optimizer, then call hvkit.distribute"
                 )
         weights = list(map(ModelWeights, models))
-        trained = {p for each in weights for p in each.parameters()}
-        for model in models:
-            for p in nn.Module.parameters(model):
-                if p not in trained:
-                    leave_to_rank(p)
+        for model, its in zip(models, weights, strict=True):
+            its.add_tensors_of_pytorch(model)
+            for tensor in _untrained(model):
+                leave_to_rank(tensor)
         if self._whole_batches:  # which Keras's layers do, not those of PyTorch
             options = replace(options, batch_norm="local")
         super().__init__(weights, optimizers, options)
+
+    def _refuse_optimizers_of_others(self) -> None:
+        held = [p for each in self.optimizers for g in each.param_groups for p in g["params"]]
+        left_out = refuse_left_out(self._keras_models, self.optimizers, held)
+        _leave_untrained(held)
+        refuse_optimizers_of_others(self.models, self.optimizers, left_out)
 
     def synchronise(self) -> None:
         group = self.options.group
@@ -73,6 +93,9 @@ class KerasLoopPort(PyTorchPort):
         together = model or Together(self._keras_models)
         if self._whole_batches:
             synchronise_statistics(together, group)
+        for optimizer in self.optimizers:
+            for stepping in stepping_in(optimizer):
+                _leave_untrained_of_later_groups(stepping)
         records, keeper = super().keep_in_step()
         rounds: RoundsInFit | None = None
         if isinstance(strategy, Rounds | ParameterServer):
@@ -84,3 +107,31 @@ class KerasLoopPort(PyTorchPort):
             refuse_other_optimizers(each, [])
             share_results(each, (), lambda: None, group, rounds)
         return records, keeper
+
+
+def _untrained(layer: Any) -> list[torch.Tensor]:
+    """Variables of a layer or model that no gradient reaches, and no script's own parameters."""
+    trained = set(map(id, made_trainable(layer)))
+    variables = (*layer.variables, *layer.metrics_variables)
+    return [backend_variable(v) for v in variables if id(v) not in trained]
+
+
+def _leave_untrained(parameters: Iterable[torch.Tensor]) -> None:
+    """Leave to each rank those that are variables of any layer which no gradient reaches."""
+    new = {id(p) for p in parameters if not (p.requires_grad or is_left_to_rank(p))}
+    for layer in living_layers() if new else ():
+        for tensor in _untrained(layer):
+            if id(tensor) in new:
+                leave_to_rank(tensor)
+
+
+def _leave_untrained_of_later_groups(optimizer: Optimizer) -> None:
+    """Do so with what the script adds to an optimizer; pickled optimizers leave this out."""
+
+    def add_and_leave(add: Callable[[Any], None], param_group: dict[str, Any]) -> None:
+        add(param_group)
+        _leave_untrained(optimizer.param_groups[-1]["params"])
+
+    optimizer.add_param_group = functools.partial(  # type: ignore[method-assign]
+        add_and_leave, optimizer.add_param_group
+    )

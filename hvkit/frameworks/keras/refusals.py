@@ -135,8 +135,8 @@ def _refuse_foreign(optimizer: Any) -> None:
             hint = f"; make the object with keras.optimizers.get({optimizer!r})"
         elif kind.startswith("torch.optim."):
             hint = (
-                ": one of PyTorch updates models of KERAS_BACKEND=torch only, and not beside "
-                "optimizers of Keras in one call"
+                ": one of PyTorch updates models of KERAS_BACKEND=torch only, not in a pipeline, "
+                "and not beside optimizers of Keras in one call"
             )
         raise TypeError(
             "optimizer of a Keras model must be a keras.optimizers.Optimizer, or a list of them, "
@@ -235,8 +235,8 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
 
 
 def refuse_left_out(
-    models: Sequence[Any], optimizers: Sequence[Any], variables: Sequence[Any]
-) -> None:
+    models: Sequence[Any], optimizers: Sequence[Any], variables: Iterable[Any]
+) -> list[Any]:
     """Raise for variables of a layer or model that was not passed and has a state of its own.
 
     Where it has none, rank 0 only warns. A variable does not know its layer, so this looks at all
@@ -247,16 +247,21 @@ def refuse_left_out(
         optimizers: of the models; one of them updates the variables.
         variables: some of them may be weights of the models.
 
+    Returns:
+        The layers or models of which this warns.
+
     Raises:
         ValueError: names the layer or model.
     """
     own = {id(backend_variable(w)) for model in models for w in model.weights}
     others = {id(backend_variable(v)) for v in variables} - own
     if not others:
-        return
-    names = ", ".join(repr(each.name) for each in optimizers)
+        return []
+    # Those of PyTorch have no names.
+    names = ", ".join(repr(getattr(each, "name", type(each).__name__)) for each in optimizers)
     passed = {id(part) for model in models for part in model._flatten_layers()}
-    for layer in _largest_with(others, passed):
+    found = _largest_with(others, passed)
+    for layer in found:
         kind, parts = type(layer).__name__, layer._flatten_layers()
         text = (
             f"optimizer {names} also updates {kind} {layer.name!r}, which was not passed "
@@ -268,20 +273,26 @@ def refuse_left_out(
                 f"{text}, so that nothing takes care of its batch norm or other statistics: {fix}"
             )
         warn_once(f"left out {kind}", f"{text} with it; {fix}")
+    return found
 
 
 def _largest_with(numbers: set[int], passed: set[int]) -> list[Any]:
     """The largest layers or models with any of these variables that contain none of the passed."""
-    layers = (each for each in gc.get_objects() if issubclass(type(each), keras.layers.Layer))
-    living = [each for each in layers if hasattr(each, "_layers")]  # not before its __init__
-    apart = [each for each in living if passed.isdisjoint(map(id, each._flatten_layers()))]
+    apart = [each for each in living_layers() if passed.isdisjoint(map(id, each._flatten_layers()))]
     inside = {id(part) for each in apart for part in each._flatten_layers(include_self=False)}
+    inside |= {id(getattr(each, "_functional", None)) for each in apart}  # of a Sequential
     return [
         each
         for each in apart
         if id(each) not in inside
         and not numbers.isdisjoint(id(backend_variable(v)) for v in each.trainable_variables)
     ]
+
+
+def living_layers() -> list[Any]:
+    """All layers and models of the process."""
+    layers = (each for each in gc.get_objects() if issubclass(type(each), keras.layers.Layer))
+    return [each for each in layers if hasattr(each, "_layers")]  # not before its __init__
 
 
 def let_differ(models: Sequence[Any], optimizers: Sequence[Any]) -> None:

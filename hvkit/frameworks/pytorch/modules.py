@@ -59,11 +59,18 @@ def is_left_to_rank(parameter: torch.Tensor) -> bool:
 
 
 def refuse_optimizers_of_others(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    known: Sequence[nn.Module] = (),
 ) -> None:
     """Raise for optimizers of modules that were not passed.
 
     Where nothing of a module that was left out would be wrong, rank 0 only warns.
+
+    Args:
+        models: all that were passed in one call.
+        optimizers: that were passed with them.
+        known: modules that were left out, and named already.
 
     Raises:
         ValueError: the models have no parameters; the optimizers hold none of them; or some of
@@ -87,7 +94,7 @@ def refuse_optimizers_of_others(
             f"optimizer {kinds} holds none of the {len(own)} parameters of {named}: make it from "
             "the parameters() of the model that you pass"
         )
-    others = held.keys() - own
+    others = held.keys() - own - {id(p) for module in known for p in module.parameters()}
     if not others:
         return
     for module, number in _left_out(models, others):

@@ -80,7 +80,7 @@ class PyTorchPort:
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.optimizers: list[Optimizer] = list(map(_checked, optimizers))
         self.options = options
-        refuse_optimizers_of_others(models, self.optimizers)
+        self._refuse_optimizers_of_others()
         self.parameters = _named_parameters(self.models, self.optimizers)
         _refuse_distributed(self.parameters, several=len(models) > 1)
         self.multiplier = Multiplier()
@@ -98,6 +98,9 @@ class PyTorchPort:
         for name, tensor in (self.parameters | self._named_buffers()).items():
             if not self._is_deferred(tensor):
                 _refuse_uninitialised(name, tensor)
+
+    def _refuse_optimizers_of_others(self) -> None:
+        refuse_optimizers_of_others(self.models, self.optimizers)
 
     def _make_deferred(self, models: Sequence[nn.Module]) -> None:
         """Make the weights of models that were built under ``hvkit.deferred_init``."""

@@ -71,9 +71,9 @@ class Style:
 class RankOutput:
     """The output of one rank, shown in whole lines, so that lines of different ranks do not mix.
 
-    The unfinished line of a progress bar is shown in its current state, and any other one that has
-    not grown for a second, see ``flush``. The log file gets both streams; this process writes each
-    to its own.
+    The unfinished line of a progress bar is shown in its current state, and so is any other one
+    that has not grown for a second or ended for three, see ``flush``. The log file gets both
+    streams; this process writes each to its own.
 
     Standard output is shown at once. On standard error a traceback is held back until something
     else follows there, for three seconds at most: if the rank ends with it, the report of the run's
@@ -104,6 +104,8 @@ class RankOutput:
         self._begun: set[Kind] = set()
         # The streams whose unfinished line has not grown since the last flush.
         self._waits: set[Kind] = set()
+        # When the unfinished line of a stream began.
+        self._since: dict[Kind, float] = {}
         # The last traceback on standard error, and whether nothing has followed it there.
         self._traceback = Traceback()
         self._in_traceback = False
@@ -126,6 +128,7 @@ class RankOutput:
             else:
                 self._put(kind, lines + end)
             self._begun.discard(kind)
+            self._since.pop(kind, None)
         if kind is Kind.STDERR and self._in_traceback:
             if b"\r" in rest or len(rest) + len(self._traceback.text) > _LONGEST_LINE:
                 self._end_traceback()
@@ -137,21 +140,26 @@ class RankOutput:
             self._put(kind, rest, b"\n" if self._style.by_line else b"")
             rest = b""
         self._unfinished[kind] = rest
+        if rest:
+            self._since.setdefault(kind, time.monotonic())
 
     def flush(self, *, failed: bool = False) -> None:
         """Show unfinished lines, unless lines must be shown whole, and what was held too long.
 
         Python's ``print`` writes each of its arguments apart if output is not buffered. So a line
-        that has grown since the last call is not shown, unless it is a progress bar.
+        that has grown since the last call is not shown, unless it is a progress bar, or began three
+        seconds ago, as a line of dots for steps.
 
         Args:
             failed: whether the rank has failed, so that the report may show what is held back.
         """
-        if self._held and not failed and time.monotonic() - self._held_since > _HELD:
+        now = time.monotonic()
+        if self._held and not failed and now - self._held_since > _HELD:
             self._release()
         if not self._style.by_line:
             bars = {kind for kind, rest in self._unfinished.items() if b"\r" in rest}
-            self._show_unfinished(bars | self._waits)
+            slow = {kind for kind, since in self._since.items() if now - since > _HELD}
+            self._show_unfinished(bars | self._waits | slow)
             self._waits = {kind for kind, rest in self._unfinished.items() if rest}
 
     def close(self, *, drop: bool = False) -> None:

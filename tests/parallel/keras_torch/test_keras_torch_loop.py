@@ -49,6 +49,25 @@ def trained(make, data, seed, *, kind=torch.optim.Adam, **options):
     return model, optimizer
 
 
+class Scaled(keras.Model):
+    """With parameters of PyTorch, which Keras does not know."""
+
+    def __init__(self, seed):
+        super().__init__()
+        seeded(seed)
+        self.hidden, self.out = layers.Dense(9, "tanh"), layers.Dense(4)
+        self.scale = torch.nn.Parameter(torch.rand(4))
+        self.build((None, 8))
+
+    def build(self, shape):
+        self.hidden.build(shape)
+        self.out.build((None, 9))
+        self.built = True
+
+    def call(self, x):
+        return self.out(self.hidden(x)) * self.scale
+
+
 EQUAL = {
     "synchronous": hvkit.Synchronous(),
     "sharded": hvkit.ShardedOptimizer(),
@@ -73,6 +92,27 @@ def test_twenty_steps_give_the_weights_of_one_process(make, strategy):
     model, _ = trained(make, local(data), hvkit.rank(), strategy=chosen, check_every=5, **norm)
     assert same_on_all_ranks(weights(model))
     assert largest_difference(weights(model), weights(alone)) < (1e-5 if norm else 1e-6)
+
+
+def test_parameters_of_pytorch_in_a_model_are_averaged():
+    data = regression()
+    alone, _ = trained(Scaled, data, 0)
+    model, _ = trained(Scaled, local(data), hvkit.rank(), strategy=hvkit.Synchronous())
+    assert same_on_all_ranks([model.scale.detach().numpy()])
+    np.testing.assert_allclose(model.scale.detach(), alone.scale.detach(), atol=1e-6)
+    assert largest_difference(weights(model), weights(alone)) < 1e-6
+
+
+def test_statistics_of_a_layer_that_comes_later_stay_each_rank_s_own():
+    model, optimizer = hvkit.distribute(*with_optimizer(mlp, hvkit.rank()), check_every=1)
+    norm = layers.BatchNormalization()
+    norm.build((None, 8))
+    optimizer.add_param_group({"params": norm.parameters()})
+    pytorch_loop(lambda x, training: model(norm(x, training=training)), optimizer,
+                 local(regression(steps=3)))  # fmt: skip
+    assert same_on_all_ranks(weights(model))
+    assert same_on_all_ranks([norm.gamma.numpy()])
+    assert not same_on_all_ranks([norm.moving_mean.numpy()])
 
 
 def test_rounds_of_one_step_of_sgd_give_the_weights_of_one_process():
@@ -164,6 +204,10 @@ def test_what_does_not_suit_such_a_model_is_refused():
     model, optimizer = with_optimizer(mlp, 0)
     with pytest.raises(ValueError, match="is for PyTorch, whose fully_shard it uses"):
         hvkit.distribute(model, optimizer, strategy=hvkit.FullyShard())
+    norm = normalised()
+    joint = torch.optim.Adam([*model.parameters(), *norm.parameters()])
+    with pytest.raises(ValueError, match=rf"also updates Sequential '{norm.name}'.*its batch norm"):
+        hvkit.distribute(model, joint)
     both = [optimizer, keras.optimizers.SGD()]
     with pytest.raises(TypeError, match="not beside optimizers of Keras in one call"):
         hvkit.distribute(model, both)

@@ -55,6 +55,16 @@ def test_flush_shows_a_line_only_after_it_has_stopped_growing(shown):
     assert shown == [(Kind.STDOUT, b"loss 0.5\n"), (Kind.STDOUT, b"Continue?")]
 
 
+def test_flush_shows_a_line_that_grows_for_long(shown, monkeypatch):
+    rank = output(shown)
+    now = time.monotonic()
+    for second in range(6):
+        monkeypatch.setattr(time, "monotonic", lambda second=second: now + second)
+        rank.write(Kind.STDOUT, b".")
+        rank.flush()
+    assert shown == [(Kind.STDOUT, b"....."), (Kind.STDOUT, b".")]
+
+
 def test_with_a_prefix_flush_shows_no_unfinished_line(shown):
     rank = output(shown, prefix=True)
     rank.write(Kind.STDOUT, b"50%\r")
