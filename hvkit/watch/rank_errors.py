@@ -21,7 +21,7 @@ from hvkit.watch.script_lines import line_of_script, place
 from hvkit.wording import in_short, interrupted
 
 SAME_CALLS = "every rank has to make the same calls in the same order"
-SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts)"
+SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts, unless exact=True)"
 
 _UNKNOWN = (
     "another rank has ended: look for its error above, make the same calls of hvkit on every rank, "

@@ -89,6 +89,15 @@ def test_numpy_s_wide_numbers_become_those_of_jax():
     assert (x.dtype, y.dtype) == (jnp.float32, jnp.int32)
 
 
+def test_tensors_of_pytorch_and_tensorflow_are_batches():
+    import tensorflow as tf
+    import torch
+
+    x, y = hvkit.batch(torch.ones(2, 3), tf.range(2))
+    assert (x.dtype, y.dtype) == (jnp.float32, jnp.int32)
+    assert x.shape == (2 * hvkit.size(), 3)
+
+
 def test_keys_and_text_are_refused_by_name():
     for wrong in (jax.random.key(0)[None], np.array(["a", "b"])):
         with pytest.raises(TypeError, match="takes arrays of numbers, got"):

@@ -14,6 +14,7 @@ from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import gathered
 from hvkit.functions.host_arrays import host_copy
 from hvkit.monitor import keras_on_jax
+from hvkit.watch.calls import current_call
 
 ROWS, BATCH, EPOCHS = 192, 24, 12
 
@@ -304,10 +305,14 @@ def test_a_rank_without_rows_has_the_metrics_of_the_others():
 def test_a_rank_that_stops_to_evaluate_is_named(method, monkeypatch):
     class Stop(keras.callbacks.Callback):
         def on_test_batch_end(self, batch, logs=None):
+            calls.add(current_call())
             self.model.stop_evaluating = hvkit.rank() == 1
 
         def on_predict_batch_end(self, batch, logs=None):
+            calls.add(current_call())
             self.model.stop_predicting = hvkit.rank() == 1
+
+    calls = set()
 
     monkeypatch.setattr(batches, "_checks", [])  # the error leaves the model without weights
     x, y = data()
@@ -316,6 +321,7 @@ def test_a_rank_that_stops_to_evaluate_is_named(method, monkeypatch):
     given = [x[:8]] if method == "predict" else [x[:8], y[:8]]
     with pytest.raises(hvkit.RanksDisagreeError, match=f"{method} has stopped on rank 1 alone"):
         getattr(model, method)(*given, batch_size=4, verbose=0, callbacks=[Stop()])
+    assert calls == {method}
 
 
 def test_ranks_with_other_steps_to_evaluate_are_named():

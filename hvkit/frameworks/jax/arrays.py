@@ -98,7 +98,8 @@ def named_leaves(tree: Any, *, in_variables: bool) -> Iterator[tuple[str, Any]]:
         yield name.removesuffix("/value") if in_variables else name, leaf
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Whether it is an array of keys of ``jax.random``, which are no numbers."""
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -107,13 +108,13 @@ def on_host(leaf: Any) -> np.ndarray[Any, Any]:
 
     Of a divided array, this needs all ranks: ``gathered`` comes first.
     """
-    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype), order="C")
 
 
 def own_part(leaf: Any) -> np.ndarray[Any, Any]:
     """What this rank has of an array, in host memory: all of one that is whole on each device."""
-    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     if not isinstance(data, jax.Array) or data.is_fully_addressable:
         return np.asarray(data)
     return np.asarray(data.addressable_data(0))
@@ -133,16 +134,16 @@ def placed(leaf: Any, host: np.ndarray[Any, Any], place: Place) -> jax.Array:
         place: where it is.
     """
     # Not device_put, which would compare the numbers of all ranks.
-    place = whole if _is_key(leaf) else place
+    place = whole if is_key(leaf) else place
     array = jax.make_array_from_callback(host.shape, place(host.shape), lambda part: host[part])
     return (
-        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
     )
 
 
 def shape_on_host(leaf: Any) -> tuple[int, ...]:
     """The shape of what ``on_host`` returns."""
-    return tuple(jax.random.key_data(leaf).shape if _is_key(leaf) else leaf.shape)
+    return tuple(jax.random.key_data(leaf).shape if is_key(leaf) else leaf.shape)
 
 
 def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
@@ -154,14 +155,14 @@ def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
     """
     if not isinstance(leaf, jax.Array):
         return host.astype(leaf.dtype)[() if isinstance(leaf, np.generic) else ...]
-    host = host if _is_key(leaf) else host.astype(leaf.dtype)
+    host = host if is_key(leaf) else host.astype(leaf.dtype)
     if not leaf.is_fully_addressable:
         return placed(leaf, host, lambda shape: leaf.sharding)
     # Not always: on a single device, an array that may go anywhere would be bound to it.
-    on_several = len(leaf.sharding.device_set) > 1 and not _is_key(leaf)
+    on_several = len(leaf.sharding.device_set) > 1 and not is_key(leaf)
     array = jax.device_put(host, leaf.sharding) if on_several else jax.numpy.asarray(host)
     return (
-        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
     )
 
 
@@ -188,7 +189,7 @@ def constrained(tree: Any, place: Place) -> Any:
     return jax.tree.map(
         lambda leaf: (
             jax.lax.with_sharding_constraint(leaf, place(leaf.shape))
-            if isinstance(leaf, jax.Array) and not _is_key(leaf)
+            if isinstance(leaf, jax.Array) and not is_key(leaf)
             else leaf
         ),
         tree,

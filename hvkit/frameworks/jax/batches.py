@@ -28,6 +28,7 @@ from hvkit.frameworks.jax import places
 from hvkit.frameworks.jax.arrays import (
     belongs_to_all,
     is_array,
+    is_key,
     is_nnx,
     is_whole_everywhere,
     named_leaves,
@@ -287,8 +288,7 @@ def rows_of(leaf: Any) -> NDArray[Any]:
             f"hvkit.batch got an array of shape {leaf.shape} that belongs to all ranks already, "
             "beside one that does not: pass all arrays of a step in one call"
         )
-    is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
-    array = np.asarray(None if is_key else leaf)
+    array = np.asarray(None if is_key(leaf) else leaf)
     if array.dtype.kind in "OSUMm":
         raise TypeError(
             f"hvkit.batch takes arrays of numbers, got {type(leaf).__name__}: pass keys and text, "

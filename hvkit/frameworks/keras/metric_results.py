@@ -37,6 +37,7 @@ def over_all_ranks(
         logs: the return value of the last step; empty if this rank had no batch.
         group: the ranks that train the model.
     """
+    logs = _flat(logs)
     # Without a batch, compiled metrics may have no state yet.
     own: Mapping[str, Any] = read(logs) if logs else logs
     # A train_step or test_step may return other numbers than the model's metrics.
@@ -55,6 +56,20 @@ def over_all_ranks(
         own = _means(own, results)
     with_data = [bool(theirs or numbers) for theirs, numbers in everyone]
     return own if all(with_data) else _result_of_first_with_data(own, with_data, group)
+
+
+def _flat(logs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The logs as Keras reports them: without dictionaries inside.
+
+    A train_step that returns ``{m.name: m.result() for m in self.metrics}`` has all metrics of
+    ``compile`` in one.
+    """
+    if not any(isinstance(value, Mapping) for value in logs.values()):
+        return logs
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:

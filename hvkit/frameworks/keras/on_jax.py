@@ -11,6 +11,8 @@ the script stay this rank's own.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -34,11 +36,9 @@ from hvkit.learning_rate import Multiplier
 from hvkit.sync.port import Keeper, Options, Record
 from hvkit.watch import calls
 
-# The methods that take batches.
-_WITH_BATCHES = (
-    *("fit", "evaluate", "predict"),
-    *("train_on_batch", "test_on_batch", "predict_on_batch"),
-)
+# The methods that take data, and those that take one batch.
+_PASSES = ("fit", "evaluate", "predict")
+_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 class KerasOnJaxPort(JaxPort):
@@ -149,13 +149,13 @@ class KerasOnJaxPort(JaxPort):
                 watching=lambda: [jax_batches.Epochs()],
                 parts=parts,
             )
-            for name in ("fit", "evaluate", "predict"):
+            for name in (*_PASSES, *_BATCHES):
+                setattr(model, name, _among_ranks(model, name))
+            for name in _PASSES:
                 method = getattr(model, name)
                 trains = name == "fit"
                 adapted = with_callbacks_of_this_rank(model, method, epoch, trains=trains)
                 setattr(model, name, adapted)
-            for name in _WITH_BATCHES:
-                setattr(model, name, _among_ranks(model, name))
         for optimizer in self.optimizer:
             self._place_built(optimizer)
         return super().keep_in_step()
@@ -206,15 +206,17 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
     by_passes = name in ("evaluate", "predict")
     ranks = jax_batches.OfRanks(trains=not by_passes)
 
+    @functools.wraps(method)
     def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
-        with calls.call_within(name), ranks.scope():
+        # What a pass adds for callbacks names the call.
+        in_call = calls.call_within(name) if name in _BATCHES else contextlib.nullcontext()
+        with in_call, ranks.scope():
             if name == "predict_on_batch":
                 args, kwargs = jax_batches.one_batch((args, kwargs))
             try:
                 result = method(*args, **kwargs)
                 if by_passes:
-                    with calls.call_within(name):  # as deep as the batches of the other ranks
-                        jax_batches.end_pass(name)
+                    jax_batches.end_pass(name)
                 return result
             finally:
                 if name == "fit":

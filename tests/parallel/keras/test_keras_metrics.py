@@ -139,3 +139,27 @@ def test_numbers_in_bfloat16_of_a_train_step_are_averaged():
     x, y = (np.concatenate(part) for part in zip(*regression(steps=3), strict=True))
     history = model.fit(*map(my_part, (x, y)), batch_size=6, verbose=0)
     assert history.history["own"] == [(1 + hvkit.size()) / 2]
+
+
+class AsInKerasGuide(keras.Sequential):
+    """Its steps return the metrics of ``compile`` in a dictionary of their own."""
+
+    def train_step(self, data):
+        super().train_step(data)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data):
+        super().test_step(data)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def test_metrics_inside_a_dictionary_of_a_step_are_those_of_all_ranks():
+    model = AsInKerasGuide(mlp().layers)
+    model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "mse", metrics=["mae"])
+    x, y = (np.concatenate(part) for part in zip(*regression(steps=3), strict=True))
+    part = tuple(map(my_part, (x, y)))
+    history = model.fit(*part, batch_size=6, verbose=0).history
+    expected = np.mean(np.abs(np.asarray(model(x)) - y))
+    assert history["mae"] == [pytest.approx(expected)]
+    assert model.evaluate(*part, verbose=0, return_dict=True)["mae"] == pytest.approx(expected)
