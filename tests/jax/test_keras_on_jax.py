@@ -249,7 +249,7 @@ def test_ranks_with_other_numbers_of_batches_are_named():
     with pytest.raises(hvkit.RanksDisagreeError, match="steps per epoch in rank order"):
         model.fit(x[:rows], y[:rows], batch_size=4, epochs=2, verbose=0)
     batches_of_rank = ((x[i : i + 4], y[i : i + 4]) for i in range(0, rows, 4))
-    with pytest.raises(hvkit.RanksDisagreeError, match="at another point of fit"):
+    with pytest.raises(hvkit.RanksDisagreeError, match=r"at another point of fit \("):
         model.fit(batches_of_rank, epochs=2, verbose=0)
 
 
