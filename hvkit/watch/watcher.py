@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from hvkit import threads
@@ -303,6 +303,8 @@ class Hub(Watcher):
         self._listener = channel.RankListener(one_host=one_host)
         self.endpoint = self._listener.endpoint
         self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
+        # A message wakes the watcher's thread for a new connection, whose rank may end at once.
+        self._wakes, self._wake = Pipe(duplex=False)
         self._connected: set[int] = set()
         self._statuses: dict[int, Status] = {}
         self._answered: dict[int, float] = {}
@@ -328,6 +330,7 @@ class Hub(Watcher):
 
     def _admit(self, rank: int, connection: Connection) -> None:
         self._new.put((rank, connection))
+        self._wake.send_bytes(b"new")
         self._connected.add(rank)
         if len(self._connected) == self._size - 1:
             self._listener.close()
@@ -351,11 +354,10 @@ class Hub(Watcher):
         # A copy, since the script's thread may admit further ones (``stop``).
         peers = list(self._peers.items())
         by_connection = {id(connection): rank for rank, connection in peers}
-        ready: list[Any] = []
-        if peers:
-            ready = wait([connection for _, connection in peers], timeout=_TICK)
-        else:
-            time.sleep(_TICK)
+        ready: list[Any] = wait([self._wakes, *(each for _, each in peers)], timeout=_TICK)
+        if self._wakes in ready:
+            ready.remove(self._wakes)
+            self._wakes.recv_bytes()
         for connection in ready:
             rank = by_connection[id(connection)]
             try:

@@ -76,6 +76,14 @@ def test_a_rank_that_leaves_explains_why_the_wait_of_this_one_ended(hub):
     assert rank_0.reason().endswith("; rank 1 failed with ValueError: x")
 
 
+def test_a_rank_that_ends_as_soon_as_it_has_begun_says_so_at_once(request, monkeypatch):
+    monkeypatch.setattr(watcher, "_TICK", 60.0)  # longer than an error waits for its reason
+    rank_0, *_ = request.getfixturevalue("hub")
+    other = channel.connect(rank_0.endpoint, 1)
+    channel.send_message(other, channel.RankEnded(1, "failed with ValueError: x"))
+    assert rank_0.reason().endswith("; rank 1 failed with ValueError: x")
+
+
 def test_rank_0_says_how_it_ends_also_within_its_first_second(hub):
     rank_0, *_ = hub
     other = channel.connect(rank_0.endpoint, 1)
