@@ -160,8 +160,8 @@ accuracy: setup
 	python -m pytest tests/recipes -m accuracy
 
 # The oldest versions that setup.py allows: an environment of their own in build/oldest, a Horovod
-# built for them, and the tests on two ranks but those of meshes in PyTorch, which need 2.9. Three
-# quarters of an hour on two cores. Not all of dev, whose JAX needs a newer ml_dtypes than this TensorFlow.
+# built for them, and the tests on two ranks but those of meshes in PyTorch, which need 2.9. Twenty
+# minutes on two cores, besides the build. Not all of dev, whose JAX needs a newer ml_dtypes than this TensorFlow.
 OLDEST := $(addprefix tests/parallel/,pytorch horovod_names checkpoint data)
 oldest: export PATH := $(CURDIR)/build/oldest/bin:$(PATH)
 oldest: export PIP_CONSTRAINT := constraints-oldest.txt
