@@ -59,6 +59,7 @@ from hvkit.frameworks.keras.divided_state import gathered, ids_of_slots
 from hvkit.frameworks.keras.fit import share_results, train_uncompiled
 from hvkit.frameworks.keras.gradients.averager import AveragingKeeper, GradientAverager
 from hvkit.frameworks.keras.gradients.nonfinite import NonFinite
+from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute
 from hvkit.frameworks.keras.graph_shares import GraphShares
 from hvkit.frameworks.keras.initial_state import (
@@ -68,6 +69,7 @@ from hvkit.frameworks.keras.initial_state import (
     synchronise_optimizers,
 )
 from hvkit.frameworks.keras.learning_rate import scale_rates
+from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import (
     calls_of_apply,
     inner_optimizer,
@@ -117,6 +119,7 @@ class KerasPort:
             for each in updating(self.optimizers):
                 refuse_joint_updates(options.strategy, each)
         self.averagers: list[GradientAverager] = []
+        self._samples: SampleCounts | None = None
         self._synchronised: dict[int, Any] = {}
         # Models whose weights no rank has sent yet.
         self._pending = list(models)
@@ -227,6 +230,8 @@ class KerasPort:
             keeper = local = self._local_weights(strategy, inner)
         else:
             assert isinstance(strategy, Averaging)
+            accumulates = any(each.gradient_accumulation_steps for each in updating(inner))
+            self._samples = SampleCounts(self._name(), self.options.group, accumulates)
             for each in inner:
                 average = self._average(strategy)
                 average_in_apply(each, average, self._before_update, self._nonfinite())
@@ -240,6 +245,8 @@ class KerasPort:
             wait = self._wait(self._name())
         end_epoch = functools.partial(self._end_epoch, wait)
         for model in self.models:  # which keep all that is here by this
+            if self._samples:
+                use_counts_of_all_ranks(model, self._samples)
             share_results(model, self.averagers, end_epoch, self.options.group, local, marks)
             vars(model)[_KEEPER] = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper
@@ -310,7 +317,9 @@ class KerasPort:
         name, group = self._name(), self.options.group
         checks = Checks(name, self.model, group, self.options.check_every)
         compression = self.options.compression
-        average_gradients = GradientAverager(name, strategy, compression, checks, group)
+        average_gradients = GradientAverager(
+            name, strategy, compression, checks, group, self._samples
+        )
         self.averagers.append(average_gradients)
         if self.options.batch_norm != "average":
             return average_gradients

@@ -9,6 +9,9 @@ an error. Either way no rank waits for a gradient that another does not send. A 
 exchange when the first gradient is there, and it runs while backward computes the others.
 
 Of variables that an update overwrites with their gradient, ranks use the largest, not the mean.
+
+With that exchange ranks add up the rows of their batches. Where these differ, a rank's gradients
+count as often as it has rows (``loss_means``).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.strategies.strategy import Averaging
@@ -53,6 +57,7 @@ class GradientAverager:
         check: compares the ranks when all have reached the update; returns the operations that a
             graph must run before it averages.
         group: the ranks that train the model; None for all.
+        samples: how many rows each step has; None if nobody counts them.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class GradientAverager:
         compression: Compression | None = None,
         check: Callable[[Sequence[Any], Sequence[Any]], list[Any]] = lambda *_: [],
         group: Group | None = None,
+        samples: SampleCounts | None = None,
     ) -> None:
         self._wire = Wire("gradients", group)
         self._flags = Wire("checks", group)
@@ -70,6 +76,7 @@ class GradientAverager:
         self.compressed = CompressedMeans(used, self._wire) if used else None
         self._compression = compression
         self._check = check
+        self._samples = samples or SampleCounts(f"{name}.samples", group)
         # Added to constants that are sent: TensorFlow would compute the operation only once.
         with tf.init_scope(), tf.device("CPU:0"):
             self._zero = tf.Variable(0, trainable=False)
@@ -102,12 +109,17 @@ class GradientAverager:
             gradients = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in gradients]
         dense = [g is not None and not _is_sparse(g) for g in gradients]
         sparse = [_is_sparse(g) for g in gradients]
-        self._width, self._eager = len(gradients), tf.executing_eagerly()
+        self._width, self._eager = len(gradients) + 1, tf.executing_eagerly()
+        # Only the sums of several steps come with what this rank has accumulated.
+        rows = self._samples.rows if absent is None else self._samples.take_accumulated()
         present = tf.constant(np.array([dense, sparse], np.int32))
+        present = tf.concat([present, [[rows], [0]]], axis=1)
         if tf.executing_eagerly():
             with call("optimizer.apply()"), waiting_for_all_ranks(self._wire.within):
-                had = self._exchange(present).numpy()
-                return self._eager_means(gradients, variables, absent, had)
+                had = self._exchange(present)
+                gradients = self._filled_in(gradients, variables, absent, had[:, :-1].numpy())
+                gradients = self._weighted(gradients, variables, rows, had, absent)
+                return self._mean(gradients, variables)
         # Wait for the gradient that backward computes first: a step that runs out of data must not
         # start this collective.
         own = [_values(g) for g in gradients if g is not None]
@@ -116,11 +128,12 @@ class GradientAverager:
         with tf.control_dependencies([self._assert_alike(had, variables)]):
             checked = self._check(gradients, variables)
         with tf.control_dependencies(checked):
-            means = self._mean(list(map(_of_known_shape, gradients, variables)), variables)
+            own = list(map(_of_known_shape, gradients, variables))
+            means = self._mean(self._weighted(own, variables, rows, had, absent), variables)
         self._wait.leave([_values(mean) for mean in means if mean is not None])
         return means
 
-    def _eager_means(
+    def _filled_in(
         self,
         gradients: list[Any],
         variables: Sequence[Any],
@@ -132,11 +145,39 @@ class GradientAverager:
         self._check(gradients, variables)
         any_dense, any_sparse = had.astype(bool)
         absent = absent or [None] * len(gradients)
-        gradients = [
+        return [
             _filled_in(*each)
             for each in zip(gradients, variables, absent, any_dense, any_sparse, strict=True)
         ]
-        return self._mean(gradients, variables)
+
+    def _weighted(
+        self,
+        gradients: list[Any],
+        variables: Sequence[Any],
+        rows: tf.Tensor,
+        had: tf.Tensor,
+        accumulated: Sequence[Any] | None,
+    ) -> list[Any]:
+        """Gradients that count as often as this rank has rows, if ranks have other numbers."""
+        uneven = tf.not_equal(rows * self._wire.size, had[0, -1])
+        if accumulated is not None:
+            self._samples.warn_if(uneven)
+            return gradients
+        weight = tf.cast(rows * self._wire.size, tf.float64) / tf.cast(had[0, -1], tf.float64)
+
+        def weighted(gradient: Any) -> Any:
+            return gradient * tf.cast(weight, gradient.dtype)
+
+        found = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is None or is_overwritten(variable):
+                found.append(gradient)
+            elif _is_sparse(gradient):
+                values = _either(uneven, weighted, gradient.values)
+                found.append(tf.IndexedSlices(values, gradient.indices, gradient.dense_shape))
+            else:
+                found.append(_either(uneven, weighted, gradient))
+        return found
 
     def end_of_epoch(self) -> None:
         """Make sure that every rank is at the end of its epoch; a collective.
@@ -167,12 +208,13 @@ class GradientAverager:
             return self._flags.sum(rows + self._zero, f"{self._name}.present")
 
     def _assert_alike(self, had: tf.Tensor, variables: Sequence[Any]) -> tf.Operation:
-        goes_on = tf.reduce_all(had < _AT_THE_END)
+        goes_on = tf.reduce_all(had[:, :-1] < _AT_THE_END)
         # A rank at the end of its epoch has left the graph, and raises at another line.
         ended = for_graph(RanksDisagreeError(_UNEVEN), on_every_rank=False)
         uneven = tf.debugging.Assert(goes_on, [ended])
         with tf.control_dependencies([uneven]):
             had = tf.identity(had)
+        had = had[:, :-1]
         paths = tf.constant([getattr(v, "path", v.name) for v in variables])
         partial = tf.reduce_any((had > 0) & (had < self._wire.size), axis=0)
         return tf.debugging.Assert(
@@ -302,6 +344,15 @@ class AveragingKeeper:
     def _weights(self) -> list[tf.Variable]:
         model = self._model()
         return [] if model is None else [backend_variable(w) for w in model.weights]
+
+
+def _either(condition: tf.Tensor, change: Callable[[Any], Any], tensor: Any) -> Any:
+    """The changed tensor under a condition, else the tensor itself, without a copy."""
+    if tf.executing_eagerly():
+        return change(tensor) if condition else tensor
+    found = tf.cond(condition, lambda: change(tensor), lambda: tensor)
+    found.set_shape(tensor.shape)
+    return found
 
 
 def _values(gradient: Any) -> Any:

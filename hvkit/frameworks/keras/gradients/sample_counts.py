@@ -1,0 +1,83 @@
+"""How many samples, tokens or weights the ranks' losses are means over, on TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvkit.communication.group import Group
+from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
+from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.main_rank import warn_once
+
+
+class SampleCounts:
+    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.Totals``.
+
+    Args:
+        name: the same on every rank, and no other model's.
+        group: the ranks that train the model; None for all.
+        accumulates: whether an optimizer adds up the gradients of several steps.
+
+    Attributes:
+        rows: of the step under way, an int32 scalar; 0 if there is none.
+    """
+
+    def __init__(self, name: str, group: Group | None = None, accumulates: bool = False) -> None:
+        self._name = name
+        self._group = group
+        self._wire = Wire("checks", group)
+        self._wait = GraphWait(name, "fit", group)
+        self._accumulated: Any = None
+        if accumulates:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._accumulated = tf.Variable(0, trainable=False)
+        self.rows: Any = 0
+
+    def begin(self, inputs: tf.Tensor) -> None:
+        """Note how many rows this rank has, those of the inputs."""
+        with tf.control_dependencies([inputs]), tf.device("CPU:0"):
+            self.rows = tf.identity(tf.shape(inputs)[0])  # not before the data are there
+            if self._accumulated is not None:
+                self._accumulated.assign_add(self.rows)
+
+    def end(self) -> None:
+        """The step has ended, or failed."""
+        self.rows = 0
+
+    def take_accumulated(self) -> tf.Tensor:
+        """The rows since the last call."""
+        if self._accumulated is None:
+            return tf.constant(0)
+        rows = self._accumulated + 0
+        with tf.control_dependencies([rows]):
+            self._accumulated.assign(0)
+        return rows
+
+    def of(self, count: tf.Tensor, number: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The rows of this rank and of all ranks, and a count over all ranks; a collective."""
+        with tf.device("CPU:0"):
+            sent = tf.stack([tf.cast(self.rows, tf.float64), count])
+            name = f"{self._name}.{number}"
+            total = self._wait.around(sent, lambda numbers: self._wire.sum(numbers, name))
+        return sent[0], total[0], total[1]
+
+    def warn_if(self, uneven: tf.Tensor) -> None:
+        """Warn that ranks had other numbers of rows while they accumulated gradients."""
+
+        def warn() -> np.int32:
+            warn_once(
+                f"uneven {self._name}",
+                "ranks had batches of different sizes in steps whose gradients Keras accumulates "
+                "(gradient_accumulation_steps): the gradients of all ranks count alike, as if "
+                "they had not; give every rank batches of one size",
+                self._group,
+            )
+            return np.int32(0)
+
+        if not tf.executing_eagerly():
+            tf.cond(uneven, lambda: tf.numpy_function(warn, [], tf.int32), lambda: 0)
+        elif uneven:
+            warn()
