@@ -13,17 +13,26 @@ of ``S_r / D_r`` is the same only if all ``D_r`` are equal.
 
 This holds inside ``train_step``, which every rank runs; everywhere else, as in ``evaluate``, a loss
 is that of the rank's own batch.
+
+A loss that is no mean over samples, as Dice, contrastive losses, and functions of the script that
+return a ratio of sums, cannot be made right here. The first step compares such a loss of the batch
+with those of the batch's halves, and rank 0 names it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 from keras import ops
 from keras.src.losses import loss as keras_losses
+
+from hvkit import runtime
+from hvkit.main_rank import warn_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -35,24 +44,38 @@ class Totals(Protocol):
         """Note how many rows this rank has in this step, those of a tensor of inputs."""
 
     def end(self) -> None:
-        """The step has ended, or failed."""
+        """The step has ended."""
 
-    def of(self, count: Any, number: int) -> tuple[Any, Any, Any]:
-        """The rows of this rank and of all ranks, and a count over all ranks; a collective.
+    def of(self, count: Any, number: int) -> tuple[Any, Any]:
+        """How many rows all ranks have for each of this rank, and a count over all ranks.
+
+        A collective.
 
         Args:
-            count: a float64 scalar, this rank's.
+            count: a float64 scalar, this rank's; None for none.
             number: of this call in the step, the same on every rank.
 
         Returns:
-            Three float64 scalars.
+            Two scalars. Without a row or a count, the first or the second means nothing.
+        """
+
+    def once(
+        self, key: str, values: Callable[[], Sequence[Any]], report: Callable[..., None]
+    ) -> None:
+        """In the first step, pass the values of some tensors to ``report``, as NumPy arrays.
+
+        Args:
+            key: of this comparison.
+            values: returns the tensors.
+            report: what takes them.
         """
 
 
 class _Step:
-    """A ``train_step`` under way."""
+    """A ``train_step`` of a model under way."""
 
-    def __init__(self, totals: Totals) -> None:
+    def __init__(self, model: keras.Model, totals: Totals) -> None:
+        self.model = model
         self.totals = totals
         self._calls = 0
 
@@ -81,15 +104,17 @@ def use_counts_of_all_ranks(model: keras.Model, totals: Totals) -> None:
         if not tensors or not ops.is_tensor(tensors[0]) or not tensors[0].shape:
             return train_step(data)
         totals.begin(tensors[0])
-        token = _step.set(_Step(totals))
+        token = _step.set(_Step(model, totals))
         try:
-            return train_step(data)
+            logs = train_step(data)
         finally:
             _step.reset(token)
-            totals.end()
+        totals.end()
+        return logs
 
     model.train_step = over_all_ranks
     _share_reduction()
+    _compare_with_halves()
 
 
 @functools.cache
@@ -110,35 +135,116 @@ def _share_reduction() -> None:
         if step is None or not ops.is_tensor(values) or not values.shape:
             return loss
         if reduction == "sum":
-            own, everyone, _ = step.totals.of(ops.ones((), "float64"), step.next_number())
-            factor = ops.divide_no_nan(everyone, own)
+            _warn_of_factor(step.model)
+            factor, _ = step.totals.of(None, step.next_number())
         elif (count := _count(values, sample_weight, mask, reduction)) is not None:
-            own, everyone, total = step.totals.of(ops.stop_gradient(count), step.next_number())
-            factor = ops.divide_no_nan(count * everyone, total * own)
+            count = ops.stop_gradient(count)
+            share, total = step.totals.of(count, step.next_number())
+            factor = share * ops.divide_no_nan(count, total)
         else:
             return loss
-        return loss * ops.cast(ops.stop_gradient(factor), loss.dtype)
+        return loss * ops.convert_to_tensor(factor, loss.dtype)
 
     keras_losses.reduce_weighted_values = over_all_ranks
+
+
+def _warn_of_factor(model: keras.Model) -> None:
+    """Warn of a factor for sums that scripts needed before."""
+    compiled = getattr(model, "_compile_loss", None)
+    factors = keras.tree.flatten(getattr(compiled, "_user_loss_weights", None) or ())
+    if factors and all(each == runtime.size() for each in factors):
+        warn_once(
+            "factor",
+            f"loss_weights={factors[0]} is the number of ranks, and the loss a sum "
+            '(reduction="sum"): fit already trains with the sum over all ranks; leave '
+            "loss_weights out, unless one process would have them, too",
+        )
+
+
+@functools.cache
+def _compare_with_halves() -> None:
+    """Let the first step look whether a loss is a mean over samples."""
+    call = keras_losses.Loss.__call__
+
+    @functools.wraps(call)
+    def compared(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        step = _step.get()
+        if step is not None and not _is_mean_over_samples(self):
+            as_tensor = functools.partial(ops.convert_to_tensor, dtype=self.dtype)
+            data = keras.tree.map_structure(as_tensor, (y_true, y_pred))
+            first = keras.tree.flatten(data[1])[0]
+            if first.shape and first.shape[0] != 1:
+                step.totals.once(
+                    self.name,
+                    functools.partial(_with_halves, self, data),
+                    functools.partial(_name_if_no_mean, self.name),
+                )
+        return call(self, y_true, y_pred, sample_weight)
+
+    keras_losses.Loss.__call__ = compared
+
+
+def _is_mean_over_samples(loss: Any) -> bool:
+    """Whether each sample has a loss of its own, as in nearly all losses of Keras.
+
+    In 16 bits a comparison would show nothing.
+    """
+    if loss.dtype not in ("float32", "float64"):
+        return True
+    function = getattr(loss, "fn", type(loss))
+    module = getattr(function, "__module__", "") or ""
+    return module.startswith("keras.") and function.__name__ not in ("dice", "tversky", "circle")
+
+
+def _with_halves(loss: Any, data: Any) -> list[Any]:
+    """A loss of all rows, of the first half of them, and of the others; and how many they are."""
+
+    def of(rows: slice) -> Any:
+        return loss.call(*keras.tree.map_structure(lambda t: ops.stop_gradient(t[rows]), data))
+
+    everything = ops.shape(keras.tree.flatten(data[1])[0])[0]
+    half = everything // 2
+    numbers = [ops.cast(each, "int32") for each in (half, everything)]
+    return [*numbers, of(slice(None)), of(slice(None, half)), of(slice(half, None))]
+
+
+def _name_if_no_mean(name: str, half: Any, everything: Any, whole: Any, *halves: Any) -> None:
+    first, second = halves
+    if whole.shape and len(whole) == len(first) + len(second):
+        of_halves = np.concatenate(halves)
+    elif whole.shape == first.shape == second.shape:
+        of_halves = (first * half + second * (everything - half)) / max(everything, 1)
+    else:
+        return
+    if np.allclose(whole, of_halves, rtol=np.finfo(whole.dtype).eps ** 0.5, atol=1e-7):
+        return
+    warn_once(
+        f"no mean {name}",
+        f"loss {name!r} is no mean over samples: it is {np.mean(whole):.4g} of a batch, "
+        f"{np.mean(first):.4g} and {np.mean(second):.4g} of its halves. Each rank computes it of its "
+        "own samples, so N ranks do not train as one process with all of them. Write a ratio of "
+        "sums as hvkit.mean(total, count), multiply a sum by hvkit.size(), and for a loss of all "
+        "samples together gather them with hvkit.allgather",
+    )
 
 
 def _count(values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
     """By what a loss is divided, as float64; None if by the batch's size, or by nothing yet."""
     if reduction not in _MEANS:
         return None
-    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        weights = keras_losses.apply_mask(
-            None if sample_weight is None else ops.cast(sample_weight, "float64"),
-            mask,
-            dtype="float64",
-            reduction=reduction,
-        )
+    shown = None if mask is None else ops.cast(mask, "float64")
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weights = ops.cast(sample_weight, "float64")
+        if shown is not None:
+            shown, weights = keras_losses.squeeze_or_expand_to_same_rank(shown, weights)
+            weights = weights * shown
         return ops.sum(weights)
-    if mask is None:
+    if shown is None:
         return None
+    if reduction == "mean_with_sample_weight":
+        return ops.sum(shown)
     # Keras lets samples that no mask hides count as often as if they were all.
-    shown = ops.sum(ops.cast(mask, "float64"))
-    return shown * (_elements(values) / _elements(mask))
+    return ops.sum(shown) * (_elements(values) / _elements(mask))
 
 
 def _elements(tensor: Any) -> Any:

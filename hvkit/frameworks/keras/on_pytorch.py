@@ -37,6 +37,7 @@ from hvkit.frameworks.keras.initial_state import (
     synchronise_optimizers,
 )
 from hvkit.frameworks.keras.learning_rate import scale_rates
+from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import (
     inner_optimizer,
     let_leave_out_updates,
@@ -45,6 +46,7 @@ from hvkit.frameworks.keras.optimizers import (
     settings_of,
     updating,
 )
+from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
 from hvkit.frameworks.keras.refusals import (
     let_differ,
     refuse_left_out,
@@ -166,6 +168,7 @@ class KerasOnPyTorchPort:
         trains_locally = isinstance(options.strategy, Rounds | ParameterServer)
         equal_steps = not isinstance(options.strategy, ParameterServer)
         self._rounds = RoundsInFit(equal_steps) if trains_locally else None
+        self._samples: PyTorchSampleCounts | None = None
 
     def facts(self) -> list[str]:
         return [settings_of(each) for each in self.optimizers]
@@ -181,6 +184,9 @@ class KerasOnPyTorchPort:
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         inner = [inner_optimizer(each) for each in self.optimizers]
+        if not self._rounds:
+            name = self.options.group.numbered("hvkit")
+            self._samples = PyTorchSampleCounts(name, self.options.group)
         for model in self.models:
             refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
             if getattr(model, "compiled", False) and model.jit_compile:
@@ -191,6 +197,8 @@ class KerasOnPyTorchPort:
                     "trace the communication between ranks",
                 )
             train_uncompiled(model)
+            if self._samples:
+                use_counts_of_all_ranks(model, self._samples)
             share_results(model, (), self._end_epoch, self.options.group, self._rounds)
         if self._rounds:
             let_differ([self.model, *self.models], inner)
@@ -266,6 +274,8 @@ class KerasOnPyTorchPort:
         advice = "build the same model on every rank"
         require_equal("model", port.facts(), advice, group=options.group)
         _, keeper = port.keep_in_step()
+        if self._samples and port.reducer:
+            port.reducer.own_weight = self._samples.weight
         if self._rounds:
             assert isinstance(keeper, LocalWeightsKeeper)
             self._rounds.keeper = keeper

@@ -161,21 +161,6 @@ def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
     assert not [text for text in warnings if "GradientAverager" in text]
 
 
-@pytest.mark.parametrize("multiplied", cases([True, False]))
-def test_a_sum_over_samples_equals_one_process_if_multiplied_by_the_number_of_ranks(multiplied):
-    def train(model, optimizer, data, weight, **options):
-        loss = keras.losses.MeanSquaredError(reduction="sum")
-        fit(model, optimizer, data, loss=loss, loss_weights=float(weight), **options)
-
-    data = regression(steps=8)
-    reference = mlp()
-    train(reference, keras.optimizers.SGD(0.002), data, 1, run_eagerly=True)
-    model, optimizer = mlp(hvkit.rank()), keras.optimizers.SGD(0.002)
-    hvkit.distribute(model, optimizer, lr_scaling="none")
-    train(model, optimizer, local(data), hvkit.size() if multiplied else 1)
-    assert (largest_difference(weights(model), weights(reference)) < 1e-5) == multiplied
-
-
 @pytest.mark.parametrize("compression", cases(["bf16", "none"]))
 def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
     # While tracing, TensorFlow does not know the shape of such a kernel's gradient.

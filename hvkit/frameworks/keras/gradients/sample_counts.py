@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class SampleCounts:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._accumulated = tf.Variable(0, trainable=False)
         self.rows: Any = 0
+        # Which comparisons have been made.
+        self._reported: dict[str, Any] = {}
 
     def begin(self, inputs: tf.Tensor) -> None:
         """Note how many rows this rank has, those of the inputs."""
@@ -44,7 +47,7 @@ class SampleCounts:
                 self._accumulated.assign_add(self.rows)
 
     def end(self) -> None:
-        """The step has ended, or failed."""
+        """The step has ended."""
         self.rows = 0
 
     def take_accumulated(self) -> tf.Tensor:
@@ -56,13 +59,36 @@ class SampleCounts:
             self._accumulated.assign(0)
         return rows
 
-    def of(self, count: tf.Tensor, number: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The rows of this rank and of all ranks, and a count over all ranks; a collective."""
+    def of(self, count: tf.Tensor | None, number: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """The rows of all ranks for each of this rank, and a count over all ranks."""
         with tf.device("CPU:0"):
-            sent = tf.stack([tf.cast(self.rows, tf.float64), count])
+            rows = tf.cast(self.rows, tf.float64)
+            sent = tf.stack([rows, tf.zeros_like(rows) if count is None else count])
             name = f"{self._name}.{number}"
             total = self._wait.around(sent, lambda numbers: self._wire.sum(numbers, name))
-        return sent[0], total[0], total[1]
+        return tf.math.divide_no_nan(total[0], rows), total[1]
+
+    def once(
+        self, key: str, values: Callable[[], Sequence[tf.Tensor]], report: Callable[..., None]
+    ) -> None:
+        """In the first step, pass the values of some tensors to ``report``, as NumPy arrays."""
+        if key not in self._reported:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._reported[key] = tf.Variable(False, trainable=False)
+        done = self._reported[key]
+
+        def reported(*found: np.ndarray[Any, Any]) -> np.int32:
+            report(*found)
+            return np.int32(0)
+
+        def compare() -> tf.Tensor:
+            done.assign(True)
+            return tf.numpy_function(reported, values(), tf.int32)
+
+        if not tf.executing_eagerly():
+            tf.cond(done, lambda: 0, compare)
+        elif not done:
+            compare()
 
     def warn_if(self, uneven: tf.Tensor) -> None:
         """Warn that ranks had other numbers of rows while they accumulated gradients."""

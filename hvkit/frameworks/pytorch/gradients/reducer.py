@@ -66,6 +66,8 @@ class GradientReducer:
 
     Attributes:
         keeper: of what the compression keeps; None if it keeps nothing.
+        own_weight: returns how often this rank's gradients count in the mean over ranks; N ranks'
+            weights add up to N. It may wait for other ranks.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class GradientReducer:
     ) -> None:
         self._strategy = strategy
         self._compression = compression
+        self.own_weight: Callable[[], float] = lambda: 1.0
         self._wire = Wire("gradients", checks.group)
         self.name = checks.name
         self._checks = checks
@@ -370,6 +373,8 @@ class GradientReducer:
     def _send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
         """Complete a bucket from the gradients of its members, and launch it."""
         bucket.pack(gradients, self._wire.prescale)
+        if bucket.views and (weight := self.own_weight()) != 1:
+            torch._foreach_mul_(bucket.views, weight)
         if self._nonfinite:
             self._nonfinite.look(bucket)
         layout = self._laid_out()
@@ -416,6 +421,8 @@ class GradientReducer:
             )
         for i in sorted(by_row):
             p = self._parameters[i]
+            if p.grad is not None and (weight := self.own_weight()) != 1:
+                p.grad = p.grad * weight
             rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._compression)
             p.grad = rows.to_dense() if i in report.dense else rows
         self._sparse = (self._sparse | report.sparse) - (report.dense - report.sparse)

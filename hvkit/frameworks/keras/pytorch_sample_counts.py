@@ -1,0 +1,73 @@
+"""How many samples, tokens or weights the ranks' losses are means over, on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hvkit.communication.group import Group
+from hvkit.frameworks.pytorch.collectives.wire import Wire
+
+
+class PyTorchSampleCounts:
+    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.Totals``.
+
+    The sum of rows travels while the model computes. Whoever needs it first waits for it: the first
+    gradients that are sent, in general.
+
+    Args:
+        name: the same on every rank, and no other model's.
+        group: the ranks that train the model.
+    """
+
+    def __init__(self, name: str, group: Group) -> None:
+        self._name = name
+        self._wire = Wire("checks", group)
+        self._rows = 0
+        self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._handle: int | None = None
+        self._in_step = False
+        # Which comparisons have been made.
+        self._reported: set[str] = set()
+
+    def begin(self, inputs: torch.Tensor) -> None:
+        """Note how many rows this rank has, those of the inputs."""
+        self._arrive()  # of a step that failed
+        self._rows, self._in_step = len(inputs), True
+        self._total.fill_(self._rows)
+        self._handle = self._wire.start_sum(self._total, f"{self._name}.rows")
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._arrive()
+        self._in_step = False
+
+    def _arrive(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._wire.wait(handle)
+
+    def weight(self) -> float:
+        """How often the gradients of this rank count in the mean over ranks."""
+        if not self._in_step:
+            return 1.0
+        self._arrive()
+        return self._rows * self._wire.size / self._total.item()
+
+    def of(self, count: torch.Tensor | None, number: int) -> tuple[float, torch.Tensor]:
+        """The rows of all ranks for each of this rank, and a count over all ranks."""
+        self._arrive()
+        share = self._total.item() / self._rows if self._rows else 0.0
+        if count is None:
+            return share, self._total
+        return share, self._wire.sum(count.reshape(1), f"{self._name}.{number}")[0]
+
+    def once(
+        self, key: str, values: Callable[[], Sequence[torch.Tensor]], report: Callable[..., None]
+    ) -> None:
+        """In the first step, pass the values of some tensors to ``report``, as NumPy arrays."""
+        if key not in self._reported:
+            self._reported.add(key)
+            with torch.no_grad():
+                report(*(each.cpu().numpy() for each in values()))

@@ -1,0 +1,183 @@
+"""Losses of Keras whose mean is not over samples, for tests on each backend."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses
+from ranks import largest_difference, same_on_all_ranks
+
+import hvkit
+from hvkit import main_rank
+
+WORDS, CLASSES, LENGTH, STEPS = 20, 5, 8, 4
+
+
+def sequences(per_rank=3):
+    """Words, 0 beyond the end of a text, and classes: texts of rank r are longer than of r - 1."""
+    rng = np.random.default_rng(0)
+    rows = STEPS * per_rank * hvkit.size()
+    lengths = 1 + np.arange(rows) % hvkit.size() * 3 + rng.integers(0, 2, rows)
+    shown = np.arange(LENGTH) < lengths[:, None]
+    words = rng.integers(1, WORDS, (rows, LENGTH)) * shown
+    return words.astype(np.int32), rng.integers(0, CLASSES, (rows, LENGTH)), shown
+
+
+def tagger(seed, masks):
+    """A class for each word."""
+    random.seed(seed)
+    inner = [layers.Embedding(WORDS, 6, mask_zero=masks), layers.Dense(8, "tanh")]
+    return keras.Sequential([keras.Input((LENGTH,), dtype="int32"), *inner, layers.Dense(CLASSES)])
+
+
+def classes(**options):
+    return losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def masked_embedding():
+    words, targets, _ = sequences()
+    return lambda seed: tagger(seed, True), classes(), (words, targets), {}
+
+
+def ignored_class():
+    words, targets, shown = sequences()
+    loss = classes(ignore_class=-1)
+    return lambda seed: tagger(seed, False), loss, (words, np.where(shown, targets, -1)), {}
+
+
+def weighted_mean():
+    words, targets, shown = sequences()
+    loss = classes(reduction="mean_with_sample_weight")
+    return lambda seed: tagger(seed, False), loss, (words, targets, shown * 1.5), {}
+
+
+def weights_and_mask():
+    words, targets, shown = sequences()
+    loss = classes(reduction="mean_with_sample_weight")
+    return lambda seed: tagger(seed, True), loss, (words, targets, shown * targets / 3), {}
+
+
+def mean_of_weighted_samples():
+    words, targets, shown = sequences()
+    return lambda seed: tagger(seed, False), classes(), (words, targets, shown * 1.5), {}
+
+
+def sum_of_losses():
+    words, targets, _ = sequences()
+    return lambda seed: tagger(seed, False), classes(reduction="sum"), (words, targets), {}
+
+
+def two_outputs(penalised=False):
+    words, targets, _ = sequences()
+
+    def make(seed):
+        random.seed(seed)
+        x = keras.Input((LENGTH,), dtype="int32")
+        penalty = "l2" if penalised else None
+        h = layers.Embedding(WORDS, 6, mask_zero=True, embeddings_regularizer=penalty)(x)
+        h = layers.Dense(8, "tanh", activity_regularizer=penalty)(h)
+        tags = layers.Dense(CLASSES, name="tags")(h)
+        first = layers.Dense(1, name="first")(layers.Flatten()(layers.Dense(2)(h)))
+        return keras.Model(x, {"tags": tags, "first": first})
+
+    data = words, {"tags": targets, "first": targets[:, :1].astype(float)}
+    loss = {"tags": classes(), "first": "mse"}
+    return make, loss, data, {"loss_weights": {"tags": 1.0, "first": 0.3}}
+
+
+CASES = {
+    "masked embedding": masked_embedding,
+    "ignored class": ignored_class,
+    "mean with sample weights": weighted_mean,
+    "sample weights and a mask": weights_and_mask,
+    "mean of weighted samples": mean_of_weighted_samples,
+    "sum": sum_of_losses,
+    "two outputs": two_outputs,
+    "penalties": lambda: two_outputs(penalised=True),
+}
+
+
+def mine(data):
+    return keras.tree.map_structure(lambda each: each[hvkit.rank() :: hvkit.size()], data)
+
+
+def trained(model, optimizer, loss, data, batch_size, **options):
+    model.compile(optimizer=optimizer, loss=loss, **options)
+    named = dict(zip(("x", "y", "sample_weight"), data, strict=False))
+    return model.fit(**named, batch_size=batch_size, epochs=2, shuffle=False, verbose=0).history
+
+
+def equals_one_process(case, optimizer=lambda: keras.optimizers.SGD(0.1), strategy=None, **way):
+    make, loss, data, options = CASES[case]()
+    reference = make(0)
+    expected = trained(reference, optimizer(), loss, data, 3 * hvkit.size(), **options)
+    model, own = hvkit.distribute(
+        make(hvkit.rank()), optimizer(), strategy=strategy or hvkit.Synchronous()
+    )
+    history = trained(model, own, loss, mine(data), 3, **options, **way)
+    assert same_on_all_ranks(model.get_weights())
+    assert largest_difference(model.get_weights(), reference.get_weights()) < 1e-12
+    for name, values in expected.items():
+        assert history[name] == pytest.approx(values, rel=1e-12), name
+
+
+def uneven_batches(rows_of_ranks):
+    """Batches of other sizes on each rank, the whole of each step, and this rank's."""
+    rng = np.random.default_rng(0)
+    whole = [
+        (rng.normal(size=(sum(rows), 8)), rng.normal(size=(sum(rows), 4))) for rows in rows_of_ranks
+    ]
+    own = []
+    for rows, batch in zip(rows_of_ranks, whole, strict=True):
+        start = sum(rows[: hvkit.rank()])
+        own.append(tuple(each[start : start + rows[hvkit.rank()]] for each in batch))
+    return whole, own
+
+
+def warnings_of(loss, caplog, **options):
+    """What rank 0 logs while steps train with a loss of 5 labels; a collective."""
+
+    def make():
+        random.seed(0)
+        return keras.Sequential([keras.Input((8,)), layers.Dense(CLASSES, "sigmoid")])
+
+    main_rank._logged.clear()
+    rng = np.random.default_rng(hvkit.rank())
+    data = rng.random((12, 8)), rng.integers(0, 2, (12, CLASSES)).astype(float)
+    model, optimizer = hvkit.distribute(make(), keras.optimizers.SGD(0.1))
+    caplog.clear()
+    trained(model, optimizer, loss, data, 6, **options)
+    return hvkit.broadcast([each.getMessage() for each in caplog.records])
+
+
+def ratio(y, p):
+    """A mean over what counts, which another number of samples has on each rank."""
+    counts = y[:, 0]
+    return keras.ops.sum((y - p)[:, 1] ** 2 * counts) / keras.ops.sum(counts)
+
+
+NO_MEANS = {"dice": losses.Dice, "tversky": losses.Tversky, "ratio": lambda: ratio}
+MEANS = {
+    "mean": lambda: lambda y, p: keras.ops.mean((y - p) ** 2),
+    "of each sample": lambda: lambda y, p: keras.ops.mean((y - p) ** 2, axis=-1),
+    "dice of each sample": lambda: losses.Dice(axis=1),
+    "Keras's own": losses.BinaryCrossentropy,
+}
+
+
+def names_losses_that_are_no_means(caplog, **way):
+    """Checks that the first step names these, and only these."""
+    for name, make in NO_MEANS.items():
+        (text,) = warnings_of(make(), caplog, **way)
+        assert f"loss {name!r} is no mean over samples" in text
+    for make in MEANS.values():
+        assert not warnings_of(make(), caplog, **way)
+
+
+def names_a_factor_for_a_sum(caplog):
+    """Checks that a factor that older scripts have is named, and another one is not."""
+    loss = losses.MeanSquaredError(reduction="sum")
+    (text,) = warnings_of(loss, caplog, loss_weights=float(hvkit.size()))
+    assert f"loss_weights={hvkit.size()}.0 is the number of ranks" in text
+    assert not warnings_of(loss, caplog, loss_weights=0.5)
