@@ -221,9 +221,9 @@ def _name_if_no_mean(name: str, half: Any, everything: Any, whole: Any, *halves:
     warn_once(
         f"no mean {name}",
         f"loss {name!r} is no mean over samples: it is {np.mean(whole):.4g} of a batch, "
-        f"{np.mean(first):.4g} and {np.mean(second):.4g} of its halves. Each rank computes it of its "
-        "own samples, so N ranks do not train as one process with all of them. Write a ratio of "
-        "sums as hvkit.mean(total, count), multiply a sum by hvkit.size(), and for a loss of all "
+        f"{np.mean(first):.4g} and {np.mean(second):.4g} of its halves. Each rank computes it of "
+        "its own samples, so N ranks do not train as one process with all of them. Write a ratio "
+        "of sums as hvkit.mean(total, count), multiply a sum by hvkit.size(), and for a loss of all "
         "samples together gather them with hvkit.allgather",
     )
 

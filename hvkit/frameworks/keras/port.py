@@ -230,8 +230,7 @@ class KerasPort:
             keeper = local = self._local_weights(strategy, inner)
         else:
             assert isinstance(strategy, Averaging)
-            accumulates = any(each.gradient_accumulation_steps for each in updating(inner))
-            self._samples = SampleCounts(self._name(), self.options.group, accumulates)
+            self._samples = self._counts()
             for each in inner:
                 average = self._average(strategy)
                 average_in_apply(each, average, self._before_update, self._nonfinite())
@@ -250,6 +249,10 @@ class KerasPort:
             share_results(model, self.averagers, end_epoch, self.options.group, local, marks)
             vars(model)[_KEEPER] = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper
+
+    def _counts(self) -> SampleCounts:
+        accumulates = any(each.gradient_accumulation_steps for each in updating(self.optimizers))
+        return SampleCounts(self._name(), self.options.group, accumulates)
 
     def _nonfinite(self) -> NonFinite | None:
         if self.options.on_nonfinite == "ignore":

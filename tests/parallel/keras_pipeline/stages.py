@@ -113,7 +113,7 @@ def gradients_of(compute, model):
     return loss.detach(), [v.value.grad for v in model.trainable_variables]
 
 
-def one_process(model, optimizer, x, y, epochs=1, weights=None, micro=MICRO):
+def one_process(model, optimizer, x, y, epochs=1, weights=None, micro=MICRO, reduction="mean"):
     """Train, and return the mean loss of the last epoch."""
     size = PER_ROW * ROWS
     for _ in range(epochs):
@@ -123,7 +123,8 @@ def one_process(model, optimizer, x, y, epochs=1, weights=None, micro=MICRO):
 
             def loss(batch=slice(s, s + size), kind=kind):
                 predicted = in_microbatches(model, x[batch], micro)
-                found = keras.losses.MeanSquaredError()(y[batch], predicted, kind)
+                mse = keras.losses.MeanSquaredError(reduction=reduction)
+                found = mse(y[batch], predicted, kind)
                 return found + sum(model.losses)
 
             total, gradients = gradients_of(loss, model)

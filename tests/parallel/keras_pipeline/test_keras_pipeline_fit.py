@@ -192,6 +192,23 @@ def test_several_steps_per_execution(steps):
         )
 
 
+def test_a_mean_by_weights_is_that_of_all_rows():
+    reduction = "mean_with_sample_weight"
+    with keras_in_float64():
+        alone = built(residual)
+        x, y = data(alone, 2 * PER_ROW)
+        # Samples of the first row weigh more.
+        weights = np.random.default_rng(1).uniform(0, 2, size=len(x)) + np.arange(len(x)) % ROWS
+        expected = one_process(alone, adam(), x, y, weights=weights, reduction=reduction)
+        model, optimizer = distributed(residual)
+        model.compile(optimizer, keras.losses.MeanSquaredError(reduction=reduction))
+        history = model.fit(
+            mine(x), mine(y), PER_ROW, sample_weight=mine(weights), shuffle=False, verbose=0
+        )
+        assert history.history["loss"] == pytest.approx([expected], rel=1e-12)
+        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+
+
 @one_pipeline
 def test_weights_of_samples_count_in_the_whole_batch():
     with keras_in_float64():

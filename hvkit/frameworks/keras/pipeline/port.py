@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvkit.frameworks.keras.averaged_updates import average_in_apply, finite_in, skip_together
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.initial_state import Together
+from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
@@ -44,6 +45,8 @@ class KerasMeshPort(KerasPort):
         self._pending, self._optimizers_pending = [], False
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        if self.options.group.size > 1:
+            self._samples = self._counts()
         for each in updating(self.optimizers):
             self._average_in(each)
             skip_together(each, self._finite_on_all())
@@ -51,7 +54,10 @@ class KerasMeshPort(KerasPort):
         if self.options.batch_norm == "average" and self.options.group.size > 1:
             wait = self._wait(self._name())
         end_epoch = functools.partial(self._end_epoch, wait)
-        return self._divided.attach(self.averagers, end_epoch, marks, self.options.group), None
+        records = self._divided.attach(self.averagers, end_epoch, marks, self.options.group)
+        if self._samples:
+            use_counts_of_all_ranks(self.models[0], self._samples)
+        return records, None
 
     def _take_part(self, pipelined: PipelinedModel) -> None:
         """Average and compare what this rank holds."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvkit.frameworks.keras.as_pytorch import KerasStep, ModelWeights
 from hvkit.frameworks.keras.initial_state import Together
+from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
@@ -16,6 +17,7 @@ from hvkit.frameworks.keras.pipeline.refusals import (
     refuse_models,
     refuse_optimizers_in_parts,
 )
+from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
 from hvkit.frameworks.pytorch import PyTorchPort
 from hvkit.sync.distributed_objects import record
 from hvkit.sync.port import Keeper, Options, Record
@@ -41,7 +43,13 @@ class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
         self._divided.synchronise()
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        return self._divided.attach((), self._end_epoch, list, self.options.group), None
+        group = self.options.group
+        if group.size > 1:
+            self._samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
+        records = self._divided.attach((), self._end_epoch, list, group)
+        if self._samples:
+            use_counts_of_all_ranks(self.models[0], self._samples)
+        return records, None
 
     def _take_part(self, pipelined: PipelinedModel) -> None:
         """Average and compare what this rank holds."""
@@ -56,6 +64,8 @@ class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
             step.may_update(self.model.trainable_variables)
         port = PyTorchPort([ModelWeights(self.model)], steps, replace(self.options, mesh=None))
         reducer, keeper = port.average_in_passes()
+        if self._samples:
+            reducer.own_weight = self._samples.weight
         record(self.models, [], keeper, self.options.group if keeper else None)
 
         def around_backward() -> Callable[[], None]:
