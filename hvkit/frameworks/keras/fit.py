@@ -19,6 +19,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras.callbacks import Averager, Epoch, Parts, RoundsOfFit, for_this_rank
+from hvkit.frameworks.keras.loss_means import noted_of
 from hvkit.frameworks.keras.metric_results import over_all_ranks
 from hvkit.watch.calls import call_within, translated
 
@@ -117,6 +118,8 @@ def with_callbacks_of_this_rank(
                 given, epoch.group, epoch if trains else None, model
             )
         aside = _each_epoch_to_its_end(epoch.rounds) if trains else epoch.set_aside()
+        if not trains:
+            noted_of(model)  # what a pass that failed has left
         with aside, call_within(method.__name__), translated():
             try:
                 return method(*args, **kwargs)

@@ -11,8 +11,10 @@ of ``S_r / D_r`` is the same only if all ``D_r`` are equal.
   counts as often as it has rows, is that of one process. It is the loss that Keras reports, since
   Keras weights what it reports by rows, too. A sum, ``reduction="sum"``, has a count of 1 for all.
 
-This holds inside ``train_step``, which every rank runs; everywhere else, as in ``evaluate``, a loss
-is that of the rank's own batch.
+This holds inside ``train_step``, which every rank runs. In ``test_step`` ranks may have other
+numbers of batches, so none waits there: each notes ``S_r`` and ``D_r`` of its batches, and at the
+end the reported losses are corrected (``metric_results``). Elsewhere a loss is that of the rank's
+own batch.
 
 A loss that is no mean over samples, as Dice, contrastive losses, and functions of the script that
 return a ratio of sums, cannot be made right here. The first step compares such a loss of the batch
@@ -24,7 +26,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from itertools import zip_longest
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -70,51 +74,116 @@ class Totals(Protocol):
             report: what takes them.
         """
 
+    def note(self, numbers: Sequence[Any]) -> None:
+        """Keep a step's scalars until the end of a pass over data."""
+
+    def noted(self) -> list[np.ndarray[Any, Any]]:
+        """What was noted since the last call: float64 arrays, one for each step."""
+
 
 class _Step:
-    """A ``train_step`` of a model under way."""
+    """A ``train_step`` or ``test_step`` of a model under way.
 
-    def __init__(self, model: keras.Model, totals: Totals) -> None:
+    Attributes:
+        losses: how many have been reduced.
+        noted: in a ``test_step``, of each loss with a count of its own: its number, whether it is a
+            mean, whether its tracker counts rows, the sum, and the count.
+    """
+
+    def __init__(self, model: keras.Model, totals: Totals, trains: bool) -> None:
         self.model = model
         self.totals = totals
-        self._calls = 0
-
-    def next_number(self) -> int:
-        """Of a loss in this step."""
-        self._calls += 1
-        return self._calls
+        self.trains = trains
+        self.losses = 0
+        self.noted: list[Any] = []
 
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
+_totals: WeakKeyDictionary[keras.Model, Totals] = WeakKeyDictionary()
 
 
-def use_counts_of_all_ranks(model: keras.Model, totals: Totals) -> None:
-    """Make losses in the model's ``train_step`` those of all ranks' samples.
+def use_counts_of_all_ranks(model: keras.Model, totals: Totals, *, trains: bool = True) -> None:
+    """Make losses in the model's ``train_step`` and ``test_step`` those of all ranks' samples.
 
     Args:
-        model: a distributed one, whose gradients are averaged in every step.
+        model: a distributed one.
         totals: of its port.
+        trains: whether its gradients are averaged in every step, so that ``train_step`` is meant.
     """
-    train_step = model.train_step
+    _totals[model] = totals
+    if trains:
+        model.train_step = _counted(model, model.train_step, totals, trains=True)
+        _compare_with_halves()
+    model.test_step = _counted(model, model.test_step, totals, trains=False)
+    _share_reduction()
 
-    @functools.wraps(train_step)
-    def over_all_ranks(data: Any) -> Any:
+
+def _counted(
+    model: keras.Model, method: Callable[[Any], Any], totals: Totals, *, trains: bool
+) -> Callable[[Any], Any]:
+    @functools.wraps(method)
+    def counted(data: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         tensors = [each for each in keras.tree.flatten(x) if each is not None]
         if not tensors or not ops.is_tensor(tensors[0]) or not tensors[0].shape:
-            return train_step(data)
-        totals.begin(tensors[0])
-        token = _step.set(_Step(model, totals))
+            return method(data)
+        if trains:
+            totals.begin(tensors[0])
+        step = _Step(model, totals, trains)
+        token = _step.set(step)
         try:
-            logs = train_step(data)
+            logs = method(data)
         finally:
             _step.reset(token)
-        totals.end()
+        if trains:
+            totals.end()
+        elif step.noted:
+            totals.note([ops.shape(tensors[0])[0], step.losses, *step.noted])
         return logs
 
-    model.train_step = over_all_ranks
-    _share_reduction()
-    _compare_with_halves()
+    return counted
+
+
+def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
+    """What the ``test_step`` of a model has noted on this rank since the last call."""
+    return _totals[model].noted() if model in _totals else []
+
+
+def corrections(
+    model: keras.Model, everyone: Sequence[Sequence[np.ndarray[Any, Any]]]
+) -> dict[int, float]:
+    """What to add to the totals of the losses that Keras reports, added up over ranks.
+
+    Args:
+        model: whose ``test_step`` has noted losses.
+        everyone: of each rank, what ``noted_of`` returned.
+
+    Returns:
+        By the id of a metric's variable; nothing if a ``test_step`` of the script's reduces other
+        losses than those of ``compile``.
+    """
+    compiled: Any = getattr(model, "_compile_loss", None)
+    losses = getattr(compiled, "_flat_losses", None) or ()
+    found: dict[int, float] = {}
+    for steps in zip_longest(*everyone):  # the ranks' batches that one process has in one
+        held = [each for each in steps if each is not None]
+        if any(each[1] != len(losses) for each in held):
+            return {}
+        rows = np.array([each[0] for each in held])
+        of_ranks = np.array([each[2:].reshape(-1, 5) for each in held])
+        for at, (number, mean, by_rows, *_) in enumerate(of_ranks[0]):
+            sums, counts = of_ranks[:, at, 3:].T
+            own = sums / np.where(counts, counts, 1) if mean else sums
+            whole = sums.sum() / (counts.sum() or 1) if mean else sums.sum()
+            _, _, weight, _ = losses[int(number)]
+            trackers = [(model._loss_tracker, rows * (1.0 if weight is None else float(weight)))]
+            if len(losses) > 1:
+                counted = rows if by_rows else np.ones_like(rows)
+                trackers.append((compiled.metrics[int(number)], counted))
+            for tracker, counted in trackers:
+                change = counted.sum() * whole - counted @ own
+                found[id(tracker.total)] = found.get(id(tracker.total), 0.0) + change
+    return found
 
 
 @functools.cache
@@ -132,17 +201,29 @@ def _share_reduction() -> None:
     ) -> Any:
         loss = reduce(values, sample_weight, mask, reduction, dtype)
         step = _step.get()
-        if step is None or not ops.is_tensor(values) or not values.shape:
+        if step is None:
             return loss
-        if reduction == "sum":
+        number = step.losses
+        step.losses += 1
+        if not ops.is_tensor(values) or not values.shape:
+            return loss
+        count = None if reduction == "sum" else _count(values, sample_weight, mask, reduction)
+        if reduction != "sum" and count is None:
+            return loss
+        if not step.trains:
+            own = ops.cast(loss, "float64")
+            parts = [own, 1.0] if count is None else [own * count, count]
+            # Keras counts batches alike in an output's loss if the graph does not know their size.
+            by_rows = values.shape[0] is not None
+            step.noted += [number, count is not None, by_rows, *parts]
+            return loss
+        if count is None:
             _warn_of_factor(step.model)
-            factor, _ = step.totals.of(None, step.next_number())
-        elif (count := _count(values, sample_weight, mask, reduction)) is not None:
-            count = ops.stop_gradient(count)
-            share, total = step.totals.of(count, step.next_number())
-            factor = share * ops.divide_no_nan(count, total)
+            factor, _ = step.totals.of(None, number)
         else:
-            return loss
+            count = ops.stop_gradient(count)
+            share, total = step.totals.of(count, number)
+            factor = share * ops.divide_no_nan(count, total)
         return loss * ops.convert_to_tensor(factor, loss.dtype)
 
     keras_losses.reduce_weighted_values = over_all_ranks
@@ -169,7 +250,7 @@ def _compare_with_halves() -> None:
     @functools.wraps(call)
     def compared(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         step = _step.get()
-        if step is not None and not _is_mean_over_samples(self):
+        if step is not None and step.trains and not _is_mean_over_samples(self):
             as_tensor = functools.partial(ops.convert_to_tensor, dtype=self.dtype)
             data = keras.tree.map_structure(as_tensor, (y_true, y_pred))
             first = keras.tree.flatten(data[1])[0]
@@ -223,8 +304,8 @@ def _name_if_no_mean(name: str, half: Any, everything: Any, whole: Any, *halves:
         f"loss {name!r} is no mean over samples: it is {np.mean(whole):.4g} of a batch, "
         f"{np.mean(first):.4g} and {np.mean(second):.4g} of its halves. Each rank computes it of "
         "its own samples, so N ranks do not train as one process with all of them. Write a ratio "
-        "of sums as hvkit.mean(total, count), multiply a sum by hvkit.size(), and for a loss of all "
-        "samples together gather them with hvkit.allgather",
+        "of sums as hvkit.mean(total, count), multiply a sum by hvkit.size(), and gather samples "
+        "that a loss needs together with hvkit.allgather",
     )
 
 

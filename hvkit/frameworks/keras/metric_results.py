@@ -16,6 +16,7 @@ import numpy as np
 
 from hvkit.communication import collectives
 from hvkit.communication.group import Group
+from hvkit.frameworks.keras.loss_means import corrections, noted_of
 from hvkit.main_rank import warn_once
 
 Number = np.ndarray[Any, Any] | float
@@ -44,17 +45,23 @@ def over_all_ranks(
     from_state = own is not logs
     variables = [v for metric in model.metrics for v in metric.variables]
     state = [v.numpy() for v in variables] if from_state else None
-    everyone = collectives.gather("fit or evaluate", (state, _numbers(own)), group)
-    states = [theirs for theirs, _ in everyone if theirs is not None]
-    results = [theirs for _, theirs in everyone if theirs]
+    mine = state, _numbers(own), noted_of(model)
+    everyone = collectives.gather("fit or evaluate", mine, group)
+    states = [theirs for theirs, *_ in everyone if theirs is not None]
+    results = [theirs for _, theirs, _ in everyone if theirs]
     if states:
         if state is not None:
-            own = _result_of(variables, _combined(variables, states), state, lambda: read(logs))
+            combined = _combined(variables, states)
+            changes = corrections(model, [noted for *_, noted in everyone])
+            for at, variable in enumerate(variables):
+                if id(variable) in changes:
+                    combined[at] = (combined[at] + changes[id(variable)]).astype(combined[at].dtype)
+            own = _result_of(variables, combined, state, lambda: read(logs))
         _warn_of_sums(model, _numbers(own), results, group)
         own = _agreed(own, group)
     elif own:
         own = _means(own, results)
-    with_data = [bool(theirs or numbers) for theirs, numbers in everyone]
+    with_data = [bool(theirs or numbers) for theirs, numbers, _ in everyone]
     return own if all(with_data) else _result_of_first_with_data(own, with_data, group)
 
 

@@ -184,9 +184,8 @@ class KerasOnPyTorchPort:
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         inner = [inner_optimizer(each) for each in self.optimizers]
-        if not self._rounds:
-            name = self.options.group.numbered("hvkit")
-            self._samples = PyTorchSampleCounts(name, self.options.group)
+        group = self.options.group
+        self._samples = samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
         for model in self.models:
             refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
             if getattr(model, "compiled", False) and model.jit_compile:
@@ -197,8 +196,7 @@ class KerasOnPyTorchPort:
                     "trace the communication between ranks",
                 )
             train_uncompiled(model)
-            if self._samples:
-                use_counts_of_all_ranks(model, self._samples)
+            use_counts_of_all_ranks(model, samples, trains=self._rounds is None)
             share_results(model, (), self._end_epoch, self.options.group, self._rounds)
         if self._rounds:
             let_differ([self.model, *self.models], inner)

@@ -226,11 +226,11 @@ class KerasPort:
         local: TensorFlowRoundKeeper | ServedModel | None = None
         keeper: Keeper | None = None
         compression = self.options.compression
+        self._samples = self._counts()
         if isinstance(strategy := self.options.strategy, Rounds | ParameterServer):
             keeper = local = self._local_weights(strategy, inner)
         else:
             assert isinstance(strategy, Averaging)
-            self._samples = self._counts()
             for each in inner:
                 average = self._average(strategy)
                 average_in_apply(each, average, self._before_update, self._nonfinite())
@@ -244,8 +244,7 @@ class KerasPort:
             wait = self._wait(self._name())
         end_epoch = functools.partial(self._end_epoch, wait)
         for model in self.models:  # which keep all that is here by this
-            if self._samples:
-                use_counts_of_all_ranks(model, self._samples)
+            use_counts_of_all_ranks(model, self._samples, trains=local is None)
             share_results(model, self.averagers, end_epoch, self.options.group, local, marks)
             vars(model)[_KEEPER] = keeper
         return [(each, self._record(each)) for each in self.optimizers], keeper

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from hvkit.communication.group import Group
@@ -30,6 +32,7 @@ class PyTorchSampleCounts:
         self._in_step = False
         # Which comparisons have been made.
         self._reported: set[str] = set()
+        self._noted: list[Sequence[Any]] = []
 
     def begin(self, inputs: torch.Tensor) -> None:
         """Note how many rows this rank has, those of the inputs."""
@@ -71,3 +74,12 @@ class PyTorchSampleCounts:
             self._reported.add(key)
             with torch.no_grad():
                 report(*(each.cpu().numpy() for each in values()))
+
+    def note(self, numbers: Sequence[Any]) -> None:
+        """Keep a step's scalars until the end of a pass over data."""
+        self._noted.append([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
+
+    def noted(self) -> list[np.ndarray[Any, Any]]:
+        """What was noted since the last call."""
+        noted, self._noted = self._noted, []
+        return [np.array(list(map(float, each))) for each in noted]

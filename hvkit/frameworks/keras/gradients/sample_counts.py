@@ -38,6 +38,7 @@ class SampleCounts:
         self.rows: Any = 0
         # Which comparisons have been made.
         self._reported: dict[str, Any] = {}
+        self._noted: list[np.ndarray[Any, Any]] = []
 
     def begin(self, inputs: tf.Tensor) -> None:
         """Note how many rows this rank has, those of the inputs."""
@@ -89,6 +90,21 @@ class SampleCounts:
             tf.cond(done, lambda: 0, compare)
         elif not done:
             compare()
+
+    def note(self, numbers: Sequence[Any]) -> None:
+        """Keep a step's scalars until the end of a pass over data."""
+
+        def keep(row: np.ndarray[Any, Any]) -> np.int32:
+            self._noted.append(row)
+            return np.int32(0)
+
+        row = tf.stack([tf.cast(each, tf.float64) for each in numbers])
+        tf.numpy_function(keep, [row], tf.int32)
+
+    def noted(self) -> list[np.ndarray[Any, Any]]:
+        """What was noted since the last call."""
+        noted, self._noted = self._noted, []
+        return noted
 
     def warn_if(self, uneven: tf.Tensor) -> None:
         """Warn that ranks had other numbers of rows while they accumulated gradients."""
