@@ -375,6 +375,21 @@ def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, cap
     assert "ranks set HVKIT_BLOCKING_WAITS" not in printed  # the user's own
 
 
+@pytest.mark.parametrize(
+    ("changes", "greetings"),
+    [
+        ({}, False),
+        ({"verbose": True}, True),
+        ({"variables": {"TF_CPP_MIN_LOG_LEVEL": "0"}}, True),
+        ({"variables": {"TF_CPP_MIN_LOG_LEVEL": "2"}}, False),
+        ({"variables": {"TF_CPP_VMODULE": "gpu_device=1"}}, True),
+    ],
+)
+def test_greetings_of_libraries_are_shown_to_who_wants_them(hosts, monkeypatch, changes, greetings):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    assert prepared(request(**changes)).style.greetings is greetings
+
+
 LEFT = Outcome(143, "got SIGTERM", restartable=True, preempted=True, saved=5, replicas=True)
 
 
