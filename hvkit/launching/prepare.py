@@ -36,6 +36,7 @@ from hvkit.launching.supervision.protocol import (
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
+from hvkit.wording import counted
 
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 # Seconds to connect to each host, and to one that may just have been lost.
@@ -158,7 +159,7 @@ def prepared(
         crowded=bool(site.crowded),
     )
     if least is None and site.crowded:
-        logger.warning("more ranks than cores, which take turns: %s", _numbers(site.crowded))
+        logger.warning("more ranks than cores, so they take turns: %s", _numbers(site.crowded))
     if least is None and request.size is not None and job.size < request.size:
         logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.size)
     if least is None:
@@ -186,7 +187,10 @@ def _wants_logs(environ: Mapping[str, str]) -> bool:
 
 
 def _numbers(crowded: Mapping[str, tuple[int, int]]) -> str:
-    listed = (f"{ranks} on the {cpus} of {name}" for name, (ranks, cpus) in crowded.items())
+    listed = (
+        f"{counted(ranks, 'rank')} on {counted(cpus, 'core')} of {name}"
+        for name, (ranks, cpus) in crowded.items()
+    )
     return ", ".join(listed)
 
 

@@ -162,6 +162,8 @@ def test_versions_and_help(capsys):
     for words in (["-V"], ["--version"]):
         assert status(words) == 0
         assert re.fullmatch(r"hvkit \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert status([]) == 0
+    assert "\ncommands:\n" in capsys.readouterr().out
     assert status(["run", "--help"]) == 0
     text = capsys.readouterr().out
     assert "\nwhen something fails:\n  --max-restarts R " in text

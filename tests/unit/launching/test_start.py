@@ -203,7 +203,7 @@ def test_a_bare_host_has_as_many_slots_as_cpus(hosts):
 def test_more_ranks_than_cpus_on_a_host(hosts, capsys):
     run = prepared(request(hosts=(Host("node1", slots=4), Host("node2", slots=1)), size=5))
     assert "mpi_yield_when_idle" in shlex.join(run.command)
-    said = "hvkit: more ranks than cores, which take turns: 4 on the 2 of node1\n"
+    said = "hvkit: more ranks than cores, so they take turns: 4 ranks on 2 cores of node1\n"
     assert capsys.readouterr().err == said
     prepared(request(), least=1)
     assert capsys.readouterr().err == ""
