@@ -117,6 +117,10 @@ def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, cap
         (["--check-build"], "--check-build is not .*: run `hvkit doctor`$"),
         (["--fusion-threshold-mb=4", "x"], r"variable HOROVOD_FUSION_THRESHOLD \(in bytes\)"),
         (["-p", "22", "x"], "-p is not .*: for horovodrun's --ssh-port, set Port for the host in"),
+        (
+            ["-np", "2", "-c", "print(1)"],
+            "for Python's, write `python -c CODE` as COMMAND; for sru",
+        ),
         (["-bind", "x"], "unrecognized arguments: -bind"),
         (["-N2", "x"], "-N is not .*: name hosts with their ranks"),
         (["-t", "10:00", "x"], "for srun's --time, the time limit belongs in `hvkit manifest slu"),
