@@ -41,7 +41,11 @@ from hvkit.errors import HvkitError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``hvkit`` and return its exit status: 0, 1 for a failure, 2 for wrong arguments."""
+    """Run ``hvkit`` and return its exit status: 0, 1 for a failure, 2 for wrong arguments.
+
+    Without arguments it prints its help.
+    """
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with all_written():
         try:
             args = parser().parse_args(arguments)
@@ -72,7 +76,9 @@ def set_home() -> None:
 def parser() -> CommandParser:
     """The parser of the command line, with all subcommands."""
     hvkit = CommandParser(
-        prog="hvkit", description="Horovod's ring-allreduce for today's PyTorch and Keras."
+        prog="hvkit",
+        description="Run a training script of PyTorch, Keras or JAX on several processes, here or "
+        "on several hosts, and watch it.",
     )
     hvkit.add_argument(
         "-V", "--version", action="version", version=f"hvkit {metadata.version('hvkit')}"

@@ -11,6 +11,7 @@ _ONCE = (
 )
 _SCRIPT = "the script or its framework decides that"
 
+_CORES = "leave it out: each rank gets an equal share of its host's cores"
 _PORT = "set Port for the host in ~/.ssh/config"
 _LOG_DIR = "write --log-dir DIR"
 _MCA = (
@@ -96,7 +97,8 @@ _OPTIONS = {
     "run `hvkit doctor`": ("--check-build", "-cb"),
     "leave it out: hosts are checked at every start": ("--disable-cache",),
     "write --bind cores or --bind none": ("--bind-to", "-bind-to", "--binding-args"),
-    "leave it out: each rank gets an equal share of its host's cores": ("--cpus-per-task", "-c"),
+    _CORES: ("--cpus-per-task",),
+    f"for Python's, write `python -c CODE` as COMMAND; for srun's, {_CORES}": ("-c",),
     "print(os.sched_getaffinity(0)) in the script shows the cores of each rank": (
         "--report-bindings",
     ),

@@ -28,6 +28,11 @@ def add_doctor(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="also print why ranks set the variables that they set",
+    )
+    parser.add_argument(
         "--no-self-test",
         dest="self_test",
         action="store_false",
@@ -42,7 +47,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report, Terminal(highlight=False))
+        show(report, Terminal(highlight=False), verbose=args.verbose)
     return 1 if report["problems"] else 0
 
 

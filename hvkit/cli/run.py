@@ -98,7 +98,8 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     looking.add_argument(
         "--verbose",
         action="store_true",
-        help="print the exact command and the variables that each rank sets, with reasons",
+        help="print the exact command, the variables that each rank sets, with reasons, and what "
+        "TensorFlow and JAX print on each rank though nothing is wrong",
     )
     looking.add_argument(
         "--timeline",

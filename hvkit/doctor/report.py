@@ -4,6 +4,7 @@ Users send reports in issues and mails, so the home directory and the user's nam
 """
 
 import getpass
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,9 +116,12 @@ def _user() -> str | None:
         return None
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print a report of ``json_report`` as text; in colours and within its width on a terminal."""
-    rows, findings = list(_rows(report)), list(_finding_lines(report))
+def show(report: dict[str, Any], console: Console, *, verbose: bool = False) -> None:
+    """Print a report of ``json_report`` as text; in colours and within its width on a terminal.
+
+    With ``verbose``, also why ranks set variables.
+    """
+    rows, findings = list(_rows(report, verbose)), list(_finding_lines(report))
     room = max(_LEAST_OUTPUT, _SCREEN - len(rows) - len(findings) - 2)
     lines = [*findings, *_last_lines(report["self_test"], room), _result(report)]
     if console.is_terminal:
@@ -164,7 +168,7 @@ def _result(report: dict[str, Any]) -> Text:
     return Text(counted + "s" * (notes != 1), _PROBLEM if problems else _FINE)
 
 
-def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(report: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str]]:
     platform, versions = report["platform"], report["versions"]
     yield "host", f"{report['hostname']} ({', '.join(report['addresses']) or 'does not resolve'})"
     yield "system", ", ".join(filter(None, platform.values()))
@@ -185,11 +189,23 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     limits = (_limit(name, value) for name, value in report["limits"].items())
     yield "limits", ", ".join(limits)
     settings = [f"{name}={value}" for name, value in report["threads"].items()]
-    yield "variables", ", ".join([*settings, *report["environment"]]) or "none that matter"
-    for number, each in enumerate(report["set_by_ranks"]):
-        label = "" if number else "ranks set"
-        yield label, f"{each['variable']}={each['value']}: {each['reason']}"
+    yield (
+        "set in this shell",
+        ", ".join([*settings, *report["environment"]]) or "no variables that matter",
+    )
+    for number, text in enumerate(_set_by_ranks(report["set_by_ranks"], verbose)):
+        yield ("" if number else "set by each rank"), text
     yield from _self_test_rows(report["self_test"])
+
+
+def _set_by_ranks(settings: Sequence[dict[str, str]], verbose: bool) -> Iterator[str]:
+    """One line with all variables that ranks set, or one for each reason."""
+    named = [("{variable}={value}".format_map(each), each["reason"]) for each in settings]
+    if verbose:
+        for reason, group in itertools.groupby(named, lambda each: each[1]):
+            yield f"{', '.join(name for name, _ in group)}: {reason}"
+    elif named:
+        yield f"{', '.join(name for name, _ in named)} (--verbose says why)"
 
 
 def _horovod_rows(horovod: dict[str, Any] | None) -> Iterator[tuple[str, str]]:

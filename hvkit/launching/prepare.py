@@ -7,7 +7,7 @@ the command line; ``shown`` makes the line of ``--dry-run`` from it.
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -36,6 +36,7 @@ from hvkit.launching.supervision.protocol import (
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
+from hvkit.wording import counted
 
 _SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 # Seconds to connect to each host, and to one that may just have been lost.
@@ -62,7 +63,8 @@ class Request:
         lost_after: seconds without an acknowledgement after which a host counts as lost.
         grace: seconds that commands have to end, after a signal or the failure of another rank.
         style: how to show output.
-        verbose: whether to print how ranks are started, and what they set.
+        verbose: whether to print how ranks are started, what they set, and what TensorFlow and JAX
+            print though nothing is wrong.
         stall: seconds after which a rank that others wait for ends the run; ``None`` for the value
             of ``HVKIT_STALL_LIMIT_SECONDS``, or half an hour.
         timeline: a file for the trace of all ranks; None for none.
@@ -157,7 +159,7 @@ def prepared(
         crowded=bool(site.crowded),
     )
     if least is None and site.crowded:
-        logger.warning("more ranks than cores, which take turns: %s", _numbers(site.crowded))
+        logger.warning("more ranks than cores, so they take turns: %s", _numbers(site.crowded))
     if least is None and request.size is not None and job.size < request.size:
         logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.size)
     if least is None:
@@ -173,13 +175,22 @@ def prepared(
         bind=request.bind,
         hosts=tuple(host.name for host in job.hosts for _ in range(host.slots or 0)),
         here=here,
-        style=request.style,
+        style=replace(request.style, greetings=request.verbose or _wants_logs(environ)),
         call=request.call,
     )
 
 
+def _wants_logs(environ: Mapping[str, str]) -> bool:
+    """Whether the user has set that TensorFlow and JAX log more than warnings."""
+    more = ("TF_CPP_MAX_VLOG_LEVEL", "TF_CPP_VMODULE")
+    return environ.get("TF_CPP_MIN_LOG_LEVEL") == "0" or any(name in environ for name in more)
+
+
 def _numbers(crowded: Mapping[str, tuple[int, int]]) -> str:
-    listed = (f"{ranks} on the {cpus} of {name}" for name, (ranks, cpus) in crowded.items())
+    listed = (
+        f"{counted(ranks, 'rank')} on {counted(cpus, 'core')} of {name}"
+        for name, (ranks, cpus) in crowded.items()
+    )
     return ", ".join(listed)
 
 

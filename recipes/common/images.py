@@ -94,7 +94,7 @@ def load_digits(instead_of: str, why: str, scale: int, border: int, channels: in
 
     Args:
         instead_of: the name of the images that they replace, for ``origin``.
-        why: the reason, for ``origin``.
+        why: the reason, for the error.
         scale: the height and width of the square that each pixel becomes.
         border: the width of the black border, in pixels.
         channels: the number of equal colour channels, as last axis; 0 for no such axis.
@@ -124,7 +124,7 @@ def load_digits(instead_of: str, why: str, scale: int, border: int, channels: in
         Images(x, y, mean=0.1307, deviation=0.3081)
         for x, y in ((train_x, train_y), (test_x, test_y))
     )
-    origin = f"scikit-learn's 1,797 handwritten digits in place of {instead_of} ({why})"
+    origin = f"scikit-learn's 1,797 handwritten digits in place of {instead_of}"
     return Dataset(train, test, origin)
 
 

@@ -151,16 +151,17 @@ class Report:
         rate = self._images / self._seconds
         say(f"{rate:.0f} images/s in training, all ranks together")
         if sent := self._bytes_per_step():
-            parts = (f"{size / 1000:.1f} kB of {purpose}" for purpose, size in sent.items())
+            parts = (f"{size / 1000:.1f} kB of {purpose}" for purpose, size in sent)
             say(f"sent by a rank in a step, on average: {', '.join(parts)}")
 
-    def _bytes_per_step(self) -> dict[str, float]:
-        """What this rank has sent in training and testing, by purpose."""
+    def _bytes_per_step(self) -> list[tuple[str, float]]:
+        """What this rank has sent in training and testing, the most first; 50 bytes at least."""
         sent = {
             purpose: now.bytes - self._sent_before.get(purpose, NOTHING).bytes
             for purpose, now in hvkit.traffic().items()
         }
-        return {p: size / self._steps_done for p, size in sent.items() if size}
+        sizes = ((purpose, size / self._steps_done) for purpose, size in sent.items())
+        return sorted((each for each in sizes if each[1] >= 50), key=lambda each: -each[1])
 
     def _where(self) -> str:
         return f"epoch {self._epoch}/{self._flags.epochs}"

@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def digits(self, why: str) -> Dataset:
-        """The bundled digits in the shape of its images."""
+        """The bundled digits in the shape of its images; ``why`` is for errors."""
         ...
 
 
@@ -67,7 +67,7 @@ def load(
         data_dir: a folder that must hold the files, itself or in a subfolder; if it is given,
             nothing else is tried.
         download: whether to download the files that the cache lacks.
-        say: called with a line before each download.
+        say: called with a line before each download, and if the digits take the images' place.
 
     Raises:
         DataError: there are no such images; or a file is missing, damaged, or not one of them.
@@ -90,6 +90,11 @@ def load(
         except (DataError, OSError) as error:
             problem = f"no {source.name}: {tried}; download into {cache} failed: {error}"
             if dataset == "auto":
+                say(
+                    f"no {source.name} here ({tried}), nor could it be downloaded; "
+                    f"--dataset {source.key} prints why. Put its files into {cache}, or name their "
+                    "folder with --data-dir"
+                )
                 return source.digits(problem)
             raise DataError(
                 f"{problem}. Name a folder with {source.files} (plain or .gz) with --data-dir, "
@@ -106,7 +111,8 @@ def fetch(
 ) -> Path:
     """Download a file from the first mirror that has it with the right content.
 
-    The file appears in ``folder`` when it is complete and checked. Each mirror is tried twice.
+    The file appears in ``folder`` when it is complete and checked. A mirror that answers is tried
+    twice, and one that does not, once: without a network this fails at once.
 
     Args:
         file: the file's name, which follows the mirror's address.
@@ -121,18 +127,21 @@ def fetch(
     """
     try:
         import pooch
+        import requests
     except ImportError:
         raise DataError("downloads need pooch: pip install pooch") from None
     pooch.get_logger().setLevel(logging.WARNING)
-    problems = []
-    for mirror in mirrors:
+    problems: dict[str, Exception] = {}
+    for mirror in (*mirrors, *mirrors):
         url = f"{mirror}{file}.gz" if gzipped else mirror + file
+        if isinstance(problems.get(url), requests.ConnectionError):
+            continue
         try:
-            files = pooch.Pooch(folder, mirror, {file: sha256}, {file: url}, retry_if_failed=1)
+            files = pooch.Pooch(folder, mirror, {file: sha256}, {file: url})
             return Path(files.fetch(file, downloader=_unpacked if gzipped else _plain))
         except (OSError, ValueError, EOFError, zlib.error) as error:
-            problems.append(f"{url}: {_first_cause(error)}")
-    raise DataError("; ".join(problems))
+            problems[url] = error
+    raise DataError("; ".join(f"{url}: {_first_cause(why)}" for url, why in problems.items()))
 
 
 def _plain(url: str, file: str, pooch: Any) -> None:

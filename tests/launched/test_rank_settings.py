@@ -116,3 +116,15 @@ def test_what_killed_launchers_have_left_is_in_no_later_ones_way(tmp_path):
         env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_what_tensorflow_says_though_all_is_well_is_in_the_log_only(tmp_path):
+    script = "import tensorflow as tf; print(int(tf.ones(()) + 1))"
+    environment = {n: v for n, v in os.environ.items() if n != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        ["hvkit", "run", "-np", "2", f"--log-dir={tmp_path}", sys.executable, "-c", script],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n2\n", "")
+    for rank in range(2):
+        assert "oneDNN" in (tmp_path / f"rank-000{rank}.log").read_text()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import queue
+import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -37,6 +38,21 @@ _LOG = "rank-{}.log"
 LAUNCHER_LOG = "launcher.log"
 """Name of the log file of the launcher's own output."""
 
+# Lines that TensorFlow and JAX print on each rank though nothing is wrong: level INFO of C++ files,
+# in the form of TensorFlow 2.20 and the older one; warnings and errors that are known to mean
+# nothing; and Gloo's count of connections, if there are as many as it expects.
+_GREETING = re.compile(
+    rb"^(?:I0000 00:00:\d+\.\d+ +\d+ [\w.]+:\d+\] "
+    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I \S+\.(?:cc|h):\d+\] "
+    rb"|WARNING: All log messages before absl::InitializeLog\(\) is called "
+    rb"|To enable the following instructions: [^\n]+ rebuild TensorFlow "
+    rb"|(?:[EW]\d{4} |\d{4}-\d\d-\d\d )[^\n]+\] (?:Unable to register cu\w+ factory: "
+    rb"|computation placer already registered|TF-TRT Warning: Could not find TensorRT"
+    rb"|(?:\[\d+\] )?Using experimental recoverable task feature)"
+    rb"|\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. [\w ]+ is : \1\r?$)[^\n]*\n?",
+    re.MULTILINE,
+)
+
 _Work = tuple[Callable[[], None], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
@@ -51,12 +67,15 @@ class Style:
             ``None`` for none.
         ranks: the ranks whose output is shown; ``None`` for all. Log files, and the last lines in
             the report of a failure, are of all ranks.
+        greetings: whether to show the lines that TensorFlow and JAX print on each rank though
+            nothing is wrong. Log files always have them.
     """
 
     prefix: bool = False
     timestamps: bool = False
     log_dir: Path | None = None
     ranks: tuple[range, ...] | None = None
+    greetings: bool = False
 
     def shows(self, rank: int) -> bool:
         """Whether this rank's output is shown."""
@@ -251,8 +270,10 @@ class RankOutput:
         if hold:
             self._held_since = self._held_since if self._held else time.monotonic()
             self._held += data
-        else:
+        elif self._style.greetings or (kept := _GREETING.sub(b"", raw)) == raw:
             self._show(kind, data)
+        elif kept:
+            self._show(kind, self._decorated(kept) + end)
         if self._log is not None:
             try:
                 self._log.write(data)

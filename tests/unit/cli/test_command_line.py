@@ -117,6 +117,10 @@ def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, cap
         (["--check-build"], "--check-build is not .*: run `hvkit doctor`$"),
         (["--fusion-threshold-mb=4", "x"], r"variable HOROVOD_FUSION_THRESHOLD \(in bytes\)"),
         (["-p", "22", "x"], "-p is not .*: for horovodrun's --ssh-port, set Port for the host in"),
+        (
+            ["-np", "2", "-c", "print(1)"],
+            "for Python's, write `python -c CODE` as COMMAND; for sru",
+        ),
         (["-bind", "x"], "unrecognized arguments: -bind"),
         (["-N2", "x"], "-N is not .*: name hosts with their ranks"),
         (["-t", "10:00", "x"], "for srun's --time, the time limit belongs in `hvkit manifest slu"),
@@ -162,6 +166,8 @@ def test_versions_and_help(capsys):
     for words in (["-V"], ["--version"]):
         assert status(words) == 0
         assert re.fullmatch(r"hvkit \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert status([]) == 0
+    assert "\ncommands:\n" in capsys.readouterr().out
     assert status(["run", "--help"]) == 0
     text = capsys.readouterr().out
     assert "\nwhen something fails:\n  --max-restarts R " in text

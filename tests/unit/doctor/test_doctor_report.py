@@ -54,9 +54,12 @@ def without_colours(text: str) -> list[str]:
     return [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()]
 
 
-def text_of(facts: Facts, test: dict[str, Any] | None, **options: Any) -> str:
+def text_of(
+    facts: Facts, test: dict[str, Any] | None, verbose: bool = False, **options: Any
+) -> str:
     screen = io.StringIO()
-    show(json_report(facts | {"self_test": test}), Console(file=screen, **options))
+    report = json_report(facts | {"self_test": test})
+    show(report, Console(file=screen, **options), verbose=verbose)
     return screen.getvalue()
 
 
@@ -127,6 +130,20 @@ class TestText:
         # One screen has no room for both frameworks.
         assert "line of tensorflow" not in text
         assert text.endswith("2 problems, no notes\n")
+
+    def test_what_ranks_set_is_one_line_and_with_reasons_on_request(self, healthy: Facts) -> None:
+        settings = (("A", "one"), ("B", "two"), ("C", "two"))
+        ranks = [{"variable": name, "value": "1", "reason": why} for name, why in settings]
+        facts = healthy | {"set_by_ranks": ranks, "threads": {"OMP_NUM_THREADS": "2"}}
+        lines = text_of(facts, None).splitlines()
+        here = next(number for number, line in enumerate(lines) if line.startswith("set in"))
+        assert re.split(" {2,}", lines[here]) == ["set in this shell", "OMP_NUM_THREADS=2"]
+        assert lines[here + 1].endswith("A=1, B=1, C=1 (--verbose says why)")
+        assert lines[here + 2 :] == ["no problems, no notes"]
+        lines = text_of(facts, None, verbose=True).splitlines()[here + 1 :]
+        assert re.split(" {2,}", lines[0]) == ["set by each rank", "A=1: one"]
+        assert lines[1].strip() == "B=1, C=1: two"
+        assert "set by each rank" not in text_of(healthy, None)
 
     def test_brackets_are_shown_as_they_are(self, healthy: Facts) -> None:
         assert "[red]host" in text_of(healthy | {"hostname": "[red]host"}, None)

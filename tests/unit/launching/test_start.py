@@ -203,7 +203,7 @@ def test_a_bare_host_has_as_many_slots_as_cpus(hosts):
 def test_more_ranks_than_cpus_on_a_host(hosts, capsys):
     run = prepared(request(hosts=(Host("node1", slots=4), Host("node2", slots=1)), size=5))
     assert "mpi_yield_when_idle" in shlex.join(run.command)
-    said = "hvkit: more ranks than cores, which take turns: 4 on the 2 of node1\n"
+    said = "hvkit: more ranks than cores, so they take turns: 4 ranks on 2 cores of node1\n"
     assert capsys.readouterr().err == said
     prepared(request(), least=1)
     assert capsys.readouterr().err == ""
@@ -373,6 +373,21 @@ def test_a_verbose_run_lists_what_ranks_set_with_reasons(hosts, monkeypatch, cap
     line = "hvkit: ranks set OMPI_MCA_mpi_yield_when_idle=1: a rank that waits"
     assert (line in printed) == verbose
     assert "ranks set HVKIT_BLOCKING_WAITS" not in printed  # the user's own
+
+
+@pytest.mark.parametrize(
+    ("changes", "greetings"),
+    [
+        ({}, False),
+        ({"verbose": True}, True),
+        ({"variables": {"TF_CPP_MIN_LOG_LEVEL": "0"}}, True),
+        ({"variables": {"TF_CPP_MIN_LOG_LEVEL": "2"}}, False),
+        ({"variables": {"TF_CPP_VMODULE": "gpu_device=1"}}, True),
+    ],
+)
+def test_greetings_of_libraries_are_shown_to_who_wants_them(hosts, monkeypatch, changes, greetings):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    assert prepared(request(**changes)).style.greetings is greetings
 
 
 LEFT = Outcome(143, "got SIGTERM", restartable=True, preempted=True, saved=5, replicas=True)

@@ -117,10 +117,11 @@ def test_the_digits_come_in_cifars_shape_and_are_not_mirrored():
     assert "in place of CIFAR-10" in data.origin
 
 
-def test_auto_falls_back_to_the_digits_and_says_why():
+def test_auto_falls_back_to_the_digits_and_says_so(capsys):
     data = load("auto")
     assert len(data.train) == 1437
-    assert "no CIFAR-10: $HVKIT_DATA_DIR is not set; download into" in data.origin
+    said = capsys.readouterr().out
+    assert "no CIFAR-10 here ($HVKIT_DATA_DIR is not set), nor could it be downloaded" in said
 
 
 def archive(contents):

@@ -252,11 +252,33 @@ def test_mnist_never_falls_back_and_explains_all_it_tried(cache, monkeypatch, tm
         assert part in str(error.value)
 
 
-def test_auto_falls_back_to_the_digits_and_says_why():
-    data = load("auto", mirrors=[NOWHERE])
+def test_auto_falls_back_to_the_digits_and_says_so_in_two_lines(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVKIT_DATA_DIR", str(tmp_path / "empty"))
+    lines = []
+    data = load("auto", mirrors=[NOWHERE], say=lines.append)
     assert len(data.train) == 1437
-    assert "in place of MNIST" in data.origin
-    assert "refused" in data.origin
+    assert data.origin == "scikit-learn's 1,797 handwritten digits in place of MNIST"
+    downloading, why = lines
+    assert downloading.startswith("downloading train-images-idx3-ubyte")
+    empty = f"no MNIST here ($HVKIT_DATA_DIR, {tmp_path / 'empty'}, holds none of its files)"
+    assert why.startswith(empty)
+    assert f"--dataset mnist prints why. Put its files into {cache}, or" in why
+    assert NOWHERE not in why
+
+
+def test_a_mirror_that_does_not_answer_is_tried_once_and_one_that_does_twice(
+    server, sha256, folder, monkeypatch
+):
+    cut(folder / "train-images-idx3-ubyte.gz")
+    tried = []
+    plain = sources._plain
+    monkeypatch.setattr(
+        sources, "_plain", lambda url, *others: tried.append(url) or plain(url, *others)
+    )
+    with pytest.raises(DataError):
+        load("mnist", mirrors=[NOWHERE, server.url], sha256=sha256)
+    name = "train-images-idx3-ubyte.gz"
+    assert tried == [NOWHERE + name, server.url + name, server.url + name]
 
 
 def test_nothing_is_downloaded_where_that_is_left_to_another_rank(server, sha256):

@@ -70,14 +70,14 @@ def test_without_an_output_dir_there_is_no_monitor():
     assert common.make_monitor(flags(), STEPS) is None
 
 
-def test_the_end_says_the_bytes_of_a_step_by_purpose(data, monkeypatch, capsys):
+def test_the_end_says_the_bytes_of_a_step_by_purpose_the_most_first(data, monkeypatch, capsys):
     before = {"start": Sent(500, 1), "gradients": Sent(100, 1)}
-    after = before | {"gradients": Sent(30_100, 4), "checks": Sent(60, 1)}
+    after = {"checks": Sent(300, 1), **before, "gradients": Sent(30_100, 4), "few": Sent(60, 1)}
     monkeypatch.setattr(hvkit, "traffic", iter([before, after]).__next__)
     with report_of(data=data) as report:
         run(report, [3.0, 2.0, 1.0])
     said = capsys.readouterr().out
-    assert "in a step, on average: 10.0 kB of gradients, 0.0 kB of checks" in said
+    assert "in a step, on average: 10.0 kB of gradients, 0.1 kB of checks\n" in said
 
 
 def test_training_time_leaves_out_the_evaluation(data, monkeypatch, capsys):

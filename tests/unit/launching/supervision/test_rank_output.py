@@ -176,6 +176,60 @@ def test_logs_of_earlier_runs_are_kept(tmp_path):
     }
 
 
+GREETINGS = (
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+    b"I0000 00:00:1795685351.176964   27122 port.cc:153] oneDNN custom operations are on.\n"
+    b"I0000 00:00:1795685351.176964   27122 device_compiler.h:208] Compiled cluster using XLA!\n"
+    b"2026-11-26 10:00:00.000000: I tensorflow/core/util/port.cc:153] oneDNN custom operations\n"
+    b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with"
+    b" the appropriate compiler flags.\n"
+    b"E0000 00:00:1795685351.176964   27122 cuda_dnn.cc:8454] Unable to register cuDNN factory: "
+    b"Attempting to register factory for plugin cuDNN when one has already been registered\n"
+    b"2026-11-26 10:00:00.000000: E external/local_xla/xla/stream_executor/cuda/cuda_fft.cc:467] "
+    b"Unable to register cuFFT factory: Attempting to register factory for plugin cuFFT\n"
+    b"W0000 00:00:1795685351.176964   27122 computation_placer.cc:177] computation placer already "
+    b"registered. Please check linkage and avoid linking the same target more than once.\n"
+    b"W1129 08:01:11.472600    6026 coordination_service.cc:185] [173972] Using experimental "
+    b"recoverable task feature.\n"
+    b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+)
+# Each line by itself.
+NOT_GREETINGS = (
+    b"E0000 00:00:1795685351.176964   27122 cuda_executor.cc:10] failed call to cuInit\n"
+    b"F0000 00:00:1795685351.176964   27122 tensor.cc:10] Check failed: size >= 0\n"
+    b"W0000 00:00:1795685351.176964   27122 bfc_allocator.cc:501] Allocator (GPU_0_bfc) ran out of "
+    b"memory trying to allocate 2.0GiB\n"
+    b"2026-11-26 10:00:00.000000: W tensorflow/core/gpu_device.cc:2343] Cannot dlopen libraries\n"
+    b"I1129 08:01:11.472600 140123 train.py:12] step 10: loss 0.3\n"
+    b"INFO:absl:step 10\n"
+    b"2026-11-26 10:00:00.000000: I have a dream\n"
+    b"loss 0.3 I0000 00:00:1795685351.176964   27122 port.cc:153] oneDNN\n"
+    b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 31\n"
+)
+
+
+@pytest.mark.parametrize("prefix", [b"", b"[3 node2] "])
+def test_greetings_of_libraries_are_in_the_log_only(shown, tmp_path, prefix):
+    rank = output(shown, log_dir=tmp_path, prefix=bool(prefix))
+    others = NOT_GREETINGS.splitlines(keepends=True)
+    both = zip(GREETINGS.splitlines(keepends=True), others, strict=False)
+    lines = [line for two in both for line in two]
+    for line in lines:
+        rank.write(Kind.STDERR, line)
+    rank.write(Kind.STDERR, GREETINGS)
+    rank.close()
+    assert b"".join(data for _, data in shown) == b"".join(prefix + line for line in others)
+    logged = [*lines, *GREETINGS.splitlines(keepends=True)]
+    written = (tmp_path / "rank-0003.log").read_bytes()
+    assert written == b"".join(prefix + line for line in logged)
+
+
+def test_greetings_are_shown_on_request(shown):
+    rank = output(shown, greetings=True)
+    rank.write(Kind.STDERR, GREETINGS)
+    assert shown == [(Kind.STDERR, GREETINGS)]
+
+
 TRACEBACK = b"""Traceback (most recent call last):
   File "/a/train.py", line 3, in <module>
     import torch
