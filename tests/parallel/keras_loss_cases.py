@@ -200,3 +200,20 @@ def names_a_factor_for_a_sum(caplog):
     (text,) = warnings_of(loss, caplog, loss_weights=float(hvkit.size()))
     assert f"loss_weights={hvkit.size()}.0 is the number of ranks" in text
     assert not warnings_of(loss, caplog, loss_weights=0.5)
+
+
+def names_a_mask_in_a_loop(caplog, step):
+    """Checks that a loop of the script's is named if its loss has a mask, and only then.
+
+    ``step(model, optimizer, loss, x, y)``
+    """
+    words, targets, shown = sequences()
+    for ignored, said in ((None, 0), (-1, 1)):
+        main_rank._logged.clear()
+        model, optimizer = hvkit.distribute(tagger(0, False), keras.optimizers.SGD(0.1))
+        caplog.clear()
+        y = np.where(shown, targets, 0 if ignored is None else ignored)
+        step(model, optimizer, classes(ignore_class=ignored), *mine((words, y)))
+        own = [each.getMessage() for each in caplog.records if each.name == "hvkit"]
+        named = ["hvkit.mean" in each for each in hvkit.broadcast(own)]
+        assert sum(named) == said

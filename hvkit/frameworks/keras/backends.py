@@ -21,6 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 if ON_TENSORFLOW:
     import tensorflow as tf
+    from tensorflow.python.eager import record
 
 
 def outside_graphs() -> AbstractContextManager[None]:
@@ -48,6 +49,11 @@ def tensorflow_not_imported() -> Iterator[None]:
 def is_symbolic(value: Any) -> bool:
     """Whether this is a tensor of a graph, which has no value."""
     return ON_TENSORFLOW and bool(tf.is_symbolic_tensor(value))
+
+
+def may_be_differentiated(tensor: Any) -> bool:
+    """Whether a tensor is computed for gradients."""
+    return bool(record.could_possibly_record() if ON_TENSORFLOW else tensor.requires_grad)
 
 
 def not_converted(function: Function) -> Function:

@@ -14,7 +14,7 @@ of ``S_r / D_r`` is the same only if all ``D_r`` are equal.
 This holds inside ``train_step``, which every rank runs. In ``test_step`` ranks may have other
 numbers of batches, so none waits there: each notes ``S_r`` and ``D_r`` of its batches, and at the
 end the reported losses are corrected (``metric_results``). Elsewhere a loss is that of the rank's
-own batch.
+own batch; if it is for gradients, rank 0 warns.
 
 A loss that is no mean over samples, as Dice, contrastive losses, and functions of the script that
 return a ratio of sums, cannot be made right here. The first step compares such a loss of the batch
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import zip_longest
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 import numpy as np
@@ -36,6 +36,7 @@ from keras import ops
 from keras.src.losses import loss as keras_losses
 
 from hvkit import runtime
+from hvkit.frameworks.keras.backends import may_be_differentiated
 from hvkit.main_rank import warn_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -100,6 +101,8 @@ class _Step:
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
 _totals: WeakKeyDictionary[keras.Model, Totals] = WeakKeyDictionary()
+# Models whose gradients are averaged in every step.
+_averaged: WeakSet[keras.Model] = WeakSet()
 
 
 def use_counts_of_all_ranks(model: keras.Model, totals: Totals, *, trains: bool = True) -> None:
@@ -112,6 +115,7 @@ def use_counts_of_all_ranks(model: keras.Model, totals: Totals, *, trains: bool 
     """
     _totals[model] = totals
     if trains:
+        _averaged.add(model)
         model.train_step = _counted(model, model.train_step, totals, trains=True)
         _compare_with_halves()
     model.test_step = _counted(model, model.test_step, totals, trains=False)
@@ -202,6 +206,8 @@ def _share_reduction() -> None:
         loss = reduce(values, sample_weight, mask, reduction, dtype)
         step = _step.get()
         if step is None:
+            if _averaged and may_be_differentiated(loss):
+                _warn_of_own_count(_count(values, sample_weight, mask, reduction))
             return loss
         number = step.losses
         step.losses += 1
@@ -227,6 +233,18 @@ def _share_reduction() -> None:
         return loss * ops.convert_to_tensor(factor, loss.dtype)
 
     keras_losses.reduce_weighted_values = over_all_ranks
+
+
+def _warn_of_own_count(count: Any) -> None:
+    """Warn of a loss with a count of its own in a loop of the script's."""
+    if count is not None:
+        warn_once(
+            "own count",
+            "a loss of Keras divides by what a mask shows of this rank's samples, or by their "
+            "weights, where other ranks have another number: N ranks do not train as one process. "
+            "fit divides by the numbers of all ranks; in a loop of your own make the loss with "
+            "reduction=None, and write loss = hvkit.mean(sum(losses * weights), sum(weights))",
+        )
 
 
 def _warn_of_factor(model: keras.Model) -> None:

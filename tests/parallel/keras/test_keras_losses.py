@@ -10,6 +10,7 @@ from keras_loss_cases import (
     CASES,
     equals_one_process,
     names_a_factor_for_a_sum,
+    names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
     uneven_batches,
 )
@@ -92,3 +93,13 @@ def test_the_first_step_names_losses_that_are_no_means_over_samples(caplog, eage
 
 def test_a_factor_for_a_sum_is_named(caplog):
     names_a_factor_for_a_sum(caplog)
+
+
+def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
+    def step(model, optimizer, loss, x, y):
+        with tf.GradientTape() as tape:
+            found = loss(y, model(x))
+        own = model.trainable_variables
+        optimizer.apply(tape.gradient(found, own), own)
+
+    names_a_mask_in_a_loop(caplog, step)

@@ -9,6 +9,7 @@ from keras_loss_cases import (
     CASES,
     equals_one_process,
     names_a_factor_for_a_sum,
+    names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
     uneven_batches,
 )
@@ -60,3 +61,13 @@ def test_the_first_step_names_losses_that_are_no_means_over_samples(caplog):
 
 def test_a_factor_for_a_sum_is_named(caplog):
     names_a_factor_for_a_sum(caplog)
+
+
+def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
+    def step(model, optimizer, loss, x, y):
+        model.zero_grad()
+        loss(y, model(x)).backward()
+        own = model.trainable_variables
+        optimizer.apply([v.value.grad for v in own], own)
+
+    names_a_mask_in_a_loop(caplog, step)
