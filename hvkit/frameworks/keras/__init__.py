@@ -4,7 +4,7 @@ On TensorFlow, gradients are averaged inside the optimizer's own update::
 
     port                   the steps of distribute
     ├── averaged_updates   averaging in optimizer.apply, accumulation, loss scaling
-    ├── gradients/         the mean of a list of gradients (averager)
+    ├── gradients/         the mean of a list of gradients (averager), weighted by samples
     ├── weights/           for local weights: rounds, the parameter server
     ├── graph_shares       sends the variables that a rank owns
     ├── batch_norm         means of moving statistics
@@ -17,7 +17,8 @@ On TensorFlow, gradients are averaged inside the optimizer's own update::
 On PyTorch, PyTorch's port does most of it::
 
     on_pytorch             the steps of distribute
-    └── as_pytorch         models and optimizers as PyTorch's port takes them
+    ├── as_pytorch         models and optimizers as PyTorch's port takes them
+    └── pytorch_sample_counts  sums over ranks for loss_means
     pytorch_loop           the steps where optimizers are PyTorch's, in a loop of the script
 
 On JAX, XLA averages inside Keras's compiled steps::
@@ -31,6 +32,7 @@ The first two use::
     adapted                copies what rank 0's layers have learnt from data: vocabularies
     optimizers             what hvkit has to know of Keras's optimizers
     learning_rate          scaling and warm-up in optimizer.apply
+    loss_means             losses in fit that are means over all ranks' samples, tokens, weights
     fit                    fit and evaluate on all ranks
     ├── metric_results     the results of metrics over all ranks
     └── callbacks          all ranks stop together, only rank 0 writes files

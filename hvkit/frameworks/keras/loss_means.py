@@ -42,7 +42,7 @@ from hvkit.main_rank import warn_once
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-class Totals(Protocol):
+class StepTotals(Protocol):
     """What a port does for the losses of a step: sums over ranks."""
 
     def begin(self, inputs: Any) -> None:
@@ -91,7 +91,7 @@ class _Step:
             mean, whether its tracker counts rows, the sum, and the count.
     """
 
-    def __init__(self, model: keras.Model, totals: Totals, trains: bool) -> None:
+    def __init__(self, model: keras.Model, totals: StepTotals, trains: bool) -> None:
         self.model = model
         self.totals = totals
         self.trains = trains
@@ -100,12 +100,12 @@ class _Step:
 
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
-_totals: WeakKeyDictionary[keras.Model, Totals] = WeakKeyDictionary()
+_totals: WeakKeyDictionary[keras.Model, StepTotals] = WeakKeyDictionary()
 # Models whose gradients are averaged in every step.
 _averaged: WeakSet[keras.Model] = WeakSet()
 
 
-def use_counts_of_all_ranks(model: keras.Model, totals: Totals, *, trains: bool = True) -> None:
+def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: bool = True) -> None:
     """Make losses in the model's ``train_step`` and ``test_step`` those of all ranks' samples.
 
     Args:
@@ -123,7 +123,7 @@ def use_counts_of_all_ranks(model: keras.Model, totals: Totals, *, trains: bool 
 
 
 def _counted(
-    model: keras.Model, method: Callable[[Any], Any], totals: Totals, *, trains: bool
+    model: keras.Model, method: Callable[[Any], Any], totals: StepTotals, *, trains: bool
 ) -> Callable[[Any], Any]:
     @functools.wraps(method)
     def counted(data: Any) -> Any:

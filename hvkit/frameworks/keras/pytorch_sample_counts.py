@@ -13,7 +13,7 @@ from hvkit.frameworks.pytorch.collectives.wire import Wire
 
 
 class PyTorchSampleCounts:
-    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.Totals``.
+    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.StepTotals``.
 
     The sum of rows travels while the model computes. Whoever needs it first waits for it: the first
     gradients that are sent, in general.

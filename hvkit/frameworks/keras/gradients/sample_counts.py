@@ -15,7 +15,7 @@ from hvkit.main_rank import warn_once
 
 
 class SampleCounts:
-    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.Totals``.
+    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.StepTotals``.
 
     Args:
         name: the same on every rank, and no other model's.
