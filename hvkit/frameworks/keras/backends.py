@@ -53,7 +53,9 @@ def is_symbolic(value: Any) -> bool:
 
 def may_be_differentiated(tensor: Any) -> bool:
     """Whether a tensor is computed for gradients."""
-    return bool(record.could_possibly_record() if ON_TENSORFLOW else tensor.requires_grad)
+    if ON_TENSORFLOW:
+        return bool(record.could_possibly_record())
+    return bool(getattr(tensor, "requires_grad", False))
 
 
 def not_converted(function: Function) -> Function:
