@@ -32,9 +32,7 @@ from hvkit.frameworks.pytorch.gradients import step_report
 from hvkit.frameworks.pytorch.gradients.backward_passes import (
     GradientHooks,
     Window,
-    outermost_pass,
     refuse_in_pass,
-    running_pass,
 )
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, device_index
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket

@@ -40,23 +40,18 @@ class ScriptHooks:
         label: gives the name of a parameter.
         why_not: says why the gradients of a pass are not averaged at its end; None if they are, and
             "" if a hook is to see this rank's own.
-        whole, part: give the whole gradient of a parameter from this rank's part of it, and this
-            rank's part of a whole one; a collective of the ranks with other parts.
     """
 
     def __init__(
         self,
         label: Callable[[torch.Tensor], str],
         why_not: Callable[[], str | None],
-        whole: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._label, self._why_not = label, why_not
-        self._whole, self._part = whole, part
+        self._change = _Changes(label, None, None)
         self._parameters: set[torch.Tensor] = set()
         # Those with hooks, by ``id``.
         self._hooked: dict[int, torch.Tensor] = {}
-        self._calls: Counter[torch.Tensor] = Counter()
         # Of the pass that runs now: what earlier ones have left of gradients that are to come.
         self._before: dict[torch.Tensor, torch.Tensor | None] = {}
         self._pass: int | None = None
@@ -71,6 +66,20 @@ class ScriptHooks:
     def __bool__(self) -> bool:
         """Whether any parameter has hooks."""
         return bool(self._hooked)
+
+    def divide(
+        self,
+        whole: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Call hooks with whole gradients where this rank has a part of a parameter.
+
+        Args:
+            whole: gives the whole gradient of a parameter from this rank's part of it; a collective
+                of the ranks with other parts.
+            part: gives this rank's part of a whole one.
+        """
+        self._change.whole, self._change.part = whole, part
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let the hooks of more parameters wait."""
@@ -87,7 +96,7 @@ class ScriptHooks:
                     hooks[number] = _Waiting(self, parameter, hook)
                     self._hooked[id(parameter)] = parameter
         if id(parameter) in self._hooked and not getattr(parameter, _OF_GRADIENT):
-            parameter.register_hook(_Waiting(self, parameter, None))
+            parameter.register_hook(_Waiting(self, parameter, None))  # type: ignore[no-untyped-call]
 
     def waits(self, parameter: torch.Tensor) -> bool:
         """Whether hooks of a parameter that autograd calls now wait for the averaged gradient."""
@@ -102,12 +111,17 @@ class ScriptHooks:
             self._warn(parameter, why_not)
         if why_not is not None:
             return False
-        if self._pass != (now := outermost_pass(running_pass())):
-            self._before.clear()  # what a pass that failed has left
-            self._pass = now
+        self._forget_failed_passes()
         if parameter not in self._before:
             self._before[parameter], parameter.grad = parameter.grad, None
         return True
+
+    def _forget_failed_passes(self) -> None:
+        now = running_pass()
+        now = now if now == -1 else outermost_pass(now)
+        if self._pass != now:
+            self._before.clear()
+            self._pass = now
 
     def _warn(self, parameter: torch.Tensor, where: str) -> None:
         warn_once(
@@ -124,8 +138,9 @@ class ScriptHooks:
             divided: whether autograd divides the pass into several; ``run`` is called at its end.
             missed: whether other ranks may have run a pass that this one has not.
         """
-        if divided or missed:
-            self._before.clear()
+        if not self._hooked:
+            return
+        self._forget_failed_passes()
         self._divided = divided
         if not divided and (torch.is_grad_enabled() or self._why_not() is not None):
             return
@@ -145,7 +160,7 @@ class ScriptHooks:
             p.grad = earlier
             changed = gradient
             for each in _waiting(p, _OF_GRADIENT):
-                changed = self.changed(p, changed, each.hook)
+                changed = self._change(p, changed, each.hook)
             if earlier is not None:
                 same_kind = earlier.is_sparse == changed.is_sparse
                 p.grad = earlier.add_(changed) if same_kind else earlier + changed
@@ -156,29 +171,118 @@ class ScriptHooks:
             for each in _waiting(p, _OF_PARAMETER):
                 each.hook(p)
 
-    def changed(self, parameter: torch.Tensor, own: torch.Tensor, hook: Change) -> torch.Tensor:
+
+class HooksOnShards:
+    """The script's hooks on parameters of which PyTorch's ``fully_shard`` gives each rank a part.
+
+    Autograd never reaches these, so their hooks would not run. ``fully_shard`` calls those of
+    ``register_post_accumulate_grad_hook``. One of these calls the others, with whole gradients.
+
+    Args:
+        parameters: divided ones, with what they replace; hooks move from these to them.
+        label: gives the name of a parameter.
+        whole, part: as for ``ScriptHooks.divide``.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[torch.Tensor, torch.Tensor],
+        label: Callable[[torch.Tensor], str],
+        whole: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._change = _Changes(label, whole, part)
+        self._label = label
+        self._parameters = {id(p): p for p in parameters}
+        self._hooked: set[int] = set()
+        # The last gradient of each that hooks have seen.
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        _all.add(self)
+        _watch_registrations()
+        for p, replaced in parameters.items():
+            for kind in (_OF_GRADIENT, _OF_PARAMETER):
+                if p is not replaced and getattr(replaced, kind):
+                    setattr(p, kind, getattr(replaced, kind))
+            self.take(p)
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._parameters
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Call those hooks of a parameter that autograd does not reach.
+
+        Raises:
+            ValueError: one is of ``register_multi_grad_hook``, which waits for autograd.
+        """
+        for hook in (getattr(parameter, _OF_GRADIENT) or {}).values():
+            if "register_multi_grad_hook" in getattr(hook, "__qualname__", ""):
+                raise ValueError(
+                    f"register_multi_grad_hook on {self._label(parameter)}, of which each rank has "
+                    "a part, would never be called: read p.grad after backward()"
+                )
+        if getattr(parameter, _OF_GRADIENT) and id(parameter) not in self._hooked:
+            self._hooked.add(id(parameter))
+            of = weakref.ref(self)
+
+            def arrived(p: torch.Tensor) -> None:
+                if (hooks := of()) is not None:
+                    hooks._call(p)
+
+            handle: Any = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+
+    @torch.no_grad()
+    def _call(self, p: torch.Tensor) -> None:
+        if not getattr(p, _OF_GRADIENT) or p.grad is None:
+            return
+        if (seen := self._seen.get(id(p))) is not None and seen() is p.grad:
+            raise ValueError(
+                f"the hook that the script has registered on {self._label(p)} needs the gradient "
+                "of one backward pass, and PyTorch has added that of this pass to earlier ones, as "
+                "it does with divided parameters: call zero_grad(set_to_none=True) before each "
+                "backward(), or remove the hook, and change p.grad before step()"
+            )
+        for hook in list(getattr(p, _OF_GRADIENT).values()):
+            p.grad = self._change(p, p.grad, hook)
+        self._seen[id(p)] = weakref.ref(p.grad)
+
+
+class _Changes:
+    """Calls hooks with whole gradients.
+
+    Args:
+        label: gives the name of a parameter.
+        whole, part: as for ``ScriptHooks.divide``; None for whole gradients.
+    """
+
+    def __init__(self, label: Any, whole: Any, part: Any) -> None:
+        self._label, self.whole, self.part = label, whole, part
+        self._calls: Counter[torch.Tensor] = Counter()
+
+    def __call__(self, parameter: torch.Tensor, own: torch.Tensor, hook: Change) -> torch.Tensor:
         """What a hook makes of a gradient.
 
         Args:
-            own: this rank's part of it.
+            parameter: that the hook is registered on.
+            own: this rank's part of the gradient.
+            hook: the script's.
 
         Raises:
             RuntimeError: it returns something else than a tensor of the gradient's shape.
         """
-        gradient = own if self._whole is None else self._whole(parameter, own)
+        gradient = own if self.whole is None else self.whole(parameter, own)
         self._calls[parameter] += 1
         with _same_numbers(gradient, self._calls[parameter]):
             result = hook(gradient)
-        if result is None and gradient is own:
-            return own
-        result = gradient if result is None else result
+        if result is None:
+            result = gradient
         if not isinstance(result, torch.Tensor) or result.shape != gradient.shape:
             found = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result)
             raise RuntimeError(
                 f"the hook on {self._label(parameter)} must return None or a tensor of the "
                 f"gradient's shape {tuple(gradient.shape)}, got {found}"
             )
-        return result if self._part is None else self._part(parameter, result)
+        return result if self.part is None else self.part(parameter, result)
 
 
 class _Waiting:
@@ -205,7 +309,7 @@ class _Waiting:
             return None if of._divided or parameter in of._before else self.hook(argument)
         if of.waits(parameter) or self.hook is None:
             return None
-        return of.changed(parameter, argument, self.hook)
+        return of._change(parameter, argument, self.hook)
 
 
 def _waiting(parameter: torch.Tensor, kind: str) -> Iterator[_Waiting]:
@@ -230,8 +334,8 @@ def _accumulates(parameter: torch.Tensor) -> bool:
 def _same_numbers(gradient: torch.Tensor, call: int) -> Iterator[None]:
     """Let ranks with the same gradient draw the same random numbers for a while."""
     values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
-    some = values.flatten()[:: values.numel() // 256 + 1].resolve_conj().cpu()
-    seed = zlib.crc32(some.view(torch.uint8).numpy(), call)
+    some = values.flatten()[:: values.numel() // 256 + 1].resolve_conj().cpu().contiguous()
+    seed = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), call)
     devices = [gradient.device] if gradient.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)
