@@ -44,7 +44,7 @@ def test_a_hook_on_several_divided_parameters_is_refused():
     def count(model):
         register_multi_grad_hook(list(model.parameters()), print)
 
-    with pytest.raises(ValueError, match="would never be called: read p.grad"):
+    with pytest.raises(ValueError, match="would never be called"):
         differences(
             functools.partial(GPT, layers=4),
             tokens(1),

@@ -142,7 +142,8 @@ class ScriptHooks:
             return
         self._forget_failed_passes()
         self._divided = divided
-        if not divided and (torch.is_grad_enabled() or self._why_not() is not None):
+        makes_graph = self._pass != -1 and torch.is_grad_enabled()
+        if not divided and (makes_graph or self._why_not() is not None):
             return
         for p in self._hooked.values():
             if p not in self._before and not (missed and p.grad is not None):
