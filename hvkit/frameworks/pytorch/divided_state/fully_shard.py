@@ -28,6 +28,7 @@ from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order
@@ -94,6 +95,13 @@ class DividedModels:
         }
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
+        names: dict[torch.Tensor, str] = {p: name for now in after for name, p in now.items()}
+        self._script_hooks = HooksOnShards(
+            {p: old for old, p in new.items()},
+            lambda p: f"parameter {names[p]}",
+            lambda _, own: _full(own),
+            lambda p, whole: part_like(whole, p),
+        )
         # The whole state by model and name, on rank 0 inside ``gathered``.
         self._whole: dict[int, dict[str, torch.Tensor]] = {}
         for number, model in enumerate(models):
@@ -288,6 +296,14 @@ def _waited(start: Callable[[], Any], number: int, key: str, sent: torch.Tensor)
 def gathered(optimizer: Optimizer) -> Any:
     """A context in which rank 0 holds the optimizer's whole state; a collective."""
     return vars(optimizer)[_SHARDS].gathered()
+
+
+def _full(own: torch.Tensor) -> torch.Tensor:
+    """A whole gradient, from parts; a collective."""
+    assert isinstance(own, DTensor)
+    count("gradients", of_allgather(own.to_local().nbytes, own.device_mesh.size()))
+    with call("the model's forward or backward pass"), waiting_for_all_ranks():
+        return own.full_tensor()
 
 
 def part_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -253,13 +253,17 @@ class Window:
         self._last_batches: list[_LastBatch] = []
         self._reduces = True
 
-    def begin_pass(self) -> bool:
-        """Whether the pass that begins now ends with a reduction."""
+    def begin_pass(self, *, reduces: bool) -> bool:
+        """Whether the pass that begins now ends with a reduction.
+
+        Args:
+            reduces: whether each pass does.
+        """
         if self._ends_with_epoch:
             thread = _calling_thread()
             held = [each for each in list(_last_batches) if each.thread == thread]
             self._last_batches = [each for each in held if self not in each.done]
-        self._reduces = bool(self._last_batches) or self.passes + 1 >= self.length
+        self._reduces = reduces or bool(self._last_batches) or self.passes + 1 >= self.length
         return self._reduces
 
     def end_pass(self) -> bool:

@@ -29,11 +29,16 @@ from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients import step_report
-from hvkit.frameworks.pytorch.gradients.backward_passes import GradientHooks, Window, refuse_in_pass
+from hvkit.frameworks.pytorch.gradients.backward_passes import (
+    GradientHooks,
+    Window,
+    refuse_in_pass,
+)
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, device_index
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
+from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.gradients.sparse import average_rows
 from hvkit.frameworks.pytorch.gradients.step_report import Disagreement, StepReport
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps, before_unscaling, mean_of_ranks
@@ -68,6 +73,7 @@ class GradientReducer:
         keeper: of what the compression keeps; None if it keeps nothing.
         own_weight: returns how often this rank's gradients count in the mean over ranks; N ranks'
             weights add up to N. It may wait for other ranks.
+        script_hooks: those of the script on the parameters, which get averaged gradients.
     """
 
     def __init__(
@@ -116,6 +122,9 @@ class GradientReducer:
         self._hooks = GradientHooks(
             self._begin_pass, _end_pass_of_all_models, self._send, self._lock
         )
+        self.script_hooks = ScriptHooks(
+            lambda p: self._label(self._index_of[p]), self._why_hooks_do_not_wait
+        )
         _reducers[next(_reducer_ids)] = self
         self.add(parameters)
         self._sparse: Set[int] = {self._index_of[p] for p in row_sparse}
@@ -133,6 +142,7 @@ class GradientReducer:
         for p in parameters:
             i = self._index_of[p] = len(self._parameters)
             self._parameters.append(p)
+            self.script_hooks.add([p])
             if self._counts_passes and (p.is_floating_point() or p.is_complex()):
                 self._hooks.add(i, p)
         self._report = step_report.ReportVector(len(self._parameters))
@@ -155,7 +165,9 @@ class GradientReducer:
             if adopt() or self._window.waiting or optimizer_index not in self._unused:
                 with call(point, self.step, self.name):
                     self._changes.early = self._window.waiting and self._changes.changed()
+                    self.script_hooks.begin(missed=True)
                     self._reduce()
+                    self.script_hooks.run()
             self._window.end()
 
         def before(optimizer: Optimizer, closure: Closure | None) -> None:
@@ -186,6 +198,14 @@ class GradientReducer:
     def _label(self, i: int) -> str:
         return self._checks.label(i, self._parameters[i])
 
+    def _why_hooks_do_not_wait(self) -> str | None:
+        """Why the script's hooks on parameters see gradients that are not averaged; None if not."""
+        if self._strategy.has_momentum:  # no update uses a mean of gradients
+            return ""
+        if self.keeper is not None and self._window.length > 1:
+            return f"where accumulate={self._window.length} averages compressed gradients once"
+        return None
+
     def _end_step(self, optimizer: Optimizer) -> None:
         if self._state:
             self._state.commit(self._averaged)
@@ -198,7 +218,10 @@ class GradientReducer:
             self._state.refuse_another_mean("backward()")
         self._arrange()
         self._kept |= self._gradients_to_keep()
-        return self._window.begin_pass()
+        self.script_hooks.begin(divided=not self._counts_passes)
+        # One process calls them in each pass.
+        each = bool(self.script_hooks) and self._why_hooks_do_not_wait() is None
+        return self._window.begin_pass(reduces=each)
 
     def _gradients_to_keep(self) -> set[int]:
         """Indices of the parameters whose gradients must stay the same tensors.
@@ -220,6 +243,7 @@ class GradientReducer:
             with call("backward()", self.step, self.name, span=REDUCTION):
                 self._send_rest()
                 self._receive()
+                self.script_hooks.run()
 
     def _end_pass(self) -> bool:
         """Count the pass; return whether a reduction follows."""
@@ -454,3 +478,5 @@ def _end_pass_of_all_models(pass_id: int) -> None:
             reducer._send_rest()
         for reducer in reducing:
             reducer._receive()
+        for reducer in reducing:
+            reducer.script_hooks.run()

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.division import (
     ModelDivision,
@@ -332,6 +333,13 @@ class ParallelModel:
         self._replaced = {p: after[name] for name, p in own.items()}
         for p in after.values():
             mark_in_mesh(p)
+        names: dict[torch.Tensor, str] = {p: name for name, p in after.items()}
+        self._script_hooks = HooksOnShards(
+            {after[name]: p for name, p in own.items() if is_divided(after[name])},
+            lambda p: f"parameter {names[p]}",
+            lambda p, own: self._held.whole_gradient(p, own),
+            lambda p, whole: self._held.own_gradient(p, whole),
+        )
         self._kept = [p for p in after.values() if not is_divided(p)]
         return after
 
@@ -415,6 +423,11 @@ class ParallelModel:
         self._numbers = states
         if self._random and len(states) == len(self._random.state):
             self._random.state = [torch.from_numpy(state.copy()) for state in states]
+
+    @property
+    def _held(self) -> ModelParts:
+        assert self.parts is not None
+        return self.parts
 
     @property
     def is_deferred(self) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from hvkit.communication.traffic import count
+from hvkit.communication.traffic import count, of_allgather
 from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like, rows_of
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.frameworks.pytorch.model_parallel.shares import (
@@ -169,6 +169,16 @@ class ModelParts:
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's share of what has a parameter's shape, and perhaps more dimensions."""
         return self._shares.cut(name, whole)
+
+    def whole_gradient(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The whole gradient of a parameter, from this rank's; a collective of those with some."""
+        count("gradients", of_allgather(own.nbytes, len(self._ranks)))
+        with call("the model's forward or backward pass"), translated(), waiting():
+            return self._shares.whole(self._names[parameter], own)
+
+    def own_gradient(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the whole gradient of a parameter."""
+        return self._shares.of(self._names[parameter], whole, parameter)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
+from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.model_parallel.mesh_keeper import MeshKeeper
@@ -22,6 +23,7 @@ from hvkit.frameworks.pytorch.model_parallel.nonfinite import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
 from hvkit.frameworks.pytorch.model_parallel.saved_parts import ModelInParts, OptimizerInParts
 from hvkit.frameworks.pytorch.port import PyTorchPort
+from hvkit.frameworks.pytorch.refusals import is_divided
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Options, Record
@@ -182,7 +184,24 @@ class MeshPort(PyTorchPort):
                 assert keeper is not None
                 assert parallel.parts is not None
                 self._keeper.divided(keeper, parallel.parts, list(own), parallel.layout)
+        self._let_hooks_wait(own)
         return self._begin_pass
+
+    def _let_hooks_wait(self, own: dict[str, nn.Parameter]) -> None:
+        """Call the script's hooks on parameters with whole gradients of the whole batch."""
+        parts = self._parallel.parts
+        assert parts is not None
+        if self.reducer is not None:
+            hooks = self._script_hooks = self.reducer.script_hooks
+        else:
+            names: dict[torch.Tensor, str] = {
+                p: f"parameter {name}" for name, p in own.items() if not is_divided(p)
+            }
+            # Autograd's gradients are those of the batch, unless a pipeline divides it.
+            hooks = self._script_hooks = ScriptHooks(names.__getitem__, lambda: "")
+            hooks.add(names)
+        if self.mesh.mesh.tensor > 1:
+            hooks.divide(parts.whole_gradient, parts.own_gradient)
 
     def _refuse_averages(self, norms: nn.ModuleList) -> None:
         """Raise if statistics of batch norm would have to be averaged."""
@@ -195,7 +214,8 @@ class MeshPort(PyTorchPort):
 
     def _begin_pass(self) -> Callable[[], None]:
         if self.reducer is None:
-            return _nothing
+            self._script_hooks.begin(divided=True)
+            return self._script_hooks.run
         self.reducer.begin_pass()
         return self.reducer.end_pass
 

@@ -1,0 +1,209 @@
+"""Hooks of the script on parameters see what they see in one process."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from nets import alike, arrays, local, mlp, regression, sgd, train
+from ranks import error_of, largest_difference
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import functional as F
+
+import hvkit
+
+pytestmark = [pytest.mark.two_ranks, pytest.mark.usefixtures("torch_distributed")]
+
+
+def double(steps=6):
+    return [(x.double(), y.double()) for x, y in regression(steps=steps)]
+
+
+def normalised(gradient):
+    return gradient / gradient.norm()
+
+
+def clamped_in_place(gradient):
+    gradient.clamp_(-0.01, 0.01)
+
+
+def normalise_stored(parameter):
+    parameter.grad = normalised(parameter.grad)
+
+
+def hook(model, kind):
+    for p in model.parameters():
+        if kind == "stored":
+            p.register_post_accumulate_grad_hook(normalise_stored)
+        else:
+            p.register_hook(normalised)
+        if kind == "two":
+            p.register_hook(clamped_in_place)
+
+
+def train_in_passes(model, optimizer, data, passes, to_none=True):
+    for first in range(0, len(data), passes):
+        optimizer.zero_grad(set_to_none=to_none)
+        for x, y in data[first : first + passes]:
+            F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+STRATEGIES = {
+    "averaged": {},
+    "in buckets of several passes": {"accumulate": 2},
+    "sharded optimizer": {"strategy": hvkit.ShardedOptimizer()},
+    "centralized": {"strategy": hvkit.Centralized()},
+    "fully": {"strategy": hvkit.FullyShard()},
+}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("kind", ["normalised", "two", "stored"])
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_hook_changes_the_mean_over_ranks(options, kind, before):
+    passes = [1] if options == STRATEGIES["fully"] and kind != "stored" else [1, 2]
+    for number in passes:
+        reference, model = mlp().double(), mlp().double()
+        hook(reference, kind)
+        train_in_passes(reference, sgd(reference.parameters()), double(), number)
+        if before:
+            hook(model, kind)
+        model, optimizer = hvkit.distribute(model, sgd(model.parameters()), **options)
+        if not before:
+            hook(model, kind)
+        train_in_passes(model, optimizer, local(double()), number, to_none="Fully" in str(options))
+        with hvkit.settled(model):
+            state = model.state_dict() if hvkit.is_main() else {}
+        for name, value in state.items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_on_several_parameters_sees_means(mode):
+    seen = []
+    for distributed in (False, True):
+        model, norms = mlp().double(), []
+
+        def note(gradients, norms=norms):
+            each = gradients if isinstance(gradients, list) else [gradients]
+            norms.append([g.norm().item() for g in each])
+
+        register_multi_grad_hook(list(model.parameters()), note, mode=mode)
+        optimizer, data = sgd(model.parameters()), double()
+        if distributed:
+            model, optimizer = hvkit.distribute(model, optimizer)
+            data = local(data)
+        train_in_passes(model, optimizer, data, 2)
+        seen.append(norms)
+    assert len(seen[0]) == len(seen[1])
+    torch.testing.assert_close(torch.tensor(seen[1]), torch.tensor(seen[0]))
+
+
+def test_a_hook_sees_a_parameter_that_only_another_rank_uses():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 4).double(), nn.Linear(8, 4).double()
+
+        def forward(self, x, both):
+            return self.first(x) + (self.second(x) if both else 0)
+
+    (x, y), *_ = double()
+    model = Sometimes()
+    model, optimizer = hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    model.second.weight.register_hook(normalised)
+    for _ in range(2):  # the second adds to what the first has left
+        F.mse_loss(model(x, both=hvkit.rank() == 1), y).backward()
+    torch.testing.assert_close(model.second.weight.grad.norm(), torch.tensor(2.0).double())
+    optimizer.step()
+    assert alike(model)
+
+
+def test_a_hook_sees_the_mean_on_a_rank_without_a_backward_pass():
+    model, optimizer = hvkit.distribute(model := mlp(), torch.optim.SGD(model.parameters(), 0.1))
+    hook(model, "two")
+    for x, y in local(regression(steps=3)):
+        optimizer.zero_grad()
+        if hvkit.rank() == 0:
+            F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        assert max(p.grad.abs().max() for p in model.parameters()) <= 0.01
+    assert alike(model)
+
+
+def test_noise_of_hooks_is_the_same_on_all_ranks_and_new_in_each_step():
+    torch.manual_seed(hvkit.rank())
+    model, optimizer = hvkit.distribute(model := mlp(), torch.optim.SGD(model.parameters(), 0.1))
+    drawn = []
+
+    def noisy(gradient):
+        drawn.append(torch.randn_like(gradient))
+        return gradient + drawn[-1]
+
+    model[0].weight.register_hook(noisy)
+    train(model, optimizer, local(regression(steps=5)))
+    assert alike(model)
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(drawn))
+
+
+def test_a_hook_may_be_removed_and_sees_autograd_grad():
+    model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
+    first = model[0].weight
+    handle = first.register_hook(lambda gradient: gradient * 0)
+    x, y = local(regression(steps=1))[0]
+    (own,) = torch.autograd.grad(F.mse_loss(model(x), y), [first])
+    assert not own.any()
+    handle.remove()
+    F.mse_loss(model(x), y).backward()
+    assert first.grad.any()
+
+
+def test_a_wrong_shape_is_an_error():
+    model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
+    model[0].bias.register_hook(lambda gradient: gradient.sum())
+    error, text = error_of(lambda: model(torch.ones(2, 8)).sum().backward())
+    assert error is RuntimeError
+    assert "parameter 0.bias must return None or a tensor of the gradient's shape (16,)" in text
+
+
+@pytest.mark.parametrize("why", ["create_graph=True", "accumulate=2"])
+def test_own_gradients_are_named_where_hooks_must_see_them(why, capsys):
+    options = {} if "graph" in why else {"accumulate": 2, "compression": hvkit.TopK(0.5)}
+    model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()), **options)
+    model[0].weight.register_hook(normalised)
+    model(torch.randn(2, 8)).sum().backward(create_graph="graph" in why)
+    logged = capsys.readouterr().err
+    named = "registered on parameter 0.weight sees each rank's own gradient, not their mean, where"
+    assert (named in logged and why in logged) == hvkit.is_main()
+
+
+def test_divided_parameters_refuse_what_they_cannot_do():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = hvkit.distribute(model, optimizer, strategy=hvkit.FullyShard())
+    with pytest.raises(ValueError, match="would never be called"):
+        register_multi_grad_hook(list(model.parameters()), print)
+    model, optimizer = hvkit.distribute(
+        model := mlp(), sgd(model.parameters()), strategy=hvkit.FullyShard()
+    )
+    model[0].weight.register_hook(normalised)
+    x, y = local(regression(steps=1))[0]
+    F.mse_loss(model(x), y).backward()
+    error, text = error_of(lambda: F.mse_loss(model(x), y).backward())
+    assert error is ValueError
+    assert "the hook that the script has registered on parameter 0.weight" in text
+
+
+def test_each_rank_trains_on_its_own_between_rounds():
+    own, model = mlp(), mlp()
+    model, optimizer = hvkit.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.1), strategy=hvkit.LocalSGD(100)
+    )
+    data = local(regression(steps=3))
+    for each, its in ((own, copy.copy(torch.optim.SGD(own.parameters(), 0.1))), (model, optimizer)):
+        hook(each, "normalised")
+        train(each, its, data)
+    assert largest_difference(arrays(model.parameters()), arrays(own.parameters())) == 0
