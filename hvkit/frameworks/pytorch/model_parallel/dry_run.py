@@ -8,7 +8,7 @@ forward may look at it. Nothing is traced or exported.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,9 +25,13 @@ from hvkit.frameworks.pytorch.model_parallel.cut_places import (
     closed_in,
     places_in,
 )
+from hvkit.frameworks.pytorch.model_parallel.kept_results import (
+    KeptResults,
+    Path,
+    left_as_before,
+)
 from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     OnMeta,
-    attributes_kept,
     explaining_meta,
     on_meta,
     uncompiled,
@@ -69,6 +73,7 @@ class DryRun:
         saved: what is kept for backward, without parameters.
         flops: of the whole forward.
         nbytes: of its result.
+        kept: where it keeps results beside what it returns.
     """
 
     places: tuple[CutPlace, ...]
@@ -79,9 +84,16 @@ class DryRun:
     saved: tuple[Kept, ...]
     flops: int
     nbytes: int
+    kept: tuple[Path, ...] = ()
 
 
-def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> DryRun:
+def dry_run(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    passed_on: Sequence[Path] = (),
+) -> DryRun:
     """Run the model's forward without its weights.
 
     Random generators, buffers and gradients stay as they are.
@@ -90,6 +102,7 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         model: with its own forward.
         args, kwargs: of a call with some samples.
         device: of the model.
+        passed_on: where the forward keeps results that stages pass on.
 
     Raises:
         ValueError: the forward looks at a value that depends on weights.
@@ -98,12 +111,14 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
     meta, names = on_meta(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     flow.buffers = {storage_of(b): name for name, b in buffers.items()}
-    calls, saved = ModuleCalls(flow, flops, buffers), _Saved(flow, meta.values())
+    its = KeptResults(model, passed_on)
+    calls, saved = ModuleCalls(flow, flops, buffers, its), _Saved(flow, meta.values())
     hooks = calls.follow(model)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(attributes_kept(list(model.modules())))
+            anywhere = stack.enter_context(left_as_before(model))
+            its.begin()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is))
             stack.enter_context(_fused_attention(saved, device))
@@ -111,15 +126,19 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
                 stack.enter_context(mode)
             with explaining_meta():
                 args, kwargs = copied_call(args, kwargs)
+                flow.begin_with((args, kwargs))
                 out = torch.func.functional_call(
                     model, {**meta, **buffers}, args, kwargs, tie_weights=False
                 )
+            with torch._C.DisableTorchFunction():
+                changes = anywhere.changes()
+            kept, _ = its.tensors()
     finally:
         for hook in hooks:
             hook.remove()
     flow.use_all(out)
     return DryRun(
-        places=tuple(places_in(flow, calls)),
+        places=tuple(places_in(flow, calls, kept)),
         closed=tuple(closed_in(flow, calls)),
         reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
         calls=calls.begun,
@@ -127,6 +146,11 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         saved=tuple(saved.found),
         flops=flops.get_total_flops(),
         nbytes=bytes_of(tensors_in(out)),
+        kept=tuple(
+            path
+            for path, each in changes.items()
+            if any(map(flow.is_result, tensors_in(each.value)))
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -65,18 +65,6 @@ _MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
 
 def _to_meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
-
-
-@contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts attributes of modules back that a forward sets meanwhile: counters, caches."""
-    before = [(module, dict(vars(module))) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
