@@ -93,6 +93,7 @@ class TensorUses(TorchFunctionMode):
         changes: when the memory of a tensor was changed in place, by its number.
         buffers: their names, by the number of their memory.
         writes: by buffer, when it was changed last.
+        looks: when the forward has looked at a value.
     """
 
     def __init__(self) -> None:
@@ -105,6 +106,7 @@ class TensorUses(TorchFunctionMode):
         self._late: dict[int, tuple[int, torch.Tensor]] = {}
         self.buffers: dict[int, str] = {}
         self.writes: dict[str, int] = {}
+        self.looks: list[int] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.time += 1
@@ -115,7 +117,7 @@ class TensorUses(TorchFunctionMode):
             if isinstance(t, nn.Parameter):
                 self.reads.setdefault(t, []).append(self.time)
                 depends = True
-            elif t.is_meta:
+            elif t.is_meta or hasattr(t, _BORN):
                 if not hasattr(t, _BORN):  # PyTorch does not show what an autograd Function returns
                     setattr(t, _BORN, self.time - 1)
                     of_batch = True
@@ -233,6 +235,10 @@ class ModuleCalls:
         # Of the calls that are running: when they began, with what, and what they might change.
         # By module; a call that an error ends leaves one behind.
         self._running: dict[str, list[tuple[int, Any, Any]]] = {}
+        # Those that are running, the innermost last; where a value was looked at; the first error.
+        self._inside: list[str] = []
+        self.lookers: dict[str, None] = {}
+        self.looked: Exception | None = None
         self.begun: dict[str, int] = {}
         self.count: dict[str, int] = {}
         self.ended: list[_Ended] = []
@@ -251,11 +257,18 @@ class ModuleCalls:
         hooks.append(model.register_forward_hook(self._end_of_all))
         return hooks
 
+    def look(self, error: Exception) -> None:
+        """Note that the forward looks at a value now."""
+        self._flow.looks.append(self._flow.time)
+        self.lookers[self._inside[-1] if self._inside else ""] = None
+        self.looked = self.looked or error
+
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside.append(name)
         self.begun.setdefault(name, self._flow.time)
         self.count[name] = self.count.get(name, 0) + 1
         given = tree_leaves((args, kwargs))
-        before = _changeable(module, args, kwargs, self._kept)
+        before = _changeable(module, args, kwargs, self._kept), _numbers(module)
         self._running.setdefault(name, []).append((len(self.ended), given, before))
 
     def _end_of_all(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -270,9 +283,13 @@ class ModuleCalls:
                 self._flow.writes.setdefault(whole, self._flow.time)
 
     def _end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        while self._inside and self._inside.pop() != name:
+            pass  # an error has ended the call of one inside
         earlier, given, before = self._running[name].pop()
         self._note_new_buffers(name, module)
-        changes_others = _changeable(module, args, kwargs, self._kept) != before
+        changes_others = _changeable(module, args, kwargs, self._kept) != before[0]
+        if self._flow.looks and _numbers(module) != before[1]:
+            changes_others = True  # perhaps by a value that other ranks do not have
         flops = self._flops.get_total_flops()
         if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
             return  # a number, say, that may be another one in the next call
@@ -316,6 +333,15 @@ def _changeable(module: nn.Module, args: Any, kwargs: Any, passed_on: KeptResult
         ]
         versions = [_version_of(each) for each in leaves if isinstance(each, torch.Tensor)]
         return spec, list(map(id, leaves)), versions, kept
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, value)
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if isinstance(value, bool | int | float)
+    ]
 
 
 def _version_of(t: torch.Tensor) -> int:
@@ -411,7 +437,7 @@ def _sources(
     uses: TensorUses,
     calls: ModuleCalls,
 ) -> list[Result] | None:
-    """The results of modules that a later stage needs to have a tensor; None if they are not enough.
+    """The results of modules from which a later stage has a tensor; None if they are not enough.
 
     Args:
         t: made before the end of a call.
@@ -468,12 +494,33 @@ def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
     return any(storages.count(each) > 1 for each in storages[len(storages) - others :])
 
 
-def closed_in(flow: TensorUses, calls: ModuleCalls) -> Iterator[str]:
-    """The modules of whose calls later stages need to know no more than the shapes of outputs."""
+@dataclass(frozen=True)
+class Closed:
+    """A module of whose call later stages need to know no more than the shapes of its output.
+
+    Attributes:
+        module: its name.
+        begun, ended: when, in operations.
+        shapes: of its output.
+    """
+
+    module: str
+    begun: int
+    ended: int
+    shapes: tuple[torch.Size, ...]
+
+    def includes(self, time: int) -> bool:
+        """Whether an operation was in the call."""
+        return self.begun < time <= self.ended
+
+
+def closed_in(flow: TensorUses, calls: ModuleCalls) -> Iterator[Closed]:
+    """The modules that later stages need not call."""
     for each in calls.ended:
         depends = [hasattr(t, _BORN) and _is_new(t, each, calls) for t in each.tensors]
         once = calls.count[each.module] == 1 and not each.changes_others
         if once and depends and all(depends):
             made = flow.crossing(each.time, calls.begun[each.module])
             if made.keys() <= set(map(id, [*each.tensors, *each.kept])):
-                yield each.module
+                shapes = tuple(t.shape for t in each.tensors)
+                yield Closed(each.module, calls.begun[each.module], each.time, shapes)

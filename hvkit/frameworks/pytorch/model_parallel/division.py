@@ -201,6 +201,9 @@ def _with_other_mode(
         calls={**found.calls, **calls},
         writes={**found.writes, **writes},
         kept=tuple(dict.fromkeys((*found.kept, *other.kept))),
+        looking=tuple(dict.fromkeys((*found.looking, *other.looking))),
+        lookers=tuple(dict.fromkeys((*found.lookers, *other.lookers))),
+        looked=found.looked or other.looked,
     )
 
 

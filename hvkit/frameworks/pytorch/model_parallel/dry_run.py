@@ -8,9 +8,10 @@ forward may look at it. Nothing is traced or exported.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -74,6 +75,9 @@ class DryRun:
         flops: of the whole forward.
         nbytes: of its result.
         kept: where it keeps results beside what it returns.
+        looking: those of the closed modules that look at values which depend on weights.
+        lookers: the modules in whose own code it does, closed or not.
+        looked: PyTorch's error where the forward first looks at one; None if it does not.
     """
 
     places: tuple[CutPlace, ...]
@@ -85,6 +89,9 @@ class DryRun:
     flops: int
     nbytes: int
     kept: tuple[Path, ...] = ()
+    looking: tuple[str, ...] = ()
+    lookers: tuple[str, ...] = ()
+    looked: Exception | None = None
 
 
 def dry_run(
@@ -107,6 +114,46 @@ def dry_run(
     Raises:
         ValueError: the forward looks at a value that depends on weights.
     """
+    flow, calls, found = _followed(model, args, kwargs, device, passed_on, 1)
+    if not flow.looks:
+        return found
+    # Where it looks at values, shapes must not depend on them, if later stages know shapes alone.
+    inside = [each for each in closed_in(flow, calls) if any(map(each.includes, flow.looks))]
+    try:
+        of_zeros = _followed(model, args, kwargs, device, passed_on, 0)
+        same = set(closed_in(*of_zeros[:2]))
+        shapes = {each.module: each.shapes for each in same}
+    except Exception:  # of any type: the model's, which gets no samples
+        shapes = {}
+    safe = [
+        each for each in inside if shapes.get(each.module, each.shapes) == each.shapes and shapes
+    ]
+    unsafe = {each.module for each in inside} - {each.module for each in safe}
+    # From when until when each look may not be repeated.
+    spans = [
+        (time, min((each.ended for each in safe if each.includes(time)), default=sys.maxsize))
+        for time in flow.looks
+    ]
+    places = [place for place in found.places if not any(a <= place.time < b for a, b in spans)]
+    return replace(
+        found,
+        places=tuple(places),
+        closed=tuple(name for name in found.closed if name not in unsafe),
+        looking=tuple(each.module for each in safe),
+        lookers=tuple(calls.lookers),
+        looked=calls.looked,
+    )
+
+
+def _followed(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    passed_on: Sequence[Path],
+    value: int,
+) -> tuple[TensorUses, ModuleCalls, DryRun]:
+    """A dry run in which the forward sees ``value`` wherever it looks at values."""
     flow, flops = TensorUses(), FlopCounterMode(display=False)
     meta, names = on_meta(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
@@ -122,7 +169,7 @@ def dry_run(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is))
             stack.enter_context(_fused_attention(saved, device))
-            for mode in (uncompiled(), OnMeta(device), flow, flops):
+            for mode in (uncompiled(), OnMeta(device, calls.look, value), flow, flops):
                 stack.enter_context(mode)
             with explaining_meta():
                 args, kwargs = copied_call(args, kwargs)
@@ -137,19 +184,23 @@ def dry_run(
         for hook in hooks:
             hook.remove()
     flow.use_all(out)
-    return DryRun(
-        places=tuple(places_in(flow, calls, kept)),
-        closed=tuple(closed_in(flow, calls)),
-        reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
-        calls=calls.begun,
-        writes=flow.writes,
-        saved=tuple(saved.found),
-        flops=flops.get_total_flops(),
-        nbytes=bytes_of(tensors_in(out)),
-        kept=tuple(
-            path
-            for path, each in changes.items()
-            if any(map(flow.is_result, tensors_in(each.value)))
+    return (
+        flow,
+        calls,
+        DryRun(
+            places=tuple(places_in(flow, calls, kept)),
+            closed=tuple(each.module for each in closed_in(flow, calls)),
+            reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
+            calls=calls.begun,
+            writes=flow.writes,
+            saved=tuple(saved.found),
+            flops=flops.get_total_flops(),
+            nbytes=bytes_of(tensors_in(out)),
+            kept=tuple(
+                path
+                for path, each in changes.items()
+                if any(map(flow.is_result, tensors_in(each.value)))
+            ),
         ),
     )
 

@@ -279,7 +279,7 @@ class ParallelModel:
         return ScheduledPipeline(pipeline, options.schedule, own)
 
     def _on_all_ranks(self, kept: Sequence[Path]) -> list[Path]:
-        """Places where every rank's forward keeps something, those of rank 0's hooks alone left out."""
+        """Those places where the forward of every rank keeps something, not hooks of rank 0."""
         named = {repr(path): path for path in kept}
         names = self._together.object_from_rank(0, list(named))
         if not names:
@@ -348,7 +348,8 @@ class ParallelModel:
         shared = list(self._shared)
         cuts = [cut.module for cut in division.stages.cuts]
         called = division.found.calls.keys()
-        after = shard(self._model, own, shared, cuts, called, mesh, self._name)
+        lookers = division.found.lookers
+        after = shard(self._model, own, shared, cuts, called, lookers, mesh, self._name)
         follow(self._optimizers, own, after)
         self._replaced = {p: after[name] for name, p in own.items()}
         for p in after.values():

@@ -35,7 +35,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     with_tensors,
 )
 
-
 # The structure of what is kept travels in multiples of so many bytes.
 _PACKED = 1024
 
@@ -96,6 +95,8 @@ class StagedForward:
             # The model itself is called from outside, and may hold parameters of any stage.
             if name and any(p.is_meta for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(functools.partial(self._refuse_outside, name))
+        # What looks at values, and what holds such a module.
+        self._looking = {modules[name] for name in found.looking}
         self._numbers = SharedNumbers(device, _on_one_rank(model, stages), seeded)
         for number, cut in enumerate(stages.cuts):
             self._cut(modules[cut.module], number, cut)
@@ -292,6 +293,9 @@ class StagedForward:
         if key not in self._shapes:
             buffers = {name: b.clone() for name, b in module.named_buffers()}
             patched, module.forward = module.forward, own
+            assert self._before is not None
+            mode, looks = self._before.mode, not self._looking.isdisjoint(module.modules())
+            before, mode.look = mode.look, _nothing if looks else self._before.mode.look
             try:
                 with torch.no_grad(), explaining_meta():
                     # Values that are there, such as masks, stay: it may look at them.
@@ -299,7 +303,12 @@ class StagedForward:
                     self._shapes[key] = tree_map_only(torch.Tensor, lambda t: t.to("meta"), output)
             finally:
                 module.forward = patched
+                mode.look = before
         return self._shapes[key]
+
+
+def _nothing(error: Exception) -> None:
+    """What is looked at changes no shape of the result."""
 
 
 def _on_one_rank(model: nn.Module, stages: Stages) -> list[nn.Module]:
@@ -326,19 +335,19 @@ class _Before:
     """Surrounds what a forward computes before a stage: shapes only, and nothing compiled."""
 
     def __init__(self, device: torch.device) -> None:
-        self._mode = OnMeta(device)
+        self.mode = OnMeta(device)
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(uncompiled())
-        self._stack.enter_context(self._mode)
+        self._stack.enter_context(self.mode)
 
     def end(self) -> None:
         """The stage begins. A mode that the forward itself has entered since then stays."""
-        if _modes()[-1:] == [self._mode]:
+        if _modes()[-1:] == [self.mode]:
             self._stack.close()
         else:
-            self._mode.active = False
+            self.mode.active = False
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

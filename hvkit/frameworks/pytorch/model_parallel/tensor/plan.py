@@ -238,7 +238,7 @@ def _forward_on_meta(
             torch.no_grad(),
             torch.random.fork_rng(devices),
             left_as_before(model) as kept,
-            OnMeta(device),
+            OnMeta(device, _nothing),
             mode,
         ):
             args, kwargs = copied_call(tuple(args), dict(kwargs))
@@ -253,6 +253,10 @@ def _forward_on_meta(
             f"values ({type(error).__name__}: {error}): take out what reads values of "
             "activations, or pass plan={} to divide nothing"
         ) from error
+
+
+def _nothing(error: Exception) -> None:
+    """Ranks of the tensor axis look at the same values, which are those of the whole model."""
 
 
 def _may_be_linear(module: nn.Module) -> bool:
