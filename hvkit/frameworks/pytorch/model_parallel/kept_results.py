@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ Path = tuple[str, Hashable]
 
 # Attributes of PyTorch's own and of hvkit's.
 _OWN = frozenset({*vars(nn.Module()), "forward", "__deepcopy__"})
-_HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward")]
+HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward")]
+"""The attributes in which a module has the hooks around its forward."""
 # Steps from a module, a hook or a forward to what keeps something.
 _DEEPEST = 5
 # A longer list or dict is data.
@@ -53,10 +54,11 @@ class _Place:
     def get(self) -> Any:
         """What is there, or ``_NOTHING``."""
         if isinstance(self.holder, dict):
-            return self.holder.get(self.key, _NOTHING)
+            return dict.get(self.holder, self.key, _NOTHING)  # a class may have its own
         try:
-            held = isinstance(self.holder, CellType)
-            return self.holder.cell_contents if held else self.holder[self.key]
+            if isinstance(self.holder, CellType):
+                return self.holder.cell_contents
+            return self.holder[self.key]
         except (ValueError, IndexError):
             return _NOTHING
 
@@ -91,9 +93,12 @@ class _Places:
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[Path, _Place] = {}
         self.holders: dict[str, dict[Any, Any]] = {}
+        # Those dicts whose keys were all looked at.
+        self.whole: dict[int, Any] = {}
         self._seen: set[int] = set()
         modules = dict(model.named_modules())
         for name, module in modules.items():
+            self.whole[id(vars(module))] = vars(module)
             self._keys(name, vars(module), [key for key in vars(module) if key not in _OWN], 0)
         for name, module in modules.items():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -123,12 +128,15 @@ class _Places:
                     self.found.setdefault((name, i), _Place(thing, i))
                 self._look(f"{name}[{i}]", each, depth)
         elif isinstance(thing, dict):
+            self.whole[id(thing)] = thing
             self._keys(name, thing, list(thing), depth)
         elif isinstance(thing, FunctionType):
             if not _is_of_library(thing):
                 self._look_into_code(name, thing, depth)
         elif _is_of_script(thing):
-            self._keys(name, vars(thing), list(vars(thing)), depth)
+            attributes = cast(Any, thing).__dict__
+            self.whole[id(attributes)] = attributes
+            self._keys(name, attributes, list(attributes), depth)
 
     def _look_into_code(self, name: str, function: FunctionType, depth: int) -> None:
         """What a function has closed over, and what it reads of global containers and objects."""
@@ -181,6 +189,9 @@ class KeptResults:
         self._model, self.paths = model, paths
         self._places: dict[Path, _Place] = {}
         self._before: dict[Path, tuple[Any, tuple[Any, ...] | None]] = {}
+        # Dicts that were there before, of which new keys are changes.
+        self._known: dict[int, Any] = {}
+        self._whole: dict[int, Any] = {}
         names = [f"{name}.{key}" for name, key in paths or ()]
         # The attributes of modules that these places are, or that lead to them.
         self._attributes = {
@@ -195,18 +206,23 @@ class KeptResults:
         self._places = {}
         self._find()
         values = {path: place.get() for path, place in self._places.items()}
+        self._known = self._whole
         self._before = {path: (value, _elements(value)) for path, value in values.items()}
 
     def _find(self) -> None:
         """Add places that have come since."""
         found = _Places(self._model)
-        new = found.found
+        self._whole, new = found.whole, found.found
         if self.paths is not None:
             new = {path: new[path] for path in self.paths if path in new}
             for name, key in self.paths:
                 if name in found.holders:
                     new.setdefault((name, key), _Place(found.holders[name], key))
         self._places = new | self._places
+
+    def _was_there(self, path: Path, place: _Place) -> bool:
+        """Whether what holds this has not been made since ``begin``."""
+        return path in self._before or id(place.holder) in self._known
 
     def changes(self) -> dict[Path, Change]:
         """What has come since ``begin``, and holds tensors."""
@@ -219,7 +235,7 @@ class KeptResults:
             value = place.get()
             before, old = self._before.get(path, (_NOTHING, None))
             now = _elements(value)
-            if value is before and _same(now, old):
+            if (value is before and _same(now, old)) or not self._was_there(path, place):
                 continue
             appended = value is before and _same((now or ())[: len(old or ())], old)
             new = list((now or ())[len(old or ()) :]) if appended else value
@@ -250,6 +266,8 @@ class KeptResults:
         """Put back what was there at ``begin``."""
         self._find()
         for path, place in self._places.items():
+            if not self._was_there(path, place):
+                continue
             before, elements = self._before.get(path, (_NOTHING, None))
             if elements is not None and not _same(_elements(before), elements):
                 _fill(before, elements)
@@ -293,7 +311,7 @@ def left_as_before(model: nn.Module) -> Iterator[KeptResults]:
     """Puts back what a forward sets meanwhile: counters, caches, hooks, and what it keeps."""
     modules = list(model.modules())
     before = [(module, dict(vars(module))) for module in modules]
-    hooks = [(held := vars(module)[name], dict(held)) for module in modules for name in _HOOKS]
+    hooks = [(held := vars(module)[name], dict(held)) for module in modules for name in HOOKS]
     kept = KeptResults(model)
     kept.begin()
     try:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,12 @@ from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
-from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, Path
+from hvkit.frameworks.pytorch.model_parallel.kept_results import (
+    HOOKS,
+    KeptResults,
+    Path,
+    left_as_before,
+)
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import SharedNumbers
@@ -124,7 +129,7 @@ class StagedForward:
         self._beside.clear()
         self._receive(stage, received)
         for module, hook in self._leaving:  # after those that the script has added since
-            module._forward_hooks.move_to_end(hook)
+            cast(Any, module._forward_hooks).move_to_end(hook)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._numbers.drawn(seed))
@@ -292,17 +297,20 @@ class StagedForward:
         key = (id(module), module.training, call_key(args, kwargs))
         if key not in self._shapes:
             buffers = {name: b.clone() for name, b in module.named_buffers()}
-            patched, module.forward = module.forward, own
+            # Its hooks run around the call that wants the shapes.
+            changed = {"forward": own, **{name: OrderedDict() for name in HOOKS}}
+            patched = {name: vars(module)[name] for name in changed}
+            vars(module).update(changed)
             assert self._before is not None
             mode, looks = self._before.mode, not self._looking.isdisjoint(module.modules())
             before, mode.look = mode.look, _nothing if looks else self._before.mode.look
             try:
-                with torch.no_grad(), explaining_meta():
+                with torch.no_grad(), explaining_meta(), left_as_before(module):
                     # Values that are there, such as masks, stay: it may look at them.
                     output = torch.func.functional_call(module, buffers, args, kwargs)
                     self._shapes[key] = tree_map_only(torch.Tensor, lambda t: t.to("meta"), output)
             finally:
-                module.forward = patched
+                vars(module).update(patched)
                 mode.look = before
         return self._shapes[key]
 
