@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
 from hvkit.frameworks.pytorch.model_parallel.meta_device import MAKES_NEW
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     bytes_of,
@@ -30,6 +31,13 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
 _DATA: Any = torch.Tensor.data
 # When a tensor came to depend on a parameter, as an attribute of it.
 _BORN = "_hvkit_born"
+# Of what a forward adds up from losses, the tensors that it has taken. Later stages compute it
+# again.
+_FROM = "_hvkit_from"
+_ADDS_UP = {"add", "mul", "div", "__add__", "__radd__", "__mul__", "__rmul__", "__truediv__"}
+_ADDS_UP |= {"sum", "mean", "stack", "cat"}
+# Of a tensor that depends on the batch.
+_OF_BATCH = "_hvkit_of_batch"
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class TensorUses(TorchFunctionMode):
         changes: when the memory of a tensor was changed in place, by its number.
         buffers: their names, by the number of their memory.
         writes: by buffer, when it was changed last.
+        looks: when the forward has looked at a value.
     """
 
     def __init__(self) -> None:
@@ -97,18 +106,21 @@ class TensorUses(TorchFunctionMode):
         self._late: dict[int, tuple[int, torch.Tensor]] = {}
         self.buffers: dict[int, str] = {}
         self.writes: dict[str, int] = {}
+        self.looks: list[int] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.time += 1
         inputs = tensors_in((args, kwargs))
-        depends = False
+        depends, of_batch = False, False
         for t in inputs:
+            of_batch |= hasattr(t, _OF_BATCH)
             if isinstance(t, nn.Parameter):
                 self.reads.setdefault(t, []).append(self.time)
                 depends = True
-            elif t.is_meta:
+            elif t.is_meta or hasattr(t, _BORN):
                 if not hasattr(t, _BORN):  # PyTorch does not show what an autograd Function returns
                     setattr(t, _BORN, self.time - 1)
+                    of_batch = True
                 self.uses.append((self.time, getattr(t, _BORN), t))
                 depends = True
             elif (late := self._late.get(storage_of(t))) is not None:
@@ -121,12 +133,18 @@ class TensorUses(TorchFunctionMode):
             changed.append(args[0])
         for t in changed:
             self._note_change(t, depends)
-        for t in tensors_in(out) if depends else ():
+        for t in tensors_in(out) if depends or of_batch else ():
             if func in MAKES_NEW and not t.is_meta:
+                continue
+            if of_batch:
+                setattr(t, _OF_BATCH, True)
+            if not depends:
                 continue
             changed_in_place = any(t is each for each in inputs)
             if not isinstance(t, nn.Parameter) and not (changed_in_place and hasattr(t, _BORN)):
                 setattr(t, _BORN, self.time)
+                if getattr(func, "__name__", "") in _ADDS_UP:
+                    setattr(t, _FROM, inputs)
         return out
 
     def _note_change(self, t: torch.Tensor, depends: bool) -> None:
@@ -142,6 +160,16 @@ class TensorUses(TorchFunctionMode):
         for t in tensors_in(tree):
             if (born := getattr(t, _BORN, None)) is not None:
                 self.uses.append((self.time + 1, born, t))
+
+    def begin_with(self, tree: Any) -> None:
+        """Note that a forward has got these tensors."""
+        for t in tensors_in(tree):
+            setattr(t, _OF_BATCH, True)
+
+    @staticmethod
+    def is_result(t: torch.Tensor) -> bool:
+        """Whether it depends on weights, and is a single number or depends on the batch."""
+        return hasattr(t, _BORN) and (not t.dim() or hasattr(t, _OF_BATCH))
 
     def crossing(self, time: int, since: int = -1) -> dict[int, torch.Tensor]:
         """What was made after ``since`` and up to a time, and is used after it, by its id."""
@@ -161,6 +189,8 @@ class _Ended:
         earlier: how many calls had ended when it began.
         given: the arguments.
         changes_others: whether it has changed more than what it returns.
+        kept: what the forward has kept so far, which stages pass on.
+        alone: what of it is in no list.
     """
 
     module: str
@@ -172,6 +202,8 @@ class _Ended:
     trained: list[bool]
     given: list[Any]
     changes_others: bool
+    kept: list[torch.Tensor]
+    alone: list[torch.Tensor]
 
     @property
     def is_inside_a_function(self) -> bool:
@@ -189,15 +221,24 @@ class ModuleCalls:
         flow: its clock.
         flops: counts those of the forward.
         buffers: of the model, by name.
+        kept: what the forward keeps, which stages pass on.
     """
 
     def __init__(
-        self, flow: TensorUses, flops: FlopCounterMode, buffers: Mapping[str, torch.Tensor]
+        self,
+        flow: TensorUses,
+        flops: FlopCounterMode,
+        buffers: Mapping[str, torch.Tensor],
+        kept: KeptResults,
     ) -> None:
-        self._flow, self._flops, self._buffers = flow, flops, buffers
+        self._flow, self._flops, self._buffers, self._kept = flow, flops, buffers, kept
         # Of the calls that are running: when they began, with what, and what they might change.
         # By module; a call that an error ends leaves one behind.
         self._running: dict[str, list[tuple[int, Any, Any]]] = {}
+        # Those that are running, the innermost last; where a value was looked at; the first error.
+        self._inside: list[str] = []
+        self.lookers: dict[str, None] = {}
+        self.looked: Exception | None = None
         self.begun: dict[str, int] = {}
         self.count: dict[str, int] = {}
         self.ended: list[_Ended] = []
@@ -216,11 +257,18 @@ class ModuleCalls:
         hooks.append(model.register_forward_hook(self._end_of_all))
         return hooks
 
+    def look(self, error: Exception) -> None:
+        """Note that the forward looks at a value now."""
+        self._flow.looks.append(self._flow.time)
+        self.lookers[self._inside[-1] if self._inside else ""] = None
+        self.looked = self.looked or error
+
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside.append(name)
         self.begun.setdefault(name, self._flow.time)
         self.count[name] = self.count.get(name, 0) + 1
         given = tree_leaves((args, kwargs))
-        before = _changeable(module, args, kwargs)
+        before = _changeable(module, args, kwargs, self._kept), _numbers(module)
         self._running.setdefault(name, []).append((len(self.ended), given, before))
 
     def _end_of_all(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -235,9 +283,13 @@ class ModuleCalls:
                 self._flow.writes.setdefault(whole, self._flow.time)
 
     def _end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        while self._inside and self._inside.pop() != name:
+            pass  # an error has ended the call of one inside
         earlier, given, before = self._running[name].pop()
         self._note_new_buffers(name, module)
-        changes_others = _changeable(module, args, kwargs) != before
+        changes_others = _changeable(module, args, kwargs, self._kept) != before[0]
+        if self._flow.looks and _numbers(module) != before[1]:
+            changes_others = True  # perhaps by a value that other ranks do not have
         flops = self._flops.get_total_flops()
         if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
             return  # a number, say, that may be another one in the next call
@@ -258,14 +310,16 @@ class ModuleCalls:
                     trained,
                     given,
                     changes_others,
+                    *self._kept.tensors(),
                 )
             )
 
 
-def _changeable(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _changeable(module: nn.Module, args: Any, kwargs: Any, passed_on: KeptResults) -> Any:
     """What the call of a module may change beside its result; equal if it has not.
 
-    Lists and dicts that it is given, tensors, and attributes in which it keeps tensors.
+    Lists and dicts that it is given, tensors, and attributes in which it keeps tensors, unless
+    stages pass these on.
     """
     # Not to be seen by the modes that look at operations.
     with torch._C.DisableTorchFunction():
@@ -275,9 +329,19 @@ def _changeable(module: nn.Module, args: Any, kwargs: Any) -> Any:
             for each in module.modules()
             for name, value in vars(each).items()
             if not name.startswith("_") and isinstance(value, torch.Tensor | list | dict | tuple)
+            if not passed_on.includes(each, name)
         ]
         versions = [_version_of(each) for each in leaves if isinstance(each, torch.Tensor)]
         return spec, list(map(id, leaves)), versions, kept
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, value)
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if isinstance(value, bool | int | float)
+    ]
 
 
 def _version_of(t: torch.Tensor) -> int:
@@ -308,8 +372,17 @@ def is_in_place(function: Any) -> bool:
     return own or name == "__setitem__"
 
 
-def places_in(flow: TensorUses, calls: ModuleCalls) -> list[CutPlace]:
-    """Where all that is used later and depends on a parameter is what modules return."""
+def places_in(
+    flow: TensorUses, calls: ModuleCalls, kept: Sequence[torch.Tensor] = ()
+) -> list[CutPlace]:
+    """Where all that is used later and depends on a parameter is what modules return.
+
+    Or what follows from that by a few operations, or what the forward keeps for the script.
+
+    Args:
+        flow, calls: of a dry run.
+        kept: what the forward has kept at its end.
+    """
     found: list[CutPlace] = []
     once = [each for each in calls.ended if calls.count[each.module] == 1]
     ended = [each for each in once if not each.is_inside_a_function]
@@ -320,12 +393,17 @@ def places_in(flow: TensorUses, calls: ModuleCalls) -> list[CutPlace]:
         if each.changes_others or numbers.isdisjoint(crossing) or each.time >= flow.time:
             continue
         # What it has been given and returns is sent as a result of the module that has made it.
+        crossing |= {id(t): t for t in kept if _is_born(t, each.time) and not _is_in(t, each.kept)}
         others = {n: t for n, t in crossing.items() if n not in numbers}
-        known = [_result(t, ended[:i], each.time, flow, calls) for t in others.values()]
-        if None in known or _share_memory([*new, *others.values()], len(others)):
+        find = functools.partial(_sources, ended=ended[:i], call=each, uses=flow, calls=calls)
+        known = [find(t) for t in others.values()]
+        beside = tuple(dict.fromkeys(result for results in known for result in results or ()))
+        own = {id(t): _result(t, ended[:i], each.time, flow, calls) for t in others.values()}
+        sent = [t for n, t in others.items() if own[n]]
+        if None in known or _share_memory([*new, *sent], len(sent)):
             continue
-        beside = tuple(result for result in known if result is not None)
-        order = list(others)
+        returned = [own.get(id(t)) for t in each.tensors]
+        slots = [None if result is None else beside.index(result) for result in returned]
         place = CutPlace(
             each.module,
             each.time,
@@ -334,13 +412,54 @@ def places_in(flow: TensorUses, calls: ModuleCalls) -> list[CutPlace]:
             each.structure,
             calls.begun[each.module],
             beside,
-            tuple(order.index(id(t)) if id(t) in others else None for t in each.tensors),
+            tuple(slots),
         )
         # Of those that end together the outermost.
         if found and found[-1].time == each.time:
             found[-1] = place
         else:
             found.append(place)
+    return found
+
+
+def _is_born(t: torch.Tensor, time: int) -> bool:
+    return getattr(t, _BORN, sys.maxsize) <= time
+
+
+def _is_in(t: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    return any(each is t for each in tensors)
+
+
+def _sources(
+    t: torch.Tensor,
+    ended: Sequence[_Ended],
+    call: _Ended,
+    uses: TensorUses,
+    calls: ModuleCalls,
+) -> list[Result] | None:
+    """The results of modules from which a later stage has a tensor; None if they are not enough.
+
+    Args:
+        t: made before the end of a call.
+        ended: the calls that have ended before.
+        call: this one; what is kept then is passed on anyway.
+    """
+    if (result := _result(t, ended, call.time, uses, calls)) is not None:
+        return [result]
+    if _is_in(t, call.kept):
+        return []
+    found: list[Result] = []
+    if t.dim() > 1 or not hasattr(t, _FROM) or uses.is_changed(t, getattr(t, _BORN), call.time):
+        return None
+    for each in getattr(t, _FROM):
+        if isinstance(each, nn.Parameter):
+            return None
+        if hasattr(each, _BORN):
+            theirs = _sources(each, ended, call, uses, calls)
+            # What modules that are not called again have kept in lists comes too late.
+            if theirs is None or (not theirs and not _is_in(each, call.alone)):
+                return None
+            found += theirs
     return found
 
 
@@ -375,12 +494,33 @@ def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
     return any(storages.count(each) > 1 for each in storages[len(storages) - others :])
 
 
-def closed_in(flow: TensorUses, calls: ModuleCalls) -> Iterator[str]:
-    """The modules of whose calls later stages need to know no more than the shapes of outputs."""
+@dataclass(frozen=True)
+class Closed:
+    """A module of whose call later stages need to know no more than the shapes of its output.
+
+    Attributes:
+        module: its name.
+        begun, ended: when, in operations.
+        shapes: of its output.
+    """
+
+    module: str
+    begun: int
+    ended: int
+    shapes: tuple[torch.Size, ...]
+
+    def includes(self, time: int) -> bool:
+        """Whether an operation was in the call."""
+        return self.begun < time <= self.ended
+
+
+def closed_in(flow: TensorUses, calls: ModuleCalls) -> Iterator[Closed]:
+    """The modules that later stages need not call."""
     for each in calls.ended:
         depends = [hasattr(t, _BORN) and _is_new(t, each, calls) for t in each.tensors]
         once = calls.count[each.module] == 1 and not each.changes_others
         if once and depends and all(depends):
             made = flow.crossing(each.time, calls.begun[each.module])
-            if made.keys() <= set(map(id, each.tensors)):
-                yield each.module
+            if made.keys() <= set(map(id, [*each.tensors, *each.kept])):
+                shapes = tuple(t.shape for t in each.tensors)
+                yield Closed(each.module, calls.begun[each.module], each.time, shapes)

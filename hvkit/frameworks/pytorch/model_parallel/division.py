@@ -26,6 +26,7 @@ from hvkit.frameworks.pytorch.model_parallel.forecast import (
     table,
     too_large,
 )
+from hvkit.frameworks.pytorch.model_parallel.kept_results import Path
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
@@ -75,8 +76,9 @@ def decide(
     first: MicroBatch,
     args: Any,
     kwargs: Any,
+    on_all_ranks: Callable[[Sequence[Path]], list[Path]],
 ) -> ModelDivision:
-    """How to divide a model.
+    """How to divide a model; a collective.
 
     Args:
         model: whole, or made without memory.
@@ -84,13 +86,23 @@ def decide(
         device: for this rank's part.
         first: the first micro-batch of the first batch.
         args, kwargs: of the call with the whole batch.
+        on_all_ranks: gives those places where the forward of all ranks keeps something.
 
     Raises:
         ValueError: it cannot be divided; says why.
     """
-    found = _dry_run(model, device, first, args, kwargs)
-    if options.mesh.pipeline > 1:
-        found = _with_other_mode(found, model, device, first, options)
+
+    def look(passed_on: Sequence[Path] = ()) -> DryRun:
+        found = _dry_run(model, device, first, args, kwargs, passed_on)
+        if options.mesh.pipeline > 1:
+            found = _with_other_mode(found, model, device, first, options, passed_on)
+        return found
+
+    found = look()
+    kept = on_all_ranks(found.kept)
+    if kept and options.mesh.pipeline > 1:
+        found = look(kept)
+    found = replace(found, kept=tuple(kept))
     plan = _proven(model, options, first)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
@@ -111,7 +123,12 @@ def decide(
 
 
 def _dry_run(
-    model: nn.Module, device: torch.device, first: MicroBatch, args: Any, kwargs: Any
+    model: nn.Module,
+    device: torch.device,
+    first: MicroBatch,
+    args: Any,
+    kwargs: Any,
+    passed_on: Sequence[Path],
 ) -> DryRun:
     """Run the model's forward without weights, for the first micro-batch.
 
@@ -120,11 +137,11 @@ def _dry_run(
     """
     samples = samples_in(args, kwargs)
     try:
-        return dry_run(model, first.args, first.kwargs, device)
+        return dry_run(model, first.args, first.kwargs, device, passed_on)
     except Exception as error:  # of any type: it is the model's
         if first.samples == samples:
             raise
-        dry_run(model, args, kwargs, device)  # raises what has nothing to do with it
+        dry_run(model, args, kwargs, device, passed_on)  # raises what has nothing to do with it
         raise ValueError(
             f"the model takes the whole batch of {samples} samples, but not a micro-batch of "
             f"{first.samples}: {type(error).__name__}: {error}. A pipeline divides each input "
@@ -136,7 +153,12 @@ def _dry_run(
 
 
 def _with_other_mode(
-    found: DryRun, model: nn.Module, device: torch.device, first: MicroBatch, options: MeshOptions
+    found: DryRun,
+    model: nn.Module,
+    device: torch.device,
+    first: MicroBatch,
+    options: MeshOptions,
+    passed_on: Sequence[Path],
 ) -> DryRun:
     """What was found, with what a forward does in the other mode only, training or evaluation.
 
@@ -144,7 +166,7 @@ def _with_other_mode(
     """
     with _other_mode(model):
         try:
-            other = dry_run(model, first.args, first.kwargs, device)
+            other = dry_run(model, first.args, first.kwargs, device, passed_on)
         except Exception:  # of any type: in training it may want targets, which are not there
             return found
     theirs = {place.module: place for place in other.places}
@@ -178,6 +200,10 @@ def _with_other_mode(
         reads={**found.reads, **more},
         calls={**found.calls, **calls},
         writes={**found.writes, **writes},
+        kept=tuple(dict.fromkeys((*found.kept, *other.kept))),
+        looking=tuple(dict.fromkeys((*found.looking, *other.looking))),
+        lookers=tuple(dict.fromkeys((*found.lookers, *other.lookers))),
+        looked=found.looked or other.looked,
     )
 
 

@@ -8,9 +8,10 @@ forward may look at it. Nothing is traced or exported.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,9 +26,13 @@ from hvkit.frameworks.pytorch.model_parallel.cut_places import (
     closed_in,
     places_in,
 )
+from hvkit.frameworks.pytorch.model_parallel.kept_results import (
+    KeptResults,
+    Path,
+    left_as_before,
+)
 from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     OnMeta,
-    attributes_kept,
     explaining_meta,
     on_meta,
     uncompiled,
@@ -69,6 +74,10 @@ class DryRun:
         saved: what is kept for backward, without parameters.
         flops: of the whole forward.
         nbytes: of its result.
+        kept: where it keeps results beside what it returns.
+        looking: those of the closed modules that look at values which depend on weights.
+        lookers: the modules in whose own code it does, closed or not.
+        looked: PyTorch's error where the forward first looks at one; None if it does not.
     """
 
     places: tuple[CutPlace, ...]
@@ -79,9 +88,19 @@ class DryRun:
     saved: tuple[Kept, ...]
     flops: int
     nbytes: int
+    kept: tuple[Path, ...] = ()
+    looking: tuple[str, ...] = ()
+    lookers: tuple[str, ...] = ()
+    looked: Exception | None = None
 
 
-def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> DryRun:
+def dry_run(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    passed_on: Sequence[Path] = (),
+) -> DryRun:
     """Run the model's forward without its weights.
 
     Random generators, buffers and gradients stay as they are.
@@ -90,43 +109,99 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> D
         model: with its own forward.
         args, kwargs: of a call with some samples.
         device: of the model.
+        passed_on: where the forward keeps results that stages pass on.
 
     Raises:
         ValueError: the forward looks at a value that depends on weights.
     """
+    flow, calls, found = _followed(model, args, kwargs, device, passed_on, 1)
+    if not flow.looks:
+        return found
+    # Where it looks at values, shapes must not depend on them, if later stages know shapes alone.
+    inside = [each for each in closed_in(flow, calls) if any(map(each.includes, flow.looks))]
+    try:
+        of_zeros = _followed(model, args, kwargs, device, passed_on, 0)
+        same = set(closed_in(*of_zeros[:2]))
+        shapes = {each.module: each.shapes for each in same}
+    except Exception:  # of any type: the model's, which gets no samples
+        shapes = {}
+    safe = [
+        each for each in inside if shapes.get(each.module, each.shapes) == each.shapes and shapes
+    ]
+    unsafe = {each.module for each in inside} - {each.module for each in safe}
+    # From when until when each look may not be repeated.
+    spans = [
+        (time, min((each.ended for each in safe if each.includes(time)), default=sys.maxsize))
+        for time in flow.looks
+    ]
+    places = [place for place in found.places if not any(a <= place.time < b for a, b in spans)]
+    return replace(
+        found,
+        places=tuple(places),
+        closed=tuple(name for name in found.closed if name not in unsafe),
+        looking=tuple(each.module for each in safe),
+        lookers=tuple(calls.lookers),
+        looked=calls.looked,
+    )
+
+
+def _followed(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    passed_on: Sequence[Path],
+    value: int,
+) -> tuple[TensorUses, ModuleCalls, DryRun]:
+    """A dry run in which the forward sees ``value`` wherever it looks at values."""
     flow, flops = TensorUses(), FlopCounterMode(display=False)
     meta, names = on_meta(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     flow.buffers = {storage_of(b): name for name, b in buffers.items()}
-    calls, saved = ModuleCalls(flow, flops, buffers), _Saved(flow, meta.values())
+    its = KeptResults(model, passed_on)
+    calls, saved = ModuleCalls(flow, flops, buffers, its), _Saved(flow, meta.values())
     hooks = calls.follow(model)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(attributes_kept(list(model.modules())))
+            anywhere = stack.enter_context(left_as_before(model))
+            its.begin()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is))
             stack.enter_context(_fused_attention(saved, device))
-            for mode in (uncompiled(), OnMeta(device), flow, flops):
+            for mode in (uncompiled(), OnMeta(device, calls.look, value), flow, flops):
                 stack.enter_context(mode)
             with explaining_meta():
                 args, kwargs = copied_call(args, kwargs)
+                flow.begin_with((args, kwargs))
                 out = torch.func.functional_call(
                     model, {**meta, **buffers}, args, kwargs, tie_weights=False
                 )
+            with torch._C.DisableTorchFunction():
+                changes = anywhere.changes()
+            kept, _ = its.tensors()
     finally:
         for hook in hooks:
             hook.remove()
     flow.use_all(out)
-    return DryRun(
-        places=tuple(places_in(flow, calls)),
-        closed=tuple(closed_in(flow, calls)),
-        reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
-        calls=calls.begun,
-        writes=flow.writes,
-        saved=tuple(saved.found),
-        flops=flops.get_total_flops(),
-        nbytes=bytes_of(tensors_in(out)),
+    return (
+        flow,
+        calls,
+        DryRun(
+            places=tuple(places_in(flow, calls, kept)),
+            closed=tuple(each.module for each in closed_in(flow, calls)),
+            reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
+            calls=calls.begun,
+            writes=flow.writes,
+            saved=tuple(saved.found),
+            flops=flops.get_total_flops(),
+            nbytes=bytes_of(tensors_in(out)),
+            kept=tuple(
+                path
+                for path, each in changes.items()
+                if any(map(flow.is_result, tensors_in(each.value)))
+            ),
+        ),
     )
 
 

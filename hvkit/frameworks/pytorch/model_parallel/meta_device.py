@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,15 +21,24 @@ class OnMeta(TorchFunctionMode):
 
     Args:
         device: which the tensors claim to be on, so that a forward makes masks and positions there.
+        look: called with PyTorch's error where the forward looks at a value, as for which experts
+            got samples; it then sees ``value`` everywhere. None lets the error be.
+        value: such as 1, with which every expert gets some.
 
     Attributes:
         active: whether it does anything.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        look: Callable[[Exception], None] | None = None,
+        value: int = 1,
+    ) -> None:
         super().__init__()
         self.device = device
         self.active = True
+        self.look, self._value = look, value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,9 +55,29 @@ class OnMeta(TorchFunctionMode):
             kwargs = {"device": self.device, **kwargs}  # zeros, say, that no weight has a part in
         # Sizes that a script has made tensors of are read by pad.
         tensors = [] if func is functional.pad else tensors_in((args, kwargs))
+        given = args, kwargs
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
-            args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
-        return func(*args, **kwargs)
+            args, kwargs = tree_map_only(torch.Tensor, _to_meta, given)
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if self.look is None or not any(t.is_meta for t in tensors) or not is_about(error):
+                raise
+            self.look(error)
+        return self._of_values(func, *given)
+
+    @torch.no_grad()
+    def _of_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function returns for one value everywhere; numbers, places and conditions stay."""
+
+        def valued(t: torch.Tensor) -> torch.Tensor:
+            return torch.full((), self._value, dtype=t.dtype).expand(t.shape) if t.is_meta else t
+
+        args, kwargs = tree_map_only(torch.Tensor, valued, (args, kwargs))
+        out = func(*args, **kwargs)
+        return tree_map_only(
+            torch.Tensor, lambda t: t.to("meta") if t.is_floating_point() else t, out
+        )
 
 
 _TO: Any = torch.Tensor.to
@@ -65,18 +94,6 @@ _MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
 
 def _to_meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
-
-
-@contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts attributes of modules back that a forward sets meanwhile: counters, caches."""
-    before = [(module, dict(vars(module))) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -104,6 +121,21 @@ def on_meta(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[torch.Tenso
     return by_name, first
 
 
+def is_about(error: Exception) -> bool:
+    """Whether an error of PyTorch's says that a tensor has no values."""
+    return "meta" in str(error).lower()
+
+
+def needs_values(error: object) -> ValueError:
+    """The error for a forward that looks at values which ranks do not have."""
+    return ValueError(
+        "the model's forward looks at a value that depends on its weights, or was computed "
+        "together with one that does, and that ranks do not have for layers of others. Move "
+        "the decision out of forward (nn.TransformerEncoder: enable_nested_tensor=False), or "
+        f"use hvkit.FullyShard(). PyTorch says: {error}"
+    )
+
+
 @contextmanager
 def explaining_meta() -> Iterator[None]:
     """Explains PyTorch's errors about tensors without values.
@@ -114,11 +146,6 @@ def explaining_meta() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        if "meta" not in str(error).lower():
+        if not is_about(error):
             raise
-        raise ValueError(
-            "the model's forward looks at a value that depends on its weights, or was computed "
-            "together with one that does, and that ranks do not have for layers of others. Move "
-            "the decision out of forward (nn.TransformerEncoder: enable_nested_tensor=False), or "
-            f"use hvkit.FullyShard(). PyTorch says: {error}"
-        ) from error
+        raise needs_values(error) from error

@@ -32,6 +32,7 @@ from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     GradientsOfAllRanks,
     watch_overflows,
 )
+from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, Path
 from hvkit.frameworks.pytorch.model_parallel.parts import (
     LoadedBefore,
     ModelParts,
@@ -56,9 +57,13 @@ from hvkit.frameworks.pytorch.model_parallel.same_batches import (
 )
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
 from hvkit.frameworks.pytorch.model_parallel.shared_gradients import SharedGradients
+from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
+    gathered as gathered_activations,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -195,7 +200,9 @@ class ParallelModel:
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
-        division = self._same_on_all(decide(model, options, self._device, first, args, kwargs))
+        division = self._same_on_all(
+            decide(model, options, self._device, first, args, kwargs, self._on_all_ranks)
+        )
         found, plan, stages = division.found, division.plan, division.stages
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             log_division(
@@ -212,7 +219,7 @@ class ParallelModel:
         rank = options.position.along("pipeline")
         expected = None
         if self._recipe is None and rank == stages.rank_of[-1] and len(stages) > 1:
-            expected = plain_result(model, args, kwargs)
+            expected = plain_result(model, args, kwargs, found.kept)
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
         self.layout = hash_of([holders, placements_of(model, plan)])
         own = self._take_part(stages, rank)
@@ -229,8 +236,7 @@ class ParallelModel:
         if options.mesh.pipeline == 1:
             self._train(own, norms)
             self._compared()
-            whole = model.forward
-            return lambda args, kwargs: whole(*args, **kwargs)
+            return functools.partial(_whole, model.forward, KeptResults(model, found.kept))
         if options.microbatches > 1 and len(norms):
             warn_once(
                 "batch norm in micro-batches",
@@ -239,7 +245,13 @@ class ParallelModel:
                 "or use group norm, which does not depend on the batch",
             )
         staged = StagedForward(
-            model, model.forward, stages, found, self._device, self._begin_numbers
+            model,
+            model.forward,
+            stages,
+            found,
+            self._device,
+            self._begin_numbers,
+            found.kept,
         )
         train = self._train(own, norms)
         shared = SharedGradients(
@@ -266,6 +278,15 @@ class ParallelModel:
         if options.schedule == GPIPE:
             return pipeline
         return ScheduledPipeline(pipeline, options.schedule, own)
+
+    def _on_all_ranks(self, kept: Sequence[Path]) -> list[Path]:
+        """Those places where the forward of every rank keeps something, not hooks of rank 0."""
+        named = {repr(path): path for path in kept}
+        names = self._together.object_from_rank(0, list(named))
+        if not names:
+            return []
+        everyone = self._together.gather_numbers([name in named for name in names]).all(0)
+        return [named[name] for name, held in zip(names, everyone.tolist(), strict=True) if held]
 
     def _same_on_all(self, division: ModelDivision) -> ModelDivision:
         """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
@@ -328,7 +349,8 @@ class ParallelModel:
         shared = list(self._shared)
         cuts = [cut.module for cut in division.stages.cuts]
         called = division.found.calls.keys()
-        after = shard(self._model, own, shared, cuts, called, mesh, self._name)
+        lookers = division.found.lookers
+        after = shard(self._model, own, shared, cuts, called, lookers, mesh, self._name)
         follow(self._optimizers, own, after)
         self._replaced = {p: after[name] for name, p in own.items()}
         for p in after.values():
@@ -448,6 +470,18 @@ class ParallelModel:
     def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A context in which rank 0 holds an optimizer's whole state; a collective."""
         return nullcontext() if self.parts is None else gathered(optimizer)
+
+
+def _whole(forward: Callable[..., Any], kept: KeptResults, args: Any, kwargs: Any) -> Any:
+    """The result of a model without stages; what it keeps beside that is whole as well."""
+    if not kept.paths:
+        return forward(*args, **kwargs)
+    kept.begin()
+    output = forward(*args, **kwargs)
+    tree = kept.tree()
+    if any(map(is_divided, tensors_in(tree))):
+        kept.put_tree(gathered_activations(tree))
+    return output
 
 
 def _nothing(*_: Any) -> None:

@@ -7,11 +7,13 @@ parts are held again.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +33,7 @@ def shard(
     kept: Collection[nn.Parameter],
     cuts: Collection[str],
     called: Collection[str],
+    lookers: Collection[str],
     mesh: DeviceMesh,
     name: str,
 ) -> dict[str, nn.Parameter]:
@@ -42,6 +45,7 @@ def shard(
         kept: those of them that stay whole.
         cuts: modules after which stages end; none without a pipeline.
         called: modules that the model's forward calls.
+        lookers: those that look at values, by which they may call what is inside of them.
         mesh: of the shard axis, or of the data and the shard axis.
         name: of the model, for waits.
 
@@ -49,11 +53,17 @@ def shard(
         This rank's parameters by name, some of them new.
     """
     held = set(own.values()) - set(kept)
-    parts = _parts_within(model, held, cuts, called) if cuts else [*units_of(model), model]
+    inside = {m for looker in lookers for m in list(model.get_submodule(looker).modules())[1:]}
+    units = [unit for unit in units_of(model) if unit not in inside]
+    parts = [*units, model]
+    if cuts:
+        parts = _parts_within(model, units, inside, held, cuts, called, lookers)
     for part in parts:
         each: Any = fully_shard(part, mesh=mesh)
         each.set_custom_all_gather(CountedGather(name, _not_noted))
         each.set_custom_reduce_scatter(CountedScatter(name))
+        if lookers:
+            _agree_on_gradients(each, mesh)
     now = dict(model.named_parameters())
     return {name: now[name] for name in own}
 
@@ -62,21 +72,54 @@ def _not_noted() -> None:
     """In place of a note of the order of layers, which each forward pass of a mesh compares."""
 
 
+def _agree_on_gradients(part: Any, mesh: DeviceMesh) -> None:
+    """Let each rank have zeros for what other ranks' batches have used, such as an expert.
+
+    PyTorch would put together the gradients that each rank happens to have.
+    """
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in filter(None, groups):
+        own = group.post_backward
+        group.post_backward = functools.partial(_with_zeros, group, own, mesh)
+
+
+@torch.no_grad()
+def _with_zeros(group: Any, own: Callable[..., Any], mesh: DeviceMesh, *unused: Any) -> Any:
+    held = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    mine = [
+        each.unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None
+        for each in held
+    ]
+    used = torch.tensor(mine, dtype=torch.int32, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        if held:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    for each, here, anywhere in zip(held, mine, used.tolist(), strict=True):
+        if anywhere and not here:
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    return own(*unused)
+
+
 def _parts_within(
     model: nn.Module,
+    units: Collection[nn.Module],
+    inside: Collection[nn.Module],
     held: Collection[nn.Parameter],
     cuts: Collection[str],
     called: Collection[str],
+    lookers: Collection[str],
 ) -> list[nn.Module]:
     """Modules that are gathered one at a time: layers of lists, then what is outside of these.
 
     Weights are there only while their module is called, so one whose weights another module reads,
-    such as the last projection of ``nn.MultiheadAttention``, is gathered with that one.
+    such as the last projection of ``nn.MultiheadAttention``, is gathered with that one. So are
+    those that a module calls or not by the values it has, as an expert.
     """
     at_cuts = {model.get_submodule(cut) for cut in cuts}
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
-    for unit in units_of(model):
+    for unit in units:
         has_cut = not at_cuts.isdisjoint(set(unit.modules()) - {unit})
         if not has_cut and all(p in held for p in unit.parameters()):
             found.append(unit)
@@ -86,10 +129,11 @@ def _parts_within(
     for name in called:
         while name := name.rpartition(".")[0]:
             outer.add(name)
+    outer -= set(lookers)
     for name, module in model.named_modules():
         own = list(module.parameters())
         alone = all(p in held and p not in taken and uses[p] == 1 for p in own)
-        if own and alone and name in called and name not in outer:
+        if own and alone and name in called and name not in outer and module not in inside:
             found.append(module)
     return found
 

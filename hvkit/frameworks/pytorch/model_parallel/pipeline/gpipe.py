@@ -25,6 +25,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     MicroBatch,
     gradients_of_parts,
     joined,
+    rows_in,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import ResultComparison
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
@@ -76,6 +77,7 @@ class Pass:
         computed: by stage and micro-batch.
         result: by micro-batch, the model's result on the last stage's rank.
         trained: by tensor of the result, whether a gradient comes back.
+        rows: by tensor of the result, how many rows each sample has.
     """
 
     batches: list[MicroBatch]
@@ -83,6 +85,7 @@ class Pass:
     computed: dict[tuple[int, int], _Computed] = field(default_factory=dict)
     result: list[Any] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
 
     @property
     def sizes(self) -> list[int]:
@@ -129,7 +132,7 @@ class Pipeline:
         # By stage and shapes of a micro-batch: what a stage receives and gives.
         self.specs: dict[tuple[int, Hashable], list[list[TensorSpec]]] = {}
         self._states: dict[Hashable, int] = {}
-        self._results: dict[Hashable, tuple[Any, list[TensorSpec]]] = {}
+        self._results: dict[Hashable, tuple[Any, list[TensorSpec], list[int]]] = {}
         self.divide = divide
         refuse_chosen_inputs()
         # Of the next pass; the same on all ranks of the pipeline.
@@ -150,7 +153,7 @@ class Pipeline:
         result, tensors = self._on_all_ranks(done)
         if torch.is_grad_enabled() and any(done.trained):
             tensors = list(_results_for(anchor(), self, done, *tensors))
-        return with_tensors(result, tensors)
+        return self.staged.shown(with_tensors(result, tensors))
 
     def forward(self, batches: list[MicroBatch], seed: int) -> Pass:
         """Run this rank's stages, one after the other, for all micro-batches.
@@ -237,14 +240,17 @@ class Pipeline:
 
     def result_of(self, batches: Sequence[MicroBatch]) -> tuple[Any, list[TensorSpec]] | None:
         """The structure of the result for micro-batches, and of its tensors; None if not known."""
-        return self._results.get(tuple(self.keys(batches)))
+        found = self._results.get(tuple(self.keys(batches)))
+        return found and found[:2]
 
     def _on_all_ranks(self, done: Pass) -> tuple[Any, list[torch.Tensor]]:
         """The structure of the whole batch's result, and its tensors, from the last stage."""
         source, key = self.stages.rank_of[self.last], tuple(done.keys)
         whole: list[torch.Tensor] = []
         if self.rank == source:
-            whole = joined([tensors_in(each) for each in done.result], done.sizes)
+            parts = [tensors_in(each) for each in done.result]
+            done.rows = rows_in(parts, done.sizes, self.staged.kept_in(done.result[0]))
+            whole = joined(parts, done.sizes, done.rows)
         if key not in self._results or holds_values(self._results[key][0]):
             known = None
             if self.rank == source:
@@ -254,9 +260,9 @@ class Pipeline:
                     TensorSpec(tuple(t.shape), t.dtype, grad)
                     for t, grad in zip(whole, trained, strict=True)
                 ]
-                known = structure_of(done.result[0]), specs
+                known = structure_of(done.result[0]), specs, done.rows
             self._results[key] = self.links.object_from_rank(source, known)
-        structure, specs = self._results[key]
+        structure, specs, done.rows = self._results[key]
         done.trained = [each.trained for each in specs]
         whole = whole or [each.empty(self.links.device) for each in specs]
         self.links.from_rank(source, whole)
@@ -360,7 +366,7 @@ class Results(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         pipeline, done = ctx.of
         with pipeline.links.in_call():
-            pipeline.backward(done, gradients_of_parts(gradients, done.sizes))
+            pipeline.backward(done, gradients_of_parts(gradients, done.sizes, done.rows))
         return (None, None, None, *(None for _ in gradients))
 
 

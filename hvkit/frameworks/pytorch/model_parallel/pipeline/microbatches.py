@@ -96,53 +96,87 @@ def ignored_unevenly(
     return False
 
 
-def joined(outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The output tensors of a whole batch from those of its micro-batches.
-
-    Tensors are put together along their first dimension. A single number is taken as a mean over
-    samples, such as a loss.
+def rows_in(
+    outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], kept: int = 0
+) -> list[int]:
+    """By output tensor, how many rows of it each sample has; 0 for numbers without samples.
 
     Args:
         outputs: by micro-batch.
         sizes: by micro-batch, the number of samples.
+        kept: how many of the last ones the model keeps and does not return: any are right.
 
     Raises:
-        ValueError: a tensor has no row for each sample.
+        ValueError: the model returns a tensor that has no rows for each sample.
+    """
+    columns = list(zip(*outputs, strict=True))
+    return [
+        _rows_of(column, sizes, kept=i >= len(columns) - kept) for i, column in enumerate(columns)
+    ]
+
+
+def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, kept: bool) -> int:
+    rows = column[0].shape[0] // sizes[0] if column[0].dim() else 0
+    if len(sizes) == 1:  # it is the whole
+        return rows
+    if rows and all(t.shape[0] == rows * n for t, n in zip(column, sizes, strict=True)):
+        return rows
+    if column[0].dim() and not kept:
+        raise ValueError(
+            f"the model returns a tensor of shape {tuple(column[0].shape)} for {sizes[0]} samples: "
+            "in a pipeline every output must have the batch as its first dimension, "
+            "or be a single number"
+        )
+    if not column[0].is_floating_point() and not kept:
+        raise ValueError(
+            "the model returns a single integer, such as a count, of which micro-batches give "
+            "several: return a tensor with an entry for each sample"
+        )
+    return 0
+
+
+def joined(
+    outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], rows: Sequence[int]
+) -> list[torch.Tensor]:
+    """The output tensors of a whole batch from those of its micro-batches.
+
+    Tensors with rows for each sample are put together along their first dimension. Others are
+    taken as means over samples, such as a loss, and integers as counts.
+
+    Args:
+        outputs: by micro-batch.
+        sizes: by micro-batch, the number of samples.
+        rows: by ``rows_in``.
     """
     total = sum(sizes)
     found = []
-    for column in zip(*outputs, strict=True):
-        if column[0].dim():
-            for t, size in zip(column, sizes, strict=True):
-                if t.shape[0] != size:
-                    raise ValueError(
-                        f"the model returns a tensor of shape {tuple(t.shape)} for {size} samples: "
-                        "in a pipeline every output must have the batch as its first dimension, "
-                        "or be a single number"
-                    )
-            found.append(torch.cat([t.detach() for t in column]))
-        elif not column[0].is_floating_point():
-            raise ValueError(
-                "the model returns a single integer, such as a count, of which micro-batches give "
-                "several: return a tensor with an entry for each sample"
-            )
+    for column, each in zip(zip(*outputs, strict=True), rows, strict=True):
+        parts = [t.detach() for t in column]
+        if len(parts) == 1:
+            found.append(parts[0])
+        elif each:
+            found.append(torch.cat(parts))
+        elif not parts[0].is_floating_point():
+            found.append(torch.stack(parts).sum(0).to(parts[0].dtype))
         else:
-            parts = [t.detach() * (n / total) for t, n in zip(column, sizes, strict=True)]
-            found.append(torch.stack(parts).sum(0).to(column[0].dtype))
+            parts = [t * (n / total) for t, n in zip(parts, sizes, strict=True)]
+            found.append(torch.stack(parts).sum(0).to(parts[0].dtype))
     return found
 
 
 def gradients_of_parts(
-    gradients: Sequence[torch.Tensor | None], sizes: Sequence[int]
+    gradients: Sequence[torch.Tensor | None], sizes: Sequence[int], rows: Sequence[int]
 ) -> list[list[torch.Tensor | None]]:
     """By micro-batch, the gradients of its outputs from those of the joined ones."""
     total = sum(sizes)
     columns = [
         [None] * len(sizes)
         if g is None
-        else list(torch.split(g, list(sizes)))
-        if g.dim()
+        else [g]
+        if len(sizes) == 1
+        else list(torch.split(g, [n * each for n in sizes]))
+        if each
         else [g * (n / total) for n in sizes]
-        for g in gradients
+        for g, each in zip(gradients, rows, strict=True)
     ]
     return [list(row) for row in zip(*columns, strict=True)]

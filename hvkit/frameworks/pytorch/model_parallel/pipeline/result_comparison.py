@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.meta_device import attributes_kept
+from hvkit.frameworks.pytorch.model_parallel.kept_results import (
+    KeptResults,
+    Path,
+    left_as_before,
+)
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     MicroBatch,
     ignored_unevenly,
     joined,
+    rows_in,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import copied_call, tensors_in
 from hvkit.main_rank import warn_once
@@ -97,7 +102,7 @@ class ResultComparison:
             with (
                 torch.random.fork_rng(devices),
                 pipeline.in_modes(evaluation),
-                attributes_kept(pipeline.modules),
+                left_as_before(pipeline.modules[0]),
                 _buffers_kept(pipeline.modules),
             ):
                 parts, *whole = (
@@ -106,17 +111,21 @@ class ResultComparison:
                 )
             if pipeline.rank == source:
                 once, again = (tensors_in(each.result[0]) for each in whole)
-                mean = joined([tensors_in(each) for each in parts.result], parts.sizes)
+                own = len(once) - (kept := pipeline.staged.kept_in(whole[0].result[0]))
+                found_parts = [tensors_in(each) for each in parts.result]
+                rows = rows_in(found_parts, parts.sizes, kept)
+                mean = joined(found_parts, parts.sizes, rows)
                 expected, self._expected = self._expected, None
                 found = (
                     None if expected is None else self._difference(once, expected),
-                    self._difference(mean, once),
+                    self._difference(mean[:own], once[:own]),
                     self._difference(again, once),
+                    self._difference(mean[own:], once[own:]),
                 )
         finally:
             torch.set_autocast_cache_enabled(caches)
-        of_pipeline, text, by_chance = pipeline.links.object_from_rank(source, found)
-        if (of_pipeline or text) and by_chance:
+        of_pipeline, text, by_chance, of_kept = pipeline.links.object_from_rank(source, found)
+        if (of_pipeline or text or of_kept) and by_chance:
             warn_once(
                 "random results",
                 "the model's results are random in evaluation, too, so hvkit cannot see whether "
@@ -137,6 +146,16 @@ class ResultComparison:
                 "have the batch as their first dimension (batch_first=True in recurrent layers), "
                 "and a loss that it computes itself must be a mean over samples, without padding: "
                 "compute the loss outside of the model, or pass microbatches=1"
+            )
+
+        elif of_kept:
+            warn_once(
+                "kept results in micro-batches",
+                f"what the model keeps for the script, such as an auxiliary loss, is another mean "
+                f"over {len(batches)} micro-batches than for the whole batch: {of_kept}. Training "
+                "uses the mean over micro-batches, as one process would that trains in them. For "
+                "that of the whole batch, keep what it is computed from, with the batch as its "
+                "first dimension, or pass microbatches=1",
             )
 
     def _difference(self, found: list[torch.Tensor], whole: list[torch.Tensor]) -> str | None:
@@ -163,8 +182,10 @@ def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def plain_result(model: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
-    """The tensors that a model returns in evaluation, before it is divided.
+def plain_result(
+    model: nn.Module, args: Any, kwargs: Any, passed_on: Sequence[Path] = ()
+) -> list[torch.Tensor] | None:
+    """The tensors that a model returns in evaluation, and keeps, before it is divided.
 
     None if it is on another device than its inputs.
     """
@@ -177,10 +198,12 @@ def plain_result(model: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]
     devices = [t.device for t in tensors[:1] if t.is_cuda]
     try:
         torch.set_autocast_cache_enabled(False)
-        with torch.random.fork_rng(devices), attributes_kept(modules), _buffers_kept(modules):
+        with torch.random.fork_rng(devices), left_as_before(model), _buffers_kept(modules):
             model.eval()
+            kept = KeptResults(model, passed_on)
+            kept.begin()
             args, kwargs = copied_call(args, kwargs)
-            return tensors_in(model.forward(*args, **kwargs))
+            return tensors_in((model.forward(*args, **kwargs), kept.tree()))
     finally:
         torch.set_autocast_cache_enabled(caches)
         for module, mode in zip(modules, modes, strict=True):

@@ -9,10 +9,11 @@ ends, the forward is left.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +22,12 @@ from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
+from hvkit.frameworks.pytorch.model_parallel.kept_results import (
+    HOOKS,
+    KeptResults,
+    Path,
+    left_as_before,
+)
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import SharedNumbers
@@ -32,6 +39,9 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     tensors_in,
     with_tensors,
 )
+
+# The structure of what is kept travels in multiples of so many bytes.
+_PACKED = 1024
 
 
 class StageEnd(BaseException):
@@ -57,6 +67,7 @@ class StagedForward:
         found: by the dry run.
         device: of this rank's parameters.
         seeded: called when random numbers begin with a seed that all stages share.
+        passed_on: where the forward keeps results that stages pass on to the script.
     """
 
     def __init__(
@@ -67,8 +78,14 @@ class StagedForward:
         found: DryRun,
         device: torch.device,
         seeded: Callable[[], None],
+        passed_on: Sequence[Path] = (),
     ) -> None:
         self._forward = forward
+        self._kept = KeptResults(model, passed_on) if passed_on else None
+        # What earlier stages have kept.
+        self._given: list[Any] | None = None
+        # By cut, its last hook on the module.
+        self._leaving: list[tuple[nn.Module, int]] = []
         self._stages = stages
         self._device = device
         self._stage = 0
@@ -83,6 +100,8 @@ class StagedForward:
             # The model itself is called from outside, and may hold parameters of any stage.
             if name and any(p.is_meta for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(functools.partial(self._refuse_outside, name))
+        # What looks at values, and what holds such a module.
+        self._looking = {modules[name] for name in found.looking}
         self._numbers = SharedNumbers(device, _on_one_rank(model, stages), seeded)
         for number, cut in enumerate(stages.cuts):
             self._cut(modules[cut.module], number, cut)
@@ -106,8 +125,11 @@ class StagedForward:
         Raises:
             ValueError: the forward needs more of earlier stages than what they have given.
         """
-        self._stage, self._received, self._running = stage, received, True
+        self._stage, self._running = stage, True
         self._beside.clear()
+        self._receive(stage, received)
+        for module, hook in self._leaving:  # after those that the script has added since
+            cast(Any, module._forward_hooks).move_to_end(hook)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._numbers.drawn(seed))
@@ -115,6 +137,8 @@ class StagedForward:
                     self._before = _Before(self._device)
                     stack.enter_context(self._before)
                 output = self._forward(*batch.args, **batch.kwargs)
+                if self._kept is not None:
+                    output = output, gathered(self._kept.tree())
         except StageEnd as end:
             output = end.output
         except (RuntimeError, NotImplementedError) as error:
@@ -123,9 +147,49 @@ class StagedForward:
             raise self._not_passed_on(stage) from error
         finally:
             self._running = False
+            if self._kept is not None:
+                self._kept.restore()
         if any(t.is_meta for t in tensors_in(output)):
             raise self._not_passed_on(stage)
         return output
+
+    def _receive(self, stage: int, received: Sequence[torch.Tensor]) -> None:
+        """Divide what a stage is given into results of modules, and what is kept."""
+        self._received = received
+        if self._kept is None:
+            return
+        self._kept.begin()
+        self._given = None
+        if stage:
+            cut = self._stages.cuts[stage - 1]
+            count = cut.slots.count(None) + len(cut.beside)
+            structure = pickle.loads(bytes(received[count].tolist()))
+            self._received = received[:count]
+            self._given = with_tensors(structure, received[count + 1 :])
+            self._kept.put_tree(self._given)  # code before the stage may add them up
+
+    def _kept_for_next(self) -> list[torch.Tensor]:
+        """What is kept at the end of a stage: its structure, and its tensors."""
+        if self._kept is None:
+            return []
+        tree = self._kept.tree()
+        text = pickle.dumps(structure_of(tree))
+        # Of a length that is the same for all micro-batches.
+        text = text.ljust(-(-len(text) // _PACKED) * _PACKED, b"\0")
+        structure = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        return [structure, *tensors_in(gathered(tree))]
+
+    def kept_in(self, output: Any) -> int:
+        """How many tensors of what the last stage gives the model keeps, and does not return."""
+        return 0 if self._kept is None else len(tensors_in(output[1]))
+
+    def shown(self, output: Any) -> Any:
+        """The model's result, from what the last stage gives; what is kept is put in its place."""
+        if self._kept is None:
+            return output
+        self._kept.begin()
+        self._kept.put_tree(output[1])
+        return output[0]
 
     def _not_passed_on(self, stage: int) -> ValueError:
         return ValueError(
@@ -163,6 +227,9 @@ class StagedForward:
             return own(*args, **kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._running and self._stage == number + 1 and self._given is not None:
+                assert self._kept is not None
+                self._kept.put_tree(self._given)
             if self._running and self._stage == number:
                 if missing := [each.module for each in cut.beside if not self._beside[each.module]]:
                     raise ValueError(
@@ -173,10 +240,11 @@ class StagedForward:
                 beside = [self._beside[each.module][each.number] for each in cut.beside]
                 pairs = zip(tensors_in(output), cut.slots, strict=True)
                 # Ranks of the tensor axis may have parts of the sequence, and send the whole.
-                raise StageEnd(gathered([*(t for t, slot in pairs if slot is None), *beside]))
+                passed = gathered([*(t for t, slot in pairs if slot is None), *beside])
+                raise StageEnd([*passed, *self._kept_for_next()])
 
         module.forward = forward
-        module.register_forward_hook(leave)
+        self._leaving.append((module, module.register_forward_hook(leave).id))
 
     def _pass_on(self, name: str, module: nn.Module) -> None:
         """Note the result of this module where a stage ends, and receive it where one begins."""
@@ -229,15 +297,26 @@ class StagedForward:
         key = (id(module), module.training, call_key(args, kwargs))
         if key not in self._shapes:
             buffers = {name: b.clone() for name, b in module.named_buffers()}
-            patched, module.forward = module.forward, own
+            # Its hooks run around the call that wants the shapes.
+            changed = {"forward": own, **{name: OrderedDict() for name in HOOKS}}
+            patched = {name: vars(module)[name] for name in changed}
+            vars(module).update(changed)
+            assert self._before is not None
+            mode, looks = self._before.mode, not self._looking.isdisjoint(module.modules())
+            before, mode.look = mode.look, _nothing if looks else self._before.mode.look
             try:
-                with torch.no_grad(), explaining_meta():
+                with torch.no_grad(), explaining_meta(), left_as_before(module):
                     # Values that are there, such as masks, stay: it may look at them.
                     output = torch.func.functional_call(module, buffers, args, kwargs)
                     self._shapes[key] = tree_map_only(torch.Tensor, lambda t: t.to("meta"), output)
             finally:
-                module.forward = patched
+                vars(module).update(patched)
+                mode.look = before
         return self._shapes[key]
+
+
+def _nothing(error: Exception) -> None:
+    """What is looked at changes no shape of the result."""
 
 
 def _on_one_rank(model: nn.Module, stages: Stages) -> list[nn.Module]:
@@ -264,19 +343,19 @@ class _Before:
     """Surrounds what a forward computes before a stage: shapes only, and nothing compiled."""
 
     def __init__(self, device: torch.device) -> None:
-        self._mode = OnMeta(device)
+        self.mode = OnMeta(device)
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(uncompiled())
-        self._stack.enter_context(self._mode)
+        self._stack.enter_context(self.mode)
 
     def end(self) -> None:
         """The stage begins. A mode that the forward itself has entered since then stays."""
-        if _modes()[-1:] == [self._mode]:
+        if _modes()[-1:] == [self.mode]:
             self._stack.close()
         else:
-            self._mode.active = False
+            self.mode.active = False
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

@@ -13,6 +13,7 @@ from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
+from hvkit.frameworks.pytorch.model_parallel.meta_device import needs_values
 from hvkit.frameworks.stage_division import balanced_cuts
 
 Balance = Literal["flops", "bytes"]
@@ -30,7 +31,7 @@ class Stages:
         cuts: between each stage and the next.
         rank_of: by stage, the rank along the pipeline axis that holds it.
         of_parameter: by name, the stages that use a parameter, in ascending order. One that none
-            uses is the first stage's.
+            uses is that of the module which holds it, or the first.
         of_buffer: by name, the stage that changes a buffer last, of those that a forward changes.
         of_module: by name, the stage in which a module's first call begins.
         flops: by stage, the share of forward, from 0 to 1.
@@ -135,7 +136,8 @@ def plan_stages(
         return bisect.bisect_left(times, time)
 
     of_parameter = {
-        name: tuple(sorted({stage_at(time) for time in found.reads.get(name, (0,))}))
+        name: tuple(sorted({stage_at(time) for time in found.reads.get(name, ())}))
+        or (stage_at(_call_around(name, found) + 1),)
         for name in sizes
     }
     ends = [*(cut.flops for cut in cuts), found.flops]
@@ -164,6 +166,15 @@ def plan_stages(
     )
 
 
+def _call_around(name: str, found: DryRun) -> int:
+    """When the call began of what holds a parameter, as of an expert that got no samples."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in found.calls:
+            return found.calls[name]
+    return -1
+
+
 def _listed(places: Sequence[CutPlace]) -> str:
     return ", ".join(place.module for place in places) or "no module at all"
 
@@ -184,6 +195,8 @@ def _balanced(
     # A last stage without weights would have nothing to do.
     last_read = max(time for times in found.reads.values() for time in times)
     places = [place for place in found.places if place.time < last_read]
+    if len(places) < stages - 1 and found.looked is not None:
+        raise needs_values(found.looked)
     if len(places) < stages - 1:
         raise ValueError(
             f"a pipeline of {stages} stages needs {stages - 1} places to cut the model, but there "

@@ -27,7 +27,11 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     weighted_values,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import ignored_unevenly, joined
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
+    ignored_unevenly,
+    joined,
+    rows_in,
+)
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     autocast_as,
     autocast_state,
@@ -117,7 +121,8 @@ class ScheduledPipeline:
             pipeline.seed,
         )
         metas = [each.empty("meta") for each in specs]
-        return with_tensors(structure, run.outputs(metas, pipeline.links.device))
+        outputs = run.outputs(metas, pipeline.links.device)
+        return pipeline.staged.shown(with_tensors(structure, outputs))
 
     def _fits(self, batches: int) -> bool:
         ranks = len(self._pipeline.links.ranks)
@@ -198,7 +203,8 @@ class ScheduledPipeline:
             if found:
                 with torch.no_grad():
                     sizes = [batch.samples for batch in run.batches]
-                    evaluate = run.evaluator(joined(outputs, sizes), None)
+                    rows = rows_in(outputs, sizes, len(outputs[0]))
+                    evaluate = run.evaluator(joined(outputs, sizes, rows), None)
                     whole = [evaluate(node).detach() for node in run.singles]
                 root = run.singles.index(_root(run))
                 finite = all(bool(torch.isfinite(value)) for value in whole)

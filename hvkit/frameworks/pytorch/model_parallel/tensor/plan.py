@@ -16,12 +16,8 @@ import torch
 from torch import nn
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.meta_device import (
-    OnMeta,
-    attributes_kept,
-    on_meta,
-    uncompiled,
-)
+from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
+from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, on_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
@@ -161,7 +157,8 @@ def _with_streams(
     streams = Streams(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
     with uncompiled(), streams.entered():
-        streams.returned(_forward_on_meta(model, meta, args, kwargs, streams))
+        for each in _forward_on_meta(model, meta, args, kwargs, streams):
+            streams.returned(each)
     found, problems = streams.found()
     return replace(plan, streams=tuple(found), whole_streams=tuple(problems))
 
@@ -217,7 +214,8 @@ def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], w
     heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
     flow = Flow(layers, heads, ways)
     with flow.entered(modules):
-        flow.returned(_forward_on_meta(model, meta, args, kwargs, flow))
+        for each in _forward_on_meta(model, meta, args, kwargs, flow):
+            flow.returned(each)
     return flow
 
 
@@ -227,8 +225,11 @@ def _forward_on_meta(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     mode: EachOperation,
-) -> Any:
-    """What the model's forward returns; parameters are ``meta``, inputs and buffers as they are."""
+) -> tuple[Any, list[Any]]:
+    """What the model's forward returns, and what it keeps beside that.
+
+    Parameters are ``meta``, inputs and buffers as they are.
+    """
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
@@ -236,20 +237,26 @@ def _forward_on_meta(
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            attributes_kept(list(model.modules())),
-            OnMeta(device),
+            left_as_before(model) as kept,
+            OnMeta(device, _nothing),
             mode,
         ):
             args, kwargs = copied_call(tuple(args), dict(kwargs))
-            return torch.func.functional_call(
+            out = torch.func.functional_call(
                 model, {**meta, **buffers}, tuple(args), dict(kwargs), tie_weights=False
             )
+            # The script may compute with what is kept as with what is returned.
+            return out, [each.value for each in kept.changes().values()]
     except Exception as error:
         raise HvkitError(
             "the forward cannot be followed on the meta device, where tensors have shapes and no "
             f"values ({type(error).__name__}: {error}): take out what reads values of "
             "activations, or pass plan={} to divide nothing"
         ) from error
+
+
+def _nothing(error: Exception) -> None:
+    """Ranks of the tensor axis look at the same values, which are those of the whole model."""
 
 
 def _may_be_linear(module: nn.Module) -> bool:
