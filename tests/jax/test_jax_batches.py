@@ -154,6 +154,40 @@ def test_weights_that_differ_are_noticed_in_the_next_batches(monkeypatch):
         hvkit.batch(np.ones((2, 3)))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (hvkit.Synchronous(), r"Linear: kernel .*changed on some ranks only, after hvkit"),
+        (hvkit.FullyShard(), r"rank 0 alone changed weights of Linear, .*before hvkit\.distribute"),
+    ],
+    ids=str,
+)
+def test_weights_that_rank_0_alone_sets_before_the_first_batch_are_named(
+    strategy, said, monkeypatch
+):
+    monkeypatch.setattr(batches, "_checks", [])
+    model, _ = small(strategy=strategy)
+    if hvkit.is_main():
+        model.kernel[...] = np.ones((3, 2), np.float32)
+    with pytest.raises(hvkit.RanksDisagreeError, match=said):
+        hvkit.batch(np.ones((2, 3)))
+
+
+def test_a_module_whose_ranks_differ_ends_one_batch_of_another(monkeypatch):
+    monkeypatch.setattr(batches, "_checks", [])
+    model, _ = small(check_every=1)
+    small(check_every=1)
+    own = np.ones(2, np.float32) * hvkit.rank()
+    model.bias[...] = own
+    with pytest.raises(hvkit.RanksDisagreeError, match="Linear: bias"):
+        hvkit.batch(np.ones((2, 3)))
+    for _ in range(3):
+        hvkit.batch(np.ones((2, 3)))
+    model.bias[...] = own + 1
+    with pytest.raises(hvkit.RanksDisagreeError, match="Linear: bias"):
+        hvkit.batch(np.ones((2, 3)))
+
+
 def test_a_module_whose_arrays_were_donated_to_a_step_is_not_compared(monkeypatch):
     monkeypatch.setattr(batches, "_checks", [])
     model, _ = small(check_every=1)

@@ -49,9 +49,21 @@ def tree_of(thing: Any) -> Any:
 def weights_of(model: Any) -> Any:
     """As ``tree_of``; of a model of Keras also in ``fit``, which holds its values meanwhile."""
     held = getattr(model, "_jax_state", None) if is_keras(model) else None
-    if not held:
+    if not held or model._jax_state_synced:
         return tree_of(model)
-    made = {kind: list(values) for kind, values in held.items() if kind != "metrics_variables"}
+    states = getattr(getattr(model, "optimizer", None), "variables", ())
+    variables = [*model.variables, *states]
+    kinds = {
+        "trainable_variables": model.trainable_variables,
+        "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": states,
+    }
+    values = {
+        id(variable): value
+        for kind, those in kinds.items()
+        for variable, value in zip(those, held.get(kind) or (), strict=False)
+    }
+    made = {_name_of(i, v): values[id(v)] for i, v in enumerate(variables) if id(v) in values}
     alive = not any(leaf.is_deleted() for leaf in jax.tree.leaves(made))
     return made if alive else {}  # the step that runs has taken them over
 
@@ -72,8 +84,15 @@ def _variables(thing: Any) -> dict[str, Any]:
     Without the numbers in names, in which Keras counts all layers that a rank has made: ranks
     compare these names.
     """
-    made = [v for v in thing.variables if getattr(v, "_value", None) is not None]
-    return {f"{i} {_COUNTED.sub('', v.path)}": v for i, v in enumerate(made)}
+    return {
+        _name_of(i, v): v
+        for i, v in enumerate(thing.variables)
+        if getattr(v, "_value", None) is not None
+    }
+
+
+def _name_of(number: int, variable: Any) -> str:
+    return f"{number} {_COUNTED.sub('', variable.path)}"
 
 
 def set_variable(variable: Any, array: jax.Array) -> None:

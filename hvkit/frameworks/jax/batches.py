@@ -15,7 +15,6 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import jax
 import numpy as np
@@ -27,84 +26,15 @@ from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.jax import places
 from hvkit.frameworks.jax.arrays import (
     belongs_to_all,
-    is_array,
     is_key,
-    is_nnx,
-    is_whole_everywhere,
-    named_leaves,
-    own_part,
-    own_place,
     placed,
-    weights_of,
 )
+from hvkit.frameworks.jax.weight_checks import WeightChecks
 from hvkit.main_rank import warn_once
-from hvkit.sync.fingerprints import Compared, fingerprint, require_same
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
-_FIX = (
-    "each rank has trained with other batches, or other keys or arrays of its own: pass each batch "
-    "through hvkit.batch, and the same keys and other arguments to compiled functions on every rank"
-)
-
-
-class _Checks:
-    """When the ranks compare the weights of which models.
-
-    Args:
-        every: each so many batches; None for after 1, 2, 4, 8, ...
-        models: of NNX or Keras. Weights in pytrees are the script's, and out of reach.
-    """
-
-    def __init__(self, every: int | None, models: Sequence[Any]) -> None:
-        self._every = every
-        self._models = [ref(model) for model in models]
-        self._batches = 0
-
-    def next_batch(self, call: str) -> None:
-        """Compare the weights, if it is time; a collective then."""
-        n = self._batches
-        self._batches += 1
-        if n and (n % self._every == 0 if self._every else n & (n - 1) == 0):
-            self._compare(call)
-
-    def _compare(self, call: str) -> None:
-        """Raise on every rank unless all hold the same weights; a collective."""
-        held = [_named_weights(reference()) for reference in self._models]
-        # Ranks may collect garbage at different times.
-        everyone = gather(call, [bool(weights) for weights in held])
-        leaves = [
-            each
-            for weights, have in zip(held, zip(*everyone, strict=True), strict=True)
-            if all(have)
-            for each in weights
-            if is_array(each[1])
-        ]
-        whole = [each for each in leaves if is_whole_everywhere(each[1])]
-        divided = [each for each in leaves if not is_whole_everywhere(each[1])]
-        for those in filter(None, (whole, divided)):
-            require_same(
-                call,
-                [Compared(name, fix=_FIX) for name, _ in those],
-                [fingerprint(own_part(leaf)) for _, leaf in those],
-                part=repr([own_place(leaf) for _, leaf in those]),
-            )
-
-
-def _named_weights(model: Any) -> list[tuple[str, Any]]:
-    """A model's weights with their names; none if it is gone, or its weights are elsewhere by now.
-
-    A loop that splits a module of NNX and donates its arrays to each step keeps the weights in a
-    pytree, and leaves the module with arrays that JAX has deleted.
-    """
-    if model is None:
-        return []
-    leaves = list(named_leaves(weights_of(model), in_variables=is_nnx(model)))
-    deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for _, leaf in leaves)
-    return [] if deleted else leaves
-
-
-_checks: list[_Checks] = []
+_checks: list[WeightChecks] = []
 
 before_own_batch: list[Callable[[], None]] = []
 """Called in ``batch`` where each rank trains a model of its own, and so keeps its batch."""
@@ -120,16 +50,16 @@ def _warn_without_batches() -> None:
     if not _batches and getattr(sys, "last_value", None) is None:
         warn_once(
             "no batches",
-            "hvkit.distribute was called, but hvkit.batch never: unless the script makes arrays of "
-            "all ranks itself, each rank has trained a model of its own. Pass each batch through "
-            "x, y = hvkit.batch(x, y)",
+            "hvkit.distribute was called, but hvkit.batch never, nor fit of a Keras model that was "
+            "passed: unless the script makes arrays of all ranks itself, each rank has trained a "
+            "model of its own. Pass each batch through x, y = hvkit.batch(x, y)",
         )
 
 
 def expect(check_every: int | None, models: Sequence[Any]) -> None:
     """From now on, compare the weights of these models now and then, with the batches."""
     if models:
-        _checks.append(_Checks(check_every, models))
+        _checks.append(WeightChecks(check_every, models))
 
 
 def refuse_other_batches(own: bool) -> None:
@@ -213,7 +143,7 @@ def batch(*arrays: Any) -> Any:
 
 
 def as_one(
-    arrays: Sequence[NDArray[Any]], structure: str, call: str
+    arrays: Sequence[NDArray[Any]], structure: str, call: str, model: Any = None
 ) -> tuple[list[jax.Array], list[int]]:
     """Arrays of all ranks' rows; a collective.
 
@@ -221,6 +151,7 @@ def as_one(
         arrays: this rank's, with equally many rows.
         structure: what holds them, in words that are the same on every rank.
         call: the user's call.
+        model: for which they are; None if that is not known.
 
     Returns:
         The arrays, and the number of rows of each part of the batch, in general each rank's.
@@ -231,7 +162,8 @@ def as_one(
     """
     counts = _counts(arrays, structure, call)
     for each in _checks:
-        each.next_batch(call)
+        if model is None or each.are_of(model):
+            each.next_batch(call)
     if not are_in_parts(counts):
         return [placed(each, _rows_of_all(each), places.whole) for each in arrays], counts
     rows, placing = sum(counts), places.by_rows()

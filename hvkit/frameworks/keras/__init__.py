@@ -24,7 +24,8 @@ On PyTorch, PyTorch's port does most of it::
 On JAX, XLA averages inside Keras's compiled steps::
 
     on_jax                 the steps of distribute: where variables are
-    └── jax_batches        one batch of all ranks in each step
+    ├── jax_batches        one batch of all ranks in each step
+    └── jax_refusals       models and optimizers that would train apart
 
 The first two use::
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import ref
 
 import jax
 import keras
@@ -32,13 +33,15 @@ class OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
     """Each rank's batch is a part of the batch of all ranks.
 
     Args:
+        model: that gets it.
         trains: whether all ranks must have equally many batches.
     """
 
-    def __init__(self, *, trains: bool) -> None:
+    def __init__(self, model: Any, *, trains: bool) -> None:
         devices = np.array(keras.distribution.list_devices())
         mesh = keras.distribution.DeviceMesh(devices.shape, ["ranks"], devices)
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
+        self.model = ref(model)  # which keeps this one
         self.trains = trains
 
     def get_variable_layout(self, variable: Any) -> Any:
@@ -79,11 +82,11 @@ def one_batch(data: Any, layouts: Any = None) -> Any:
 
     A collective of the ranks, for models that they train together.
     """
-    if _distribution() is None:
+    if (ranks := _distribution()) is None:
         return _distribute_data(data, layouts)
     leaves, structure = jax.tree.flatten(data)
     arrays = [batches.rows_of(leaf) for leaf in leaves]
-    made, _last_counts[:] = batches.as_one(arrays, str(structure), _point())
+    made, _last_counts[:] = batches.as_one(arrays, str(structure), _point(), ranks.model())
     return jax.tree.unflatten(structure, made)
 
 

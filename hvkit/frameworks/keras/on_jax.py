@@ -27,9 +27,11 @@ from hvkit.communication.collectives import require_equal
 from hvkit.frameworks.jax.arrays import from_rank_0, placed, set_variable
 from hvkit.frameworks.jax.places import Place, arrange, whole
 from hvkit.frameworks.jax.port import JaxPort
+from hvkit.frameworks.jax.weight_checks import require_same_weights
 from hvkit.frameworks.keras import jax_batches
 from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
+from hvkit.frameworks.keras.jax_refusals import refuse_others
 from hvkit.frameworks.keras.learning_rate import scale_rates
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.learning_rate import Multiplier
@@ -61,6 +63,7 @@ class KerasOnJaxPort(JaxPort):
         super().__init__(list(models), list(optimizers), options)
         # Variables that belong to all ranks already; they are kept, so that no id is used twice.
         self._placed_variables: dict[int, Any] = {}
+        self._is_scaled = False
 
     def _refuse_for_local_weights(self) -> None:
         raise TypeError(
@@ -136,15 +139,19 @@ class KerasOnJaxPort(JaxPort):
         self._placed_variables |= new
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
+        self._is_scaled = not multiplier.changes_nothing
         return scale_rates(updating(self.optimizer), multiplier)
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        refuse_others(self.model, self.optimizer, self._is_scaled)
         for model in self.model:
+            # Compiled for arrays of this rank, perhaps.
+            model.train_function = model.test_function = model.predict_function = None
             self._place_before_steps(model)
             parts = _Divided(self._has_divided_weights) if self._is_divided else None
             epoch = Epoch(
                 (),
-                lambda: None,
+                functools.partial(require_same_weights, "fit", [model]),
                 self._options.group,
                 watching=lambda: [jax_batches.Epochs()],
                 parts=parts,
@@ -204,7 +211,7 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
     """A method of a model that takes batches, for which each rank's are parts of one of all."""
     method = getattr(model, name)
     by_passes = name in ("evaluate", "predict")
-    ranks = jax_batches.OfRanks(trains=not by_passes)
+    ranks = jax_batches.OfRanks(model, trains=not by_passes)
 
     @functools.wraps(method)
     def on_all_ranks(*args: Any, **kwargs: Any) -> Any:

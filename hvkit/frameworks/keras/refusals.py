@@ -228,10 +228,16 @@ def refuse_overwritten(strategy: object, variables: Sequence[Any]) -> None:
 
 def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     """Let only these optimizers, and those of earlier calls, update the model from now on."""
-    _models.add(model)
+    note_distributed(model)
     _averaged.update(optimizers)
     _check_who_applies()
     _check_who_fits()
+
+
+def note_distributed(model: Any) -> None:
+    """Warn of models around this one that report metrics of a rank's own, from now on."""
+    _models.add(model)
+    _check_who_evaluates()
 
 
 def refuse_left_out(
@@ -366,12 +372,11 @@ def _check_who_applies() -> None:
 
 @functools.cache
 def _check_who_fits() -> None:
-    base = keras.Model
-    fit, evaluate = base.fit, base.evaluate
+    fit = keras.Model.fit
 
     @functools.wraps(fit)
     def fit_if_passed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if names := _names_of_distributed(self, self.trainable_variables):
+        if names := names_of_distributed(self, self.trainable_variables):
             raise ValueError(
                 f"fit of model {self.name!r} would train {names}, passed to hvkit.distribute, but "
                 f"{self.name!r} was not passed: each rank would report metrics of its own, write "
@@ -380,9 +385,16 @@ def _check_who_fits() -> None:
             )
         return fit(self, *args, **kwargs)
 
+    keras.Model.fit = fit_if_passed
+
+
+@functools.cache
+def _check_who_evaluates() -> None:
+    evaluate = keras.Model.evaluate
+
     @functools.wraps(evaluate)
     def evaluate_with_warning(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if names := _names_of_distributed(self, self.weights):
+        if names := names_of_distributed(self, self.weights):
             warn_once(
                 "evaluate of a model around",
                 f"evaluate of model {self.name!r} reports the metrics of each rank's own data: it "
@@ -391,10 +403,10 @@ def _check_who_fits() -> None:
             )
         return evaluate(self, *args, **kwargs)
 
-    base.fit, base.evaluate = fit_if_passed, evaluate_with_warning
+    keras.Model.evaluate = evaluate_with_warning
 
 
-def _names_of_distributed(model: Any, variables: Sequence[Any]) -> str:
+def names_of_distributed(model: Any, variables: Sequence[Any]) -> str:
     """The distributed models with some of these variables of a model that was not passed.
 
     Also those that the model contains and that have no weights yet.
