@@ -27,6 +27,7 @@ from hvkit.frameworks.keras.backends import backend_variable, numpy_dtype, outsi
 from hvkit.frameworks.keras.comparisons import compared_in
 from hvkit.frameworks.keras.divided_state import gathered, unfolded
 from hvkit.frameworks.keras.initial_state import has_weights
+from hvkit.frameworks.keras.loss_scale import ranks_of_scale
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
 from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
@@ -172,7 +173,11 @@ class OptimizerPart(Part):
         if self.optimizer.built:
             updated = map(backend_variable, inner_optimizer(self.optimizer)._trainable_variables)
             trained = [weights.index(id(v)) if id(v) in weights else None for v in updated]
-        return {"trained": trained, "shapes": _shapes_of(self.optimizer.variables)}
+        return {
+            "trained": trained,
+            "shapes": _shapes_of(self.optimizer.variables),
+            "ranks_of_scale": ranks_of_scale(self.optimizer),
+        }
 
     def save(self, path: Path) -> None:
         write_arrays(path, {str(i): v.numpy() for i, v in enumerate(self.optimizer.variables)})
@@ -187,6 +192,10 @@ class OptimizerPart(Part):
             with np.load(ContentReader(content)) as values:
                 for i, variable in enumerate(variables):
                     variable.assign(_as_dtype(variable.dtype, values[str(i)]))
+            now = ranks_of_scale(self.optimizer)
+            if (saved := facts.get("ranks_of_scale", now)) != now and self.optimizer.built:
+                scale = self.optimizer.dynamic_scale
+                scale.assign(scale * (saved / now))
 
     def _build(self, trained: Sequence[int | None] | None) -> None:
         """Create the variables, for the weights that the saved optimizer updated."""

@@ -19,8 +19,10 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from hvkit.frameworks.keras.averaged_updates import average_in_apply, skip_together
+from hvkit.frameworks.keras.averaged_updates import average_in_apply
 from hvkit.frameworks.keras.backends import backend_variable
+from hvkit.frameworks.keras.graph_refusals import refuse_xla
+from hvkit.frameworks.keras.loss_scale import skip_together
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.refusals import is_averaged_by_horovod, note_averaged_by_horovod
 
@@ -98,10 +100,14 @@ def average_in_updates(
                     means[i] = _of_values(lambda g: g / tf.cast(ranks(), g.dtype), means[i])
         return means
 
+    def finite_on_all(finite: tf.Tensor) -> tf.Tensor:
+        refuse_xla("the check for overflows in the optimizer")
+        return tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool)
+
     average_in_apply(inner, average, lambda _: None)
     if backward_passes_per_step > 1:
         _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
-    skip_together(inner, lambda finite: tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool))
+    skip_together(inner, lambda finite, _: finite_on_all(finite))
     inner.register_local_var = optimizer.register_local_var = register_local_var
     _average_in_copies(inner, average_alike)
     if optimizer is not inner:

@@ -3,7 +3,7 @@
 On TensorFlow, gradients are averaged inside the optimizer's own update::
 
     port                   the steps of distribute
-    ├── averaged_updates   averaging in optimizer.apply, accumulation, loss scaling
+    ├── averaged_updates   averaging in optimizer.apply, accumulation
     ├── gradients/         the mean of a list of gradients (averager), weighted by samples
     ├── weights/           for local weights: rounds, the parameter server
     ├── graph_shares       sends the variables that a rank owns
@@ -34,6 +34,7 @@ The first two use::
     optimizers             what hvkit has to know of Keras's optimizers
     learning_rate          scaling and warm-up in optimizer.apply
     loss_means             losses in fit that are means over all ranks' samples, tokens, weights
+    loss_scale             which steps ranks skip together, and each one's part of a loss scale
     fit                    fit and evaluate on all ranks
     ├── metric_results     the results of metrics over all ranks
     └── callbacks          all ranks stop together, only rank 0 writes files

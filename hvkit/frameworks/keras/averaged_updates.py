@@ -1,7 +1,7 @@
-"""Averaging inside ``optimizer.apply``, and Keras's optimizers that hold others.
+"""Averaging inside ``optimizer.apply``, and what optimizers around it agree on.
 
 Gradient accumulation averages once in several steps. Loss-scaling optimizers around a distributed
-one skip a step on all ranks together.
+one (``loss_scale``) skip a step on all ranks together.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
-import keras
 import tensorflow as tf
 
 from hvkit.communication.group import Group
@@ -19,11 +17,8 @@ from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.gradients.nonfinite import NonFinite
 from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute, refuse_xla
-from hvkit.frameworks.keras.optimizers import (
-    inner_optimizer,
-    is_overwritten,
-    let_leave_out_updates,
-)
+from hvkit.frameworks.keras.loss_scale import Agree, fit_half
+from hvkit.frameworks.keras.optimizers import is_overwritten, let_leave_out_updates
 
 
 class Average(Protocol):
@@ -130,58 +125,35 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
     return [tf.zeros_like(acc.value) for acc in accumulators]
 
 
-Everywhere = Callable[[tf.Tensor], tf.Tensor]
-"""From whether something holds on this rank: whether it holds on all; a collective."""
-
-_skipping_together: WeakKeyDictionary[Any, Everywhere] = WeakKeyDictionary()
-
-
-def skip_together(optimizer: Any, everywhere: Everywhere) -> None:
-    """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none.
-
-    It wraps the optimizer that does the update: either the user makes it, or ``compile`` does under
-    the ``mixed_float16`` policy, before or after ``distribute``. It looks for overflows in the
-    local gradients, and calls the inner optimizer only if there are none. If each rank decided
-    alone, some would wait in the inner optimizer for ranks that never come.
-
-    Args:
-        optimizer: one that updates variables.
-        everywhere: joins the decisions of the ranks that update together.
-    """
-    _skipping_together[optimizer] = everywhere
-    _share_check_for_overflows()
-
-
 @functools.cache
-def _share_check_for_overflows() -> None:
-    """Make the check for overflows a collective if the inner optimizer is distributed.
+def finite_in(group: Group) -> Agree:
+    """Whether an update counts: ``agree`` of ``OfRanks``, for the ranks of a group.
 
-    This changes the class, because ``compile`` makes the instance later. The check of optimizers
-    that were not passed to ``distribute`` stays local.
+    If each rank decided alone, some would wait in the inner optimizer for ranks that never come.
     """
-    scaler = keras.optimizers.LossScaleOptimizer
-    check_finite_locally = scaler.check_finite
-
-    def check_finite(self: Any, grads: Any) -> Any:
-        finite = check_finite_locally(self, grads)
-        if (everywhere := _skipping_together.get(inner_optimizer(self))) is None:
-            return finite
-        refuse_xla("the check for overflows in the optimizer")
-        return everywhere(finite)
-
-    scaler.check_finite = check_finite
-
-
-@functools.cache
-def finite_in(group: Group) -> Everywhere:
-    """What ``skip_together`` needs for the ranks of a group."""
     wire, wait = Wire("checks", group), GraphWait("hvkit.finite", group=group)
+    added = GraphWait("hvkit.finite.sums", group=group)
 
-    def everywhere(finite: tf.Tensor) -> tf.Tensor:
+    def agree(finite: tf.Tensor, halves: Sequence[tuple[Any, Any]]) -> tf.Tensor:
+        refuse_xla("the check for overflows in the optimizer")
+        small = fit_half([g for g, _ in halves if g is not None], group.size)
+        # 0: one of them is not finite. 1: their sums may be too large. 2: neither.
+        found = tf.cast(finite, tf.int32) * (1 + tf.cast(small, tf.int32))
         with tf.device("CPU:0"):
-            lowest = wait.around(
-                tf.cast(finite, tf.int32), lambda number: wire.lowest(number, wait.key)
-            )
-        return tf.cast(lowest, tf.bool)
+            lowest = wait.around(found, lambda number: wire.lowest(number, wait.key))
 
-    return everywhere
+        def sums_fit() -> tf.Tensor:
+            # In eager code another rank may have gradients that this one has not.
+            own = [
+                tf.zeros(v.shape) if g is None else tf.cast(g, tf.float32)
+                for g, v in halves
+                if g is not None or tf.executing_eagerly()
+            ]
+            flat = tf.concat([tf.reshape(g, [-1]) for g in own], axis=0)
+            return fit_half([added.around(flat, lambda sent: wire.sum(sent, added.key))])
+
+        if not halves:
+            return lowest > 0
+        return tf.cond(tf.equal(lowest, 1), sums_fit, lambda: lowest > 1)
+
+    return agree

@@ -7,6 +7,7 @@ loop of the script's own. So they are averaged when it returns, and ``optimizer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -38,6 +39,7 @@ from hvkit.frameworks.keras.initial_state import (
 )
 from hvkit.frameworks.keras.learning_rate import scale_rates
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
+from hvkit.frameworks.keras.loss_scale import fit_half, share_scale
 from hvkit.frameworks.keras.optimizers import (
     inner_optimizer,
     let_leave_out_updates,
@@ -74,6 +76,11 @@ from hvkit.watch.calls import call
 
 def _gather_row(name: str, group: Group, row: torch.Tensor) -> torch.Tensor:
     return torch.stack(gather_tensors(row, [tuple(row.shape)] * group.size, group))
+
+
+def _means_fit(group: Group, finite: Any, halves: Sequence[tuple[Any, Any]]) -> Any:
+    """Whether an update counts, whose gradients are means: ``agree`` of ``OfRanks``."""
+    return finite & fit_half([g for g, _ in halves if g is not None], group.size)
 
 
 def average(layers: Sequence[Any]) -> None:
@@ -206,8 +213,11 @@ class KerasOnPyTorchPort:
             self._steps.append(kind(each, self._before_update, self._rounds is not None))
             if self.options.on_nonfinite != "ignore":
                 let_leave_out_updates(each)
+        group = self.options.group
+        if not self._rounds:
+            for each in self.optimizers:
+                share_scale(each, functools.partial(_means_fit, group), group.size, self.models)
         if isinstance(self.options.strategy, ShardedOptimizer):
-            group = self.options.group
             held = [0] * group.size
             for each in updating(self.optimizers):
                 shares = ShareSender(group.numbered("hvkit"), group)

@@ -22,9 +22,9 @@ it wraps methods of the optimizer, the outermost first::
                                                                  sends them to all
 
 ``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. ``compile`` makes it later,
-so hvkit replaces methods of the class: ``check_finite`` in ``averaged_updates``, so that all ranks
-skip an update or none does, and with local weights ``apply`` in ``weights/around_updates``, so that
-an update that it skips counts, too.
+so hvkit replaces methods of the class: ``check_finite`` and others in ``loss_scale``, so that all
+ranks skip the updates that one process would, and with local weights ``apply`` in
+``weights/around_updates``, so that an update that it skips counts, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from hvkit.frameworks.keras.averaged_updates import (
     Average,
     average_in_apply,
     finite_in,
-    skip_together,
 )
 from hvkit.frameworks.keras.backends import backend_variable, have_values
 from hvkit.frameworks.keras.batch_norm import (
@@ -70,6 +69,7 @@ from hvkit.frameworks.keras.initial_state import (
 )
 from hvkit.frameworks.keras.learning_rate import scale_rates
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
+from hvkit.frameworks.keras.loss_scale import share_scale
 from hvkit.frameworks.keras.optimizers import (
     calls_of_apply,
     inner_optimizer,
@@ -234,7 +234,9 @@ class KerasPort:
             for each in inner:
                 average = self._average(strategy)
                 average_in_apply(each, average, self._before_update, self._nonfinite())
-                skip_together(each, finite_in(self.options.group))
+            for each in self.optimizers:
+                agree = finite_in(self.options.group)
+                share_scale(each, agree, self.options.group.size, self.models)
             if isinstance(strategy, ShardedOptimizer):
                 self._divide_state(strategy)
             if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:

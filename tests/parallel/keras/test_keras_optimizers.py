@@ -203,8 +203,53 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(loop, wrapped):
         run(tf.constant(x), tf.constant(y))
         scales.append(float(scaler.dynamic_scale.numpy()))
         assert (largest_difference(weights(model), before) > 0) == (i != 1)
-    assert scales == [64.0, 32.0, 32.0, 32.0]
+    # Each rank has its part of the scale that one process would have.
+    assert np.allclose(np.multiply(scales, hvkit.size()), [64.0, 32.0, 32.0, 32.0])
     assert same_on_all_ranks(weights(model))
+
+
+class Scales(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(float(self.model.optimizer.dynamic_scale.numpy()))
+
+
+@pytest.fixture
+def mixed_float16():
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.usefixtures("mixed_float16")
+@pytest.mark.parametrize("compiled", ["before the call", "after the call"])
+def test_the_steps_that_overflow_are_those_of_one_process(compiled):
+    data = [(x, 50 * y) for x, y in regression(steps=20, seed=2)]
+
+    def train(model, optimizer, data, distribute=None):
+        scaler = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**16)
+        if distribute and compiled == "after the call":
+            distribute(model, optimizer)
+        model.compile(optimizer=scaler, loss="mse")
+        if distribute and compiled == "before the call":
+            scaler.build(model.trainable_variables)
+            distribute(model, scaler)
+        scales = Scales()
+        x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+        rows = len(data[0][0])
+        model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[scales])
+        return weights(model), scales.seen
+
+    alone, scales = train(mlp(0), keras.optimizers.SGD(0.05), data)
+    model, optimizer = mlp(hvkit.rank()), keras.optimizers.SGD(0.05)
+    mine, parts = train(model, optimizer, local(data), hvkit.distribute)
+    assert len(set(scales)) > 3  # it skips some, not one after the other
+    assert np.allclose(np.multiply(parts, hvkit.size()), scales)
+    assert largest_difference(mine, alone) < 0.02
+    assert same_on_all_ranks(mine)
 
 
 @pytest.mark.parametrize("policy", cases(["mixed_float16", "mixed_bfloat16"]))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from keras_nets import fit, local, loop, mlp, regression, unbuilt, weights
-from ranks import same_on_all_ranks, shared_folder
+from ranks import largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit
 from hvkit import main_rank
@@ -58,6 +58,37 @@ def test_a_step_that_overflows_is_left_out_on_all_ranks():
         optimizer.apply([v.value.grad for v in own], own)
         assert same_on_all_ranks(weights(model))
         assert np.array_equal(weights(model)[0], before[0]) == np.isinf(on_others)
+
+
+class Scales(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(float(self.model.optimizer.dynamic_scale))
+
+
+def test_the_steps_that_overflow_are_those_of_one_process():
+    """Each rank has its part of the scale, and float32 holds sums that float16 would not."""
+    data = [(x, 50 * y) for x, y in regression(steps=20)]
+
+    def train(model, optimizer, data):
+        scaler = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**16)
+        scales = Scales()
+        fit(model, scaler, data, callbacks=[scales])
+        return weights(model), scales.seen
+
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        alone, scales = train(mlp(0), sgd(), data)
+        mine, parts = train(*hvkit.distribute(mlp(hvkit.rank()), sgd()), local(data))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert len(set(scales)) > 3  # it skips some, not one after the other
+    assert np.allclose(np.multiply(parts, hvkit.size()), scales)
+    assert largest_difference(mine, alone) < 0.01
+    assert same_on_all_ranks(mine)
 
 
 def test_an_optimizer_that_was_not_passed_is_refused():

@@ -151,6 +151,21 @@ def test_a_wrapped_keras_optimizer_must_be_passed_as_it_is_used(tmp_path):
         checkpoint.save(epoch=0, step=0)
 
 
+def test_a_loss_scale_that_ranks_shared_is_whole_in_one_process(tmp_path, monkeypatch):
+    def made():
+        model, optimizer = keras_parts()
+        scaled = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
+        scaled.build(model.trainable_variables)
+        return Checkpoint(tmp_path, model=model, optimizer=scaled), scaled
+
+    monkeypatch.setattr("hvkit.checkpoint.keras.ranks_of_scale", lambda optimizer: 4)
+    made()[0].save(epoch=0, step=0)
+    monkeypatch.undo()
+    checkpoint, scaled = made()
+    checkpoint.restore()
+    assert float(scaled.dynamic_scale) == 4 * 64.0
+
+
 def test_the_best_weights_of_a_callback_keep_their_dtype(tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, dtype="bfloat16")])
     stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from hvkit.frameworks.keras.averaged_updates import average_in_apply, finite_in, skip_together
+from hvkit.frameworks.keras.averaged_updates import average_in_apply, finite_in
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.initial_state import Together
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
+from hvkit.frameworks.keras.loss_scale import Agree, skip_together
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
@@ -71,8 +70,8 @@ class KerasMeshPort(KerasPort):
         assert isinstance(self.options.strategy, Averaging)
         average_in_apply(optimizer, self._average(self.options.strategy), self._before_update)
 
-    def _finite_on_all(self) -> Callable[[tf.Tensor], tf.Tensor]:
+    def _finite_on_all(self) -> Agree:
         """Whether gradients are finite on all ranks; those of other stages are norms here."""
         if self.options.group.size == 1:
-            return tf.identity  # type: ignore[no-any-return]
+            return lambda finite, _: finite
         return finite_in(self.options.group)
