@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hvkit.strategies import *  # noqa: F403
     from hvkit.tensors import allgather as allgather
     from hvkit.tensors import average_buffers as average_buffers
+    from hvkit.tensors import mean as mean
     from hvkit.tensors import reduce_gradients as reduce_gradients
 
 __version__ = "0.1.0"
@@ -73,7 +74,7 @@ _NAMES_BY_MODULE = {
     "metrics": "EarlyStopping any_rank average",
     "monitor": "Monitor",
     "runtime": "init local_rank local_size rank size",
-    "tensors": "allgather average_buffers reduce_gradients",
+    "tensors": "allgather average_buffers mean reduce_gradients",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

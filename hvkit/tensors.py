@@ -1,4 +1,4 @@
-"""Calls on the tensors of a framework: ``allgather``, ``reduce_gradients``, ``average_buffers``.
+"""Calls on tensors: ``allgather``, ``mean``, ``reduce_gradients``, ``average_buffers``.
 
 Gradients flow back through ``allgather``. A loss over the samples of all ranks, as in contrastive
 learning, needs the embeddings of all of them. With N ranks, rank s computes a loss ``L_s`` of all
@@ -13,11 +13,12 @@ its own samples against all others.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from hvkit.communication.collectives import gather, pickled, raise_together, unpickled
+from hvkit.communication.collectives import gather, pickled, raise_together, share, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
@@ -113,6 +114,98 @@ def _require_same(everyone: list[str]) -> None:
                 "tensors that need gradients, of one dtype, or none: detach() them"
             )
             raise mark_as_shown_by(error, 0)
+
+
+@named("hvkit.mean")
+def mean(total: Any, count: Any) -> Any:
+    """Return the mean over what all ranks have counted, and let gradients flow back through it.
+
+    For a loss that is no mean over samples: over tokens that are not masked, over weights, over
+    batches of different sizes. Each rank passes its own sum, and what it would divide it by:
+
+        losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        loss = hvkit.mean(losses, (targets != -100).sum())
+
+    The result is the sum of all totals divided by the sum of all counts, the same on every rank.
+    After ``backward()``, which makes no further call, the averaged gradients are those of one
+    process with the batches of all ranks: with N ranks, d loss / d total = N / (sum of counts).
+    Ranks of a pipeline or a tensor axis, which have the same batch, count it several times above
+    and below the line. A rank may count 0; if all do, the mean is NaN, as PyTorch's own. With one
+    process it is ``total / count``. A collective: every rank must call it each time, also without
+    tokens. The script must go on with the result alike on all ranks.
+
+    It works in compiled functions of PyTorch, and in graphs of TensorFlow. In JAX arrays belong to
+    all ranks, and so do sums of them: there it returns ``total / count``. Of an array of this
+    rank's own, outside of compiled functions, it returns the mean over ranks without gradients.
+
+    Args:
+        total: a tensor of PyTorch, TensorFlow or Keras, an array of JAX, or a number; mostly a
+            single number, else one of the same shape on every rank.
+        count: number of elements or sum of weights in ``total``: a number, or a tensor.
+
+    Returns:
+        A tensor of the dtype of ``total / count``, computed in float64; a float for two numbers.
+
+    Raises:
+        TypeError: one of them is no number and no tensor, or a count of JAX is a number of this
+            rank and the total an array of all ranks.
+        RanksDisagreeError: another rank passes other shapes, or makes another collective call.
+    """
+    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
+    torch, tf, keras = map(sys.modules.get, ("torch", "tensorflow", "keras.src.backend"))
+    if keras is not None:
+        total, count = (x.value if isinstance(x, keras.Variable) else x for x in (total, count))
+    array = getattr(sys.modules.get("jax"), "Array", ())
+    if isinstance(total, array) or isinstance(count, array):
+        return _mean_of_arrays(total, count)
+    if torch is not None and isinstance(total, torch.Tensor):
+        if size() == 1:
+            return total / count
+        from hvkit.frameworks.pytorch.collectives import gather
+
+        return gather.mean(total, count)
+    if tf is not None and isinstance(total, tf.Tensor | tf.Variable):
+        if size() == 1:
+            return total / tf.cast(count, total.dtype)
+        from hvkit.frameworks.keras.collectives import gather as gather_of_tf
+
+        return gather_of_tf.mean(total, count)
+    return _mean_of_numbers(total, count)
+
+
+def _mean_of_numbers(total: Any, count: Any) -> float:
+    mine, problem = (0.0, 0.0), None
+    try:
+        mine = float(total), float(count)
+    except Exception as error:  # of any type: the other ranks must not wait for this one
+        problem = TypeError(
+            "mean takes a tensor or a number and what it counts, got "
+            f"{total!r} of type {type(total).__name__} and {count!r}: {error}"
+        )
+    totals, counts = map(math.fsum, zip(*share("mean", problem, mine), strict=True))
+    return totals / counts if counts else math.nan
+
+
+def _mean_of_arrays(total: Any, count: Any) -> Any:
+    """``mean`` of arrays of JAX, of all ranks or of this one."""
+    import jax
+
+    if size() == 1:
+        return total / count
+    owned = [
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+        for x in (total, count)
+    ]
+    numbers = [not isinstance(x, jax.Array) for x in (total, count)]
+    if all(own or number for own, number in zip(owned, numbers, strict=True)):
+        kind = jax.numpy.true_divide(total, count).dtype
+        return jax.numpy.asarray(_mean_of_numbers(total, count), kind)
+    if any(owned) or any(numbers):
+        raise TypeError(
+            "mean: one of total and count is an array of all ranks, the other a number of this "
+            "rank: compute both from arrays of all ranks, such as losses.sum() and mask.sum()"
+        )
+    return total / count
 
 
 @named("hvkit.reduce_gradients")
@@ -224,3 +317,4 @@ def average_buffers(module: Any) -> None:
 
 if (_torch := sys.modules.get("torch")) is not None:  # a compiled loss may contain the call
     allgather = _torch.compiler.disable(allgather)
+    mean = _torch.compiler.disable(mean)

@@ -99,8 +99,7 @@ def evaluate(model, batches):
         logits, targets = model(ids.to(device)), targets.to(device)
         loss_sum += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         characters += targets.numel()
-    mean = {"loss": loss_sum / characters} if characters else {}
-    return hvkit.average(mean, weight=characters)["loss"]
+    return hvkit.mean(loss_sum, characters)
 
 
 @torch.no_grad()

@@ -276,3 +276,20 @@ def test_a_checkpoint_takes_no_pytree_that_it_could_not_set(tmp_path):
     with pytest.raises(TypeError, match="SimpleNamespace"):
         hvkit.Checkpoint(tmp_path, params={"w": jnp.ones(2)})
     assert hvkit.Checkpoint(tmp_path, run=types.SimpleNamespace(params={"w": jnp.ones(2)}))
+
+
+def test_a_mean_over_what_is_not_masked_is_that_of_all_ranks():
+    rank, size = hvkit.rank(), hvkit.size()
+    x = np.arange(4.0 * size, dtype=np.float32).reshape(size, 4)
+    mask = x < 5
+    rows, shown = hvkit.batch((x[rank : rank + 1], mask[rank : rank + 1]))
+
+    def loss(scale, x, mask):
+        return hvkit.mean((x * mask * scale).sum(), mask.sum())
+
+    for function in (loss, jax.jit(loss)):
+        mean, slope = jax.value_and_grad(function)(2.0, rows, shown)
+        assert (float(mean), float(slope)) == (4.0, 2.0)
+    with pytest.raises(TypeError, match="compute both from arrays of all ranks"):
+        hvkit.mean(rows.sum(), int(mask[rank].sum()))
+    assert hvkit.mean(jnp.float32(rank), 2) == sum(range(size)) / (2 * size)

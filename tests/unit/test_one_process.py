@@ -49,6 +49,7 @@ try:
         raise KeyError("x")
 except KeyError:
     pass
+assert hvkit.mean(0.3, 7) == 0.3 / 7 and hvkit.mean(0, 0) != hvkit.mean(0, 0)
 assert hvkit.average(0.1) == 0.1 and hvkit.average({"a": 1}) == {"a": 1.0}
 """
 

@@ -22,6 +22,8 @@ from mesh_training import (
 from ranks import error_of
 from torch.nn import functional as F
 
+import hvkit
+
 
 def test_the_model_computes_its_loss_itself():
     (reference, its), (model, own) = both(SMALL)
@@ -187,3 +189,22 @@ def test_padding_that_begins_later_is_noticed(first):
     kind, text = error_of(loss_outside)
     assert kind is ValueError
     assert "must be a mean over samples" in text
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "1F1B"}], ids=["GPipe", "1F1B"])
+def test_a_mean_over_what_is_not_padded(options):
+    def sums(logits, y):
+        targets = y.flatten()
+        total = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=0, reduction="sum")
+        return total, (y != 0).sum()
+
+    (reference, its), (model, own) = both(functools.partial(GPT, layers=4), **options)
+    for (x, y), mine in zip(padded(), of_this_rank(padded()), strict=True):
+        total, count = sums(reference(x), y)
+        losses = total / count, hvkit.mean(*sums(model(mine[0]), mine[1]))
+        for loss, optimizer in zip(losses, (its, own), strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert abs(losses[0].item() - losses[1].item()) < 1e-12
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11

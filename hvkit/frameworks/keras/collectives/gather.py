@@ -1,4 +1,7 @@
-"""Gathers tensors of TensorFlow of all ranks, with a backward pass, in eager code and in graphs."""
+"""Gathers and adds up tensors of TensorFlow of all ranks, with a backward pass.
+
+In eager code and in graphs, for ``hvkit.allgather`` and ``hvkit.mean``.
+"""
 
 from __future__ import annotations
 
@@ -114,11 +117,40 @@ def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
     return [tf.cast(p if shape.rank else tf.reshape(p, []), kind) for p in pieces]
 
 
-def _name_in_graph() -> str:
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def mean(total: Any, count: Any) -> tf.Tensor:
+    """The sum over ranks of ``total`` divided by that of ``count``, in eager code and in graphs.
+
+    Gradients of weights are averaged later, so that of ``total`` is times the number of ranks.
+
+    Args:
+        total, count: tensors or numbers of the same shapes on every rank.
+    """
+    if in_graph := not tf.executing_eagerly():
+        refuse_xla("hvkit.mean")
+    wire = Wire("objects")
+    name = _name_in_graph("mean") if in_graph else f"hvkit.mean.{next(_serial) % _NAMES}"
+
+    def add(numbers: tf.Tensor) -> tf.Tensor:
+        return wire.sum(numbers, name)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def summed(numbers: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return _wait().around(numbers, add), lambda upstream: upstream * wire.size
+
+    both = [tf.convert_to_tensor(each) for each in (total, count)]
+    flat = [tf.reshape(tf.cast(each, tf.float64), [-1]) for each in both]
+    sums = tf.split(summed(tf.concat(flat, 0)), [tf.size(each) for each in flat])
+    totals, counts = (tf.reshape(s, tf.shape(each)) for s, each in zip(sums, both, strict=True))
+    kind = both[0].dtype if both[0].dtype.is_floating else tf.float32
+    return tf.cast(totals / counts, kind)
+
+
+def _name_in_graph(of: str = "allgather") -> str:
     graph = tf.compat.v1.get_default_graph()
     while isinstance(outer := getattr(graph, "outer_graph", None), type(graph)):
         graph = outer
-    return f"hvkit.allgather.graph.{next(_in_graphs.setdefault(graph, itertools.count()))}"
+    return f"hvkit.{of}.graph.{next(_in_graphs.setdefault(graph, itertools.count()))}"
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""Gathers tensors of PyTorch of all ranks, with a backward pass: for ``hvkit.allgather``."""
+"""Gathers and adds up tensors of PyTorch of all ranks, with a backward pass.
+
+For ``hvkit.allgather`` and ``hvkit.mean``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.group import Group, all_ranks
@@ -42,6 +46,47 @@ def gather(
     group = group or all_ranks()
     serial = _serials.setdefault(group.members, itertools.count())
     return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(serial) % _NAMES}", group))
+
+
+def mean(total: Any, count: Any) -> torch.Tensor:
+    """The sum over ranks of ``total`` divided by that of ``count``; one collective.
+
+    Args:
+        total, count: tensors or numbers, at least one of them a tensor; the same shapes on every
+            rank.
+
+    Raises:
+        NotImplementedError: they have no values, as on the meta device.
+    """
+    if has_torch_function((total, count)):  # a pipeline's outputs may wait for their values
+        waited: torch.Tensor = handle_torch_function(mean, (total, count), total, count)
+        return waited
+    if any(isinstance(each, torch.Tensor) and each.is_meta for each in (total, count)):
+        raise NotImplementedError("hvkit.mean needs values")
+    kind = torch.result_type(total, count)
+    kind = kind if kind.is_floating_point else torch.get_default_dtype()
+    device = next(each.device for each in (total, count) if isinstance(each, torch.Tensor))
+    both = [torch.as_tensor(each, device=device).double() for each in (total, count)]
+    serial = _serials.setdefault(all_ranks().members, itertools.count())
+    apply: Any = _Sum.apply
+    sums = apply(torch.cat([each.reshape(-1) for each in both]), next(serial) % _NAMES)
+    totals, counts = sums.split([each.numel() for each in both])
+    found: torch.Tensor = totals.view(both[0].shape) / counts.view(both[1].shape)
+    return found.to(kind)
+
+
+class _Sum(torch.autograd.Function):
+    """Of numbers of all ranks. Gradients of weights are averaged later, so this one is times N."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, serial: int) -> torch.Tensor:
+        wire = Wire("objects")
+        ctx.ranks = wire.size
+        return wire.sum(numbers, f"hvkit.mean.{serial}")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.ranks, None
 
 
 class _Gather(torch.autograd.Function):

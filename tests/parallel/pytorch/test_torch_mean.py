@@ -1,0 +1,116 @@
+"""``hvkit.mean``: losses over tokens or weights, of which ranks have different sums."""
+
+import pytest
+import torch
+from nets import raised_everywhere
+from ranks import error_of
+from torch import nn
+from torch.nn import functional as F
+
+import hvkit
+
+pytestmark = [pytest.mark.two_ranks, pytest.mark.usefixtures("torch_distributed")]
+
+WEIGHTS = torch.tensor([0.3, 1.0, 2.0, 0.1, 5.0]).double()
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+
+
+def data():
+    torch.manual_seed(1)
+    targets = [torch.where(torch.rand(8) < 0.5, -100, torch.randint(0, 5, (8,))) for _ in range(6)]
+    return [(torch.randn(8, 8).double(), y) for y in targets]
+
+
+def ignored(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum()
+
+
+def weighted(model, x, y):
+    total = F.cross_entropy(model(x), y, WEIGHTS, reduction="sum")
+    return total, WEIGHTS[y[y != -100]].sum()
+
+
+def samples(model, x, y):
+    return model(x).square().mean(1).sum(), len(x)
+
+
+STRATEGIES = {
+    "averaged": {},
+    "accumulated": {"accumulate": 2},
+    "sharded": {"strategy": hvkit.ShardedOptimizer()},
+    "fully": {"strategy": hvkit.FullyShard()},
+    "each step": {"strategy": hvkit.LocalSGD(1)},
+}
+
+
+@pytest.mark.parametrize("sums", [ignored, weighted, samples])
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+def test_ranks_with_different_counts_train_the_model_of_one_process(options, sums):
+    model, reference = classifier(), classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    its = torch.optim.SGD(reference.parameters(), 0.5)
+    hvkit.distribute(model, optimizer, **options)
+    for number, (x, y) in enumerate(data()):
+        total, count = sums(reference, x, y)
+        expected = total / count
+        expected.backward()
+        mine = [part.tensor_split([6])[hvkit.rank()] for part in (x, y)]
+        loss = hvkit.mean(*sums(model, *mine))
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+        if number % 2:
+            for each in (optimizer, its):
+                each.step()
+                each.zero_grad()
+    with hvkit.settled(model):
+        state = model.state_dict() if hvkit.is_main() else {}
+    for name, value in state.items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-12)
+
+
+def test_a_rank_may_count_nothing():
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    mask = torch.arange(3) < 3 * hvkit.rank()  # none on rank 0
+    loss = hvkit.mean(x[mask].sum(), mask.sum())
+    loss.backward()
+    assert loss == 2
+    assert torch.equal(x.grad, torch.full((3,), 2 / 3) * hvkit.rank())
+    assert hvkit.mean(x[:0].sum(), 0).isnan()
+    assert hvkit.mean(0.0, 0) != hvkit.mean(0.0, 0)
+
+
+def test_shapes_and_dtypes_are_those_of_the_quotient():
+    one = hvkit.rank() + 1
+    half = hvkit.mean(torch.tensor(1001.0 * one, dtype=torch.bfloat16), 1001 * one)
+    assert (half.dtype, float(half)) == (torch.bfloat16, 1.0)
+    each = hvkit.mean(torch.arange(3.0) * one, torch.tensor([1, 2, 4]))
+    torch.testing.assert_close(each, torch.tensor([0.0, 0.75, 0.75]))
+    assert hvkit.mean(one, 2) == 0.75
+
+
+def test_a_gradient_of_the_count():
+    weight = torch.tensor(hvkit.rank() + 1.0, requires_grad=True)
+    hvkit.mean(weight * 3, weight).backward()
+    assert weight.grad == pytest.approx(0, abs=1e-6)
+
+
+def test_a_compiled_loss_under_autocast():
+    model = classifier().float()
+    x = data()[0][0][: 3 + hvkit.rank()]
+    loss_of = torch.compile(lambda out: hvkit.mean(out.sum(), out.numel()), backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model(x.float()))
+    loss.backward()
+    assert loss.dtype is torch.bfloat16
+    assert len({float(each) for each in hvkit.allgather(loss.detach())}) == 1
+
+
+def test_what_is_no_number_is_an_error_on_every_rank():
+    kind, text = error_of(lambda: hvkit.mean(1.0, 2 if hvkit.rank() else "two"))
+    assert kind is TypeError
+    assert "takes a tensor or a number and what it counts, got 1.0 of type float and 'two'" in text
+    assert raised_everywhere(lambda: hvkit.mean(torch.ones(1 + hvkit.rank()), 2), "hvkit.mean")
