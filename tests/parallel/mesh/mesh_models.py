@@ -395,4 +395,74 @@ class Masked(PassesTwo):
         return super().forward(x) @ matrix
 
 
+class Mixture(nn.Module):
+    """A mixture of experts, which keeps its auxiliary loss.
+
+    Args:
+        experts: "loop" over those that got tokens, or "products" with one parameter of all.
+        count: of experts.
+        chosen: for each token.
+    """
+
+    def __init__(self, width, experts, count, chosen):
+        super().__init__()
+        self.count, self.chosen, self.loops = count, chosen, experts == "loop"
+        self.gate = nn.Linear(width, count, bias=False)
+        self.aux = None
+        if self.loops:
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, width))
+                for _ in range(count)
+            )
+        else:
+            self.up = nn.Parameter(torch.randn(count, width, 24) * 0.3)
+            self.down = nn.Parameter(torch.randn(count, 24, width) * 0.3)
+
+    def forward(self, x):
+        shape, x = x.shape, x.reshape(-1, x.size(-1))
+        shares = self.gate(x).softmax(-1)
+        weights, places = shares.topk(self.chosen, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        load = F.one_hot(places, self.count).to(x.dtype).sum(1).mean(0)
+        self.aux = self.count * (load * shares.mean(0)).sum()
+        if not self.loops:
+            found = torch.bmm(F.gelu(x @ self.up), self.down)
+            all_weights = torch.zeros_like(shares).scatter(1, places, weights)
+            return torch.einsum("end,ne->nd", found, all_weights).reshape(shape)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, which = torch.where(places == number)
+            if rows.numel():
+                y.index_add_(0, rows, expert(x[rows]) * weights[rows, which, None])
+        return y.reshape(shape)
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self, width, experts, count, chosen):
+        super().__init__()
+        self.first, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dense = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.mixture = Mixture(width, experts, count, chosen)
+
+    def forward(self, x):
+        x = x + self.dense(self.first(x))
+        return x + self.mixture(self.norm(x))
+
+
+class MixtureNet(nn.Module):
+    def __init__(self, experts, count=4, chosen=2, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(MixtureBlock(width, experts, count, chosen) for _ in range(4))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 SMALL = functools.partial(GPT, layers=4)

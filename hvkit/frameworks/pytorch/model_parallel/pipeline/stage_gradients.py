@@ -119,6 +119,8 @@ def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
 def refuse_chosen_inputs() -> None:
     """Make ``backward(inputs=...)`` and ``torch.autograd.grad`` raise for a model's parameters.
 
+    And ``backward()`` of a loss that has no value, since it depends on those of other stages.
+
     Autograd would not run what other stages have computed: no gradients, and no error. Both call
     one function of PyTorch's, also where a script has imported their names before.
     """
@@ -135,6 +137,16 @@ def refuse_chosen_inputs() -> None:
                 "parameters in a pipeline, which other ranks compute in backward(): call "
                 "loss.backward(), and read p.grad"
             )
-        return run(tensors, *args, **kwargs)
+        try:
+            return run(tensors, *args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if in_pass() or not any(t.is_meta for t in tensors):
+                raise
+            raise ValueError(
+                "the loss is computed from a parameter of another stage of the pipeline, which has "
+                "no value on this rank, as in sum(p.square().sum() for p in model.parameters()). "
+                "For c times that penalty leave it out, and pass weight_decay=2 * c to the "
+                "optimizer, which for SGD and Adam is the same"
+            ) from error
 
     module._engine_run_backward = checked

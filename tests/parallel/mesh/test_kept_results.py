@@ -1,0 +1,296 @@
+"""PyTorch: what a forward keeps beside its result, for the script's loss, in a mesh."""
+
+import collections
+import copy
+
+import pytest
+import torch
+from mesh_models import MixtureNet
+from mesh_training import adamw, difference, tokens, whole_state, with_gradients
+from ranks import error_of
+from torch import nn
+from torch.nn import functional as F
+
+import hvkit
+from hvkit.frameworks.pytorch.model_parallel.pipeline import result_comparison
+
+pytestmark = pytest.mark.skipif(hvkit.size() != 2, reason="for two ranks")
+AXES = [
+    {"pipeline": 2, "microbatches": 1},
+    {"pipeline": 2, "microbatches": 4},
+    {"pipeline": 2, "microbatches": 4, "schedule": "1F1B"},
+    {"tensor": 2},
+    {"shard": 2},
+]
+
+
+def trained_apart(make, loss_of, options, collect=None):
+    """How far weights and losses are from those of one process in the same micro-batches.
+
+    Args:
+        collect: called with the model, returns what its hooks fill, which the loss takes.
+    """
+    options = dict(options)
+    axis = next(name for name in ("pipeline", "tensor", "shard") if name in options)
+    mesh = hvkit.Mesh(**{axis: options.pop(axis)})
+    torch.manual_seed(0)
+    reference = make()
+    model = copy.deepcopy(reference)
+    kept = [collect and collect(each) for each in (reference, model)]
+    its, own = adamw(reference), adamw(model)
+    model, own = hvkit.distribute(model, own, mesh=mesh, **options)
+    losses = []
+    for x, y in tokens(4, rows=8, length=6):
+        its.zero_grad()
+        own.zero_grad()
+        parts = 2 if axis == "shard" else 1
+        pieces = [(x[n::parts], y[n::parts]) for n in range(parts)]
+        mine = pieces[hvkit.rank() % parts]
+        if axis == "pipeline":
+            count = options["microbatches"]
+            pieces = list(zip(x.chunk(count), y.chunk(count), strict=True))
+        expected = sum(loss_of(reference, *piece, kept[0]) for piece in pieces) / len(pieces)
+        expected.backward()
+        loss = loss_of(model, *mine, kept[1])
+        loss.backward()
+        its.step()
+        own.step()
+        losses.append(abs(hvkit.average(loss.item()) - expected.item()))
+    found = whole_state(model, own)
+    weights = difference(found, dict(reference.named_parameters()), with_gradients(reference, its))
+    return max(weights, *losses)
+
+
+def of_logits(logits, y):
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def with_attributes(model, x, y, _):
+    return of_logits(model(x), y) + 0.1 * sum(block.mixture.aux for block in model.blocks)
+
+
+@pytest.mark.parametrize("options", AXES)
+@pytest.mark.parametrize("experts", ["products", "loop"])
+def test_an_auxiliary_loss_on_a_block(experts, options):
+    assert trained_apart(lambda: MixtureNet(experts), with_attributes, options) < 1e-11
+
+
+@pytest.mark.parametrize("options", AXES[1::2] + AXES[4:])
+def test_experts_without_samples(options):
+    """Other ones on each rank and in each micro-batch; AdamW leaves out what no rank has used."""
+    make = lambda: MixtureNet("loop", count=24, chosen=1)  # noqa: E731
+    assert trained_apart(make, with_attributes, options) < 1e-11
+
+
+def with_penalty(model, x, y, kept):
+    kept.clear()
+    loss = of_logits(model(x), y)
+    values = kept.values() if isinstance(kept, dict) else kept
+    return loss + 0.1 * sum(each.square().mean() for each in values)
+
+
+def in_a_list(model):
+    kept = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: kept.append(output))
+    return kept
+
+
+def in_a_default(model):
+    kept = collections.deque()
+    for block in model.blocks:
+        # Between a column and a row layer, if a tensor axis divided them.
+        block.dense[0].register_forward_hook(lambda m, a, output, kept=kept: kept.append(output))
+    return kept
+
+
+class Collector:
+    """An object with a method as a hook."""
+
+    def __init__(self):
+        self.found = {}
+
+    def __call__(self, name):
+        return lambda module, args, output: self.found.__setitem__(name, output)
+
+
+def in_an_object(model):
+    collector = Collector()
+    for i, block in enumerate(model.blocks):
+        block.norm.register_forward_hook(collector(i))
+    return collector.found
+
+
+@pytest.mark.parametrize(
+    ("collect", "options"),
+    [
+        *((in_a_list, options) for options in AXES[1:]),
+        *((collect, o) for collect in (in_a_default, in_an_object) for o in (AXES[1], AXES[3])),
+    ],
+)
+def test_activations_that_hooks_collect(collect, options):
+    assert trained_apart(lambda: MixtureNet("products"), with_penalty, options, collect) < 1e-11
+
+
+class AddsUp(MixtureNet):
+    """The model's own forward adds up what its blocks keep."""
+
+    def forward(self, ids):
+        x, total = self.embed(ids), 0.0
+        for block in self.blocks:
+            x = block(x)
+            total = total + block.mixture.aux
+        return self.head(x), total
+
+
+class AddsUpAtTheEnd(MixtureNet):
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return logits, torch.stack([block.mixture.aux for block in self.blocks]).sum()
+
+
+class ListOfItsOwn(MixtureNet):
+    def forward(self, ids):
+        self.losses = []
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            self.losses.append(block.mixture.aux)
+        return self.head(x), sum(self.losses)
+
+
+class ReturnsBoth(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        x = self.block(x)
+        aux, self.block.mixture.aux = self.block.mixture.aux, None
+        return x, aux
+
+
+class AddsUpResults(MixtureNet):
+    def __init__(self, experts):
+        super().__init__(experts)
+        self.blocks = nn.ModuleList(map(ReturnsBoth, self.blocks))
+
+    def forward(self, ids):
+        x, total = self.embed(ids), 0.0
+        for block in self.blocks:
+            x, aux = block(x)
+            total = total + aux
+        return self.head(x), total
+
+
+def with_total(model, x, y, _):
+    logits, total = model(x)
+    return of_logits(logits, y) + 0.1 * total
+
+
+@pytest.mark.parametrize("kind", [AddsUp, AddsUpAtTheEnd, ListOfItsOwn, AddsUpResults])
+def test_a_forward_that_adds_up_auxiliary_losses(kind):
+    """Right in one micro-batch; in several, the mean is refused as any other."""
+    options = {"pipeline": 2, "microbatches": 1}
+    assert trained_apart(lambda: kind("loop"), with_total, options) < 1e-11
+    options["microbatches"] = 4
+    refused, text = error_of(lambda: trained_apart(lambda: kind("loop"), with_total, options))
+    assert refused is ValueError
+    assert "in 4 micro-batches" in text
+
+
+class ReturnsRouterLogits(MixtureNet):
+    """As Hugging Face's do: for each layer a tensor of all tokens of all samples."""
+
+    def forward(self, ids):
+        found = []
+        hooks = [
+            block.mixture.gate.register_forward_hook(lambda m, a, output: found.append(output))
+            for block in self.blocks
+        ]
+        logits = super().forward(ids)
+        for hook in hooks:
+            hook.remove()
+        return logits, tuple(found)
+
+
+def with_router_logits(model, x, y, _):
+    logits, found = model(x)
+    probabilities = torch.cat(found).softmax(-1)
+    load = F.one_hot(probabilities.argmax(-1), probabilities.size(-1)).to(probabilities).mean(0)
+    return of_logits(logits, y) + 0.1 * (load * probabilities.mean(0)).sum()
+
+
+@pytest.mark.parametrize("experts", ["products", "loop"])
+@pytest.mark.parametrize("axis", ["pipeline", "tensor", "shard"])
+def test_router_logits_for_a_loss_of_the_whole_batch(axis, experts):
+    options = {axis: 2} | ({"microbatches": 1} if axis == "pipeline" else {})
+    make = lambda: ReturnsRouterLogits(experts)  # noqa: E731
+    assert trained_apart(make, with_router_logits, options) < 1e-11
+
+
+def test_a_mean_over_micro_batches_is_named(monkeypatch):
+    found = []
+    monkeypatch.setattr(result_comparison, "warn_once", lambda kind, text: found.append(text))
+    options = {"pipeline": 2, "microbatches": 4}
+    trained_apart(lambda: MixtureNet("products"), with_attributes, options)
+    assert "is another mean over 4 micro-batches than for the whole batch" in found[0]
+
+
+class Grows(nn.Module):
+    """Decides by a value how long its result is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(20, 20)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x[x.sum(-1) > 0]
+
+
+class CountsRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.grows, self.second = nn.Linear(20, 20), Grows(), nn.Linear(20, 20)
+
+    def forward(self, x):
+        x = self.first(x)
+        count = len(self.grows(x))
+        return self.second(x) / (1 + count)
+
+
+def test_a_length_that_depends_on_values_is_known_to_one_stage_alone():
+    """No later stage computes with the length that it would have for other values."""
+    model = CountsRows()
+    plain = copy.deepcopy(model)
+    model, _ = hvkit.distribute(model, adamw(model), mesh=hvkit.Mesh(pipeline=2), microbatches=1)
+    x = torch.randn(8, 20)
+    assert float((model(x) - plain(x)).abs().max()) < 1e-12
+
+
+def test_a_penalty_on_weights_of_all_stages_names_the_way():
+    """Each rank has the values of its own stage."""
+    torch.manual_seed(0)
+    reference = MixtureNet("products")
+    model, penalised = copy.deepcopy(reference), copy.deepcopy(reference)
+    x, y = tokens(1, rows=8, length=6)[0]
+
+    def penalty(of):
+        return 0.1 * sum(p.square().sum() for p in of.parameters())
+
+    mesh = hvkit.Mesh(pipeline=2)
+    penalised, _ = hvkit.distribute(penalised, adamw(penalised), mesh=mesh)
+    loss = of_logits(penalised(x), y) + penalty(penalised)
+    with pytest.raises(ValueError, match="weight_decay=") as caught:
+        loss.backward()
+    assert "no value on this rank" in str(caught.value)
+
+    its = torch.optim.Adam(reference.parameters())
+    own = torch.optim.Adam(model.parameters(), weight_decay=0.2)
+    model, own = hvkit.distribute(model, own, mesh=mesh, microbatches=1)
+    (of_logits(reference(x), y) + penalty(reference)).backward()
+    of_logits(model(x), y).backward()
+    its.step()
+    own.step()
+    assert difference(whole_state(model, own), dict(reference.named_parameters())) < 1e-11
