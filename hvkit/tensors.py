@@ -163,14 +163,20 @@ def mean(total: Any, count: Any) -> Any:
             return total / count
         from hvkit.frameworks.pytorch.collectives import gather
 
-        return gather.mean(total, count)
+        return gather.mean(total, count, _rows_for_each())
     if tf is not None and isinstance(total, tf.Tensor | tf.Variable):
         if size() == 1:
             return total / tf.cast(count, total.dtype)
         from hvkit.frameworks.keras.collectives import gather as gather_of_tf
 
-        return gather_of_tf.mean(total, count)
+        return gather_of_tf.mean(total, count, _rows_for_each())
     return _mean_of_numbers(total, count)
+
+
+def _rows_for_each() -> Any:
+    """What takes the place of the number of ranks in gradients, inside Keras's ``fit``."""
+    loss_means = sys.modules.get("hvkit.frameworks.keras.loss_means")
+    return loss_means.rows_for_each() if loss_means else None
 
 
 def _mean_of_numbers(total: Any, count: Any) -> float:

@@ -148,6 +148,19 @@ def _counted(
     return counted
 
 
+def rows_for_each() -> Any:
+    """How many rows all ranks have for each of this rank, in a ``train_step``; else None.
+
+    A collective. A gradient that is to be that of one process must be so many times as large as a
+    rank's own, since gradients count as often as the rank has rows.
+    """
+    step = _step.get()
+    if step is None or not step.trains:
+        return None
+    step.losses += 1
+    return step.totals.of(None, step.losses - 1)[0]
+
+
 def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
     """What the ``test_step`` of a model has noted on this rank since the last call."""
     return _totals[model].noted() if model in _totals else []

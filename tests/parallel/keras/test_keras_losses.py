@@ -9,6 +9,7 @@ from keras import layers
 from keras_loss_cases import (
     CASES,
     equals_one_process,
+    mean_of_all,
     names_a_factor_for_a_sum,
     names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
@@ -61,9 +62,11 @@ def dataset(batches):
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=shapes)
 
 
-@pytest.mark.parametrize("embeds", [False, True])
-@pytest.mark.parametrize("eager", [False, True])
-def test_batches_of_other_sizes_on_each_rank(embeds, eager):
+@pytest.mark.parametrize(
+    ("embeds", "eager", "by_mean"),
+    [(False, False, False), (True, True, False), (False, True, True), (True, False, True)],
+)
+def test_batches_of_other_sizes_on_each_rank(embeds, eager, by_mean):
     rows = [[4] * hvkit.size(), [6, 2, 5, 3][: hvkit.size()], [4] * hvkit.size()]
     whole, own = uneven_batches(rows)
 
@@ -76,10 +79,11 @@ def test_batches_of_other_sizes_on_each_rank(embeds, eager):
         return keras.Sequential([keras.Input((8,)), *first, layers.Dense(4)])
 
     def fitted(model, optimizer, batches):
-        model.compile(optimizer=optimizer, loss="mse", run_eagerly=eager)
+        model.compile(optimizer=optimizer, loss=loss, run_eagerly=eager)
         return model.fit(dataset(batches), verbose=0).history["loss"]
 
     reference = make(0)
+    loss = mean_of_all if by_mean else "mse"
     expected = fitted(reference, keras.optimizers.SGD(0.1), whole)
     model, optimizer = hvkit.distribute(make(hvkit.rank()), keras.optimizers.SGD(0.1))
     assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)

@@ -8,6 +8,7 @@ from keras import layers
 from keras_loss_cases import (
     CASES,
     equals_one_process,
+    mean_of_all,
     names_a_factor_for_a_sum,
     names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
@@ -31,8 +32,9 @@ def test_with_a_divided_optimizer():
     )
 
 
+@pytest.mark.parametrize("by_mean", [False, True])
 @pytest.mark.parametrize("accumulated", [None, 2])
-def test_batches_of_other_sizes_on_each_rank(accumulated):
+def test_batches_of_other_sizes_on_each_rank(accumulated, by_mean):
     rows = [[4] * hvkit.size(), [6, 2, 5, 3][: hvkit.size()], [4] * hvkit.size()]
     whole, own = uneven_batches(rows)
 
@@ -45,10 +47,11 @@ def test_batches_of_other_sizes_on_each_rank(accumulated):
         return keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
 
     def fitted(model, optimizer, batches):
-        model.compile(optimizer=optimizer, loss="mse")
+        model.compile(optimizer=optimizer, loss=loss)
         return model.fit((each for each in batches), verbose=0).history["loss"]
 
     reference = make(0)
+    loss = mean_of_all if by_mean else "mse"
     expected = fitted(reference, sgd(), whole)
     model, optimizer = hvkit.distribute(make(hvkit.rank()), sgd())
     assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)

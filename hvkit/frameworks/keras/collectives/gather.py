@@ -118,17 +118,19 @@ def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def mean(total: Any, count: Any) -> tf.Tensor:
+def mean(total: Any, count: Any, ranks: tf.Tensor | None = None) -> tf.Tensor:
     """The sum over ranks of ``total`` divided by that of ``count``, in eager code and in graphs.
 
     Gradients of weights are averaged later, so that of ``total`` is times the number of ranks.
 
     Args:
         total, count: tensors or numbers of the same shapes on every rank.
+        ranks: by what gradients are multiplied, a float64 scalar; None for the number of ranks.
     """
     if in_graph := not tf.executing_eagerly():
         refuse_xla("hvkit.mean")
     wire = Wire("objects")
+    factor = tf.cast(wire.size if ranks is None else ranks, tf.float64)
     name = _name_in_graph("mean") if in_graph else f"hvkit.mean.{next(_serial) % _NAMES}"
 
     def add(numbers: tf.Tensor) -> tf.Tensor:
@@ -136,7 +138,7 @@ def mean(total: Any, count: Any) -> tf.Tensor:
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def summed(numbers: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return _wait().around(numbers, add), lambda upstream: upstream * wire.size
+        return _wait().around(numbers, add), lambda upstream: upstream * factor
 
     both = [tf.convert_to_tensor(each) for each in (total, count)]
     flat = [tf.reshape(tf.cast(each, tf.float64), [-1]) for each in both]

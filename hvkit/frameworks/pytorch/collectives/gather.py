@@ -48,18 +48,19 @@ def gather(
     return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(serial) % _NAMES}", group))
 
 
-def mean(total: Any, count: Any) -> torch.Tensor:
+def mean(total: Any, count: Any, ranks: float | None = None) -> torch.Tensor:
     """The sum over ranks of ``total`` divided by that of ``count``; one collective.
 
     Args:
         total, count: tensors or numbers, at least one of them a tensor; the same shapes on every
             rank.
+        ranks: by what gradients are multiplied; None for the number of ranks.
 
     Raises:
         NotImplementedError: they have no values, as on the meta device.
     """
     if has_torch_function((total, count)):  # a pipeline's outputs may wait for their values
-        waited: torch.Tensor = handle_torch_function(mean, (total, count), total, count)
+        waited: torch.Tensor = handle_torch_function(mean, (total, count), total, count, ranks)
         return waited
     if any(isinstance(each, torch.Tensor) and each.is_meta for each in (total, count)):
         raise NotImplementedError("hvkit.mean needs values")
@@ -69,7 +70,7 @@ def mean(total: Any, count: Any) -> torch.Tensor:
     both = [torch.as_tensor(each, device=device).double() for each in (total, count)]
     serial = _serials.setdefault(all_ranks().members, itertools.count())
     apply: Any = _Sum.apply
-    sums = apply(torch.cat([each.reshape(-1) for each in both]), next(serial) % _NAMES)
+    sums = apply(torch.cat([each.reshape(-1) for each in both]), next(serial) % _NAMES, ranks)
     totals, counts = sums.split([each.numel() for each in both])
     found: torch.Tensor = totals.view(both[0].shape) / counts.view(both[1].shape)
     return found.to(kind)
@@ -79,14 +80,14 @@ class _Sum(torch.autograd.Function):
     """Of numbers of all ranks. Gradients of weights are averaged later, so this one is times N."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: torch.Tensor, serial: int) -> torch.Tensor:
+    def forward(ctx: Any, numbers: torch.Tensor, serial: int, ranks: float | None) -> torch.Tensor:
         wire = Wire("objects")
-        ctx.ranks = wire.size
+        ctx.ranks = wire.size if ranks is None else ranks
         return wire.sum(numbers, f"hvkit.mean.{serial}")
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.ranks, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient * ctx.ranks, None, None
 
 
 class _Gather(torch.autograd.Function):
