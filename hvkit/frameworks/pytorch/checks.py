@@ -25,6 +25,7 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
 from hvkit.frameworks.pytorch.fingerprints import fingerprints_of, unit_of
+from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_other_counts
 from hvkit.frameworks.pytorch.gradients.step_report import rates_of
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
@@ -54,6 +55,7 @@ class Checks:
         name: as passed.
         next: the number of optimizer steps after which ranks exchange fingerprints again.
         handle: of the exchange that is running.
+        losses: what losses are means over, in the passes in which ranks exchange fingerprints.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Checks:
         self.handle: int | None = None
         self._looked_at_gradients = False
         self._compared: list[Compared] = []
+        self.losses = LossCounts()
 
     def label(self, number: int, parameter: torch.Tensor) -> str:
         """The name of a parameter in error messages."""
@@ -222,6 +225,7 @@ class Checks:
         gradients = fingerprints_of([p.grad for p in parameters if p.grad is not None])
         head = [*fingerprints.of_gradients(gradients), processes_of_torch_distributed()]
         learnt = fingerprints.hashed(repr([row.tolist() for row in self._learnt()[1]]))
+        learnt[1:] = self.losses.numbers().view(np.int64)
         mine = torch.from_numpy(np.stack([head, learnt, *rows]))
         self.handle = self._wire.start_gather(mine, f"{self.name}.check")
 
@@ -247,9 +251,15 @@ class Checks:
             self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2], self.group)
         if (learnt[:, 0] != learnt[0, 0]).any():
             warn_of_unlike("backward()", *self._learnt(), self.group)
+        warn_of_other_counts(np.ascontiguousarray(learnt[:, 1:]).view(np.float64), self.group)
         self._optimizers = []
         if self._looked_at_gradients:
             self.next = steps + (self._every or max(1, steps))
+            self.losses.look(wanted=False)
+
+    def begin_step(self, steps: int) -> None:
+        """Look at losses if ranks compare in the step after so many."""
+        self.losses.look(wanted=steps >= self.next)
 
 
 def compared_in(

@@ -102,6 +102,24 @@ def test_shards_of_divided_layers():
     assert max(differences(make, tokens(), mesh=mesh, microbatches=None)) < 1e-11
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="came with PyTorch 2.9")
+def test_muon_orthogonalises_whole_matrices(monkeypatch):
+    """In float64: PyTorch iterates in bfloat16, and rounding leads the weights 1e-2 apart."""
+
+    def muon(model):
+        return torch.optim.Muon(model.parameters(), lr=0.05)
+
+    def make():  # rows that ranks cannot divide equally
+        layers = [nn.Linear(*sizes, bias=False) for sizes in ((20, 33), (33, 15), (15, 10))]
+        return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.double().clone())
+    found = differences(
+        make, vectors(10), optimizer=muon, mesh=ALONE, microbatches=None, together=1
+    )
+    assert max(found) < 1e-11
+
+
 def test_each_rank_holds_its_shard():
     model, optimizer = distributed(GPT(layers=4), mesh=ALONE, microbatches=None)
     train(model, optimizer, of_this_rank(tokens(1), 1))

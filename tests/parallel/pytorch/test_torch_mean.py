@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+from hvkit import main_rank
 
 pytestmark = [pytest.mark.two_ranks, pytest.mark.usefixtures("torch_distributed")]
 
@@ -114,3 +115,47 @@ def test_what_is_no_number_is_an_error_on_every_rank():
     assert kind is TypeError
     assert "takes a tensor or a number and what it counts, got 1.0 of type float and 'two'" in text
     assert raised_everywhere(lambda: hvkit.mean(torch.ones(1 + hvkit.rank()), 2), "hvkit.mean")
+
+
+def masked_sum(model, x, y):
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    return losses.sum() / (y != -100).sum()
+
+
+MEANS = {
+    "ignored": lambda model, x, y: F.cross_entropy(model(x), y),
+    "weighted": lambda model, x, y: F.cross_entropy(model(x), y, WEIGHTS) / 2,
+    "smoothed": lambda model, x, y: F.cross_entropy(model(x), y, label_smoothing=0.1),
+    "masked": masked_sum,
+    "rows": lambda model, x, y: F.mse_loss(model(x), torch.zeros(len(x), 5).double()) * 3,
+    "of elements": lambda model, x, y: 0.1 + model(x).square().mean(),
+}
+
+
+def warned(loss_of, capsys, first=6):
+    """Whether rank 0 warns of losses over different numbers, in one step of training."""
+    main_rank._logged.clear()
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hvkit.distribute(model, optimizer)
+    x, y = (part.tensor_split([first])[hvkit.rank()] for part in data()[0])
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    return "write `loss = hvkit.mean(total, count)`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss_of", MEANS.values(), ids=MEANS)
+def test_means_over_other_numbers_are_named_once(loss_of, capsys):
+    assert warned(loss_of, capsys) == hvkit.is_main()
+
+
+def test_means_of_one_process_are_not_named(capsys):
+    def corrected(model, x, y):
+        own = int((y != -100).sum())
+        return F.cross_entropy(model(x), y) * (own / hvkit.average(own))
+
+    assert not warned(lambda *batch: hvkit.mean(*ignored(*batch)), capsys)
+    assert not warned(lambda *batch: hvkit.mean(*samples(*batch)), capsys)
+    assert not warned(corrected, capsys)
+    assert not warned(lambda model, x, y: model(x).sum() / 3, capsys)
+    assert not warned(MEANS["rows"], capsys, first=4)

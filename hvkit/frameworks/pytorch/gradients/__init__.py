@@ -9,6 +9,7 @@
     ├── compressed_buckets those that travel compressed, and what the compression keeps
     ├── sparse             gradients of few rows
     ├── step_report        which gradients each rank has and what it changed; steps and rates
+    ├── loss_counts        whether ranks' losses are means over different numbers
     ├── script_hooks       the script's own hooks on parameters, run on averaged gradients
     └── nonfinite          gradients that are NaN or infinite
 """

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvkit.frameworks.pytorch.gradients import loss_counts
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, are_dense
 
@@ -363,6 +364,8 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
         if (pass_id := running_pass()) == -1:
             thread = threading.get_ident()
             _callers.append(thread)
+            if loss_counts.looks():
+                loss_counts.note(args[0] if args else kwargs.get("tensors"))
             try:
                 run(*args, **kwargs)
             finally:

@@ -126,6 +126,7 @@ class GradientReducer:
             lambda p: self._label(self._index_of[p]), self._why_hooks_do_not_wait
         )
         _reducers[next(_reducer_ids)] = self
+        checks.begin_step(0)
         self.add(parameters)
         self._sparse: Set[int] = {self._index_of[p] for p in row_sparse}
 
@@ -211,6 +212,8 @@ class GradientReducer:
             self._state.commit(self._averaged)
         self._steps_done += not self._step_counted
         self._step_counted = True
+        if self._steps_done >= self._checks.next:
+            self._checks.begin_step(self._steps_done)
 
     def _begin_pass(self) -> bool:
         """Prepare for a backward pass; return whether it ends with a reduction."""
