@@ -9,6 +9,8 @@
     cut_places        where that is, from who uses what
     meta_device       forwards that give shapes only
     tensor_trees      nested arguments and results
+    kept_results      what a forward keeps beside what it returns, for the script
+    whole_model       the whole model on every rank for a while, for ``generate``
     forecast          what each rank will hold, and how long it will wait
     parts             gathers the whole state, and loads a part of it
     mesh_keeper       what a strategy keeps of the parts, for checkpoints

@@ -98,8 +98,8 @@ class _Places:
         self._seen: set[int] = set()
         modules = dict(model.named_modules())
         for name, module in modules.items():
-            self.whole[id(vars(module))] = vars(module)
-            self._keys(name, vars(module), [key for key in vars(module) if key not in _OWN], 0)
+            held = self.whole[id(module.__dict__)] = module.__dict__
+            self._keys(name, held, [key for key in held if key not in _OWN], 0)
         for name, module in modules.items():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             code = (vars(module).get("forward"), type(module).forward)
@@ -211,6 +211,11 @@ class KeptResults:
 
     def _find(self) -> None:
         """Add places that have come since."""
+        modules = dict(self._model.named_modules()) if self.paths is not None else {}
+        if self.paths is not None and all(name in modules for name, _ in self.paths):
+            held = {path: _Place(modules[path[0]].__dict__, path[1]) for path in self.paths}
+            self._places = held | self._places
+            return
         found = _Places(self._model)
         self._whole, new = found.whole, found.found
         if self.paths is not None:
@@ -264,7 +269,8 @@ class KeptResults:
 
     def restore(self) -> None:
         """Put back what was there at ``begin``."""
-        self._find()
+        if self.paths is None:
+            self._find()
         for path, place in self._places.items():
             if not self._was_there(path, place):
                 continue

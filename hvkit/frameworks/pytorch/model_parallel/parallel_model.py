@@ -7,8 +7,8 @@ what makes it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -64,6 +64,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placem
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -142,6 +143,7 @@ class ParallelModel:
         self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
         for p in model.parameters():
             mark_in_mesh(p)
+        self._whole = WholeModel(model)
         # A script may have replaced the forward of the instance itself.
         self._of_instance = vars(model).get("forward")
         vars(model)["forward"] = self._forward
@@ -375,6 +377,9 @@ class ParallelModel:
         """See to it that norms, scalers, saving and loading know of the parts of other ranks."""
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
+        buffers = {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
+        shares = PartsOfParameters(placements, self._axes["tensor"])
+        self._whole.divided(shares, holder | buffers, self._links)
         first = position.along("tensor") == 0
         first_shard = position.along("shard") == 0
         counted = [
@@ -391,9 +396,9 @@ class ParallelModel:
         )
         self.parts = ModelParts(
             model,
-            holder | {name: stages.buffer_holder(name) for name, _ in model.named_buffers()},
+            holder | buffers,
             self._links.group,
-            PartsOfParameters(placements, self._axes["tensor"]),
+            shares,
             collects=position.along("data") == 0,
             first_shard=first_shard,
         )
@@ -463,9 +468,14 @@ class ParallelModel:
         else:
             load()
 
-    def gathered(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
         """A context in which rank 0 has the whole state dict of the model; a collective."""
-        return nullcontext() if self.parts is None else self.parts.gathered(self._model)
+        with ExitStack() as stack:
+            stack.enter_context(self._whole.settled())
+            if self.parts is not None:
+                stack.enter_context(self.parts.gathered(self._model))
+            yield
 
     def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A context in which rank 0 holds an optimizer's whole state; a collective."""

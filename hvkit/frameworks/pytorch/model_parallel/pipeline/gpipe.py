@@ -45,6 +45,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     Slot,
     call_key,
@@ -146,6 +147,7 @@ class Pipeline:
             args, kwargs: of the call.
             batches: its micro-batches; None for those of a batch that need not be equal.
         """
+        _refuse_cache(kwargs)
         batches = batches or self.divide(args, kwargs, self.microbatches)
         self._comparison.check(args, kwargs, batches)
         self._compared()
@@ -325,6 +327,21 @@ class Pipeline:
             for output in outputs
         ]
         return lambda i: arriving[i].wait()
+
+
+def _refuse_cache(kwargs: Any) -> None:
+    """Raise for a cache of keys and values: each rank would fill that of its own stage alone.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for name, value in kwargs.items():
+        if is_cache(name) and not isinstance(value, bool | torch.Tensor | None):
+            raise ValueError(
+                f"{name}= is a cache of what all layers have computed, and each rank of a pipeline "
+                "computes some of them: pass use_cache=False; inside `with hvkit.settled(model):`, "
+                "which every rank enters, model.generate() has the whole model"
+            )
 
 
 def holds_values(structure: Any) -> bool:

@@ -204,7 +204,8 @@ class StagedForward:
             raise ValueError(
                 f"{name} was called outside of the model's forward, but another rank of the "
                 "pipeline has its weights: call the model itself, with an argument that chooses "
-                "what its forward does"
+                "what its forward does; inside `with hvkit.settled(model):`, which every rank "
+                "enters, model.generate() has the whole model"
             )
 
     def _cut(self, module: nn.Module, number: int, cut: CutPlace) -> None:
