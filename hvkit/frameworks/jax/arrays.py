@@ -17,7 +17,7 @@ import numpy as np
 from hvkit.communication.collectives import broadcast_state
 from hvkit.frameworks.jax.places import Place, whole
 
-_COUNTED = re.compile(r"_\d+(?=/|$)")
+_COUNTED = re.compile(r"_\d+(?=[_/]|$)")
 
 
 def is_nnx(thing: object) -> bool:

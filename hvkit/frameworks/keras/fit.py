@@ -50,17 +50,27 @@ def share_results(
         same_part: the ranks whose batches differ, if these are not all of the group.
     """
     epoch = Epoch(averagers, make_alike, group, rounds, watching, parts)
-    read = model._get_metrics_result_or_logs
+    read, flatten = model._get_metrics_result_or_logs, model._flatten_metrics_in_order
+    names: list[str] = []  # of the last results, if this rank had no batch
 
     def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
+        names.clear()
         epoch.end()
-        return over_all_ranks(model, read, logs, same_part or group)
+        result = over_all_ranks(model, read, logs, same_part or group)
+        names.extend(() if logs else result)
+        return result
+
+    def flatten_in_order(logs: Mapping[str, Any]) -> Any:
+        # Without a batch, Keras does not know the metrics' order, which another rank has sent.
+        return [logs[name] for name in names] if len(names) > 1 else flatten(logs)
 
     model._get_metrics_result_or_logs = read_from_all_ranks
+    model._flatten_metrics_in_order = flatten_in_order
     model.fit = with_callbacks_of_this_rank(model, model.fit, epoch)
     model.train_on_batch = _translating(model.train_on_batch)
+    model._symbolic_build = _unless_without_rows(model._symbolic_build)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
-    for method in (evaluate, model.predict):
+    for method in (evaluate, _also_without_rows(model, model.predict)):
         setattr(
             model, method.__name__, with_callbacks_of_this_rank(model, method, epoch, trains=False)
         )
@@ -84,6 +94,49 @@ def _in_settled(evaluate: Callable[..., Any], rounds: RoundsOfFit) -> Callable[.
             return evaluate(*args, **kwargs)
 
     return settled
+
+
+def _unless_without_rows(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras's method that builds metrics with the first batch, on a rank that may have none.
+
+    Such a rank gets the results of the others.
+    """
+
+    @functools.wraps(build)
+    def build_with_rows(iterator: Any = None, data_batch: Any = None) -> None:
+        taken: list[bool] = []
+
+        def noted() -> Iterator[Any]:
+            for each in iterator:
+                taken.append(True)
+                yield each
+
+        try:
+            build(None if iterator is None else noted(), data_batch)
+        except Exception:  # of any type: of a model that is called without data
+            if data_batch is not None or taken:
+                raise
+
+    return build_with_rows
+
+
+def _also_without_rows(model: keras.Model, predict: Callable[..., Any]) -> Callable[..., Any]:
+    """``predict``, which returns no rows for none: Keras itself fails."""
+
+    @functools.wraps(predict)
+    def predict_rows(x: Any, *args: Any, **kwargs: Any) -> Any:
+        shapes = [getattr(each, "shape", None) for each in keras.tree.flatten(x)]
+        if shapes and all(shape and shape[0] == 0 for shape in shapes):
+            return model.predict_on_batch(x)
+        try:
+            return predict(x, *args, **kwargs)
+        except UnboundLocalError as error:
+            raise ValueError(
+                "predict got data without rows, of which Keras cannot know the shape of what the "
+                "model returns: give each rank some, or call predict on those that have"
+            ) from error
+
+    return predict_rows
 
 
 def _translating(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,12 @@ def over_all_ranks(
     elif own:
         own = _means(own, results)
     with_data = [bool(theirs or numbers) for theirs, numbers, _ in everyone]
-    return own if all(with_data) else _result_of_first_with_data(own, with_data, group)
+    if all(with_data) or not any(with_data):
+        return own
+    names = model._flatten_metrics_in_order({name: name for name in own})
+    ordered = [(name, own[name]) for name in ([names] if isinstance(names, str) else names)]
+    first = group.members[with_data.index(True)]
+    return dict(collectives.from_rank(first, ordered, group))  # messages sort dictionaries
 
 
 def _flat(logs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -180,15 +185,6 @@ def _means(own: Mapping[str, Any], numbers: Sequence[Mapping[str, Any]]) -> dict
         else value
         for name, value in own.items()
     }
-
-
-def _result_of_first_with_data(
-    own: Mapping[str, Any], with_data: list[bool], group: Group
-) -> Mapping[str, Any]:
-    """The metrics of the first rank that had data, for ranks whose part was empty."""
-    if not any(with_data):
-        return own
-    return collectives.from_rank(group.members[with_data.index(True)], dict(own), group)
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, Number]:

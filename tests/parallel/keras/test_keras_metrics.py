@@ -163,3 +163,13 @@ def test_metrics_inside_a_dictionary_of_a_step_are_those_of_all_ranks():
     expected = np.mean(np.abs(np.asarray(model(x)) - y))
     assert history["mae"] == [pytest.approx(expected)]
     assert model.evaluate(*part, verbose=0, return_dict=True)["mae"] == pytest.approx(expected)
+
+
+def test_a_rank_without_rows_has_the_metrics_of_the_others_and_predicts_none():
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.01))
+    model.compile(optimizer, "mse", metrics=["mse", "mae"])
+    (x, y), *_ = regression(steps=1)
+    rows = 0 if hvkit.rank() else len(x)
+    first, *others = hvkit.allgather(model.evaluate(x[:rows], y[:rows], verbose=0))
+    assert all(each == first for each in others)
+    assert model.predict(x[:rows], verbose=0).shape == (rows, *y.shape[1:])

@@ -167,3 +167,25 @@ def test_a_compiler_is_switched_off_with_a_warning(compiled, monkeypatch, caplog
         with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
             model.compile(optimizer, "mse", jit_compile=True)
     assert not model.jit_compile
+
+
+def test_a_rank_without_rows_has_the_metrics_of_the_others_in_their_order():
+    (x, y), *_ = regression(steps=1)
+    rows = 0 if hvkit.rank() else 5
+    one, (model, optimizer) = mlp(), hvkit.distribute(mlp(), sgd())
+    one.set_weights(model.get_weights())
+    for each in (one, model):
+        each.compile(optimizer if each is model else sgd(), "mse", metrics=["mse", "mae"])
+    expected = one.evaluate(x[:5], y[:5], verbose=0)
+    for _ in range(2):
+        assert model.evaluate(x[:rows], y[:rows], verbose=0) == pytest.approx(expected, rel=1e-5)
+    assert len({str(each) for each in hvkit.allgather(model.evaluate(x[:rows], y[:rows]))}) == 1
+    assert model.predict(x[:rows], verbose=0).shape == (rows, *y.shape[1:])
+
+
+def test_predict_of_a_loader_without_rows_says_what_to_do():
+    model, _ = hvkit.distribute(mlp(), sgd())
+    (x, _), *_ = regression(steps=1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(x[:0])))
+    with pytest.raises(ValueError, match="predict got data without rows"):
+        model.predict(loader, verbose=0)
