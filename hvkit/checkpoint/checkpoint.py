@@ -508,7 +508,9 @@ class Checkpoint:
         return folder
 
     def callback(self, every: Literal["epoch"] | int = "epoch") -> keras.callbacks.Callback:
-        """A callback for ``fit`` that saves. Put it last in ``callbacks``, on every rank.
+        """A callback for ``fit`` that saves. Put it into ``callbacks``, on every rank.
+
+        Keras calls it after all others, which may still change what the next epoch begins with.
 
             start = checkpoint.restore()
             model.fit(..., initial_epoch=start.epoch, callbacks=[..., checkpoint.callback()])

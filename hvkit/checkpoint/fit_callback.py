@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +14,7 @@ from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.checkpoint.saved_object import Part
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW
-from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates
+from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates, parts_of
 from hvkit.sync.distributed_objects import keepers_of
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.watch.preemption import PREEMPTION
@@ -24,6 +26,9 @@ _DRAWS_FROM_GLOBAL_GENERATOR = keras.backend.backend() == "torch"
 
 class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves, and makes ``fit`` skip the batches that the saved run trained on.
+
+    Wherever it stands in ``callbacks``, Keras calls it after all others: these may still change
+    what the next epoch begins with, such as the learning rate.
 
     Args:
         save: ``Checkpoint.save``.
@@ -52,6 +57,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         every: int | None,
     ) -> None:
         super().__init__()
+        _call_last()
+        self.swaps: list[EmaSwap] = []
         self._save_checkpoint = save
         self._wait_for_writer = wait
         self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
@@ -91,6 +98,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             PREEMPTION.handle_sigterm()
 
     def on_train_end(self, logs: Any = None) -> None:
+        for swap in self.swaps:
+            swap.forget()
         PREEMPTION.stop_handling()
         self._wait_for_writer()
 
@@ -133,7 +142,10 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # Unequal, for example, with ``shard(dynamic=True)``.
         if not all(keeper.equal_steps for keeper in keepers_of(self.model)):
             step = max(collectives.gather("Model.fit", step))
-        self._save(epoch + 1, step, 0)
+        with contextlib.ExitStack() as stack:
+            for swap in self.swaps:
+                stack.enter_context(swap.undone())
+            self._save(epoch + 1, step, 0)
 
     def _skipping(self, batches: int) -> Any:
         """A ``train_function`` that first reads this many batches without training on them.
@@ -178,6 +190,97 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # The saved optimizers first: a model with its own train_step may leave compile's optimizer
         # unused, and each phase of training may have its own.
         return [inner_optimizer(each) for each in self._optimizers or [self.model.optimizer]]
+
+
+class EmaSwap:
+    """Undoes what a ``SwapEMAWeights`` does at the end of an epoch, while a checkpoint is saved.
+
+    From there until the next epoch begins, the model holds the averages, and the optimizer the
+    weights that training goes on with. After the last epoch, the averages are all that is left.
+
+    Args:
+        callback: with ``swap_on_epoch``.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._last: list[Any] | None = None
+        callback._finalize_ema_values = self._keep_and_finalize
+
+    def _keep_and_finalize(self) -> None:
+        self._last = _copies(self._averages())
+        type(self._callback)._finalize_ema_values(self._callback)
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Hold what a further epoch would begin with."""
+        if not self._callback._ema_weights_in_model:
+            yield
+            return
+        averages = self._averages()
+        held = [*self._weights(), *averages]
+        before = _copies(held)
+        if self._last is not None:
+            _assign(averages, self._last)
+        self._callback._swap_variables()
+        try:
+            yield
+        finally:
+            _assign(held, before)
+
+    def forget(self) -> None:
+        """Leave the callback as it was."""
+        vars(self._callback).pop("_finalize_ema_values", None)
+
+    def _optimizers(self) -> list[Any]:
+        parts = parts_of(inner_optimizer(self._callback.model.optimizer))
+        return [part for part in parts if part.use_ema]
+
+    def _weights(self) -> list[Any]:
+        return [v for each in self._optimizers() for v in each._trainable_variables]
+
+    def _averages(self) -> list[Any]:
+        return [v for each in self._optimizers() for v in each._model_variables_moving_average]
+
+
+def _copies(variables: Sequence[Any]) -> list[Any]:
+    # Arrays of JAX never change, and a rank may hold a part of one.
+    values = [v.value for v in variables]
+    return values if keras.backend.backend() == "jax" else list(map(keras.ops.copy, values))
+
+
+def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+@functools.cache
+def _call_last() -> None:
+    """Have each list of callbacks call those that save after all others.
+
+    This changes the class, because ``fit`` makes the list.
+    """
+    kind = keras.callbacks.CallbackList
+    set_model = kind.set_model
+
+    def set_model_and_order(self: Any, model: Any) -> None:
+        set_model(self, model)
+        if any(isinstance(each, SaveCallback) for each in self.callbacks):
+            self.callbacks.sort(key=lambda each: isinstance(each, SaveCallback))
+            _undo_swaps(self.callbacks)
+
+    kind.set_model = set_model_and_order
+
+
+def _undo_swaps(callbacks: Sequence[Any]) -> None:
+    """Let callbacks that save know the ``SwapEMAWeights`` beside them."""
+    swapping = getattr(keras.callbacks, "SwapEMAWeights", ())
+    swaps = [
+        EmaSwap(each) for each in callbacks if isinstance(each, swapping) and each.swap_on_epoch
+    ]
+    for each in callbacks:
+        if isinstance(each, SaveCallback):
+            each.swaps = swaps
 
 
 def _metrics_before_training(model: Any, batch: Any) -> Any:

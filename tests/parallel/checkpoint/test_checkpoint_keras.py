@@ -156,9 +156,13 @@ class Stop(keras.callbacks.Callback):
         super().__init__()
         self.steps = steps
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_begin(self, batch, logs=None):
         if int(self.model.optimizer.iterations) == self.steps:
             raise KeyboardInterrupt
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.steps % 5 == 0:  # before the epoch ends
+            self.on_train_batch_begin(batch)
 
 
 def run_until(folder, seed, make_data, *callbacks, every="epoch"):
@@ -272,6 +276,43 @@ def test_a_resumed_fit_takes_the_steps_that_are_left(
     )  # fmt: skip
     calls = -(-5 // at_once)
     assert seen.steps == [calls - batches // at_once, calls, calls]
+
+
+ORDERS = {"last": 3, "first": 0, "in between": 2}
+
+
+@pytest.mark.parametrize("place", cases(ORDERS, 2))
+@pytest.mark.parametrize("ends", ["killed", "at its end"])
+def test_a_checkpoint_holds_what_the_next_epoch_begins_with(folder, place, ends):
+    """Others swap averages in, lower the rate and set weights at the end of an epoch."""
+
+    def run(seed, name, epochs):
+        net = model(seed)
+        optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8)
+        hvkit.distribute(net, optimizer)
+        net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+        rate = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=10.0)
+        kernel = net.layers[0].kernel
+        checkpoint = Checkpoint(folder / name, keep=None, model=net, optimizer=optimizer, rate=rate)
+        start = checkpoint.restore()
+        callbacks = [
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: kernel.assign(kernel * 0.9)),
+            rate,
+        ]
+        callbacks.insert(ORDERS[place], checkpoint.callback())
+        options = {"verbose": 0, "shuffle": False, "callbacks": callbacks}
+        net.fit(Data(), epochs=epochs, initial_epoch=start.epoch, **options)
+        return state(net, optimizer)
+
+    whole = run(1, "whole", 4)
+    name = "whole" if ends == "killed" else "stopped"
+    if ends == "killed" and hvkit.is_main():
+        for step in (15, 20):
+            shutil.rmtree(folder / "whole" / f"step-{step:09d}")
+    elif ends != "killed":
+        run(1, name, 2)
+    assert equal(run(2, name, 4), whole)
 
 
 class CountSteps(keras.callbacks.Callback):

@@ -93,6 +93,29 @@ def test_a_fit_resumed_in_the_middle_of_an_epoch_ends_with_the_same_bits(shuffle
         assert np.array_equal(mine, theirs)
 
 
+def test_a_checkpoint_holds_what_the_next_epoch_begins_with(tmp_path_factory):
+    """Averages are in the model until then, and the rate falls after the callback's own turn."""
+    folder, data = shared_folder(tmp_path_factory), local(regression(steps=4))
+
+    def trained(epochs, name):
+        model = mlp(hvkit.rank())
+        optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8)
+        hvkit.distribute(model, optimizer)
+        rate = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=10.0)
+        checkpoint = hvkit.Checkpoint(folder / name, model=model, optimizer=optimizer, rate=rate)
+        begun = checkpoint.restore()
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        callbacks = [swap, checkpoint.callback(), rate]
+        options = {"epochs": epochs, "initial_epoch": begun.epoch, "callbacks": callbacks}
+        fit(model, optimizer, data, **options)
+        return state(model, optimizer)
+
+    whole = trained(4, "whole")
+    trained(2, "stopped")
+    for mine, theirs in zip(whole, trained(4, "stopped"), strict=True):
+        assert np.array_equal(mine, theirs)
+
+
 def test_the_state_of_a_sharded_optimizer_is_divided():
     model, optimizer = made(strategy=hvkit.ShardedOptimizer())
     loop(model, optimizer, local(regression(steps=2)))
