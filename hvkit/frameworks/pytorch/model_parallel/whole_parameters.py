@@ -1,0 +1,622 @@
+"""Parameters of which a rank holds a part, and which answer a script for their whole.
+
+A script's own lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)``, ``p.norm()`` in
+a loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
+update of its optimizers, a divided parameter, its gradient, and what is computed of them element by
+element are of classes that PyTorch asks first (``__torch_function__``). An operation on each
+element by itself computes with this rank's part, and what it returns is a part, too. Before any
+other operation the ranks join their parts, and all compute with the whole: a collective. What it
+writes into the whole, or later into a view of it, goes back into the part.
+
+The memory is that of the part throughout, in the same objects. During a forward and an update they
+are of PyTorch's own classes, so these are as fast as without hvkit. Code of hvkit, and of PyTorch's
+``fully_shard``, knows of parts and always gets them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from hvkit.communication.traffic import count, of_allgather, of_allreduce
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+    Placement,
+    part_of,
+    whole_of,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
+from hvkit.sync.update_hooks import Feature, Order
+from hvkit.watch.calls import call, translated, waiting
+
+_parts_alone: Any = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """How a parameter, and what has its shape, is divided.
+
+    Attributes:
+        placement: along the tensor axis; None if it is not.
+        tensor: the mesh of that axis.
+        shards: of a ``DTensor``, its mesh and its placements; None if it is none.
+    """
+
+    placement: Placement | None
+    tensor: DeviceMesh | None
+    shards: tuple[DeviceMesh, Sequence[Any]] | None
+
+    @classmethod
+    def of(cls, p: torch.Tensor, placement: Placement | None, tensor: DeviceMesh | None) -> Self:
+        """That of a parameter, divided like this along the tensor axis."""
+        shards = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        return cls(placement, tensor if placement else None, shards)
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole, whose gradient is the same on all ranks; a collective."""
+        name = "the whole of a divided parameter"
+        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
+            if isinstance(part, DTensor):
+                local = part.to_local().nbytes
+                count("objects", of_allgather(local, part.device_mesh.size()))
+                part = part.full_tensor()
+            return part if self.placement is None else _exchange(part, self, True)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
+        if self.placement is not None:
+            whole = _exchange(whole, self, False)
+        if self.shards is None:
+            return whole
+        return self.everywhere(whole).redistribute(*self.shards)
+
+    def everywhere(self, t: torch.Tensor) -> Any:
+        """A tensor that all ranks hold, for use with a ``DTensor``."""
+        assert self.shards is not None
+        mesh = self.shards[0]
+        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def total(self, sum_of_part: torch.Tensor) -> torch.Tensor:
+        """The sum of all elements, from that of this rank's; a collective."""
+        name = "the sum of a divided parameter"
+        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
+            if isinstance(sum_of_part, DTensor):
+                sum_of_part = sum_of_part.full_tensor()
+            return sum_of_part if self.placement is None else _total(sum_of_part, self)
+
+    def shape(self, part: torch.Tensor) -> torch.Size:
+        """Of the whole."""
+        shape = list(part.shape)
+        if self.placement is not None:
+            assert self.tensor is not None
+            shape[self.placement.dim] *= self.tensor.size()
+        return torch.Size(shape)
+
+    def operand(self, t: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that meets this rank's part element by element; None if it does not.
+
+        Args:
+            t: of the shape of the whole, or one that PyTorch broadcasts to it; or of the part's.
+            part: what this rank has.
+        """
+        if not t.dim():
+            return t
+        if t.dim() > part.dim():
+            return None
+        if self.placement is not None:
+            assert self.tensor is not None
+            dim = self.placement.dim - part.dim() + t.dim()
+            own = part.shape[self.placement.dim]
+            if dim >= 0 and t.shape[dim] == own * self.tensor.size():
+                along = Placement(dim, self.placement.parts)
+                t = part_of(t, along, self.tensor.get_local_rank(), self.tensor.size())
+            elif dim >= 0 and t.shape[dim] not in (1, own):
+                return None
+        return t if self.shards is None else self.everywhere(t)
+
+    def is_like(self, other: Division) -> bool:
+        """Whether tensors of one shape have the same elements on this rank."""
+        mine, its = (each.shards and tuple(each.shards[1]) for each in (self, other))
+        return self.placement == other.placement and mine == its
+
+    def _ranks(self) -> tuple[int, ...]:
+        meshes = [each for each in (self.tensor, self.shards and self.shards[0]) if each]
+        if len(meshes) != 1 or meshes[0].ndim != 1:
+            return ()
+        return tuple(dist.get_process_group_ranks(meshes[0].get_group()))
+
+
+class _Exchange(torch.autograd.Function):
+    """Joins the parts of the tensor axis, or takes this rank's; in backward the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, division: Division, joins: bool) -> torch.Tensor:
+        ctx.division, ctx.joins = division, joins
+        mesh, placement = division.tensor, division.placement
+        assert mesh is not None
+        assert placement is not None
+        if not joins:
+            return part_of(x, placement, mesh.get_local_rank(), mesh.size())
+        if x.is_meta:
+            return whole_of([x] * mesh.size(), placement)
+        parts = [x.new_empty(x.shape) for _ in range(mesh.size())]
+        count("objects", of_allgather(x.nbytes, mesh.size()))
+        dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
+        return whole_of(parts, placement)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _exchange(gradient, ctx.division, not ctx.joins), None, None
+
+
+class _Total(torch.autograd.Function):
+    """Adds up what the ranks of the tensor axis have; all have the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, division: Division) -> torch.Tensor:
+        mesh = division.tensor
+        assert mesh is not None
+        total = x.clone()
+        count("objects", of_allreduce(total.nbytes, mesh.size()))
+        dist.all_reduce(total, group=mesh.get_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+_exchange: Callable[..., torch.Tensor] = _Exchange.apply
+_total: Callable[..., torch.Tensor] = _Total.apply
+
+
+class _Answers:
+    """Of tensors that PyTorch asks before it computes with them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return _answer(func, args, kwargs or {}, parts_wanted=_calls_for_parts(sys._getframe(1)))
+
+
+class _WholeTensor(_Answers, torch.Tensor):
+    """A tensor of which this rank has a part."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.setdefault(id(self), self.detach().clone().requires_grad_(self.requires_grad))
+
+
+class _WholeParameter(_Answers, nn.Parameter):
+    """A parameter of which this rank has a part."""
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        # That of PyTorch does not go through __torch_function__, and keeps the division.
+        whole = nn.Parameter(_of(self).whole(self.detach()), self.requires_grad)
+        return whole.__reduce_ex__(proto)
+
+
+class _WholeDTensor(_Answers, DTensor):
+    """A tensor that ``fully_shard`` divides."""
+
+    __slots__ = ()
+
+
+class _ViewOfWhole(_Answers, torch.Tensor):
+    """A view of a whole that was joined: what is written into it goes back into the part."""
+
+
+_SHOWN: dict[type, type] = {
+    torch.Tensor: _WholeTensor,
+    nn.Parameter: _WholeParameter,
+    DTensor: _WholeDTensor,
+}
+_PLAIN = {shown: plain for plain, shown in _SHOWN.items()}
+_DIVISION, _VIEWED = "_hvkit_division", "_hvkit_viewed"
+
+
+@dataclass(eq=False)
+class _Viewed:
+    """A whole that was joined, and what it was joined of.
+
+    Attributes:
+        part: this rank's.
+        whole: the memory of the views; None if nothing may be written into them.
+        at: when they were equal, as ``_now`` says.
+    """
+
+    part: torch.Tensor
+    whole: torch.Tensor | None
+    at: tuple[int, int]
+
+
+# Counts what may have changed parts.
+_changes = 0
+
+
+def show(t: Any, division: Division) -> Any:
+    """Let a part answer for its whole from now on."""
+    if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
+        setattr(t, _DIVISION, division)
+        t.__class__ = _SHOWN[type(t)]
+    return t
+
+
+def division_of(t: Any) -> Division | None:
+    """How what answers for its whole is divided; None if it does not."""
+    return getattr(t, _DIVISION) if type(t) in _PLAIN and hasattr(t, _DIVISION) else None
+
+
+def _of(t: torch.Tensor) -> Division:
+    division = division_of(t)
+    assert division is not None
+    return division
+
+
+class WholeParameters:
+    """The divided parameters of a model, which answer a script for their whole."""
+
+    def __init__(self) -> None:
+        self._divisions: dict[torch.Tensor, Division] = {}
+        self._forwards = 0
+        self._updates = False
+        # What a script may hold of gradients.
+        self._gradients: list[tuple[torch.Tensor, Division]] = []
+
+    def add(self, divisions: Mapping[torch.Tensor, Division]) -> None:
+        """Let these parameters answer, each divided as it says."""
+        self._divisions |= divisions
+        for p, division in divisions.items():
+            hooks: Any = p._backward_hooks or {}
+            for number, hook in hooks.items():  # registered before the first call of the model
+                hooks[number] = _shown_to(hook, division)
+            show(p, division)
+
+    @contextmanager
+    def as_parts(self) -> Iterator[None]:
+        """Let the parameters be plain parts for a while."""
+        self._change(forwards=1)
+        try:
+            yield
+        finally:
+            self._change(forwards=-1)
+
+    def around_updates(self) -> Feature:
+        """Makes them plain parts during the updates of an optimizer."""
+        return Feature(
+            Order.DIVISION,
+            update_begins=lambda _: self._change(updates=True),
+            update_ends=lambda: self._change(updates=False),
+        )
+
+    def _change(self, forwards: int = 0, updates: bool | None = None) -> None:
+        global _changes
+        before = bool(self._forwards or self._updates)
+        self._forwards += forwards
+        self._updates = self._updates if updates is None else updates
+        now = bool(self._forwards or self._updates)
+        if before == now:
+            return
+        _changes += 1
+        if not now:
+            for p, division in self._divisions.items():
+                show(p, division)
+            for gradient, division in self._gradients:
+                show(gradient, division)
+            self._gradients = []
+            return
+        for p, division in self._divisions.items():
+            if type(p) in _PLAIN:
+                p.__class__ = _PLAIN[type(p)]
+            gradient = p.grad
+            if type(gradient) in _PLAIN:
+                gradient.__class__ = _PLAIN[type(gradient)]
+                self._gradients.append((gradient, division))
+
+
+def _calls_for_parts(frame: FrameType | None) -> bool:
+    """Whether code that knows of parts has called an operation, perhaps through PyTorch's own."""
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name.startswith(("hvkit.", "torch.distributed.")):
+            return True
+        if not name.startswith("torch."):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with _parts_alone():
+        return func(*args, **kwargs)
+
+
+def _get_gradient(p: Any, parts_wanted: bool) -> Any:
+    with _parts_alone():
+        gradient = p.grad
+    division = division_of(p)
+    if parts_wanted or gradient is None or division is None:
+        return gradient
+    return show(gradient, division)
+
+
+_GET_GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_HOOK = torch.Tensor.register_hook
+
+
+def _answer(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, parts_wanted: bool
+) -> Any:
+    """What an operation returns."""
+    if func == _GET_GRADIENT:
+        return _get_gradient(args[0], parts_wanted)
+    if func == _HOOK:
+        return _register_hook(*args, **kwargs)
+    name: str = getattr(func, "__name__", "")
+    if parts_wanted or name in _OF_PARTS or name.startswith("new_"):
+        return _raw(func, args, kwargs)
+    if name == "__set__":
+        return _set(func, *args)
+    if name == "__get__":
+        name = func.__self__.__name__
+        if name not in _VIEWS:
+            return _attribute(name, func, args)
+    if func is torch.autograd.grad:
+        return _gradients(func, args, kwargs)
+    if "foreach" in name and isinstance(args[0], list | tuple) and len(args[0]) > 1:
+        return _for_each(func, args, kwargs)
+    operation = Operation(func, name, args, dict(kwargs), tensors_in((args, kwargs)))
+    divided = [t for t in operation.inputs if division_of(t) is not None]
+    if divided and name in _LENGTHS:
+        shape = _of(divided[0]).shape(divided[0])
+        return operation.run(lambda t: torch.empty(shape, dtype=t.dtype, device="meta"))
+    for t in operation.inputs:
+        _refresh(t)
+    if divided:
+        result = _by_element(operation, divided)
+        if result is not NotImplemented:
+            return result
+        if name == "sum" and len(args) == 1 and not kwargs:
+            return _of(divided[0]).total(_raw(func, args, kwargs))
+    return _of_whole(operation, divided)
+
+
+def _attribute(name: str, func: Any, args: Sequence[Any]) -> Any:
+    t = args[0]
+    division, value = division_of(t), _raw(func, args, {})
+    if division is None:
+        return _as_view(value, getattr(t, _VIEWED)) if name == "data" else value
+    if name == "data":
+        return show(value, division)
+    if name == "shape":
+        return division.shape(t)
+    return division.shape(t).numel() * t.itemsize if name == "nbytes" else value
+
+
+def _set(func: Any, t: Any, value: Any) -> None:
+    """Set ``data``, ``grad`` or another attribute."""
+    division = division_of(t)
+    if isinstance(value, torch.Tensor):
+        _refresh(value)
+        if division is None:
+            of_value = division_of(value)
+            value = value if of_value is None else of_value.whole(value)
+        elif division_of(value) is None and value.shape == division.shape(t):
+            with torch.no_grad():
+                value = division.part(value)
+    _raw(func, (t, value), {})
+    _note_change()
+
+
+def _gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``torch.autograd.grad``, whose gradients answer as their parameters do."""
+    found = _raw(func, args, kwargs)
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    for gradient, p in zip(found, tensors_in(inputs), strict=True):
+        if (division := division_of(p)) is not None:
+            show(gradient, division)
+    return found
+
+
+def _for_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation on lists of tensors, one by one: each is divided in its own way."""
+    length = len(args[0])
+
+    def at(i: int, value: Any) -> Any:
+        listed = isinstance(value, list | tuple) and len(value) == length
+        return [value[i]] if listed else value
+
+    found: list[Any] = []
+    for i in range(length):
+        own, named = [at(i, a) for a in args], {k: at(i, v) for k, v in kwargs.items()}
+        result = _answer(func, own, named, parts_wanted=False)
+        found += result or ()
+    return tuple(found) or None
+
+
+def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
+    """The result of an operation on each element by itself; else ``NotImplemented``."""
+    name = operation.name.removeprefix("_foreach_")
+    one_argument = name == "where" and len(operation.args) == 1
+    if name not in _EACH_ELEMENT or one_argument or "out" in operation.kwargs:
+        return NotImplemented
+    first = divided[0]
+    division = _of(first)
+    if writes(operation) and operation.inputs[0] is not first:
+        return NotImplemented
+    if any(not _of(t).is_like(division) or t.shape != first.shape for t in divided):
+        return NotImplemented
+    graph = torch.is_grad_enabled()
+    operands: dict[int, Any] = {}
+    for t in operation.inputs:
+        if division_of(t) is None:
+            # Its gradient would be that of this rank's part alone.
+            operand = None if graph and t.requires_grad else division.operand(t, first)
+            if operand is None:
+                return NotImplemented
+            operands[id(t)] = operand
+    with _parts_alone():
+        try:
+            result = operation.run(lambda t: operands.get(id(t), t))
+        except NotImplementedError:  # a DTensor's
+            if division.shards is None or writes(operation):
+                raise
+            return NotImplemented
+    for t in tensors_in(result):
+        show(t, division)
+    if writes(operation):
+        _note_change()
+    return result
+
+
+def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
+    """The result of an operation on whole tensors."""
+    target = operation.kwargs.get("out", operation.inputs[0]) if _any_writes(operation) else None
+    viewed: _Viewed | None = getattr(target, _VIEWED, None)
+    if viewed is not None and viewed.whole is None:
+        raise RuntimeError(
+            f"{operation.name}() would write into a view of a divided parameter that autograd "
+            "follows: write into a clone() of it, or under torch.no_grad()"
+        )
+    wholes: dict[int, torch.Tensor] = {}
+    for t in divided:
+        leaf = t is target and t.is_leaf
+        if leaf and t.requires_grad and torch.is_grad_enabled() and not _initialises(operation):
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
+        wholes[id(t)] = _of(t).whole(t.detach() if leaf else t)
+    with _parts_alone():
+        result = operation.run(lambda t: wholes.get(id(t), t))
+        if target is not None and id(target) in wholes:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
+                target.copy_(_of(target).part(wholes[id(target)]))
+            _note_change()
+            return target if result is wholes[id(target)] else result
+        if viewed is not None:
+            with torch.no_grad():
+                viewed.part.copy_(_of(viewed.part).part(viewed.whole))
+            _note_change()
+            viewed.at = _now(viewed.part)
+            return result
+    for t in divided:
+        whole = wholes[id(t)]
+        _mark_views(result, _Viewed(t, None if whole.requires_grad else whole, _now(t)), whole)
+    for t in operation.inputs:
+        if (known := getattr(t, _VIEWED, None)) is not None:
+            _mark_views(result, known, t)
+    return result
+
+
+def _any_writes(operation: Operation) -> bool:
+    return bool(operation.inputs) and ("out" in operation.kwargs or writes(operation))
+
+
+def _initialises(operation: Operation) -> bool:
+    """Whether it is one of ``torch.nn.init``, which write without autograd."""
+    return getattr(operation.function, "__module__", "") == nn.init.__name__
+
+
+def _mark_views(result: Any, viewed: _Viewed, whole: torch.Tensor) -> None:
+    for t in tensors_in(result):
+        if type(t) is torch.Tensor and storage_of(t) == storage_of(whole):
+            _as_view(t, viewed)
+
+
+def _as_view(t: Any, viewed: _Viewed) -> Any:
+    setattr(t, _VIEWED, viewed)
+    t.__class__ = _ViewOfWhole
+    return t
+
+
+def _refresh(t: torch.Tensor) -> None:
+    """Bring a view of a whole up to date, if parts have changed since it was joined; collective."""
+    viewed: _Viewed | None = getattr(t, _VIEWED, None)
+    if viewed is None or viewed.whole is None or viewed.at == _now(viewed.part):
+        return
+    with torch.no_grad(), _parts_alone():
+        viewed.whole.copy_(_of(viewed.part).whole(viewed.part.detach()))
+    viewed.at = _now(viewed.part)
+
+
+def _now(part: torch.Tensor) -> tuple[int, int]:
+    """Another value if the part may have changed, the same on all ranks."""
+    return _changes, part._version
+
+
+def _note_change() -> None:
+    global _changes
+    _changes += 1
+
+
+def _register_hook(t: Any, hook: Callable[..., Any]) -> Any:
+    """``t.register_hook(hook)``.
+
+    Raises:
+        ValueError: gradients never come to the parameters of ``fully_shard`` itself.
+    """
+    division = division_of(t)
+    if division is not None and division.shards is not None and t.is_leaf:
+        raise ValueError(
+            "register_hook() on a parameter that a shard axis or FullyShard divides would never "
+            "be called: use register_post_accumulate_grad_hook, or change p.grad after backward()"
+        )
+    return _raw(_HOOK, (t, hook if division is None else _shown_to(hook, division)), {})
+
+
+def _shown_to(hook: Callable[..., Any], division: Division) -> Callable[..., Any]:
+    """A hook on a gradient that sees the whole."""
+
+    @functools.wraps(hook)
+    def with_whole(gradient: torch.Tensor) -> torch.Tensor | None:
+        found = hook(show(gradient.view_as(gradient), division))
+        if found is None:
+            return None
+        with _parts_alone():
+            if division_of(found) is None and found.shape == division.shape(gradient):
+                return division.part(found)
+            # Of PyTorch's own class.
+            return found.view_as(found)  # type: ignore[no-any-return]
+
+    return with_whole
+
+
+# Views that are attributes.
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
+_LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
+# What is as it is for a part, and says nothing of values.
+_OF_PARTS = {
+    *HARMLESS,
+    *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
+    *("requires_grad_", "retain_grad", "backward", "register_post_accumulate_grad_hook"),
+    *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
+} - {"__repr__"}
+_MORE = """
+    absolute acos acosh addcdiv arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
+    atan atan2 atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp_max
+    clamp_min conj conj_physical copy copysign cosh deg2rad digamma divide empty_like erfc erfinv
+    exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac frexp heaviside
+    hypot int isfinite isinf isnan isneginf isposinf isreal ldexp lgamma log log10 log2
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit long negative
+    nextafter positive rad2deg remainder resolve_conj resolve_neg round sgn short sign signbit
+    sinh special_expit tan threshold trunc xlogy zero _amp_foreach_non_finite_check_and_unscale
+"""
+_MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
+_EACH_ELEMENT = {
+    *ELEMENTWISE,
+    *(each for name in _MORE.split() for each in (name, f"{name}_")),
+    *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _MORE_OPERATORS),
+    *("__pos__", "__abs__", "__invert__", "__eq__", "__ne__"),
+} - {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
