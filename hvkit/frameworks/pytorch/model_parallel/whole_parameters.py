@@ -353,6 +353,7 @@ def _get_gradient(p: Any, parts_wanted: bool) -> Any:
 
 
 _GET_GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _HOOK = torch.Tensor.register_hook
 
 
@@ -416,7 +417,12 @@ def _set(func: Any, t: Any, value: Any) -> None:
         elif division_of(value) is None and value.shape == division.shape(t):
             with torch.no_grad():
                 value = division.part(value)
-    _raw(func, (t, value), {})
+    if isinstance(t, DTensor) and func == _SET_DATA:
+        # Another tensor would not come to where fully_shard keeps the part.
+        with torch.no_grad(), _parts_alone():
+            t.copy_(value)
+    else:
+        _raw(func, (t, value), {})
     _note_change()
 
 
