@@ -28,6 +28,11 @@ from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
+    HOOK_OF_SHARDS,
+    Division,
+    WholeParameters,
+)
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order
@@ -92,6 +97,9 @@ class DividedModels:
         new: dict[torch.Tensor, nn.Parameter] = {
             p: now[n] for held, now in zip(before, after, strict=True) for n, p in held.items()
         }
+        follow_hooks(new)
+        self._own = WholeParameters()
+        self._own.add({p: Division.of(p) for p in new.values() if isinstance(p, DTensor)})
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
         # The whole state by model and name, on rank 0 inside ``gathered``.
@@ -115,7 +123,15 @@ class DividedModels:
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
         vars(optimizer)["__getstate__"] = shards.refuse_copy
-        hooks.add(Feature(Order.DIVISION, before=self._before, after=self._average_statistics))
+        hooks.add(
+            Feature(
+                Order.DIVISION,
+                before=self._before,
+                after=self._average_statistics,
+                update_begins=self._own.begin_update,
+                update_ends=self._own.end_update,
+            )
+        )
 
     def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:
         _require_gradients(optimizer)
@@ -320,6 +336,21 @@ def rows_of(own: DTensor) -> tuple[int, int]:
         f"a tensor of shape {tuple(own.shape)} is divided as {own.placements}, of which this rank "
         f"has {tuple(own.to_local().shape)}: hvkit knows equal rows only"
     )
+
+
+def follow_hooks(new: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Let hooks that a script has registered on parameters see those in their place.
+
+    Raises:
+        ValueError: gradients come to the new ones in another way than such a hook sees.
+    """
+    for before, p in new.items():
+        if before is p:
+            continue
+        if before._backward_hooks:
+            raise ValueError(HOOK_OF_SHARDS)
+        if hooks := before._post_accumulate_grad_hooks:
+            p._post_accumulate_grad_hooks = hooks
 
 
 def parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

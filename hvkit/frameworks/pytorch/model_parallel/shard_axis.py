@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hvkit.frameworks.pytorch.divided_state.fully_shard import (
     CountedGather,
     CountedScatter,
+    follow_hooks,
     parts_of,
     units_of,
 )
@@ -101,6 +102,7 @@ def follow(
 ) -> None:
     """Let optimizers update new parameters in place of old ones of the same names."""
     new: dict[torch.Tensor, nn.Parameter] = {p: after[name] for name, p in before.items()}
+    follow_hooks(new)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [new.get(p, p) for p in group["params"]]

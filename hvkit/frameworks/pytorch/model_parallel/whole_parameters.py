@@ -29,7 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hvkit.communication.traffic import count, of_allgather, of_allreduce
+from hvkit.communication.traffic import count, of_allgather
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import summed
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Placement,
@@ -41,6 +42,10 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, ten
 from hvkit.sync.update_hooks import Feature, Order
 from hvkit.watch.calls import call, translated, waiting
 
+HOOK_OF_SHARDS = (
+    "a hook of register_hook() on a parameter that a shard axis or FullyShard divides is never "
+    "called: use register_post_accumulate_grad_hook, or change p.grad after backward()"
+)
 _parts_alone: Any = torch._C.DisableTorchFunctionSubclass
 
 
@@ -59,7 +64,9 @@ class Division:
     shards: tuple[DeviceMesh, Sequence[Any]] | None
 
     @classmethod
-    def of(cls, p: torch.Tensor, placement: Placement | None, tensor: DeviceMesh | None) -> Self:
+    def of(
+        cls, p: torch.Tensor, placement: Placement | None = None, tensor: DeviceMesh | None = None
+    ) -> Self:
         """That of a parameter, divided like this along the tensor axis."""
         shards = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         return cls(placement, tensor if placement else None, shards)
@@ -68,19 +75,12 @@ class Division:
         """The whole, whose gradient is the same on all ranks; a collective."""
         name = "the whole of a divided parameter"
         with _parts_alone(), call(name), translated(), waiting(self._ranks()):
-            if isinstance(part, DTensor):
-                local = part.to_local().nbytes
-                count("objects", of_allgather(local, part.device_mesh.size()))
-                part = part.full_tensor()
-            return part if self.placement is None else _exchange(part, self, True)
+            return _exchange(part, self, True)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part."""
-        if self.placement is not None:
-            whole = _exchange(whole, self, False)
-        if self.shards is None:
-            return whole
-        return self.everywhere(whole).redistribute(*self.shards)
+        with _parts_alone():
+            return _exchange(whole, self, False)
 
     def everywhere(self, t: torch.Tensor) -> Any:
         """A tensor that all ranks hold, for use with a ``DTensor``."""
@@ -89,12 +89,11 @@ class Division:
         return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def total(self, sum_of_part: torch.Tensor) -> torch.Tensor:
-        """The sum of all elements, from that of this rank's; a collective."""
+        """The sum of all elements, from that of this rank's; a collective of the tensor axis."""
         name = "the sum of a divided parameter"
         with _parts_alone(), call(name), translated(), waiting(self._ranks()):
-            if isinstance(sum_of_part, DTensor):
-                sum_of_part = sum_of_part.full_tensor()
-            return sum_of_part if self.placement is None else _total(sum_of_part, self)
+            assert self.tensor is not None
+            return summed(sum_of_part, self.tensor)
 
     def shape(self, part: torch.Tensor) -> torch.Size:
         """Of the whole."""
@@ -139,47 +138,42 @@ class Division:
 
 
 class _Exchange(torch.autograd.Function):
-    """Joins the parts of the tensor axis, or takes this rank's; in backward the other way round."""
+    """Joins the parts of all ranks, or takes this rank's; in backward the other way round."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, division: Division, joins: bool) -> torch.Tensor:
         ctx.division, ctx.joins = division, joins
-        mesh, placement = division.tensor, division.placement
-        assert mesh is not None
-        assert placement is not None
-        if not joins:
-            return part_of(x, placement, mesh.get_local_rank(), mesh.size())
-        if x.is_meta:
-            return whole_of([x] * mesh.size(), placement)
-        parts = [x.new_empty(x.shape) for _ in range(mesh.size())]
-        count("objects", of_allgather(x.nbytes, mesh.size()))
-        dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
-        return whole_of(parts, placement)
+        return _joined(x, division) if joins else _taken(x, division)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _exchange(gradient, ctx.division, not ctx.joins), None, None
 
 
-class _Total(torch.autograd.Function):
-    """Adds up what the ranks of the tensor axis have; all have the gradient of the sum."""
+def _joined(part: torch.Tensor, division: Division) -> torch.Tensor:
+    if isinstance(part, DTensor):
+        count("objects", of_allgather(part.to_local().nbytes, part.device_mesh.size()))
+        part = part.full_tensor()
+    mesh, placement = division.tensor, division.placement
+    if mesh is None or placement is None:
+        return part
+    parts = [part.new_empty(part.shape) for _ in range(mesh.size())]
+    count("objects", of_allgather(part.nbytes, mesh.size()))
+    dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
+    return whole_of(parts, placement)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, division: Division) -> torch.Tensor:
-        mesh = division.tensor
-        assert mesh is not None
-        total = x.clone()
-        count("objects", of_allreduce(total.nbytes, mesh.size()))
-        dist.all_reduce(total, group=mesh.get_group())
-        return total
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+def _taken(whole: torch.Tensor, division: Division) -> torch.Tensor:
+    mesh, placement = division.tensor, division.placement
+    if mesh is not None and placement is not None:
+        whole = part_of(whole, placement, mesh.get_local_rank(), mesh.size())
+    if division.shards is None:
+        return whole
+    # Not a view, which would keep the memory of the whole.
+    return division.everywhere(whole).redistribute(*division.shards).clone()  # type: ignore[no-any-return]
 
 
 _exchange: Callable[..., torch.Tensor] = _Exchange.apply
-_total: Callable[..., torch.Tensor] = _Total.apply
 
 
 class _Answers:
@@ -297,9 +291,17 @@ class WholeParameters:
         """Makes them plain parts during the updates of an optimizer."""
         return Feature(
             Order.DIVISION,
-            update_begins=lambda _: self._change(updates=True),
-            update_ends=lambda: self._change(updates=False),
+            update_begins=self.begin_update,
+            update_ends=self.end_update,
         )
+
+    def begin_update(self, optimizer: Any) -> None:
+        """Let them be plain parts during an update."""
+        self._change(updates=True)
+
+    def end_update(self) -> None:
+        """Let them answer for their whole again."""
+        self._change(updates=False)
 
     def _change(self, forwards: int = 0, updates: bool | None = None) -> None:
         global _changes
@@ -389,7 +391,7 @@ def _answer(
         result = _by_element(operation, divided)
         if result is not NotImplemented:
             return result
-        if name == "sum" and len(args) == 1 and not kwargs:
+        if name == "sum" and len(args) == 1 and not kwargs and _of(divided[0]).shards is None:
             return _of(divided[0]).total(_raw(func, args, kwargs))
     return _of_whole(operation, divided)
 
@@ -575,10 +577,7 @@ def _register_hook(t: Any, hook: Callable[..., Any]) -> Any:
     """
     division = division_of(t)
     if division is not None and division.shards is not None and t.is_leaf:
-        raise ValueError(
-            "register_hook() on a parameter that a shard axis or FullyShard divides would never "
-            "be called: use register_post_accumulate_grad_hook, or change p.grad after backward()"
-        )
+        raise ValueError(HOOK_OF_SHARDS)
     return _raw(_HOOK, (t, hook if division is None else _shown_to(hook, division)), {})
 
 
