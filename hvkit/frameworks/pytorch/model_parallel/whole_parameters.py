@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -183,6 +183,13 @@ class _Answers:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        # What zero_grad() does to each parameter.
+        if func == _GET_GRADIENT:
+            with _parts_alone():
+                gradient = args[0].grad
+            return gradient if gradient is None else _as_asked(args[0], gradient)
+        if func == _SET_GRADIENT and args[1] is None:
+            return _raw(func, args, {})
         return _answer(func, args, kwargs or {}, parts_wanted=_calls_for_parts(sys._getframe(1)))
 
 
@@ -199,7 +206,7 @@ class _WholeParameter(_Answers, nn.Parameter):
     def __reduce_ex__(self, proto: Any) -> Any:
         # That of PyTorch does not go through __torch_function__, and keeps the division.
         whole = nn.Parameter(_of(self).whole(self.detach()), self.requires_grad)
-        return whole.__reduce_ex__(proto)
+        return whole.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
 
 class _WholeDTensor(_Answers, DTensor):
@@ -313,17 +320,15 @@ class WholeParameters:
             return
         _changes += 1
         if not now:
-            for p, division in self._divisions.items():
-                show(p, division)
-            for gradient, division in self._gradients:
-                show(gradient, division)
+            for t, division in (*self._divisions.items(), *self._gradients):
+                show(t, division)
             self._gradients = []
             return
         for p, division in self._divisions.items():
             if type(p) in _PLAIN:
                 p.__class__ = _PLAIN[type(p)]
             gradient = p.grad
-            if type(gradient) in _PLAIN:
+            if gradient is not None and type(gradient) in _PLAIN:
                 gradient.__class__ = _PLAIN[type(gradient)]
                 self._gradients.append((gradient, division))
 
@@ -345,17 +350,16 @@ def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _get_gradient(p: Any, parts_wanted: bool) -> Any:
-    with _parts_alone():
-        gradient = p.grad
-    division = division_of(p)
-    if parts_wanted or gradient is None or division is None:
+def _as_asked(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter for the code that has asked for it."""
+    if type(gradient) in _PLAIN or _calls_for_parts(sys._getframe(2)):
         return gradient
-    return show(gradient, division)
+    return gradient if (division := division_of(p)) is None else show(gradient, division)
 
 
-_GET_GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_TENSOR: Any = torch.Tensor
+_GET_GRADIENT, _SET_GRADIENT = _TENSOR.grad.__get__, _TENSOR.grad.__set__
+_SET_DATA = _TENSOR.data.__set__
 _HOOK = torch.Tensor.register_hook
 
 
@@ -363,8 +367,6 @@ def _answer(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, parts_wanted: bool
 ) -> Any:
     """What an operation returns."""
-    if func == _GET_GRADIENT:
-        return _get_gradient(args[0], parts_wanted)
     if func == _HOOK:
         return _register_hook(*args, **kwargs)
     name: str = getattr(func, "__name__", "")
@@ -515,7 +517,7 @@ def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
             return target if result is wholes[id(target)] else result
         if viewed is not None:
             with torch.no_grad():
-                viewed.part.copy_(_of(viewed.part).part(viewed.whole))
+                viewed.part.copy_(_of(viewed.part).part(cast(torch.Tensor, viewed.whole)))
             _note_change()
             viewed.at = _now(viewed.part)
             return result
