@@ -99,7 +99,9 @@ class DividedModels:
         }
         follow_hooks(new)
         self._own = WholeParameters()
-        self._own.add({p: Division.of(p) for p in new.values() if isinstance(p, DTensor)})
+        for model, held in zip(models, after, strict=True):
+            own = {p: Division.of(p) for p in held.values() if isinstance(p, DTensor)}
+            self._own.add(model, own)
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
         # The whole state by model and name, on rank 0 inside ``gathered``.

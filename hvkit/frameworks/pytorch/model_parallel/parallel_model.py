@@ -386,11 +386,12 @@ class ParallelModel:
         """Let the script see whole parameters outside of forward and update."""
         tensor = self._axes["tensor"] if placements else None
         self.whole.add(
+            self._model,
             {
                 p: Division.of(p, placements.get(name), tensor)
                 for name, p in own.items()
                 if name in placements or is_divided(p)
-            }
+            },
         )
 
     def _require_one_stage_for_each(self, stages: Stages) -> None:

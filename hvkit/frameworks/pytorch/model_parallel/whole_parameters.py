@@ -19,7 +19,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Self, cast
 
@@ -43,8 +43,9 @@ from hvkit.sync.update_hooks import Feature, Order
 from hvkit.watch.calls import call, translated, waiting
 
 HOOK_OF_SHARDS = (
-    "a hook of register_hook() on a parameter that a shard axis or FullyShard divides is never "
-    "called: use register_post_accumulate_grad_hook, or change p.grad after backward()"
+    "hooks of register_hook() on a parameter that a shard axis or FullyShard divides are never "
+    "called with its gradient: change p.grad after backward(), or use "
+    "register_post_accumulate_grad_hook, before the forward pass"
 )
 _parts_alone: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -57,11 +58,13 @@ class Division:
         placement: along the tensor axis; None if it is not.
         tensor: the mesh of that axis.
         shards: of a ``DTensor``, its mesh and its placements; None if it is none.
+        gathered: whether ``fully_shard`` has joined its shards, between forward and backward.
     """
 
     placement: Placement | None
     tensor: DeviceMesh | None
     shards: tuple[DeviceMesh, Sequence[Any]] | None
+    gathered: bool = False
 
     @classmethod
     def of(
@@ -271,14 +274,22 @@ class WholeParameters:
 
     def __init__(self) -> None:
         self._divisions: dict[torch.Tensor, Division] = {}
+        # Where fully_shard puts what it has gathered of parameters that other axes divide, too.
+        self._places: list[tuple[dict[str, Any], str, Division]] = []
         self._forwards = 0
         self._updates = False
-        # What a script may hold of gradients.
-        self._gradients: list[tuple[torch.Tensor, Division]] = []
+        # What a script may hold of gradients and gathered parameters.
+        self._others: list[tuple[torch.Tensor, Division]] = []
 
-    def add(self, divisions: Mapping[torch.Tensor, Division]) -> None:
-        """Let these parameters answer, each divided as it says."""
+    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, Division]) -> None:
+        """Let these parameters of a model answer, each divided as it says."""
         self._divisions |= divisions
+        self._places += [
+            (module._parameters, name, replace(division, shards=None, gathered=True))
+            for module in model.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if (division := divisions.get(p)) and division.placement and division.shards
+        ]
         for p, division in divisions.items():
             hooks: Any = p._backward_hooks or {}
             for number, hook in hooks.items():  # registered before the first call of the model
@@ -320,17 +331,19 @@ class WholeParameters:
             return
         _changes += 1
         if not now:
-            for t, division in (*self._divisions.items(), *self._gradients):
+            for t, division in (*self._divisions.items(), *self._others):
                 show(t, division)
-            self._gradients = []
+            for parameters, name, division in self._places:
+                if parameters[name] not in self._divisions:
+                    self._others.append((show(parameters[name], division), division))
             return
-        for p, division in self._divisions.items():
-            if type(p) in _PLAIN:
-                p.__class__ = _PLAIN[type(p)]
-            gradient = p.grad
-            if gradient is not None and type(gradient) in _PLAIN:
-                gradient.__class__ = _PLAIN[type(gradient)]
-                self._gradients.append((gradient, division))
+        gradients = [(p.grad, division) for p, division in self._divisions.items()]
+        gathered = [(t, division) for t, division in self._others if division.gathered]
+        shown = [(t, d) for t, d in (*gradients, *gathered) if t is not None and type(t) in _PLAIN]
+        self._others = shown
+        for t in (*self._divisions, *(t for t, _ in shown)):
+            if type(t) in _PLAIN:
+                t.__class__ = _PLAIN[type(t)]
 
 
 def _calls_for_parts(frame: FrameType | None) -> bool:
@@ -361,12 +374,17 @@ _TENSOR: Any = torch.Tensor
 _GET_GRADIENT, _SET_GRADIENT = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _SET_DATA = _TENSOR.data.__set__
 _HOOK = torch.Tensor.register_hook
+_LATER_HOOK = torch.Tensor.register_post_accumulate_grad_hook
 
 
 def _answer(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, parts_wanted: bool
 ) -> Any:
     """What an operation returns."""
+    if func in (_HOOK, _LATER_HOOK):
+        division = division_of(args[0])
+        if division is not None and division.gathered:
+            raise ValueError(HOOK_OF_SHARDS)
     if func == _HOOK:
         return _register_hook(*args, **kwargs)
     name: str = getattr(func, "__name__", "")
