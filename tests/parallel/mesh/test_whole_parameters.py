@@ -1,7 +1,6 @@
 """PyTorch: a script's own lines on divided parameters and gradients see the whole."""
 
 import copy
-import functools
 import io
 
 import pytest
@@ -33,6 +32,10 @@ LAYOUTS = {
     },
 }[hvkit.size()]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
 def held(model):
@@ -125,16 +128,18 @@ def apart(layout, prepare=None, make_after=None, **lines):
     """How far weights and losses are from those of one process."""
     data = tokens(3, 8)
     reference = GPT(layers=1, width=64)
+    with torch.no_grad():  # no norm is zero
+        for p in reference.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
     model = copy.deepcopy(reference)
-    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    for each in filter(None, [prepare]):
-        each(reference), each(model)
+    for each in (reference, model) if prepare else ():
+        prepare(each)
     after = {"after": make_after()} if make_after else {}
-    expected = steps(reference, sgd(reference.parameters()), data, **lines, **after)
+    expected = steps(reference, sgd(reference), data, **lines, **after)
     together = 1 if layout in ("shard", "FullyShard") else hvkit.size()
     together = 2 if layout in ("tensor and data", "tensor and shard") else together
     options = {"microbatches": None} | LAYOUTS[layout]
-    model, own = distributed(model, lambda m: sgd(m.parameters()), **options)
+    model, own = distributed(model, sgd, **options)
     after = {"after": make_after()} if make_after else {}
     found = steps(model, own, of_this_rank(data, together), **lines, **after)
     losses = [abs(hvkit.average(a) - b) for a, b in zip(found, expected, strict=True)]
@@ -173,7 +178,7 @@ def test_hooks_on_gradients_that_are_complete(layout):
     def change(p):
         p.grad.sub_(p.grad.mean(0)).add_(p.grad.max())
 
-    def register(model, found=()):
+    def register(model):
         for p in held(model):
             p.register_post_accumulate_grad_hook(change)
 
@@ -185,15 +190,18 @@ def test_hooks_on_gradients_that_are_complete(layout):
 def test_hooks_that_would_not_be_called():
     if hvkit.size() != 2:
         pytest.skip("the same on four ranks")
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
     for options in (LAYOUTS["shard"], LAYOUTS["FullyShard"]):
-        model = GPT(layers=1)
-        model.wpe.weight.register_hook(of_hook)
-        with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
-            model, own = distributed(model, lambda m: sgd(m.parameters()), **options)
+
+        def begun(model, options=options):
+            model, own = distributed(model, sgd, **{"microbatches": None} | options)
             steps(model, own, tokens(1))
-        model, own = distributed(GPT(layers=1), lambda m: sgd(m.parameters()), **options)
-        steps(model, own, tokens(1))
+            return model
+
+        hooked = GPT(layers=1)
+        hooked.wpe.weight.register_hook(of_hook)
+        with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
+            begun(hooked)
+        model = begun(GPT(layers=1))
         with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
             model.wpe.weight.register_hook(of_hook)
 
@@ -202,9 +210,7 @@ def test_hooks_that_would_not_be_called():
 def divided():
     """A model after a step, one of its parameters, and the whole of it."""
     options = {"microbatches": None} | next(iter(LAYOUTS.values()))
-    model, own = distributed(
-        GPT(layers=1), lambda m: torch.optim.SGD(m.parameters(), 0.1), **options
-    )
+    model, own = distributed(GPT(layers=1), sgd, **options)
     steps(model, own, tokens(1))
     state = hvkit.broadcast(whole_state(model))
     return model, model.h[0].mlp[0].weight, state["h.0.mlp.0.weight"]
@@ -235,9 +241,8 @@ def test_copies_and_files_are_whole(divided):
 
 
 def test_views_stay_up_to_date(divided):
-    model, p, _ = divided
+    _, p, _ = divided
     flat = p.data.view(-1)
-    steps(model, torch.optim.SGD([torch.zeros(1)]), tokens(1))
     with torch.no_grad():
         p.add_(1)
     assert torch.equal(flat, p.detach().flatten())
@@ -254,14 +259,12 @@ def test_what_one_process_refuses_is_refused(divided):
 
 
 def test_gradients_of_gradients(divided):
-    model, p, _ = divided
-    (x, y), *_ = tokens(1)[None] if False else tokens(1, 4)
-    loss = cross_entropy(model(x), y)
-    (gradient,) = torch.autograd.grad(loss, [p])
+    model, p, whole = divided
+    x, y = tokens(1)[0]
+    (gradient,) = torch.autograd.grad(cross_entropy(model(x), y), [p])
     assert gradient.shape == p.shape
-    (twice,) = torch.autograd.grad((p.pow(3).mean(0).norm()), [p], create_graph=True)
-    (found,) = torch.autograd.grad(twice.pow(2).sum(), [p])
-    q = p.detach().clone().view(p.shape).clone().requires_grad_()
-    (its,) = torch.autograd.grad(q.pow(3).mean(0).norm(), [q], create_graph=True)
-    (expected,) = torch.autograd.grad(its.pow(2).sum(), [q])
-    assert torch.allclose(found, expected, rtol=1e-12)
+    found = []
+    for each in (p, whole.requires_grad_()):
+        (once,) = torch.autograd.grad(each.pow(3).mean(0).norm(), [each], create_graph=True)
+        found += torch.autograd.grad(once.pow(2).sum(), [each])
+    assert torch.allclose(*found, rtol=1e-12)

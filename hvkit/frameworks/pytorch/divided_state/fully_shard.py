@@ -100,8 +100,7 @@ class DividedModels:
         follow_hooks(new)
         self._own = WholeParameters()
         for model, held in zip(models, after, strict=True):
-            own = {p: Division.of(p) for p in held.values() if isinstance(p, DTensor)}
-            self._own.add(model, own)
+            self._own.add(model, {p: Division.of(p) for p in held.values()})
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
         # The whole state by model and name, on rank 0 inside ``gathered``.

@@ -200,7 +200,8 @@ class _WholeTensor(_Answers, torch.Tensor):
     """A tensor of which this rank has a part."""
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return memo.setdefault(id(self), self.detach().clone().requires_grad_(self.requires_grad))
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        return memo.setdefault(id(self), show(copied, _of(self)))
 
 
 class _WholeParameter(_Answers, nn.Parameter):
