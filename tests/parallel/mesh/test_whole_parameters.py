@@ -182,8 +182,8 @@ def test_hooks_on_gradients_that_are_complete(layout):
         for p in held(model):
             p.register_post_accumulate_grad_hook(change)
 
-    if "data" in layout:
-        pytest.skip("the gradients are averaged afterwards")
+    if "data" in layout or "pipeline" in layout:
+        pytest.skip("gradients are averaged, or those of micro-batches added, afterwards")
     assert max(apart(layout, register)) < 1e-12
 
 

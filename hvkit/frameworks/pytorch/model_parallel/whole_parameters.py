@@ -323,28 +323,24 @@ class WholeParameters:
         self._change(updates=False)
 
     def _change(self, forwards: int = 0, updates: bool | None = None) -> None:
-        global _changes
-        before = bool(self._forwards or self._updates)
+        before = self._forwards, self._updates
         self._forwards += forwards
         self._updates = self._updates if updates is None else updates
-        now = bool(self._forwards or self._updates)
-        if before == now:
+        if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
             return
-        _changes += 1
-        if not now:
-            for t, division in (*self._divisions.items(), *self._others):
+        _note_change()
+        with _parts_alone():
+            gradients = [(p.grad, division) for p, division in self._divisions.items()]
+        self._others += [(g, division) for g, division in gradients if type(g) in _PLAIN]
+        for t, division in (*self._divisions.items(), *self._others):
+            # During a forward fully_shard puts whole tensors in place of its own.
+            if self._updates or (self._forwards and division.shards is None):
+                t.__class__ = _PLAIN.get(type(t), type(t))
+            else:
                 show(t, division)
-            for parameters, name, division in self._places:
-                if parameters[name] not in self._divisions:
-                    self._others.append((show(parameters[name], division), division))
-            return
-        gradients = [(p.grad, division) for p, division in self._divisions.items()]
-        gathered = [(t, division) for t, division in self._others if division.gathered]
-        shown = [(t, d) for t, d in (*gradients, *gathered) if t is not None and type(t) in _PLAIN]
-        self._others = shown
-        for t in (*self._divisions, *(t for t, _ in shown)):
-            if type(t) in _PLAIN:
-                t.__class__ = _PLAIN[type(t)]
+        if not self._forwards and not self._updates:
+            now = [(parameters[name], division) for parameters, name, division in self._places]
+            self._others = [(show(*each), each[1]) for each in now if each[0] not in self._divisions]
 
 
 def _calls_for_parts(frame: FrameType | None) -> bool:
@@ -389,7 +385,9 @@ def _answer(
     if func == _HOOK:
         return _register_hook(*args, **kwargs)
     name: str = getattr(func, "__name__", "")
-    if parts_wanted or name in _OF_PARTS or name.startswith("new_"):
+    if not parts_wanted and name.startswith("new_"):  # a tensor that is no part of one
+        return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+    if parts_wanted or name in _OF_PARTS:
         return _raw(func, args, kwargs)
     if name == "__set__":
         return _set(func, *args)
