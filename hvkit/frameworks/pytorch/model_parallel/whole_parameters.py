@@ -331,7 +331,7 @@ class WholeParameters:
         _note_change()
         with _parts_alone():
             gradients = [(p.grad, division) for p, division in self._divisions.items()]
-        self._others += [(g, division) for g, division in gradients if type(g) in _PLAIN]
+        self._others += [(g, division) for g, division in gradients if g is not None]
         for t, division in (*self._divisions.items(), *self._others):
             # During a forward fully_shard puts whole tensors in place of its own.
             if self._updates or (self._forwards and division.shards is None):
@@ -340,7 +340,9 @@ class WholeParameters:
                 show(t, division)
         if not self._forwards and not self._updates:
             now = [(parameters[name], division) for parameters, name, division in self._places]
-            self._others = [(show(*each), each[1]) for each in now if each[0] not in self._divisions]
+            self._others = [
+                (show(*each), each[1]) for each in now if each[0] not in self._divisions
+            ]
 
 
 def _calls_for_parts(frame: FrameType | None) -> bool:
