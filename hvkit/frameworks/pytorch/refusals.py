@@ -81,7 +81,8 @@ def refuse_changes_in_forward(model: nn.Module) -> None:
 
 def is_divided(tensor: torch.Tensor) -> bool:
     """Whether processes of ``torch.distributed`` hold parts of this tensor."""
-    return type(tensor).__name__ == "DTensor"  # its class takes half a second to import
+    # Its class takes half a second to import.
+    return any(each.__name__ == "DTensor" for each in type(tensor).__mro__)
 
 
 _IN_MESH = "_hvkit_in_mesh"

@@ -101,6 +101,12 @@ def both(make, optimizer=adamw, **options):
     return (reference, optimizer(reference)), distributed(model, optimizer, **options)
 
 
+def part_size(p):
+    """How many elements this rank holds of a parameter, which has the shape of the whole."""
+    own = p.to_local() if hasattr(p, "to_local") else p
+    return own.untyped_storage().nbytes() // p.itemsize
+
+
 def whole_state(model, *optimizers):
     """The state dict, on rank 0; empty on others."""
     with hvkit.settled(model, *optimizers):

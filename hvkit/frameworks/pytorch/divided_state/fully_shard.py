@@ -29,6 +29,7 @@ from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import Division, WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order
@@ -93,6 +94,9 @@ class DividedModels:
         new: dict[torch.Tensor, nn.Parameter] = {
             p: now[n] for held, now in zip(before, after, strict=True) for n, p in held.items()
         }
+        self._own = WholeParameters()
+        for model, held in zip(models, after, strict=True):
+            self._own.add(model, {p: Division.of(p) for p in held.values()})
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
         names: dict[torch.Tensor, str] = {p: name for now in after for name, p in now.items()}
@@ -123,7 +127,15 @@ class DividedModels:
         optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
         vars(optimizer)["__getstate__"] = shards.refuse_copy
-        hooks.add(Feature(Order.DIVISION, before=self._before, after=self._average_statistics))
+        hooks.add(
+            Feature(
+                Order.DIVISION,
+                before=self._before,
+                after=self._average_statistics,
+                update_begins=self._own.begin_update,
+                update_ends=self._own.end_update,
+            )
+        )
 
     def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:
         _require_gradients(optimizer)

@@ -65,6 +65,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import Division, WholeParameters
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -139,6 +140,7 @@ class ParallelModel:
         # Of the tensor axis, and what was loaded of it before the model is divided.
         self._random: SameRandomNumbers | None = None
         self._numbers: list[np.ndarray[Any, Any]] = []
+        self.whole = WholeParameters()
         self._recipe = recipe
         self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
         for p in model.parameters():
@@ -186,7 +188,8 @@ class ParallelModel:
             self._say_waits()
             if self._pipeline is not None:
                 self._pipeline.seed = self._seed
-            return self._run(args, kwargs)
+            with self.whole.as_parts():
+                return self._run(args, kwargs)
 
     def _show_own_forward(self) -> None:
         """Take back what replaces the model's forward."""
@@ -234,6 +237,7 @@ class ParallelModel:
         if options.mesh.shard > 1:
             own = self._shard(own, division)
         self._keep_state(stages, rank, own, placements)
+        self._answer_for_whole(own, placements)
         norms = self._norms_of(stages, rank)
         if options.mesh.pipeline == 1:
             self._train(own, norms)
@@ -410,6 +414,20 @@ class ParallelModel:
         for load in self._waiting:
             load()
         self._waiting.clear()
+
+    def _answer_for_whole(
+        self, own: Mapping[str, nn.Parameter], placements: Mapping[str, Placement]
+    ) -> None:
+        """Let the script see whole parameters outside of forward and update."""
+        tensor = self._axes["tensor"] if placements else None
+        self.whole.add(
+            self._model,
+            {
+                p: Division.of(p, placements.get(name), tensor)
+                for name, p in own.items()
+                if name in placements or is_divided(p)
+            },
+        )
 
     def _require_one_stage_for_each(self, stages: Stages) -> None:
         """Raise if several stages would round the same weights differently.

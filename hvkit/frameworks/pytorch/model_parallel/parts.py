@@ -34,6 +34,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     part_of,
     whole_of,
 )
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import division_of, show
 from hvkit.watch.calls import call, translated, waiting
 
 _HELD = "_hvkit_parts"
@@ -255,7 +256,10 @@ class ModelParts:
             if held.is_meta:
                 state[prefix + name] = value.to("meta")
             else:
-                state[prefix + name] = self._shares.of(self._names[held], value, held)
+                own = self._shares.of(self._names[held], value, held)
+                division = division_of(held)
+                # PyTorch compares shapes, of which the parameter shows that of the whole.
+                state[prefix + name] = own if division is None else show(own, division)
 
     def own_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """This rank's parameters and buffers by name, as they are."""

@@ -107,6 +107,8 @@ class MeshPort(PyTorchPort):
             self._recipe,
             self._rounded(),
         )
+        for around in hooks.values():
+            around.add(parallel.whole.around_updates())
         # The model keeps it; a record must not lead to the model.
         held: Any = weakref.proxy(parallel)
         self._parallel: ParallelModel = held

@@ -1,0 +1,639 @@
+"""Parameters of which a rank holds a part, and which answer a script for their whole.
+
+A script's own lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)``, ``p.norm()`` in
+a loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
+update of its optimizers, a divided parameter, its gradient, and what is computed of them element by
+element are of classes that PyTorch asks first (``__torch_function__``). An operation on each
+element by itself computes with this rank's part, and what it returns is a part, too. Before any
+other operation the ranks join their parts, and all compute with the whole: a collective. What it
+writes into the whole, or later into a view of it, goes back into the part.
+
+The memory is that of the part throughout, in the same objects. During a forward and an update they
+are of PyTorch's own classes, so these are as fast as without hvkit. Code of hvkit, and of PyTorch's
+``fully_shard``, knows of parts and always gets them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from hvkit.communication.traffic import count, of_allgather
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import summed
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+    Placement,
+    part_of,
+    whole_of,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
+from hvkit.sync.update_hooks import Feature, Order
+from hvkit.watch.calls import call, translated, waiting
+
+_parts_alone: Any = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """How a parameter, and what has its shape, is divided.
+
+    Attributes:
+        placement: along the tensor axis; None if it is not.
+        tensor: the mesh of that axis.
+        shards: of a ``DTensor``, its mesh and its placements; None if it is none.
+        gathered: whether ``fully_shard`` has joined its shards, between forward and backward.
+    """
+
+    placement: Placement | None
+    tensor: DeviceMesh | None
+    shards: tuple[DeviceMesh, Sequence[Any]] | None
+    gathered: bool = False
+
+    @classmethod
+    def of(
+        cls, p: torch.Tensor, placement: Placement | None = None, tensor: DeviceMesh | None = None
+    ) -> Self:
+        """That of a parameter, divided like this along the tensor axis."""
+        shards = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        return cls(placement, tensor if placement else None, shards)
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole, whose gradient is the same on all ranks; a collective."""
+        name = "the whole of a divided parameter"
+        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
+            return _exchange(part, self, True)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
+        with _parts_alone():
+            return _exchange(whole, self, False)
+
+    def everywhere(self, t: torch.Tensor) -> Any:
+        """A tensor that all ranks hold, for use with a ``DTensor``."""
+        assert self.shards is not None
+        mesh = self.shards[0]
+        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def total(self, sum_of_part: torch.Tensor) -> torch.Tensor:
+        """The sum of all elements, from that of this rank's; a collective of the tensor axis."""
+        name = "the sum of a divided parameter"
+        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
+            assert self.tensor is not None
+            return summed(sum_of_part, self.tensor)
+
+    def shape(self, part: torch.Tensor) -> torch.Size:
+        """Of the whole."""
+        shape = list(part.shape)
+        if self.placement is not None:
+            assert self.tensor is not None
+            shape[self.placement.dim] *= self.tensor.size()
+        return torch.Size(shape)
+
+    def operand(self, t: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that meets this rank's part element by element; None if it does not.
+
+        Args:
+            t: of the shape of the whole, or one that PyTorch broadcasts to it; or of the part's.
+            part: what this rank has.
+        """
+        if not t.dim():
+            return t
+        if t.dim() > part.dim():
+            return None
+        if self.placement is not None:
+            assert self.tensor is not None
+            dim = self.placement.dim - part.dim() + t.dim()
+            own = part.shape[self.placement.dim]
+            if dim >= 0 and t.shape[dim] == own * self.tensor.size():
+                along = Placement(dim, self.placement.parts)
+                t = part_of(t, along, self.tensor.get_local_rank(), self.tensor.size())
+            elif dim >= 0 and t.shape[dim] not in (1, own):
+                return None
+        return t if self.shards is None else self.everywhere(t)
+
+    def is_like(self, other: Division) -> bool:
+        """Whether tensors of one shape have the same elements on this rank."""
+        mine, its = (each.shards and tuple(each.shards[1]) for each in (self, other))
+        return self.placement == other.placement and mine == its
+
+    def _ranks(self) -> tuple[int, ...]:
+        meshes = [each for each in (self.tensor, self.shards and self.shards[0]) if each]
+        if len(meshes) != 1 or meshes[0].ndim != 1:
+            return ()
+        return tuple(dist.get_process_group_ranks(meshes[0].get_group()))
+
+
+class _Exchange(torch.autograd.Function):
+    """Joins the parts of all ranks, or takes this rank's; in backward the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, division: Division, joins: bool) -> torch.Tensor:
+        ctx.division, ctx.joins = division, joins
+        return _joined(x, division) if joins else _taken(x, division)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _exchange(gradient, ctx.division, not ctx.joins), None, None
+
+
+def _joined(part: torch.Tensor, division: Division) -> torch.Tensor:
+    if isinstance(part, DTensor):
+        count("objects", of_allgather(part.to_local().nbytes, part.device_mesh.size()))
+        part = part.full_tensor()
+    mesh, placement = division.tensor, division.placement
+    if mesh is None or placement is None:
+        return part
+    parts = [part.new_empty(part.shape) for _ in range(mesh.size())]
+    count("objects", of_allgather(part.nbytes, mesh.size()))
+    dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
+    return whole_of(parts, placement)
+
+
+def _taken(whole: torch.Tensor, division: Division) -> torch.Tensor:
+    mesh, placement = division.tensor, division.placement
+    if mesh is not None and placement is not None:
+        whole = part_of(whole, placement, mesh.get_local_rank(), mesh.size())
+    if division.shards is None:
+        return whole
+    # Not a view, which would keep the memory of the whole.
+    return division.everywhere(whole).redistribute(*division.shards).clone()  # type: ignore[no-any-return]
+
+
+_exchange: Callable[..., torch.Tensor] = _Exchange.apply
+
+
+class _Answers:
+    """Of tensors that PyTorch asks before it computes with them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # What zero_grad() does to each parameter.
+        if func == _GET_GRADIENT:
+            with _parts_alone():
+                gradient = args[0].grad
+            return gradient if gradient is None else _as_asked(args[0], gradient)
+        if func == _SET_GRADIENT and args[1] is None:
+            return _raw(func, args, {})
+        return _answer(func, args, kwargs or {}, parts_wanted=_calls_for_parts(sys._getframe(1)))
+
+
+class _WholeTensor(_Answers, torch.Tensor):
+    """A tensor of which this rank has a part."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        return memo.setdefault(id(self), show(copied, _of(self)))
+
+
+class _WholeParameter(_Answers, nn.Parameter):
+    """A parameter of which this rank has a part."""
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        # That of PyTorch does not go through __torch_function__, and keeps the division.
+        whole = nn.Parameter(_of(self).whole(self.detach()), self.requires_grad)
+        return whole.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
+
+class _WholeDTensor(_Answers, DTensor):
+    """A tensor that ``fully_shard`` divides."""
+
+    __slots__ = ()
+
+
+class _ViewOfWhole(_Answers, torch.Tensor):
+    """A view of a whole that was joined: what is written into it goes back into the part."""
+
+
+_SHOWN: dict[type, type] = {
+    torch.Tensor: _WholeTensor,
+    nn.Parameter: _WholeParameter,
+    DTensor: _WholeDTensor,
+}
+_PLAIN = {shown: plain for plain, shown in _SHOWN.items()}
+_DIVISION, _VIEWED = "_hvkit_division", "_hvkit_viewed"
+
+
+@dataclass(eq=False)
+class _Viewed:
+    """A whole that was joined, and what it was joined of.
+
+    Attributes:
+        part: this rank's.
+        whole: the memory of the views; None if nothing may be written into them.
+        at: when they were equal, as ``_now`` says.
+    """
+
+    part: torch.Tensor
+    whole: torch.Tensor | None
+    at: tuple[int, int]
+
+
+# Counts what may have changed parts.
+_changes = 0
+
+
+def show(t: Any, division: Division) -> Any:
+    """Let a part answer for its whole from now on."""
+    if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
+        setattr(t, _DIVISION, division)
+        t.__class__ = _SHOWN[type(t)]
+    return t
+
+
+def division_of(t: Any) -> Division | None:
+    """How what answers for its whole is divided; None if it does not."""
+    return getattr(t, _DIVISION) if type(t) in _PLAIN and hasattr(t, _DIVISION) else None
+
+
+def _of(t: torch.Tensor) -> Division:
+    division = division_of(t)
+    assert division is not None
+    return division
+
+
+class WholeParameters:
+    """The divided parameters of a model, which answer a script for their whole."""
+
+    def __init__(self) -> None:
+        self._divisions: dict[torch.Tensor, Division] = {}
+        # Where fully_shard puts what it has gathered of parameters that other axes divide, too.
+        self._places: list[tuple[dict[str, Any], str, Division]] = []
+        self._forwards = 0
+        self._updates = False
+        # What a script may hold of gradients and gathered parameters.
+        self._others: list[tuple[torch.Tensor, Division]] = []
+
+    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, Division]) -> None:
+        """Let these parameters of a model answer, each divided as it says."""
+        self._divisions |= divisions
+        self._places += [
+            (module._parameters, name, replace(division, shards=None, gathered=True))
+            for module in model.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if (division := divisions.get(p)) and division.placement and division.shards
+        ]
+        for p, division in divisions.items():
+            show(p, division)
+
+    @contextmanager
+    def as_parts(self) -> Iterator[None]:
+        """Let the parameters be plain parts for a while."""
+        self._change(forwards=1)
+        try:
+            yield
+        finally:
+            self._change(forwards=-1)
+
+    def around_updates(self) -> Feature:
+        """Makes them plain parts during the updates of an optimizer."""
+        return Feature(
+            Order.DIVISION,
+            update_begins=self.begin_update,
+            update_ends=self.end_update,
+        )
+
+    def begin_update(self, optimizer: Any) -> None:
+        """Let them be plain parts during an update."""
+        self._change(updates=True)
+
+    def end_update(self) -> None:
+        """Let them answer for their whole again."""
+        self._change(updates=False)
+
+    def _change(self, forwards: int = 0, updates: bool | None = None) -> None:
+        before = self._forwards, self._updates
+        self._forwards += forwards
+        self._updates = self._updates if updates is None else updates
+        if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
+            return
+        _note_change()
+        with _parts_alone():
+            gradients = [(p.grad, division) for p, division in self._divisions.items()]
+        self._others += [(g, division) for g, division in gradients if g is not None]
+        for t, division in (*self._divisions.items(), *self._others):
+            # During a forward fully_shard puts whole tensors in place of its own.
+            if self._updates or (self._forwards and division.shards is None):
+                t.__class__ = _PLAIN.get(type(t), type(t))
+            else:
+                show(t, division)
+        if not self._forwards and not self._updates:
+            now = [(parameters[name], division) for parameters, name, division in self._places]
+            self._others = [
+                (show(*each), each[1]) for each in now if each[0] not in self._divisions
+            ]
+
+
+def _calls_for_parts(frame: FrameType | None) -> bool:
+    """Whether code that knows of parts has called an operation, perhaps through PyTorch's own."""
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name.startswith(("hvkit.", "torch.distributed.")):
+            return True
+        if not name.startswith("torch."):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with _parts_alone():
+        return func(*args, **kwargs)
+
+
+def _as_asked(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter for the code that has asked for it."""
+    if type(gradient) in _PLAIN or _calls_for_parts(sys._getframe(2)):
+        return gradient
+    return gradient if (division := division_of(p)) is None else show(gradient, division)
+
+
+_TENSOR: Any = torch.Tensor
+_GET_GRADIENT, _SET_GRADIENT = _TENSOR.grad.__get__, _TENSOR.grad.__set__
+_SET_DATA = _TENSOR.data.__set__
+
+
+def _answer(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, parts_wanted: bool
+) -> Any:
+    """What an operation returns."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("register_hook", "register_post_accumulate_grad_hook"):
+        return _register_hook(func, *args, **kwargs)
+    if not parts_wanted and name.startswith("new_"):  # a tensor that is no part of one
+        return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+    if parts_wanted or name in _OF_PARTS:
+        return _raw(func, args, kwargs)
+    if name == "__set__":
+        return _set(func, *args)
+    if name == "__get__":
+        name = func.__self__.__name__
+        if name not in _VIEWS:
+            return _attribute(name, func, args)
+    if func is torch.autograd.grad:
+        return _gradients(func, args, kwargs)
+    if "foreach" in name and isinstance(args[0], list | tuple) and len(args[0]) > 1:
+        return _for_each(func, args, kwargs)
+    operation = Operation(func, name, args, dict(kwargs), tensors_in((args, kwargs)))
+    divided = [t for t in operation.inputs if division_of(t) is not None]
+    if divided and name in _LENGTHS:
+        shape = _of(divided[0]).shape(divided[0])
+        return operation.run(lambda t: torch.empty(shape, dtype=t.dtype, device="meta"))
+    for t in operation.inputs:
+        _refresh(t)
+    if divided:
+        result = _by_element(operation, divided)
+        if result is not NotImplemented:
+            return result
+        if name == "sum" and len(args) == 1 and not kwargs and _of(divided[0]).shards is None:
+            return _of(divided[0]).total(_raw(func, args, kwargs))
+    return _of_whole(operation, divided)
+
+
+def _attribute(name: str, func: Any, args: Sequence[Any]) -> Any:
+    t = args[0]
+    division, value = division_of(t), _raw(func, args, {})
+    if division is None:
+        return _as_view(value, getattr(t, _VIEWED)) if name == "data" else value
+    if name == "data":
+        return show(value, division)
+    if name == "shape":
+        return division.shape(t)
+    return division.shape(t).numel() * t.itemsize if name == "nbytes" else value
+
+
+def _set(func: Any, t: Any, value: Any) -> None:
+    """Set ``data``, ``grad`` or another attribute."""
+    division = division_of(t)
+    if isinstance(value, torch.Tensor):
+        _refresh(value)
+        if division is None:
+            of_value = division_of(value)
+            value = value if of_value is None else of_value.whole(value)
+        elif division_of(value) is None and value.shape == division.shape(t):
+            with torch.no_grad():
+                value = division.part(value)
+    if isinstance(t, DTensor) and func == _SET_DATA:
+        # Another tensor would not come to where fully_shard keeps the part.
+        with torch.no_grad(), _parts_alone():
+            t.copy_(value)
+    else:
+        _raw(func, (t, value), {})
+    _note_change()
+
+
+def _gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``torch.autograd.grad``, whose gradients answer as their parameters do."""
+    found = _raw(func, args, kwargs)
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    for gradient, p in zip(found, tensors_in(inputs), strict=True):
+        if (division := division_of(p)) is not None:
+            show(gradient, division)
+    return found
+
+
+def _for_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation on lists of tensors, one by one: each is divided in its own way."""
+    length = len(args[0])
+
+    def at(i: int, value: Any) -> Any:
+        listed = isinstance(value, list | tuple) and len(value) == length
+        return [value[i]] if listed else value
+
+    found: list[Any] = []
+    for i in range(length):
+        own, named = [at(i, a) for a in args], {k: at(i, v) for k, v in kwargs.items()}
+        result = _answer(func, own, named, parts_wanted=False)
+        found += result or ()
+    return tuple(found) or None
+
+
+def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
+    """The result of an operation on each element by itself; else ``NotImplemented``."""
+    name = operation.name.removeprefix("_foreach_")
+    one_argument = name == "where" and len(operation.args) == 1
+    if name not in _EACH_ELEMENT or one_argument or "out" in operation.kwargs:
+        return NotImplemented
+    first = divided[0]
+    division = _of(first)
+    if writes(operation) and operation.inputs[0] is not first:
+        return NotImplemented
+    if any(not _of(t).is_like(division) or t.shape != first.shape for t in divided):
+        return NotImplemented
+    graph = torch.is_grad_enabled()
+    operands: dict[int, Any] = {}
+    for t in operation.inputs:
+        if division_of(t) is None:
+            # Its gradient would be that of this rank's part alone.
+            operand = None if graph and t.requires_grad else division.operand(t, first)
+            if operand is None:
+                return NotImplemented
+            operands[id(t)] = operand
+    with _parts_alone():
+        try:
+            result = operation.run(lambda t: operands.get(id(t), t))
+        except NotImplementedError:  # a DTensor's
+            if division.shards is None or writes(operation):
+                raise
+            return NotImplemented
+    for t in tensors_in(result):
+        show(t, division)
+    if writes(operation):
+        _note_change()
+    return result
+
+
+def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
+    """The result of an operation on whole tensors."""
+    target = operation.kwargs.get("out", operation.inputs[0]) if _any_writes(operation) else None
+    viewed: _Viewed | None = getattr(target, _VIEWED, None)
+    if viewed is not None and viewed.whole is None:
+        raise RuntimeError(
+            f"{operation.name}() would write into a view of a divided parameter that autograd "
+            "follows: write into a clone() of it, or under torch.no_grad()"
+        )
+    wholes: dict[int, torch.Tensor] = {}
+    for t in divided:
+        leaf = t is target and t.is_leaf
+        if leaf and t.requires_grad and torch.is_grad_enabled() and not _initialises(operation):
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
+        wholes[id(t)] = _of(t).whole(t.detach() if leaf else t)
+    with _parts_alone():
+        result = operation.run(lambda t: wholes.get(id(t), t))
+        if target is not None and id(target) in wholes:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
+                target.copy_(_of(target).part(wholes[id(target)]))
+            _note_change()
+            return target if result is wholes[id(target)] else result
+        if viewed is not None:
+            with torch.no_grad():
+                viewed.part.copy_(_of(viewed.part).part(cast(torch.Tensor, viewed.whole)))
+            _note_change()
+            viewed.at = _now(viewed.part)
+            return result
+    for t in divided:
+        whole = wholes[id(t)]
+        _mark_views(result, _Viewed(t, None if whole.requires_grad else whole, _now(t)), whole)
+    for t in operation.inputs:
+        if (known := getattr(t, _VIEWED, None)) is not None:
+            _mark_views(result, known, t)
+    return result
+
+
+def _any_writes(operation: Operation) -> bool:
+    return bool(operation.inputs) and ("out" in operation.kwargs or writes(operation))
+
+
+def _initialises(operation: Operation) -> bool:
+    """Whether it is one of ``torch.nn.init``, which write without autograd."""
+    return getattr(operation.function, "__module__", "") == nn.init.__name__
+
+
+def _mark_views(result: Any, viewed: _Viewed, whole: torch.Tensor) -> None:
+    for t in tensors_in(result):
+        if type(t) is torch.Tensor and storage_of(t) == storage_of(whole):
+            _as_view(t, viewed)
+
+
+def _as_view(t: Any, viewed: _Viewed) -> Any:
+    setattr(t, _VIEWED, viewed)
+    t.__class__ = _ViewOfWhole
+    return t
+
+
+def _refresh(t: torch.Tensor) -> None:
+    """Bring a view of a whole up to date, if parts have changed since it was joined; collective."""
+    viewed: _Viewed | None = getattr(t, _VIEWED, None)
+    if viewed is None or viewed.whole is None or viewed.at == _now(viewed.part):
+        return
+    with torch.no_grad(), _parts_alone():
+        viewed.whole.copy_(_of(viewed.part).whole(viewed.part.detach()))
+    viewed.at = _now(viewed.part)
+
+
+def _now(part: torch.Tensor) -> tuple[int, int]:
+    """Another value if the part may have changed, the same on all ranks."""
+    return _changes, part._version
+
+
+def _note_change() -> None:
+    global _changes
+    _changes += 1
+
+
+def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
+    """Register a hook on a gradient; those on parameters ``gradients.script_hooks`` follows.
+
+    Raises:
+        ValueError: the gradient never comes to this parameter, which ``fully_shard`` has gathered.
+    """
+    division = division_of(t)
+    if division is not None and division.gathered:
+        raise ValueError(
+            f"{register.__name__}() on a parameter that a shard axis and another one divide must "
+            "come before the forward pass: or change p.grad after backward()"
+        )
+    if division is not None and not t.is_leaf:
+        hook = _shown_to(hook, division)
+    return _raw(register, (t, hook), {})
+
+
+def _shown_to(hook: Callable[..., Any], division: Division) -> Callable[..., Any]:
+    """A hook on a gradient of what the script has computed, which sees the whole."""
+
+    @functools.wraps(hook)
+    def with_whole(gradient: torch.Tensor) -> torch.Tensor | None:
+        found = hook(show(gradient.view_as(gradient), division))
+        if found is None:
+            return None
+        with _parts_alone():
+            if division_of(found) is None and found.shape == division.shape(gradient):
+                return division.part(found)
+            # Of PyTorch's own class.
+            return found.view_as(found)  # type: ignore[no-any-return]
+
+    return with_whole
+
+
+# Views that are attributes.
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
+_LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
+# What is as it is for a part, and says nothing of values.
+_OF_PARTS = {
+    *HARMLESS,
+    *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
+    *("requires_grad_", "retain_grad", "backward"),
+    *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
+} - {"__repr__"}
+_MORE = """
+    absolute acos acosh addcdiv arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
+    atan atan2 atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp_max
+    clamp_min conj conj_physical copy copysign cosh deg2rad digamma divide empty_like erfc erfinv
+    exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac frexp heaviside
+    hypot int isfinite isinf isnan isneginf isposinf isreal ldexp lgamma log log10 log2
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit long negative
+    nextafter positive rad2deg remainder resolve_conj resolve_neg round sgn short sign signbit
+    sinh special_expit tan threshold trunc xlogy zero _amp_foreach_non_finite_check_and_unscale
+"""
+_MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
+_EACH_ELEMENT = {
+    *ELEMENTWISE,
+    *(each for name in _MORE.split() for each in (name, f"{name}_")),
+    *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _MORE_OPERATORS),
+    *("__pos__", "__abs__", "__invert__", "__eq__", "__ne__"),
+} - {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}

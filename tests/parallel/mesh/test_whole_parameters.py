@@ -1,0 +1,251 @@
+"""PyTorch: a script's own lines on divided parameters and gradients see the whole."""
+
+import copy
+import io
+
+import pytest
+import torch
+from mesh_models import GPT
+from mesh_training import (
+    cross_entropy,
+    difference,
+    distributed,
+    of_this_rank,
+    part_size,
+    tokens,
+    whole_state,
+)
+
+import hvkit
+
+LAYOUTS = {
+    2: {
+        "tensor": {"mesh": hvkit.Mesh(tensor=2)},
+        "shard": {"mesh": hvkit.Mesh(shard=2)},
+        "FullyShard": {"mesh": None, "strategy": hvkit.FullyShard()},
+    },
+    4: {
+        "tensor of four": {"mesh": hvkit.Mesh(tensor=4)},
+        "tensor and data": {"mesh": hvkit.Mesh(tensor=2, data=2)},
+        "tensor and shard": {"mesh": hvkit.Mesh(tensor=2, shard=2)},
+        "tensor and pipeline": {"mesh": hvkit.Mesh(tensor=2, pipeline=2), "microbatches": 4},
+    },
+}[hvkit.size()]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def held(model):
+    return [p for p in model.parameters() if not p.is_meta]
+
+
+def in_loop(model):
+    """Lines that people write between ``backward()`` and ``step()``."""
+    for p in held(model):
+        g = p.grad
+        if p.dim() > 1:
+            p.grad -= p.grad.mean(1, keepdim=True)  # gradient centralisation
+            scale = p.detach().norm(dim=1, keepdim=True) / g.norm(dim=1, keepdim=True)
+            g.mul_((scale * 0.01).clamp(max=1))  # adaptive clipping
+            g[0] = 0.0
+            g[1].mul_(2)
+            for row in g:
+                row.div_(row.norm() + 1)
+        limit = torch.quantile(g.abs(), 0.9)
+        g.clamp_(-limit, limit)
+        g.div_(g.abs().max() + g.flatten().sort().values[-2])
+        g.view(-1)[3:].add_(g.std())
+    gradients = [p.grad for p in held(model)]
+    norms = torch._foreach_norm(gradients)
+    torch._foreach_div_(gradients, [norm + 1 for norm in norms])
+    torch.nn.utils.clip_grad_value_(held(model), 0.05)
+    with torch.no_grad():
+        for p in held(model):
+            p.mul_(0.99)
+            p.sub_(p.sign() * 1e-4)
+            p.div_(p.norm(dim=-1, keepdim=True).clamp(min=1))
+            p[..., 0] *= 0.9
+            p.data[-1].mul_(0.5)
+            p.data = p.data - p.data.mean() * 0.01
+
+
+PENALTIES = [
+    lambda p: p.pow(2).sum(),
+    lambda p: (p - p.mean(0)).pow(2).sum(),
+    lambda p: p.norm() + p.abs().max(),
+    lambda p: p.flatten().sort().values[:3].sum(),
+    lambda p: p[0].pow(2).sum() + torch.quantile(p, 0.3),
+    lambda p: (p @ p.T - 1).pow(2).mean() if p.dim() > 1 else p.std(),
+    lambda p: (p / p.norm()).pow(3).sum(),
+]
+
+
+def in_loss(model):
+    return 1e-2 * sum(penalty(p) for penalty in PENALTIES for p in held(model))
+
+
+class Momentum:
+    """An optimizer of a script's own, with normalised steps, and an average of the weights."""
+
+    def __init__(self):
+        self.momenta, self.average = {}, {}
+
+    @torch.no_grad()
+    def __call__(self, model):
+        for p in held(model):
+            momentum = self.momenta.setdefault(p, torch.zeros_like(p))
+            momentum.mul_(0.9).add_(p.grad)
+            p.add_(momentum, alpha=-0.1 / float(momentum.norm()))
+            average = self.average.setdefault(p, copy.deepcopy(p.detach()))
+            average.lerp_(p, 0.1)
+            p.copy_(p + 0.01 * (average - p))
+
+
+def of_hook(g):
+    return g - g.mean(0) + g.max()
+
+
+def steps(model, optimizer, data, after=None, penalty=None):
+    """Some steps; their losses."""
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        if penalty:
+            loss = loss + penalty(model)
+        loss.backward()
+        if after:
+            after(model)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def apart(layout, prepare=None, make_after=None, **lines):
+    """How far weights and losses are from those of one process."""
+    data = tokens(3, 8)
+    reference = GPT(layers=1, width=64)
+    with torch.no_grad():  # no norm is zero
+        for p in reference.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    model = copy.deepcopy(reference)
+    for each in (reference, model) if prepare else ():
+        prepare(each)
+    after = {"after": make_after()} if make_after else {}
+    expected = steps(reference, sgd(reference), data, **lines, **after)
+    together = 1 if layout in ("shard", "FullyShard") else hvkit.size()
+    together = 2 if layout in ("tensor and data", "tensor and shard") else together
+    options = {"microbatches": None} | LAYOUTS[layout]
+    model, own = distributed(model, sgd, **options)
+    after = {"after": make_after()} if make_after else {}
+    found = steps(model, own, of_this_rank(data, together), **lines, **after)
+    losses = [abs(hvkit.average(a) - b) for a, b in zip(found, expected, strict=True)]
+    return difference(whole_state(model, own), reference.state_dict()), max(losses)
+
+
+@each_layout
+def test_lines_in_the_loop(layout):
+    assert max(apart(layout, after=in_loop)) < 1e-12
+
+
+@each_layout
+def test_penalties_in_the_loss(layout):
+    weights, losses = apart(layout, penalty=in_loss)
+    assert weights < 1e-12
+    # A stage of a pipeline computes the loss of its own parameters.
+    assert losses < 1e-12 or "pipeline" in layout
+
+
+@each_layout
+def test_an_optimizer_of_the_scripts_own(layout):
+    assert max(apart(layout, make_after=Momentum)) < 1e-12
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n in ("tensor", "tensor of four")])
+def test_hooks_that_were_there_before(layout):
+    def prepare(model):
+        for p in model.parameters():
+            p.register_hook(of_hook)
+
+    assert max(apart(layout, prepare)) < 1e-12
+
+
+@each_layout
+def test_hooks_on_gradients_that_are_complete(layout):
+    def change(p):
+        p.grad.sub_(p.grad.mean(0)).add_(p.grad.max())
+
+    def register(model):
+        for p in held(model):
+            p.register_post_accumulate_grad_hook(change)
+
+    if "data" in layout or "pipeline" in layout:
+        pytest.skip("gradients are averaged, or those of micro-batches added, afterwards")
+    assert max(apart(layout, register)) < 1e-12
+
+
+@pytest.fixture
+def divided():
+    """A model after a step, one of its parameters, and the whole of it."""
+    options = {"microbatches": None} | next(iter(LAYOUTS.values()))
+    model, own = distributed(GPT(layers=1), sgd, **options)
+    steps(model, own, tokens(1))
+    state = hvkit.broadcast(whole_state(model))
+    return model, model.h[0].mlp[0].weight, state["h.0.mlp.0.weight"]
+
+
+def test_it_has_the_shape_and_values_of_the_whole(divided):
+    _, p, whole = divided
+    assert p.shape == whole.shape
+    assert p.numel() == whole.numel() == hvkit.size() * part_size(p)
+    assert isinstance(p, torch.nn.Parameter)
+    assert torch.equal(p, whole)
+    assert (p.detach().numpy() == whole.numpy()).all()
+    assert str(p.data) == str(whole)
+
+
+def test_copies_and_files_are_whole(divided):
+    _, p, whole = divided
+    file = io.BytesIO()
+    torch.save({"parameter": p, "value": p.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded["parameter"], whole)
+    assert torch.equal(loaded["value"], whole)
+    twin = copy.deepcopy(p)
+    twin.data.zero_()
+    assert torch.equal(p, whole)
+    assert part_size(twin) == part_size(p)
+
+
+def test_views_stay_up_to_date(divided):
+    _, p, _ = divided
+    flat = p.data.view(-1)
+    with torch.no_grad():
+        p.add_(1)
+    assert torch.equal(flat, p.detach().flatten())
+    flat[5] = 7
+    assert p.flatten()[5] == 7
+
+
+def test_what_one_process_refuses_is_refused(divided):
+    _, p, _ = divided
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        p[0] = 0.0
+    with pytest.raises(RuntimeError, match="write into a clone"):
+        p[0].zero_()
+
+
+def test_gradients_of_gradients(divided):
+    model, p, whole = divided
+    x, y = tokens(1)[0]
+    (gradient,) = torch.autograd.grad(cross_entropy(model(x), y), [p])
+    assert gradient.shape == p.shape
+    found = []
+    for each in (p, whole.requires_grad_()):
+        (once,) = torch.autograd.grad(each.pow(3).mean(0).norm(), [each], create_graph=True)
+        found += torch.autograd.grad(once.pow(2).sum(), [each])
+    assert torch.allclose(*found, rtol=1e-12)
