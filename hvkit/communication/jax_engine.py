@@ -6,16 +6,19 @@ here Horovod is neither started nor needed. hvkit's objects and checks, and the 
 JAX's processes find each other, travel by MPI, or without it over TCP (``host_collectives``). XLA
 sends arrays through NCCL on GPUs, and through gloo on CPUs.
 
-Waits inside XLA end with the process.
+Waits inside XLA end with the process. Of those in collectives that Python code of JAX makes, as for
+Orbax, the watcher knows.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +30,7 @@ from hvkit.communication.engines import Engine, cpu_threads, in_collective
 from hvkit.errors import LaunchError, RankLostError
 from hvkit.host.gpus import gpu_of_rank, visible_gpus
 from hvkit.host.network import addresses_for_others
-from hvkit.watch import rank_errors
+from hvkit.watch import calls, rank_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,6 +49,30 @@ LATE = (
     'call hvkit.init("jax") right after the imports, before anything makes an array: JAX can only '
     "join other processes as long as it has not looked for its devices"
 )
+
+
+def _mark_waits_of_jax() -> None:
+    """Let the watcher know where the script waits in collectives of JAX's outside of its steps.
+
+    Orbax saves with them, which hangs where one rank alone saves. It also calls them in threads of
+    its own, which may wait while the script goes on.
+    """
+    from jax.experimental import multihost_utils
+
+    def marked(name: str) -> None:
+        function = getattr(multihost_utils, name)
+
+        @functools.wraps(function)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                return function(*args, **kwargs)
+            with calls.call(f"multihost_utils.{name}"), calls.waiting():
+                return function(*args, **kwargs)
+
+        setattr(multihost_utils, name, wait)
+
+    for name in ("sync_global_devices", "process_allgather", "broadcast_one_to_all"):
+        marked(name)
 
 
 class JaxEngine(Engine):
@@ -113,6 +140,7 @@ class JaxEngine(Engine):
             )
         except RuntimeError as error:
             raise LaunchError(f"JAX cannot join the other ranks ({error}): {LATE}") from error
+        _mark_waits_of_jax()
         # Runs before JAX's own function, which would wait for the others for minutes.
         atexit.register(self._leave)
 

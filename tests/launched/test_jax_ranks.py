@@ -81,6 +81,22 @@ def test_a_rank_that_sleeps_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", [(), GLOO], ids=["mpi", "gloo"])
+def test_a_rank_that_alone_saves_with_collectives_of_jax_is_named_and_ended(tmp_path, launcher):
+    # As Orbax's save does it, with the ranks' arrays.
+    saves = "if i == 3 and rank == 0: from jax.experimental import multihost_utils as m; "
+    status, said, seconds = run(
+        tmp_path, saves + "m.sync_global_devices('save')", launcher=launcher
+    )
+    assert status != 0
+    assert seconds < 60  # on a busy machine
+    assert re.search(
+        r"rank 0 waits in multihost_utils\.sync_global_devices \(.*train\.py:\d+\); rank 1 waits "
+        r"in hvkit\.batch \(.*train\.py:\d+\): every rank has to make the same calls",
+        said,
+    ), said
+
+
+@pytest.mark.parametrize("launcher", [(), GLOO], ids=["mpi", "gloo"])
 def test_a_rank_that_is_killed_is_named(tmp_path, launcher):
     inside = "if rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
     status, said, _ = run(tmp_path, inside=inside, launcher=launcher)

@@ -104,17 +104,10 @@ def _unless_without_rows(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_with_rows(iterator: Any = None, data_batch: Any = None) -> None:
-        taken: list[bool] = []
-
-        def noted() -> Iterator[Any]:
-            for each in iterator:
-                taken.append(True)
-                yield each
-
         try:
-            build(None if iterator is None else noted(), data_batch)
+            build(iterator, data_batch)
         except Exception:  # of any type: of a model that is called without data
-            if data_batch is not None or taken:
+            if iterator is None or iterator.num_batches != 0:
                 raise
 
     return build_with_rows
