@@ -132,12 +132,12 @@ MEANS = {
 }
 
 
-def warned(loss_of, capsys, first=6):
+def warned(loss_of, capsys, first=6, **options):
     """Whether rank 0 warns of losses over different numbers, in one step of training."""
     main_rank._logged.clear()
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    hvkit.distribute(model, optimizer)
+    hvkit.distribute(model, optimizer, **options)
     x, y = (part.tensor_split([first])[hvkit.rank()] for part in data()[0])
     loss_of(model, x, y).backward()
     optimizer.step()
@@ -147,6 +147,7 @@ def warned(loss_of, capsys, first=6):
 @pytest.mark.parametrize("loss_of", MEANS.values(), ids=MEANS)
 def test_means_over_other_numbers_are_named_once(loss_of, capsys):
     assert warned(loss_of, capsys) == hvkit.is_main()
+    assert warned(loss_of, capsys, strategy=hvkit.FullyShard()) == hvkit.is_main()
 
 
 def test_means_of_one_process_are_not_named(capsys):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,12 +23,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from hvkit import runtime
+from hvkit.communication.group import all_ranks
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_other_counts
+from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import Division, WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -78,6 +82,9 @@ class DividedModels:
         self._order: list[int] = []
         self._statistics = statistics
         self._steps = itertools.count(1)
+        watch_passes()
+        self._losses = LossCounts()
+        self._losses.look(wanted=True)
         before = [dict(model.named_parameters()) for model in models]
         self._device = next(iter(before[0].values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))
@@ -149,13 +156,19 @@ class DividedModels:
         Raises:
             RanksDisagreeError: the ranks have gathered different parts, or in another order.
         """
-        mine = torch.tensor([hash(tuple(self._order)), len(self._order)], device="cpu")
-        self._order.clear()
         step = next(self._steps)
+        compares = step.bit_count() == 1
+        counts = self._losses.numbers().view(np.int64).tolist() if compares else []
+        mine = torch.tensor([hash(tuple(self._order)), len(self._order), *counts], device="cpu")
+        self._order.clear()
         with call("optimizer.step()", step, self._name):
-            everyone = self._checks.gather(mine, f"{self._name}.order").view(-1, 2)
-        for rank, theirs in enumerate(everyone.tolist()):
-            if theirs != everyone[0].tolist():
+            everyone = self._checks.gather(mine, f"{self._name}.order").view(runtime.size(), -1)
+        if compares:
+            numbers = np.ascontiguousarray(everyone[:, 2:].numpy()).view(np.float64)
+            warn_of_other_counts(numbers, all_ranks())
+        self._losses.look(wanted=(step + 1).bit_count() == 1)
+        for rank, theirs in enumerate(everyone[:, :2].tolist()):
+            if theirs != everyone[0, :2].tolist():
                 raise RanksDisagreeError(
                     f"rank {rank} has computed other layers than rank 0 since the last step, or in "
                     "another order, and PyTorch has mixed up their weights: with FullyShard every "

@@ -33,6 +33,7 @@ from hvkit.frameworks.pytorch.gradients.backward_passes import (
     GradientHooks,
     Window,
     refuse_in_pass,
+    watch_nested_passes,
 )
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, device_index
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket
@@ -464,6 +465,11 @@ def reducers_of(parameters: Iterable[torch.Tensor]) -> list[GradientReducer]:
 def is_averaged(parameter: torch.Tensor) -> bool:
     """Whether a distributed model has this parameter."""
     return any(parameter in reducer for reducer in _reducers.values())
+
+
+def watch_passes() -> None:
+    """Follow the script's backward passes, also without gradients to average."""
+    watch_nested_passes(_end_pass_of_all_models)
 
 
 def _end_pass_of_all_models(pass_id: int) -> None:
