@@ -270,8 +270,8 @@ def settled(*things: Any) -> Iterator[None]:
     only, where it returns the whole weights, and for an optimizer that is passed as well, its whole
     state: ``with hvkit.settled(model, optimizer):``.
 
-    In a mesh, ``model.generate()`` of Hugging Face's models has the whole model on every rank inside
-    the block.
+    In a mesh, ``model.generate()`` of Hugging Face's models has the whole model on every rank
+    inside the block.
 
     Args:
         *things: models and optimizers that were passed to ``hvkit.distribute``, and lists of them.
