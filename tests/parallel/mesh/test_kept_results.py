@@ -287,12 +287,15 @@ class Grows(nn.Module):
 class CountsRows(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.grows, self.second = nn.Linear(20, 20), Grows(), nn.Linear(20, 20)
+        self.first, self.grows = nn.Linear(20, 20), Grows()
+        self.rest = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
 
     def forward(self, x):
         x = self.first(x)
         count = len(self.grows(x))
-        return self.second(x) / (1 + count)
+        for layer in self.rest:
+            x = torch.tanh(layer(x))
+        return x / (1 + count)
 
 
 def test_a_length_that_depends_on_values_is_known_to_one_stage_alone():
