@@ -104,8 +104,20 @@ def train_step(x, y):
     optimizer.step()
 """
 DEEP_NET = """
-def Net():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)])
+class Block(nn.Sequential):
+    def forward(self, x):
+        x = super().forward(x)
+        self.aux = x.square().mean()
+        return x
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(*[Block(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)])
+
+    @property
+    def blocks(self):
+        return list(self)
 
 
 model = Net()

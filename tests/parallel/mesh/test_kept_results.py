@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from mesh_models import MixtureNet
+from mesh_models import Mixture, MixtureNet
 from mesh_training import adamw, difference, tokens, whole_state, with_gradients
 from ranks import error_of
 from torch import nn
@@ -80,6 +80,41 @@ def test_experts_without_samples(options):
     """Other ones on each rank and in each micro-batch; AdamW leaves out what no rank has used."""
     make = lambda: MixtureNet("loop", count=12, chosen=1)  # noqa: E731
     assert trained_apart(make, with_attributes, options) < 1e-11
+
+
+class OnlyInTraining(Mixture):
+    def forward(self, x):
+        y = super().forward(x)
+        if not self.training:
+            self.aux = None
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loss_that_only_training_keeps(first, schedule):
+    torch.manual_seed(0)
+    reference = MixtureNet("products")
+    for block in reference.blocks:
+        block.mixture.__class__ = OnlyInTraining
+    model = copy.deepcopy(reference)
+    mesh, options = hvkit.Mesh(pipeline=2), {"microbatches": 4, "schedule": schedule}
+    model, _ = hvkit.distribute(model, adamw(model), mesh=mesh, **options)
+    x, y = tokens(1, rows=8, length=4)[0]
+    for mode in (first, not first, first, not first, True):
+        model.train(mode)
+        reference.train(mode)
+        if not mode:
+            with torch.no_grad():
+                assert float((model(x) - reference(x)).abs().max()) < 1e-12
+            assert [block.mixture.aux for block in model.blocks] == [None] * 4
+            continue
+        model.zero_grad()
+        loss = with_attributes(model, x, y, None)
+        loss.backward()
+        parts = zip(x.chunk(4), y.chunk(4), strict=True)
+        expected = sum(with_attributes(reference, *part, None) for part in parts) / 4
+        assert abs(loss.item() - expected.item()) < 1e-12
 
 
 def with_penalty(model, x, y, kept):
@@ -252,12 +287,15 @@ class Grows(nn.Module):
 class CountsRows(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.grows, self.second = nn.Linear(20, 20), Grows(), nn.Linear(20, 20)
+        self.first, self.grows = nn.Linear(20, 20), Grows()
+        self.rest = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
 
     def forward(self, x):
         x = self.first(x)
         count = len(self.grows(x))
-        return self.second(x) / (1 + count)
+        for layer in self.rest:
+            x = torch.tanh(layer(x))
+        return x / (1 + count)
 
 
 def test_a_length_that_depends_on_values_is_known_to_one_stage_alone():

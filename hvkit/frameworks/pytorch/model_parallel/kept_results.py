@@ -64,7 +64,9 @@ class _Place:
 
     def set(self, value: Any) -> None:
         """Put something there, or take it away."""
-        if isinstance(self.holder, CellType):
+        if isinstance(self.holder, CellType) and value is _NOTHING:
+            del self.holder.cell_contents
+        elif isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         elif not isinstance(self.holder, dict):
             return
@@ -230,7 +232,7 @@ class KeptResults:
         return path in self._before or id(place.holder) in self._known
 
     def changes(self) -> dict[Path, Change]:
-        """What has come since ``begin``, and holds tensors."""
+        """What has come since ``begin``; of all places that where tensors are."""
         if self.paths is None or len(self._places) < len(self.paths):
             self._find()
         found: dict[Path, Change] = {}
@@ -244,7 +246,9 @@ class KeptResults:
                 continue
             appended = value is before and _same((now or ())[: len(old or ())], old)
             new = list((now or ())[len(old or ()) :]) if appended else value
-            if not tensors_in(new) or any(name.startswith(each) for each in inside):
+            if value is _NOTHING or any(name.startswith(each) for each in inside):
+                continue
+            if self.paths is None and not tensors_in(new):
                 continue
             found[path] = Change(tree_map(_as_it_is, new), appended)
             inside.append(f"{name}.{key}")

@@ -253,7 +253,8 @@ class Pipeline:
             parts = [tensors_in(each) for each in done.result]
             done.rows = rows_in(parts, done.sizes, self.staged.kept_in(done.result[0]))
             whole = joined(parts, done.sizes, done.rows)
-        if key not in self._results or holds_values(self._results[key][0]):
+        known = self._results.get(key)
+        if known is None or self.staged.keeps or holds_values(known[0]):
             known = None
             if self.rank == source:
                 refuse_other_results(done.result[0])

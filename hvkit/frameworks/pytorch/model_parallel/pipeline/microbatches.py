@@ -121,6 +121,12 @@ def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, kept: bool
         return rows
     if rows and all(t.shape[0] == rows * n for t, n in zip(column, sizes, strict=True)):
         return rows
+    if any(t.shape != column[0].shape for t in column) and kept:
+        raise ValueError(
+            f"the model keeps tensors of shapes {[tuple(t.shape) for t in column]} for "
+            f"micro-batches of {list(sizes)} samples, without the batch as their first dimension: "
+            "keep them with it, or pass microbatches=1"
+        )
     if column[0].dim() and not kept:
         raise ValueError(
             f"the model returns a tensor of shape {tuple(column[0].shape)} for {sizes[0]} samples: "

@@ -179,6 +179,11 @@ class StagedForward:
         structure = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         return [structure, *tensors_in(gathered(tree))]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the forward may keep something, or take it away, in any call."""
+        return self._kept is not None
+
     def kept_in(self, output: Any) -> int:
         """How many tensors of what the last stage gives the model keeps, and does not return."""
         return 0 if self._kept is None else len(tensors_in(output[1]))
