@@ -22,12 +22,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from hvkit import runtime
+from hvkit.communication import collectives
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
+from hvkit.frameworks.pytorch.checks import refuse_other_rates
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates, rates_of
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order
@@ -119,23 +122,28 @@ class DividedModels:
 
     def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:
         _require_gradients(optimizer)
-        self._require_same_order()
+        self._require_same_order(optimizer)
 
-    def _require_same_order(self) -> None:
+    def _require_same_order(self, optimizer: Optimizer) -> None:
         """Raise on every rank unless all have computed the same parts; a collective.
 
         Each part is gathered when it computes. PyTorch would put together what it is given.
 
         Raises:
-            RanksDisagreeError: the ranks have gathered different parts, or in another order.
+            RanksDisagreeError: the ranks have gathered different parts, or in another order, or
+                use different learning rates.
         """
-        mine = torch.tensor([hash(tuple(self._order)), len(self._order)], device="cpu")
+        order = hash(tuple(self._order)), len(self._order)
+        mine = torch.tensor([*order, checksum_of_rates([optimizer])], device="cpu")
         self._order.clear()
         step = next(self._steps)
         with call("optimizer.step()", step, self._name):
-            everyone = self._checks.gather(mine, f"{self._name}.order").view(-1, 2)
-        for rank, theirs in enumerate(everyone.tolist()):
-            if theirs != everyone[0].tolist():
+            everyone = self._checks.gather(mine, f"{self._name}.order").view(-1, 3).tolist()
+        if any(theirs[2] != everyone[0][2] for theirs in everyone):
+            rates = collectives.gather("optimizer.step()", rates_of([optimizer], fetch=False))
+            refuse_other_rates(dict(enumerate(rates)))
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
                 raise RanksDisagreeError(
                     f"rank {rank} has computed other layers than rank 0 since the last step, or in "
                     "another order, and PyTorch has mixed up their weights: with FullyShard every "
