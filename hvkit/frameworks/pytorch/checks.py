@@ -181,16 +181,7 @@ class Checks:
             call: the user's call.
         """
         everyone = collectives.gather(call, rates_of(optimizers, fetch=True), self.group)
-        for rank, theirs in zip(self.group.members, everyone, strict=True):
-            for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
-                if first != other:
-                    error = RanksDisagreeError(
-                        f"the learning rate of {name} is {first!r} on rank {self.group.first} but "
-                        f"{other!r} on rank {rank}: set the same rate on every rank; a scheduler "
-                        "that follows a metric needs the mean over ranks: "
-                        "scheduler.step(hvkit.average(loss))"
-                    )
-                    raise mark_as_shown_by(error, self.group.first)
+        refuse_other_rates(dict(zip(self.group.members, everyone, strict=True)))
 
     def refuse_early_changes(self, accumulate: int) -> NoReturn:
         """Raise because a rank has changed gradients that no pass has averaged.
@@ -260,6 +251,27 @@ class Checks:
     def begin_step(self, steps: int) -> None:
         """Look at losses if ranks compare in the step after so many."""
         self.losses.look(wanted=steps >= self.next)
+
+
+def refuse_other_rates(everyone: Mapping[int, Sequence[tuple[str, float]]]) -> None:
+    """Raise on every rank unless all use the same learning rates.
+
+    Args:
+        everyone: the ranks' rates, with names, by rank in ascending order.
+
+    Raises:
+        RanksDisagreeError: names the first rate that differs.
+    """
+    (shows, rates), *others = everyone.items()
+    for rank, theirs in others:
+        for (name, first), (_, other) in zip(rates, theirs, strict=True):
+            if first != other:
+                error = RanksDisagreeError(
+                    f"the learning rate of {name} is {first!r} on rank {shows} but {other!r} on "
+                    f"rank {rank}: set the same rate on every rank; a scheduler that follows a "
+                    "metric needs the mean over ranks: scheduler.step(hvkit.average(loss))"
+                )
+                raise mark_as_shown_by(error, shows)
 
 
 def compared_in(

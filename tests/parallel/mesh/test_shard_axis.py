@@ -23,6 +23,7 @@ from ranks import error_of, shared_folder
 from torch import nn
 
 import hvkit
+from hvkit.errors import RanksDisagreeError
 
 
 class PatchTransformer(nn.Module):
@@ -173,3 +174,48 @@ def test_ranks_that_call_another_number_of_times_are_named():
     kind, message = error_of(lambda: model(data[1][0]))
     assert kind is hvkit.RanksDisagreeError
     assert "makes another call" in message
+
+
+class ActorCritic(nn.Module):
+    """A policy and its value, which a loop may compute with methods of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = MLP(), nn.Linear(20, 1)
+
+    def forward(self, x):
+        return self.act(x)
+
+    def act(self, x):
+        return self.actor(x)
+
+
+def test_a_loop_that_calls_methods_before_the_model_itself_is_refused():
+    model, own = distributed(ActorCritic(), mesh=ALONE, microbatches=None)
+    own.step()  # without a gradient, as before the first step of a scheduler
+    x, y = of_this_rank(vectors(1), 1)[0]
+    cross_entropy(model.act(x), y).backward()
+    kind, message = error_of(own.step)
+    assert kind is ValueError
+    assert "AdamW.step() without a call of ActorCritic itself" in message
+
+
+def test_ranks_with_other_learning_rates_are_named():
+    model, own = distributed(MLP(), mesh=ALONE, microbatches=None)
+    data = of_this_rank(vectors(2), 1)
+    train(model, own, data[:1])
+    own.param_groups[0]["lr"] = 0.5 + hvkit.rank()
+    kind, message = error_of(lambda: train(model, own, data[1:]))
+    assert kind is RanksDisagreeError
+    assert "parameter group 0 of AdamW is 0.5 on rank 0 but 1.5 on rank 1" in message
+
+
+def test_functional_calls_are_refused():
+    """They put tensors in place of the parameters, of which a rank has a part."""
+    model, _ = distributed(MLP(), mesh=ALONE, microbatches=None)
+    x = of_this_rank(vectors(1), 1)[0][0]
+    model(x)
+    halves = {name: p / 2 for name, p in MLP().named_parameters()}
+    kind, message = error_of(lambda: torch.func.functional_call(model, halves, (x,)))
+    assert kind is ValueError
+    assert "functional_call gives the model in a mesh another 0.weight" in message

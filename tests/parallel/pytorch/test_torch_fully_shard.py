@@ -220,6 +220,14 @@ def test_ranks_that_use_other_layers_are_named():
     assert raised_everywhere(optimizer.step, "rank 1 has computed other layers than rank 0")
 
 
+def test_ranks_with_other_learning_rates_are_named():
+    model, optimizer = distributed()
+    optimizer.param_groups[0]["lr"] = 0.5 + hvkit.rank()
+    data = local(double(regression(steps=1)))
+    text = "parameter group 0 of AdamW is 0.5 on rank 0 but 1.5 on rank 1"
+    assert raised_everywhere(lambda: train(model, optimizer, data), text)
+
+
 def test_parts_of_a_model_and_compiled_models_save_whole_tensors(tmp_path):
     folder = hvkit.broadcast(tmp_path)
     plain = Net().double()

@@ -23,16 +23,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from hvkit import runtime
+from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
+from hvkit.frameworks.pytorch.checks import refuse_other_rates
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_other_counts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
+from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates, rates_of
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import Division, WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
@@ -146,29 +149,35 @@ class DividedModels:
 
     def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:
         _require_gradients(optimizer)
-        self._require_same_order()
+        self._require_same_order(optimizer)
 
-    def _require_same_order(self) -> None:
+    def _require_same_order(self, optimizer: Optimizer) -> None:
         """Raise on every rank unless all have computed the same parts; a collective.
 
         Each part is gathered when it computes. PyTorch would put together what it is given.
 
         Raises:
-            RanksDisagreeError: the ranks have gathered different parts, or in another order.
+            RanksDisagreeError: the ranks have gathered different parts, or in another order, or
+                use different learning rates.
         """
         step = next(self._steps)
         compares = step.bit_count() == 1
         counts = self._losses.numbers().view(np.int64).tolist() if compares else []
-        mine = torch.tensor([hash(tuple(self._order)), len(self._order), *counts], device="cpu")
+        order = hash(tuple(self._order)), len(self._order)
+        mine = torch.tensor([*order, checksum_of_rates([optimizer]), *counts], device="cpu")
         self._order.clear()
         with call("optimizer.step()", step, self._name):
             everyone = self._checks.gather(mine, f"{self._name}.order").view(runtime.size(), -1)
         if compares:
-            numbers = np.ascontiguousarray(everyone[:, 2:].numpy()).view(np.float64)
+            numbers = np.ascontiguousarray(everyone[:, 3:].numpy()).view(np.float64)
             warn_of_other_counts(numbers, all_ranks())
         self._losses.look(wanted=(step + 1).bit_count() == 1)
-        for rank, theirs in enumerate(everyone[:, :2].tolist()):
-            if theirs != everyone[0, :2].tolist():
+        facts = everyone[:, :3].tolist()
+        if any(theirs[2] != facts[0][2] for theirs in facts):
+            rates = collectives.gather("optimizer.step()", rates_of([optimizer], fetch=False))
+            refuse_other_rates(dict(enumerate(rates)))
+        for rank, theirs in enumerate(facts):
+            if theirs != facts[0]:
                 raise RanksDisagreeError(
                     f"rank {rank} has computed other layers than rank 0 since the last step, or in "
                     "another order, and PyTorch has mixed up their weights: with FullyShard every "

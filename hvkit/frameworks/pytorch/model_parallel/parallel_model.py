@@ -168,10 +168,18 @@ class ParallelModel:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._passes += 1
+        if self._passes & (self._passes - 1) == 0:
+            self._refuse_replaced_parameters()
         self._links.step = self._at_once.step = self._passes
         with self._links.in_call(), self._links.times.passing():
             self._seed = require_same_batch(
-                self._model, self._passes, args, kwargs, self._at_once, self._together
+                self._model,
+                self._passes,
+                args,
+                kwargs,
+                self._optimizers,
+                self._at_once,
+                self._together,
             )
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
@@ -190,6 +198,20 @@ class ParallelModel:
                 self._pipeline.seed = self._seed
             with self.whole.as_parts():
                 return self._run(args, kwargs)
+
+    def _refuse_replaced_parameters(self) -> None:
+        """Raise in the forward of ``torch.func.functional_call``, whose parameters would be lost.
+
+        Raises:
+            ValueError: names a parameter.
+        """
+        for name, p in self._model.named_parameters():
+            if not isinstance(p, nn.Parameter):
+                raise ValueError(
+                    "torch.func.functional_call gives the model in a mesh another "
+                    f"{name}, of which each rank of {self._options.mesh} holds a part: train "
+                    "without mesh=, or compute with the parameters of the model"
+                )
 
     def _show_own_forward(self) -> None:
         """Take back what replaces the model's forward."""
@@ -468,6 +490,22 @@ class ParallelModel:
         self._numbers = states
         if self._random and len(states) == len(self._random.state):
             self._random.state = [torch.from_numpy(state.copy()) for state in states]
+
+    def require_division(self, optimizer: Optimizer, _: Any) -> None:
+        """Before an update: raise if it would train the whole model, without the other ranks.
+
+        Raises:
+            ValueError: there are gradients, but no call of the model has divided it.
+        """
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if self._run is None and any(p.grad is not None for p in parameters):
+            kind = type(self._model).__name__
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() without a call of {kind} itself: the first "
+                f"model(...) divides a model in {self._options.mesh}, and a loop that calls other "
+                "methods, or layers, trains the whole one on each rank alone. Move what they do "
+                "into forward(), which may choose by an argument"
+            )
 
     @property
     def _held(self) -> ModelParts:

@@ -27,6 +27,7 @@ from hvkit.frameworks.pytorch.refusals import is_divided
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Options, Record
+from hvkit.sync.update_hooks import Feature, Order
 
 
 class MeshPort(PyTorchPort):
@@ -111,6 +112,9 @@ class MeshPort(PyTorchPort):
             around.add(parallel.whole.around_updates())
         # The model keeps it; a record must not lead to the model.
         held: Any = weakref.proxy(parallel)
+        divided = functools.partial(ParallelModel.require_division, held)
+        for each in hooks.values():
+            each.add(Feature(Order.DIVISION, before=divided))
         self._parallel: ParallelModel = held
         model: Any = weakref.proxy(self.model)
         of_model = Record(

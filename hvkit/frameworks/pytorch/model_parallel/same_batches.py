@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from hvkit.errors import RanksDisagreeError, ranks_text
+from hvkit.frameworks.pytorch.checks import refuse_other_rates
+from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates, rates_of
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
@@ -21,6 +25,7 @@ def require_same_batch(
     number: int,
     args: Any,
     kwargs: Any,
+    optimizers: Sequence[Optimizer],
     at_once: StageLinks,
     together: StageLinks,
 ) -> int:
@@ -30,6 +35,7 @@ def require_same_batch(
         model: whole, or the part of this rank.
         number: of the forward pass.
         args, kwargs: the batch.
+        optimizers: of the model, whose learning rates are compared as well.
         at_once: the ranks that must make the same call.
         together: those of them that must have the same batch.
 
@@ -37,7 +43,7 @@ def require_same_batch(
         A seed, the same on all ranks of ``together``.
 
     Raises:
-        RanksDisagreeError: names the rank.
+        RanksDisagreeError: names the rank, or the learning rates.
         ValueError: a gradient of an input would be needed.
     """
     tensors = tensors_in((args, kwargs))
@@ -51,7 +57,7 @@ def require_same_batch(
     # Numbers on a GPU are compared less often, because the host waits for them.
     often = number & (number - 1) == 0
     content = [checksum(t) for t in tensors if often or not t.is_cuda]
-    numbers = hash_of(mine), hash_of(content), new_seed()
+    numbers = hash_of(mine), hash_of(content), new_seed(), checksum_of_rates(optimizers)
     found = at_once.gather_numbers(numbers).tolist()
     everyone = dict(zip(at_once.ranks, found, strict=True))
     for ranks, column, what in (
@@ -66,6 +72,10 @@ def require_same_batch(
                     "the same batches in the same order: divide data with "
                     "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
                 )
+    if len({rates for *_, rates in everyone.values()}) > 1:
+        rates: list[Any] = [None] * len(at_once.ranks)
+        dist.all_gather_object(rates, rates_of(optimizers, fetch=False), group=at_once.group)
+        refuse_other_rates(dict(zip(at_once.ranks, rates, strict=True)))
     return int(everyone[together.ranks[0]][2])
 
 
