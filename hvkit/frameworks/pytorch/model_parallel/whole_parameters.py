@@ -203,6 +203,9 @@ class _WholeTensor(_Answers, torch.Tensor):
         copied = self.detach().clone().requires_grad_(self.requires_grad)
         return memo.setdefault(id(self), show(copied, _of(self)))
 
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return _of(self).whole(self).__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
 
 class _WholeParameter(_Answers, nn.Parameter):
     """A parameter of which this rank has a part."""
@@ -217,6 +220,12 @@ class _WholeDTensor(_Answers, DTensor):
     """A tensor that ``fully_shard`` divides."""
 
     __slots__ = ()
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        whole = _of(self).whole(self.detach())
+        if isinstance(self, nn.Parameter):
+            whole = nn.Parameter(whole, self.requires_grad)
+        return whole.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
 
 class _ViewOfWhole(_Answers, torch.Tensor):
@@ -350,7 +359,8 @@ def _calls_for_parts(frame: FrameType | None) -> bool:
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         if name.startswith(("hvkit.", "torch.distributed.")):
-            return True
+            # What a script reduces over ranks is what it sees.
+            return name != "hvkit.communication.allreduce"
         if not name.startswith("torch."):
             return False
         frame = frame.f_back
