@@ -113,7 +113,7 @@ class Division:
             t: of the shape of the whole, or one that PyTorch broadcasts to it; or of the part's.
             part: what this rank has.
         """
-        if not t.dim():
+        if not t.dim() or isinstance(t, DTensor):
             return t
         if t.dim() > part.dim():
             return None
@@ -195,37 +195,33 @@ class _Answers:
             return _raw(func, args, {})
         return _answer(func, args, kwargs or {}, parts_wanted=_calls_for_parts(sys._getframe(1)))
 
+    # Those of PyTorch take the attributes along, and do not all go through __torch_function__.
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        copied, division = _like(self, self.detach().clone()), division_of(self)
+        return memo.setdefault(id(self), copied if division is None else show(copied, division))
+
+    def __reduce_ex__(self: Any, proto: Any) -> Any:
+        own, division = self.detach(), division_of(self)
+        return _like(self, own if division is None else division.whole(own)).__reduce_ex__(proto)
+
+
+def _like(t: torch.Tensor, value: torch.Tensor) -> Any:
+    """A parameter if it is one."""
+    if isinstance(t, nn.Parameter):
+        return nn.Parameter(value, t.requires_grad)
+    return value.requires_grad_(t.requires_grad)
+
 
 class _WholeTensor(_Answers, torch.Tensor):
     """A tensor of which this rank has a part."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        copied = self.detach().clone().requires_grad_(self.requires_grad)
-        return memo.setdefault(id(self), show(copied, _of(self)))
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return _of(self).whole(self).__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
 
 class _WholeParameter(_Answers, nn.Parameter):
     """A parameter of which this rank has a part."""
 
-    def __reduce_ex__(self, proto: Any) -> Any:
-        # That of PyTorch does not go through __torch_function__, and keeps the division.
-        whole = nn.Parameter(_of(self).whole(self.detach()), self.requires_grad)
-        return whole.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
-
 
 class _WholeDTensor(_Answers, DTensor):
     """A tensor that ``fully_shard`` divides."""
-
-    __slots__ = ()
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        whole = _of(self).whole(self.detach())
-        if isinstance(self, nn.Parameter):
-            whole = nn.Parameter(whole, self.requires_grad)
-        return whole.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
 
 class _ViewOfWhole(_Answers, torch.Tensor):
