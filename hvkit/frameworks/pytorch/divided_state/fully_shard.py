@@ -30,7 +30,7 @@ from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     HOOK_OF_SHARDS,
-    Division,
+    PartOfWhole,
     WholeParameters,
 )
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -100,7 +100,7 @@ class DividedModels:
         follow_hooks(new)
         self._own = WholeParameters()
         for model, held in zip(models, after, strict=True):
-            self._own.add(model, {p: Division.of(p) for p in held.values()})
+            self._own.add(model, {p: PartOfWhole.of(p) for p in held.values()})
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
         # The whole state by model and name, on rank 0 inside ``gathered``.

@@ -58,7 +58,7 @@ from hvkit.frameworks.pytorch.model_parallel.shared_gradients import SharedGradi
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
-from hvkit.frameworks.pytorch.model_parallel.whole_parameters import Division, WholeParameters
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import PartOfWhole, WholeParameters
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -388,7 +388,7 @@ class ParallelModel:
         self.whole.add(
             self._model,
             {
-                p: Division.of(p, placements.get(name), tensor)
+                p: PartOfWhole.of(p, placements.get(name), tensor)
                 for name, p in own.items()
                 if name in placements or is_divided(p)
             },

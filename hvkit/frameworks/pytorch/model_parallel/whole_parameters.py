@@ -51,7 +51,7 @@ _parts_alone: Any = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class PartOfWhole:
     """How a parameter, and what has its shape, is divided.
 
     Attributes:
@@ -128,7 +128,7 @@ class Division:
                 return None
         return t if self.shards is None else self.everywhere(t)
 
-    def is_like(self, other: Division) -> bool:
+    def is_like(self, other: PartOfWhole) -> bool:
         """Whether tensors of one shape have the same elements on this rank."""
         mine, its = (each.shards and tuple(each.shards[1]) for each in (self, other))
         return self.placement == other.placement and mine == its
@@ -144,7 +144,7 @@ class _Exchange(torch.autograd.Function):
     """Joins the parts of all ranks, or takes this rank's; in backward the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, division: Division, joins: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, division: PartOfWhole, joins: bool) -> torch.Tensor:
         ctx.division, ctx.joins = division, joins
         return _joined(x, division) if joins else _taken(x, division)
 
@@ -153,7 +153,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradient, ctx.division, not ctx.joins), None, None
 
 
-def _joined(part: torch.Tensor, division: Division) -> torch.Tensor:
+def _joined(part: torch.Tensor, division: PartOfWhole) -> torch.Tensor:
     if isinstance(part, DTensor):
         count("objects", of_allgather(part.to_local().nbytes, part.device_mesh.size()))
         part = part.full_tensor()
@@ -166,7 +166,7 @@ def _joined(part: torch.Tensor, division: Division) -> torch.Tensor:
     return whole_of(parts, placement)
 
 
-def _taken(whole: torch.Tensor, division: Division) -> torch.Tensor:
+def _taken(whole: torch.Tensor, division: PartOfWhole) -> torch.Tensor:
     mesh, placement = division.tensor, division.placement
     if mesh is not None and placement is not None:
         whole = part_of(whole, placement, mesh.get_local_rank(), mesh.size())
@@ -256,7 +256,7 @@ class _Viewed:
 _changes = 0
 
 
-def show(t: Any, division: Division) -> Any:
+def show(t: Any, division: PartOfWhole) -> Any:
     """Let a part answer for its whole from now on."""
     if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
         setattr(t, _DIVISION, division)
@@ -264,12 +264,12 @@ def show(t: Any, division: Division) -> Any:
     return t
 
 
-def division_of(t: Any) -> Division | None:
+def division_of(t: Any) -> PartOfWhole | None:
     """How what answers for its whole is divided; None if it does not."""
     return getattr(t, _DIVISION) if type(t) in _PLAIN and hasattr(t, _DIVISION) else None
 
 
-def _of(t: torch.Tensor) -> Division:
+def _of(t: torch.Tensor) -> PartOfWhole:
     division = division_of(t)
     assert division is not None
     return division
@@ -279,15 +279,15 @@ class WholeParameters:
     """The divided parameters of a model, which answer a script for their whole."""
 
     def __init__(self) -> None:
-        self._divisions: dict[torch.Tensor, Division] = {}
+        self._divisions: dict[torch.Tensor, PartOfWhole] = {}
         # Where fully_shard puts what it has gathered of parameters that other axes divide, too.
-        self._places: list[tuple[dict[str, Any], str, Division]] = []
+        self._places: list[tuple[dict[str, Any], str, PartOfWhole]] = []
         self._forwards = 0
         self._updates = False
         # What a script may hold of gradients and gathered parameters.
-        self._others: list[tuple[torch.Tensor, Division]] = []
+        self._others: list[tuple[torch.Tensor, PartOfWhole]] = []
 
-    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, Division]) -> None:
+    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, PartOfWhole]) -> None:
         """Let these parameters of a model answer, each divided as it says."""
         self._divisions |= divisions
         self._places += [
@@ -608,7 +608,7 @@ def _register_hook(t: Any, hook: Callable[..., Any]) -> Any:
     return _raw(_HOOK, (t, hook if division is None else _shown_to(hook, division)), {})
 
 
-def _shown_to(hook: Callable[..., Any], division: Division) -> Callable[..., Any]:
+def _shown_to(hook: Callable[..., Any], division: PartOfWhole) -> Callable[..., Any]:
     """A hook on a gradient that sees the whole."""
 
     @functools.wraps(hook)
