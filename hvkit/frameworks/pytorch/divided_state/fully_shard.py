@@ -28,11 +28,8 @@ from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
-from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
-    HOOK_OF_SHARDS,
-    PartOfWhole,
-    WholeParameters,
-)
+from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import HOOK_OF_SHARDS, WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order

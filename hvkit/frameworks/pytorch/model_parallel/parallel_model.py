@@ -31,6 +31,7 @@ from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     GradientsOfAllRanks,
     watch_overflows,
 )
+from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
 from hvkit.frameworks.pytorch.model_parallel.parts import (
     LoadedBefore,
     ModelParts,
@@ -58,7 +59,7 @@ from hvkit.frameworks.pytorch.model_parallel.shared_gradients import SharedGradi
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
-from hvkit.frameworks.pytorch.model_parallel.whole_parameters import PartOfWhole, WholeParameters
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once

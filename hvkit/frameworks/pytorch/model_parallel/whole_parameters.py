@@ -21,162 +21,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from hvkit.communication.traffic import count, of_allgather
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import summed
+from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole, parts_alone
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
-    Placement,
-    part_of,
-    whole_of,
-)
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 from hvkit.sync.update_hooks import Feature, Order
-from hvkit.watch.calls import call, translated, waiting
 
 HOOK_OF_SHARDS = (
     "hooks of register_hook() on a parameter that a shard axis or FullyShard divides are never "
     "called with its gradient: change p.grad after backward(), or use "
     "register_post_accumulate_grad_hook, before the forward pass"
 )
-_parts_alone: Any = torch._C.DisableTorchFunctionSubclass
-
-
-@dataclass(frozen=True, eq=False)
-class PartOfWhole:
-    """How a parameter, and what has its shape, is divided.
-
-    Attributes:
-        placement: along the tensor axis; None if it is not.
-        tensor: the mesh of that axis.
-        shards: of a ``DTensor``, its mesh and its placements; None if it is none.
-        gathered: whether ``fully_shard`` has joined its shards, between forward and backward.
-    """
-
-    placement: Placement | None
-    tensor: DeviceMesh | None
-    shards: tuple[DeviceMesh, Sequence[Any]] | None
-    gathered: bool = False
-
-    @classmethod
-    def of(
-        cls, p: torch.Tensor, placement: Placement | None = None, tensor: DeviceMesh | None = None
-    ) -> Self:
-        """That of a parameter, divided like this along the tensor axis."""
-        shards = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
-        return cls(placement, tensor if placement else None, shards)
-
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole, whose gradient is the same on all ranks; a collective."""
-        name = "the whole of a divided parameter"
-        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
-            return _exchange(part, self, True)
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part."""
-        with _parts_alone():
-            return _exchange(whole, self, False)
-
-    def everywhere(self, t: torch.Tensor) -> Any:
-        """A tensor that all ranks hold, for use with a ``DTensor``."""
-        assert self.shards is not None
-        mesh = self.shards[0]
-        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    def total(self, sum_of_part: torch.Tensor) -> torch.Tensor:
-        """The sum of all elements, from that of this rank's; a collective of the tensor axis."""
-        name = "the sum of a divided parameter"
-        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
-            assert self.tensor is not None
-            return summed(sum_of_part, self.tensor)
-
-    def shape(self, part: torch.Tensor) -> torch.Size:
-        """Of the whole."""
-        shape = list(part.shape)
-        if self.placement is not None:
-            assert self.tensor is not None
-            shape[self.placement.dim] *= self.tensor.size()
-        return torch.Size(shape)
-
-    def operand(self, t: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
-        """A tensor that meets this rank's part element by element; None if it does not.
-
-        Args:
-            t: of the shape of the whole, or one that PyTorch broadcasts to it; or of the part's.
-            part: what this rank has.
-        """
-        if not t.dim() or isinstance(t, DTensor):
-            return t
-        if t.dim() > part.dim():
-            return None
-        if self.placement is not None:
-            assert self.tensor is not None
-            dim = self.placement.dim - part.dim() + t.dim()
-            own = part.shape[self.placement.dim]
-            if dim >= 0 and t.shape[dim] == own * self.tensor.size():
-                along = Placement(dim, self.placement.parts)
-                t = part_of(t, along, self.tensor.get_local_rank(), self.tensor.size())
-            elif dim >= 0 and t.shape[dim] not in (1, own):
-                return None
-        return t if self.shards is None else self.everywhere(t)
-
-    def is_like(self, other: PartOfWhole) -> bool:
-        """Whether tensors of one shape have the same elements on this rank."""
-        mine, its = (each.shards and tuple(each.shards[1]) for each in (self, other))
-        return self.placement == other.placement and mine == its
-
-    def _ranks(self) -> tuple[int, ...]:
-        meshes = [each for each in (self.tensor, self.shards and self.shards[0]) if each]
-        if len(meshes) != 1 or meshes[0].ndim != 1:
-            return ()
-        return tuple(dist.get_process_group_ranks(meshes[0].get_group()))
-
-
-class _Exchange(torch.autograd.Function):
-    """Joins the parts of all ranks, or takes this rank's; in backward the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, division: PartOfWhole, joins: bool) -> torch.Tensor:
-        ctx.division, ctx.joins = division, joins
-        return _joined(x, division) if joins else _taken(x, division)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchange(gradient, ctx.division, not ctx.joins), None, None
-
-
-def _joined(part: torch.Tensor, division: PartOfWhole) -> torch.Tensor:
-    if isinstance(part, DTensor):
-        count("objects", of_allgather(part.to_local().nbytes, part.device_mesh.size()))
-        part = part.full_tensor()
-    mesh, placement = division.tensor, division.placement
-    if mesh is None or placement is None:
-        return part
-    parts = [part.new_empty(part.shape) for _ in range(mesh.size())]
-    count("objects", of_allgather(part.nbytes, mesh.size()))
-    dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
-    return whole_of(parts, placement)
-
-
-def _taken(whole: torch.Tensor, division: PartOfWhole) -> torch.Tensor:
-    mesh, placement = division.tensor, division.placement
-    if mesh is not None and placement is not None:
-        whole = part_of(whole, placement, mesh.get_local_rank(), mesh.size())
-    if division.shards is None:
-        return whole
-    # Not a view, which would keep the memory of the whole.
-    return division.everywhere(whole).redistribute(*division.shards).clone()  # type: ignore[no-any-return]
-
-
-_exchange: Callable[..., torch.Tensor] = _Exchange.apply
 
 
 class _Answers:
@@ -188,7 +49,7 @@ class _Answers:
     ) -> Any:
         # What zero_grad() does to each parameter.
         if func == _GET_GRADIENT:
-            with _parts_alone():
+            with parts_alone():
                 gradient = args[0].grad
             return gradient if gradient is None else _as_asked(args[0], gradient)
         if func == _SET_GRADIENT and args[1] is None:
@@ -334,7 +195,7 @@ class WholeParameters:
         if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
             return
         _note_change()
-        with _parts_alone():
+        with parts_alone():
             gradients = [(p.grad, division) for p, division in self._divisions.items()]
         self._others += [(g, division) for g, division in gradients if g is not None]
         for t, division in (*self._divisions.items(), *self._others):
@@ -364,7 +225,7 @@ def _calls_for_parts(frame: FrameType | None) -> bool:
 
 
 def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with _parts_alone():
+    with parts_alone():
         return func(*args, **kwargs)
 
 
@@ -448,7 +309,7 @@ def _set(func: Any, t: Any, value: Any) -> None:
                 value = division.part(value)
     if isinstance(t, DTensor) and func == _SET_DATA:
         # Another tensor would not come to where fully_shard keeps the part.
-        with torch.no_grad(), _parts_alone():
+        with torch.no_grad(), parts_alone():
             t.copy_(value)
     else:
         _raw(func, (t, value), {})
@@ -502,7 +363,7 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
             if operand is None:
                 return NotImplemented
             operands[id(t)] = operand
-    with _parts_alone():
+    with parts_alone():
         try:
             result = operation.run(lambda t: operands.get(id(t), t))
         except NotImplementedError:  # a DTensor's
@@ -533,7 +394,7 @@ def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
                 "a leaf Variable that requires grad is being used in an in-place operation."
             )
         wholes[id(t)] = _of(t).whole(t.detach() if leaf else t)
-    with _parts_alone():
+    with parts_alone():
         result = operation.run(lambda t: wholes.get(id(t), t))
         if target is not None and id(target) in wholes:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
@@ -581,7 +442,7 @@ def _refresh(t: torch.Tensor) -> None:
     viewed: _Viewed | None = getattr(t, _VIEWED, None)
     if viewed is None or viewed.whole is None or viewed.at == _now(viewed.part):
         return
-    with torch.no_grad(), _parts_alone():
+    with torch.no_grad(), parts_alone():
         viewed.whole.copy_(_of(viewed.part).whole(viewed.part.detach()))
     viewed.at = _now(viewed.part)
 
@@ -616,7 +477,7 @@ def _shown_to(hook: Callable[..., Any], division: PartOfWhole) -> Callable[..., 
         found = hook(show(gradient.view_as(gradient), division))
         if found is None:
             return None
-        with _parts_alone():
+        with parts_alone():
             if division_of(found) is None and found.shape == division.shape(gradient):
                 return division.part(found)
             # Of PyTorch's own class.
