@@ -36,7 +36,8 @@ from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_o
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates, rates_of
-from hvkit.frameworks.pytorch.model_parallel.whole_parameters import Division, WholeParameters
+from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order
@@ -106,7 +107,7 @@ class DividedModels:
         }
         self._own = WholeParameters()
         for model, held in zip(models, after, strict=True):
-            self._own.add(model, {p: Division.of(p) for p in held.values()})
+            self._own.add(model, {p: PartOfWhole.of(p) for p in held.values()})
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
         names: dict[torch.Tensor, str] = {p: name for now in after for name, p in now.items()}

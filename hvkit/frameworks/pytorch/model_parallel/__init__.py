@@ -14,6 +14,7 @@
     forecast          what each rank will hold, and how long it will wait
     parts             gathers the whole state, and loads a part of it
     whole_parameters  parts that answer a script for the whole
+    part_of_whole     how parts become the whole, also for autograd
     mesh_keeper       what a strategy keeps of the parts, for checkpoints
     saved_parts       what a checkpoint saves of the parts
     shares            in pieces: what each rank writes and reads of a sharded checkpoint

@@ -33,6 +33,7 @@ from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
     watch_overflows,
 )
 from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, Path
+from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
 from hvkit.frameworks.pytorch.model_parallel.parts import (
     LoadedBefore,
     ModelParts,
@@ -65,7 +66,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
-from hvkit.frameworks.pytorch.model_parallel.whole_parameters import Division, WholeParameters
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -445,7 +446,7 @@ class ParallelModel:
         self.whole.add(
             self._model,
             {
-                p: Division.of(p, placements.get(name), tensor)
+                p: PartOfWhole.of(p, placements.get(name), tensor)
                 for name, p in own.items()
                 if name in placements or is_divided(p)
             },

@@ -21,157 +21,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from hvkit.communication.traffic import count, of_allgather
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import summed
+from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole, parts_alone
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
-    Placement,
-    part_of,
-    whole_of,
-)
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 from hvkit.sync.update_hooks import Feature, Order
-from hvkit.watch.calls import call, translated, waiting
-
-_parts_alone: Any = torch._C.DisableTorchFunctionSubclass
-
-
-@dataclass(frozen=True, eq=False)
-class Division:
-    """How a parameter, and what has its shape, is divided.
-
-    Attributes:
-        placement: along the tensor axis; None if it is not.
-        tensor: the mesh of that axis.
-        shards: of a ``DTensor``, its mesh and its placements; None if it is none.
-        gathered: whether ``fully_shard`` has joined its shards, between forward and backward.
-    """
-
-    placement: Placement | None
-    tensor: DeviceMesh | None
-    shards: tuple[DeviceMesh, Sequence[Any]] | None
-    gathered: bool = False
-
-    @classmethod
-    def of(
-        cls, p: torch.Tensor, placement: Placement | None = None, tensor: DeviceMesh | None = None
-    ) -> Self:
-        """That of a parameter, divided like this along the tensor axis."""
-        shards = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
-        return cls(placement, tensor if placement else None, shards)
-
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole, whose gradient is the same on all ranks; a collective."""
-        name = "the whole of a divided parameter"
-        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
-            return _exchange(part, self, True)
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part."""
-        with _parts_alone():
-            return _exchange(whole, self, False)
-
-    def everywhere(self, t: torch.Tensor) -> Any:
-        """A tensor that all ranks hold, for use with a ``DTensor``."""
-        assert self.shards is not None
-        mesh = self.shards[0]
-        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    def total(self, sum_of_part: torch.Tensor) -> torch.Tensor:
-        """The sum of all elements, from that of this rank's; a collective of the tensor axis."""
-        name = "the sum of a divided parameter"
-        with _parts_alone(), call(name), translated(), waiting(self._ranks()):
-            assert self.tensor is not None
-            return summed(sum_of_part, self.tensor)
-
-    def shape(self, part: torch.Tensor) -> torch.Size:
-        """Of the whole."""
-        shape = list(part.shape)
-        if self.placement is not None:
-            assert self.tensor is not None
-            shape[self.placement.dim] *= self.tensor.size()
-        return torch.Size(shape)
-
-    def operand(self, t: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
-        """A tensor that meets this rank's part element by element; None if it does not.
-
-        Args:
-            t: of the shape of the whole, or one that PyTorch broadcasts to it; or of the part's.
-            part: what this rank has.
-        """
-        if not t.dim():
-            return t
-        if t.dim() > part.dim():
-            return None
-        if self.placement is not None:
-            assert self.tensor is not None
-            dim = self.placement.dim - part.dim() + t.dim()
-            own = part.shape[self.placement.dim]
-            if dim >= 0 and t.shape[dim] == own * self.tensor.size():
-                along = Placement(dim, self.placement.parts)
-                t = part_of(t, along, self.tensor.get_local_rank(), self.tensor.size())
-            elif dim >= 0 and t.shape[dim] not in (1, own):
-                return None
-        return t if self.shards is None else self.everywhere(t)
-
-    def is_like(self, other: Division) -> bool:
-        """Whether tensors of one shape have the same elements on this rank."""
-        mine, its = (each.shards and tuple(each.shards[1]) for each in (self, other))
-        return self.placement == other.placement and mine == its
-
-    def _ranks(self) -> tuple[int, ...]:
-        meshes = [each for each in (self.tensor, self.shards and self.shards[0]) if each]
-        if len(meshes) != 1 or meshes[0].ndim != 1:
-            return ()
-        return tuple(dist.get_process_group_ranks(meshes[0].get_group()))
-
-
-class _Exchange(torch.autograd.Function):
-    """Joins the parts of all ranks, or takes this rank's; in backward the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, division: Division, joins: bool) -> torch.Tensor:
-        ctx.division, ctx.joins = division, joins
-        return _joined(x, division) if joins else _taken(x, division)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchange(gradient, ctx.division, not ctx.joins), None, None
-
-
-def _joined(part: torch.Tensor, division: Division) -> torch.Tensor:
-    if isinstance(part, DTensor):
-        count("objects", of_allgather(part.to_local().nbytes, part.device_mesh.size()))
-        part = part.full_tensor()
-    mesh, placement = division.tensor, division.placement
-    if mesh is None or placement is None:
-        return part
-    parts = [part.new_empty(part.shape) for _ in range(mesh.size())]
-    count("objects", of_allgather(part.nbytes, mesh.size()))
-    dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
-    return whole_of(parts, placement)
-
-
-def _taken(whole: torch.Tensor, division: Division) -> torch.Tensor:
-    mesh, placement = division.tensor, division.placement
-    if mesh is not None and placement is not None:
-        whole = part_of(whole, placement, mesh.get_local_rank(), mesh.size())
-    if division.shards is None:
-        return whole
-    # Not a view, which would keep the memory of the whole.
-    return division.everywhere(whole).redistribute(*division.shards).clone()  # type: ignore[no-any-return]
-
-
-_exchange: Callable[..., torch.Tensor] = _Exchange.apply
 
 
 class _Answers:
@@ -183,35 +43,40 @@ class _Answers:
     ) -> Any:
         # What zero_grad() does to each parameter.
         if func == _GET_GRADIENT:
-            with _parts_alone():
+            with parts_alone():
                 gradient = args[0].grad
             return gradient if gradient is None else _as_asked(args[0], gradient)
         if func == _SET_GRADIENT and args[1] is None:
             return _raw(func, args, {})
         return _answer(func, args, kwargs or {}, parts_wanted=_calls_for_parts(sys._getframe(1)))
 
+    # Those of PyTorch take the attributes along, and do not all go through __torch_function__.
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        copied, division = _like(self, self.detach().clone()), division_of(self)
+        return memo.setdefault(id(self), copied if division is None else show(copied, division))
+
+    def __reduce_ex__(self: Any, proto: Any) -> Any:
+        own, division = self.detach(), division_of(self)
+        return _like(self, own if division is None else division.whole(own)).__reduce_ex__(proto)
+
+
+def _like(t: torch.Tensor, value: torch.Tensor) -> Any:
+    """A parameter if it is one."""
+    if isinstance(t, nn.Parameter):
+        return nn.Parameter(value, t.requires_grad)
+    return value.requires_grad_(t.requires_grad)
+
 
 class _WholeTensor(_Answers, torch.Tensor):
     """A tensor of which this rank has a part."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        copied = self.detach().clone().requires_grad_(self.requires_grad)
-        return memo.setdefault(id(self), show(copied, _of(self)))
 
 
 class _WholeParameter(_Answers, nn.Parameter):
     """A parameter of which this rank has a part."""
 
-    def __reduce_ex__(self, proto: Any) -> Any:
-        # That of PyTorch does not go through __torch_function__, and keeps the division.
-        whole = nn.Parameter(_of(self).whole(self.detach()), self.requires_grad)
-        return whole.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
-
 
 class _WholeDTensor(_Answers, DTensor):
     """A tensor that ``fully_shard`` divides."""
-
-    __slots__ = ()
 
 
 class _ViewOfWhole(_Answers, torch.Tensor):
@@ -246,7 +111,7 @@ class _Viewed:
 _changes = 0
 
 
-def show(t: Any, division: Division) -> Any:
+def show(t: Any, division: PartOfWhole) -> Any:
     """Let a part answer for its whole from now on."""
     if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
         setattr(t, _DIVISION, division)
@@ -254,12 +119,12 @@ def show(t: Any, division: Division) -> Any:
     return t
 
 
-def division_of(t: Any) -> Division | None:
+def division_of(t: Any) -> PartOfWhole | None:
     """How what answers for its whole is divided; None if it does not."""
     return getattr(t, _DIVISION) if type(t) in _PLAIN and hasattr(t, _DIVISION) else None
 
 
-def _of(t: torch.Tensor) -> Division:
+def _of(t: torch.Tensor) -> PartOfWhole:
     division = division_of(t)
     assert division is not None
     return division
@@ -269,15 +134,15 @@ class WholeParameters:
     """The divided parameters of a model, which answer a script for their whole."""
 
     def __init__(self) -> None:
-        self._divisions: dict[torch.Tensor, Division] = {}
+        self._divisions: dict[torch.Tensor, PartOfWhole] = {}
         # Where fully_shard puts what it has gathered of parameters that other axes divide, too.
-        self._places: list[tuple[dict[str, Any], str, Division]] = []
+        self._places: list[tuple[dict[str, Any], str, PartOfWhole]] = []
         self._forwards = 0
         self._updates = False
         # What a script may hold of gradients and gathered parameters.
-        self._others: list[tuple[torch.Tensor, Division]] = []
+        self._others: list[tuple[torch.Tensor, PartOfWhole]] = []
 
-    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, Division]) -> None:
+    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, PartOfWhole]) -> None:
         """Let these parameters of a model answer, each divided as it says."""
         self._divisions |= divisions
         self._places += [
@@ -321,7 +186,7 @@ class WholeParameters:
         if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
             return
         _note_change()
-        with _parts_alone():
+        with parts_alone():
             gradients = [(p.grad, division) for p, division in self._divisions.items()]
         self._others += [(g, division) for g, division in gradients if g is not None]
         for t, division in (*self._divisions.items(), *self._others):
@@ -342,7 +207,8 @@ def _calls_for_parts(frame: FrameType | None) -> bool:
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         if name.startswith(("hvkit.", "torch.distributed.")):
-            return True
+            # What a script reduces over ranks is what it sees.
+            return name != "hvkit.communication.allreduce"
         if not name.startswith("torch."):
             return False
         frame = frame.f_back
@@ -350,7 +216,7 @@ def _calls_for_parts(frame: FrameType | None) -> bool:
 
 
 def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with _parts_alone():
+    with parts_alone():
         return func(*args, **kwargs)
 
 
@@ -428,7 +294,7 @@ def _set(func: Any, t: Any, value: Any) -> None:
                 value = division.part(value)
     if isinstance(t, DTensor) and func == _SET_DATA:
         # Another tensor would not come to where fully_shard keeps the part.
-        with torch.no_grad(), _parts_alone():
+        with torch.no_grad(), parts_alone():
             t.copy_(value)
     else:
         _raw(func, (t, value), {})
@@ -482,7 +348,7 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
             if operand is None:
                 return NotImplemented
             operands[id(t)] = operand
-    with _parts_alone():
+    with parts_alone():
         try:
             result = operation.run(lambda t: operands.get(id(t), t))
         except NotImplementedError:  # a DTensor's
@@ -513,7 +379,7 @@ def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
                 "a leaf Variable that requires grad is being used in an in-place operation."
             )
         wholes[id(t)] = _of(t).whole(t.detach() if leaf else t)
-    with _parts_alone():
+    with parts_alone():
         result = operation.run(lambda t: wholes.get(id(t), t))
         if target is not None and id(target) in wholes:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
@@ -561,7 +427,7 @@ def _refresh(t: torch.Tensor) -> None:
     viewed: _Viewed | None = getattr(t, _VIEWED, None)
     if viewed is None or viewed.whole is None or viewed.at == _now(viewed.part):
         return
-    with torch.no_grad(), _parts_alone():
+    with torch.no_grad(), parts_alone():
         viewed.whole.copy_(_of(viewed.part).whole(viewed.part.detach()))
     viewed.at = _now(viewed.part)
 
@@ -593,7 +459,7 @@ def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
     return _raw(register, (t, hook), {})
 
 
-def _shown_to(hook: Callable[..., Any], division: Division) -> Callable[..., Any]:
+def _shown_to(hook: Callable[..., Any], division: PartOfWhole) -> Callable[..., Any]:
     """A hook on a gradient of what the script has computed, which sees the whole."""
 
     @functools.wraps(hook)
@@ -601,7 +467,7 @@ def _shown_to(hook: Callable[..., Any], division: Division) -> Callable[..., Any
         found = hook(show(gradient.view_as(gradient), division))
         if found is None:
             return None
-        with _parts_alone():
+        with parts_alone():
             if division_of(found) is None and found.shape == division.shape(gradient):
                 return division.part(found)
             # Of PyTorch's own class.
