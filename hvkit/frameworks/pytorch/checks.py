@@ -26,7 +26,7 @@ from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
 from hvkit.frameworks.pytorch.fingerprints import fingerprints_of, unit_of
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_other_counts
-from hvkit.frameworks.pytorch.gradients.step_report import rates_of
+from hvkit.frameworks.pytorch.gradients.step_report import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
 from hvkit.sync.buffers import warn_of_unlike
@@ -251,27 +251,6 @@ class Checks:
     def begin_step(self, steps: int) -> None:
         """Look at losses if ranks compare in the step after so many."""
         self.losses.look(wanted=steps >= self.next)
-
-
-def refuse_other_rates(everyone: Mapping[int, Sequence[tuple[str, float]]]) -> None:
-    """Raise on every rank unless all use the same learning rates.
-
-    Args:
-        everyone: the ranks' rates, with names, by rank in ascending order.
-
-    Raises:
-        RanksDisagreeError: names the first rate that differs.
-    """
-    (shows, rates), *others = everyone.items()
-    for rank, theirs in others:
-        for (name, first), (_, other) in zip(rates, theirs, strict=True):
-            if first != other:
-                error = RanksDisagreeError(
-                    f"the learning rate of {name} is {first!r} on rank {shows} but {other!r} on "
-                    f"rank {rank}: set the same rate on every rank; a scheduler that follows a "
-                    "metric needs the mean over ranks: scheduler.step(hvkit.average(loss))"
-                )
-                raise mark_as_shown_by(error, shows)
 
 
 def compared_in(

@@ -95,6 +95,8 @@ class PyTorchPort:
                 refuse_joint_updates(strategy, each)
         if isinstance(strategy, FullyShard):
             refuse_what_cannot_be_divided(strategy, options, self.models, self.optimizers)
+            if options.group.size > 1:  # before weights are sent: an old PyTorch is refused there
+                from hvkit.frameworks.pytorch.divided_state import fully_shard  # noqa: F401
         for name, tensor in (self.parameters | self._named_buffers()).items():
             if not self._is_deferred(tensor):
                 _refuse_uninitialised(name, tensor)

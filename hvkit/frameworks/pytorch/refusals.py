@@ -125,7 +125,6 @@ def refuse_what_cannot_be_divided(
     """Raise for what PyTorch's ``fully_shard`` leaves no room for.
 
     Raises:
-        HvkitError: PyTorch is too old.
         ValueError: names the option, the parameter or layer of a model, or the optimizer.
     """
     _refuse_options(strategy, options)
@@ -135,8 +134,6 @@ def refuse_what_cannot_be_divided(
     own = {p for model in models for p in model.parameters()}
     for each in optimizers:
         _refuse_optimizer(strategy, own, each)
-    if options.group.size > 1:  # before weights are sent: with an old PyTorch the import fails
-        from hvkit.frameworks.pytorch.divided_state import fully_shard  # noqa: F401
 
 
 def _refuse_options(strategy: FullyShard, options: Options) -> None:

@@ -28,14 +28,17 @@ from hvkit.communication.group import all_ranks
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
-from hvkit.frameworks.pytorch.checks import refuse_other_rates
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_other_counts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
-from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates, rates_of
+from hvkit.frameworks.pytorch.gradients.step_report import (
+    checksum_of_rates,
+    rates_of,
+    refuse_other_rates,
+)
 from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks

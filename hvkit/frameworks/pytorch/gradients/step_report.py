@@ -28,8 +28,10 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.fingerprints import rows_of_gradients
 from hvkit.sync.fingerprints import Rows
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 # Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
 _STEP_CYCLE = 8
@@ -220,6 +222,27 @@ def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str,
         if isinstance(rate := group.get("lr"), int | float)
         or (isinstance(rate, torch.Tensor) and (fetch or rate.device.type == "cpu"))
     ]
+
+
+def refuse_other_rates(everyone: Mapping[int, Sequence[tuple[str, float]]]) -> None:
+    """Raise on every rank unless all use the same learning rates.
+
+    Args:
+        everyone: the ranks' rates, with names, by rank in ascending order.
+
+    Raises:
+        RanksDisagreeError: names the first rate that differs.
+    """
+    (shows, rates), *others = everyone.items()
+    for rank, theirs in others:
+        for (name, first), (_, other) in zip(rates, theirs, strict=True):
+            if first != other:
+                error = RanksDisagreeError(
+                    f"the learning rate of {name} is {first!r} on rank {shows} but {other!r} on "
+                    f"rank {rank}: set the same rate on every rank; a scheduler that follows a "
+                    "metric needs the mean over ranks: scheduler.step(hvkit.average(loss))"
+                )
+                raise mark_as_shown_by(error, shows)
 
 
 class ChangedGradients:

@@ -12,8 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.errors import RanksDisagreeError, ranks_text
-from hvkit.frameworks.pytorch.checks import refuse_other_rates
-from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates, rates_of
+from hvkit.frameworks.pytorch.gradients.step_report import (
+    checksum_of_rates,
+    rates_of,
+    refuse_other_rates,
+)
 from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
