@@ -1,6 +1,6 @@
 """``fit`` and ``evaluate`` on several ranks: every rank gets the metrics of all ranks.
 
-``train_on_batch`` reports this rank's; of it, hvkit only translates errors.
+So do ``train_on_batch`` and ``test_on_batch``, unless the ranks train local weights.
 
 Keras reads the metrics in one method, after each pass over the data and before callbacks see them;
 hvkit replaces that method on the model's instance (``metric_results``).
@@ -57,7 +57,11 @@ def share_results(
 
     model._get_metrics_result_or_logs = read_from_all_ranks
     model.fit = with_callbacks_of_this_rank(model, model.fit, epoch)
-    model.train_on_batch = _translating(model.train_on_batch)
+    for batchwise in (model.train_on_batch, model.test_on_batch):
+        found = _translating(batchwise)
+        if rounds is None and parts is None:
+            found = _of_all_ranks(model, found, read, same_part or group)
+        setattr(model, batchwise.__name__, found)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
     for method in (evaluate, model.predict):
         setattr(
@@ -83,6 +87,25 @@ def _in_settled(evaluate: Callable[..., Any], rounds: RoundsOfFit) -> Callable[.
             return evaluate(*args, **kwargs)
 
     return settled
+
+
+def _of_all_ranks(
+    model: keras.Model, method: Callable[..., Any], read: Callable[[Any], Any], group: Group
+) -> Callable[..., Any]:
+    """``train_on_batch`` or ``test_on_batch``, with the metrics of all ranks' batches."""
+
+    @functools.wraps(method)
+    def of_all_ranks(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_names(method, args, kwargs)
+        if args or not _takes(method, "return_dict"):  # a user's own
+            return method(*args, **kwargs)
+        as_dict = kwargs.pop("return_dict", False)
+        with call_within(method.__name__):
+            logs = method(**kwargs, return_dict=True)
+            logs = over_all_ranks(model, read, logs, group)
+        return logs if as_dict else model._flatten_metrics_in_order(logs)
+
+    return of_all_ranks
 
 
 def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
