@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from hvkit.communication.collectives import share
+from hvkit.communication.graph_values import in_graph
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
@@ -29,6 +30,9 @@ def average(
     A collective: every rank must call it, and every rank gets the mean. A NaN on any rank makes the
     mean NaN.
 
+    It also works in graphs of TensorFlow, as in a loss of ``fit``: the means are tensors there,
+    through which no gradients flow.
+
     Args:
         value: this rank's number or numbers, for instance its mean loss.
         weight: the number of samples behind them; ranks with unequal parts of the data then give
@@ -44,6 +48,11 @@ def average(
     """
     single = not isinstance(value, Mapping)
     mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
+    if in_graph("hvkit.average", weight, *mine.values()):
+        from hvkit.frameworks.keras.collectives import in_graphs
+
+        found: Any = in_graphs.average(mine, weight)
+        return found["value"] if single else found  # type: ignore[no-any-return]
     numbers, problem = _as_floats(mine)
     factor, wrong_weight = _as_weight(weight)
     everyone = share("average", problem or wrong_weight, (numbers, factor))
@@ -82,6 +91,10 @@ def any_rank(flag: bool) -> bool:
         TypeError: the flag is neither true nor false.
         RanksDisagreeError: another rank makes another collective call.
     """
+    if in_graph("hvkit.any_rank", flag):  # as in a loss of ``fit``; a tensor there
+        from hvkit.frameworks.keras.collectives import in_graphs
+
+        return in_graphs.any_rank(flag)  # type: ignore[no-any-return]
     return any_rank_of(None, flag)
 
 

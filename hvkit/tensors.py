@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from hvkit.communication.collectives import gather, pickled, raise_together, share, unpickled
+from hvkit.communication.graph_values import in_graph
 from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
@@ -69,6 +70,7 @@ def allgather(obj: Object) -> list[Object]:
         TypeError: the object of a rank does not pickle, on every rank; or it is a tensor of
             something else than numbers, in a graph.
     """
+    in_graph("hvkit.allgather", obj)  # raises for what JAX traces
     return [obj] if size() == 1 else _gathered(obj)
 
 

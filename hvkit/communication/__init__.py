@@ -7,6 +7,7 @@
     collectives            Python objects between ranks; errors that all ranks raise together
     large_objects          large objects of all ranks to rank 0 and back, for checkpoints
     allreduce              hvkit.allreduce: arrays of any library
+    graph_values           which values a framework only traces
     mailbox                messages that a rank polls for, for the parameter server
     tcp_mailbox            the same without MPI
     mailboxes              opens the mailbox of a run, one of the two

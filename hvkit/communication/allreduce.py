@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hvkit import runtime
 from hvkit.communication.collectives import share
+from hvkit.communication.graph_values import in_graph
 from hvkit.errors import RanksDisagreeError
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -79,9 +80,10 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
     Gradients need no call.
 
     Args:
-        value: a PyTorch tensor; a TensorFlow tensor or variable or a Keras variable, outside of
-            ``tf.function``; a NumPy array; or a Python number. Any shape. bool, int8 to int64,
-            uint8 to uint32, float16, bfloat16, float32, float64, complex64 or complex128.
+        value: a PyTorch tensor; a TensorFlow tensor or variable or a Keras variable, also inside
+            of ``tf.function``, as in a loss of ``fit``; a NumPy array; or a Python number. Any
+            shape. bool, int8 to int64, uint8 to uint32, float16, bfloat16, float32, float64,
+            complex64 or complex128 (not in graphs).
         op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. As in PyTorch, integer tensors have no
             mean; Python integers do, a float. bool has ``"min"`` (all true) and ``"max"`` (any
             true). Complex numbers have no ``"min"`` and ``"max"``.
@@ -98,6 +100,8 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
     """
     mine: _Value | None = None
     problem: Exception | None = None
+    if in_graph("hvkit.allreduce", value):
+        return _in_graph(value, op)
     try:
         if op not in _OPS:
             raise ValueError(f"op must be one of {list(_OPS)}, got {op!r}")
@@ -112,6 +116,24 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
     if mine is None:
         return _of_numbers([theirs for _, theirs in everyone], op)
     return mine.restore(_reduced(mine, op))
+
+
+def _in_graph(value: Any, op: Operation) -> Any:
+    """``allreduce`` while TensorFlow traces a graph."""
+    import tensorflow as tf
+
+    from hvkit.frameworks.keras.collectives import in_graphs
+
+    tensor = tf.convert_to_tensor(value)
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {list(_OPS)}, got {op!r}")
+    _require_defined(tensor.dtype.name, op)
+    if tensor.dtype.is_complex:
+        raise TypeError(
+            "in a graph hvkit.allreduce takes no complex numbers: reduce their real and imaginary "
+            "parts"
+        )
+    return in_graphs.allreduce(tensor, op, _SENT_AS[tensor.dtype.name])
 
 
 def _require_same(everyone: list[str]) -> None:
@@ -226,11 +248,8 @@ def _from_torch(value: Any) -> _Value:
 def _from_tensorflow(value: Any) -> _Value:
     import tensorflow as tf
 
-    if not tf.executing_eagerly() or not hasattr(value, "numpy"):
-        raise TypeError(
-            "allreduce needs the values of a tensor, which has none inside a tf.function: call it "
-            "outside, on the function's result"
-        )
+    if not hasattr(value, "numpy"):
+        raise TypeError("allreduce needs the values of a tensor, got one of another graph")
     dtype = value.dtype.name
     _require_defined(dtype, "max" if dtype == "bool" else "sum")
     array = (tf.cast(value, tf.float32) if dtype == "bfloat16" else value).numpy()
@@ -245,11 +264,6 @@ def _from_tensorflow(value: Any) -> _Value:
 def _from_jax(value: Any) -> _Value:
     import jax
 
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            "allreduce needs the values of an array, which has none inside a compiled function: "
-            "call it outside, on the function's result"
-        )
     if not value.is_fully_addressable and not value.is_fully_replicated:
         raise TypeError(
             f"allreduce reduces what each rank has for itself, but this array of shape "

@@ -1,6 +1,6 @@
 """``fit`` and ``evaluate`` on several ranks: every rank gets the metrics of all ranks.
 
-``train_on_batch`` reports this rank's; of it, hvkit only translates errors.
+So do ``train_on_batch`` and ``test_on_batch``, unless the ranks train local weights.
 
 Keras reads the metrics in one method, after each pass over the data and before callbacks see them;
 hvkit replaces that method on the model's instance (``metric_results``).
@@ -67,8 +67,12 @@ def share_results(
     model._get_metrics_result_or_logs = read_from_all_ranks
     model._flatten_metrics_in_order = flatten_in_order
     model.fit = with_callbacks_of_this_rank(model, model.fit, epoch)
-    model.train_on_batch = _translating(model.train_on_batch)
     model._symbolic_build = _unless_without_rows(model._symbolic_build)
+    for batchwise in (model.train_on_batch, model.test_on_batch):
+        found = _translating(batchwise)
+        if rounds is None and parts is None:
+            found = _of_all_ranks(model, found, read, same_part or group)
+        setattr(model, batchwise.__name__, found)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
     for method in (evaluate, _also_without_rows(model, model.predict)):
         setattr(
@@ -130,6 +134,25 @@ def _also_without_rows(model: keras.Model, predict: Callable[..., Any]) -> Calla
             ) from error
 
     return predict_rows
+
+
+def _of_all_ranks(
+    model: keras.Model, method: Callable[..., Any], read: Callable[[Any], Any], group: Group
+) -> Callable[..., Any]:
+    """``train_on_batch`` or ``test_on_batch``, with the metrics of all ranks' batches."""
+
+    @functools.wraps(method)
+    def of_all_ranks(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_names(method, args, kwargs)
+        if args or not _takes(method, "return_dict"):  # a user's own
+            return method(*args, **kwargs)
+        as_dict = kwargs.pop("return_dict", False)
+        with call_within(method.__name__):
+            logs = method(**kwargs, return_dict=True)
+            logs = over_all_ranks(model, read, logs, group)
+        return logs if as_dict else model._flatten_metrics_in_order(logs)
+
+    return of_all_ranks
 
 
 def _translating(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 from cases import cases
-from models import alike, mlp, regression
-from ranks import error_of, my_part
+from models import alike, local, mlp, regression
+from ranks import error_of, largest_difference, my_part
 
 import hvkit
 from hvkit import main_rank
@@ -173,3 +173,47 @@ def test_a_rank_without_rows_has_the_metrics_of_the_others_and_predicts_none():
     first, *others = hvkit.allgather(model.evaluate(x[:rows], y[:rows], verbose=0))
     assert all(each == first for each in others)
     assert model.predict(x[:rows], verbose=0).shape == (rows, *y.shape[1:])
+
+
+def masked_mean(mean_count):
+    def loss(y, predicted):
+        mask = keras.ops.cast(y > 0, predicted.dtype)
+        # As any_rank would be used to leave out a step.
+        bad = keras.ops.cast(hvkit.any_rank(keras.ops.any(y > 1e6)), predicted.dtype)
+        return keras.ops.sum(mask * (predicted - y) ** 2) / mean_count(keras.ops.sum(mask)) + bad
+
+    return loss
+
+
+@pytest.mark.two_ranks
+def test_a_mean_of_all_ranks_inside_a_loss_of_fit():
+    data = regression(steps=6)
+
+    def train(model, optimizer, data, mean_count):
+        model.compile(optimizer, masked_mean(mean_count))
+        x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+        model.fit(x, y, batch_size=len(data[0][0]), shuffle=False, verbose=0)
+        return [w.numpy() for w in model.weights]
+
+    alone = train(mlp(), keras.optimizers.SGD(0.05), data, lambda count: count)
+    for mean_count in (
+        hvkit.average,
+        hvkit.allreduce,
+        lambda count: hvkit.average({"count": count}, weight=count / count)["count"],
+    ):
+        mine = train(*hvkit.distribute(mlp(), keras.optimizers.SGD(0.05)), local(data), mean_count)
+        assert largest_difference(mine, alone) < 1e-6
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("method", ["train_on_batch", "test_on_batch"])
+def test_one_batch_has_the_metrics_of_all_ranks(method):
+    (x, y), *_ = regression(steps=1)
+    reference = mlp()
+    reference.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    expected = getattr(reference, method)(x, y)
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.05))
+    model.compile(optimizer, "mse", metrics=["mae"])
+    found = getattr(model, method)(my_part(x), my_part(y))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert len(set(map(str, hvkit.allgather(found)))) == 1

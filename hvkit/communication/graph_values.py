@@ -1,0 +1,30 @@
+"""Which values a framework only traces: they have no numbers that a rank could send."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def in_graph(call: str, *values: Any) -> bool:
+    """Whether TensorFlow is tracing a graph, with one of these as a tensor or variable.
+
+    Args:
+        call: the user's.
+        values: what the user passes to it.
+
+    Raises:
+        TypeError: one of them is an array that JAX is tracing.
+    """
+    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
+    jax, tf, keras = map(sys.modules.get, ("jax", "tensorflow", "keras.src.backend"))
+    if jax is not None and any(isinstance(v, jax.core.Tracer) for v in values):
+        raise TypeError(
+            f"{call} needs the values of an array, which has none inside a compiled function of "
+            "JAX, where arrays belong to all ranks, as do sums and means of them: leave the call "
+            "out there, or make it outside, on the function's result"
+        )
+    if tf is None or not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
+        return False
+    kinds = (tf.Tensor, tf.Variable, *([keras.Variable] if keras is not None else []))
+    return any(isinstance(v, kinds) for v in values)
