@@ -138,7 +138,7 @@ class ParallelModel:
         self._recipe = recipe
         self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
         for p in model.parameters():
-            mark_in_mesh(p)
+            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
         # A script may have replaced the forward of the instance itself.
         self._of_instance = vars(model).get("forward")
         vars(model)["forward"] = self._forward
@@ -320,7 +320,7 @@ class ParallelModel:
         for module in recurrent:
             cast(Any, module)._init_flat_weights()
         for p in named.values():
-            mark_in_mesh(p)
+            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
         return own
 
     def _shard(
@@ -336,7 +336,7 @@ class ParallelModel:
         follow(self._optimizers, own, after)
         self._replaced = {p: after[name] for name, p in own.items()}
         for p in after.values():
-            mark_in_mesh(p)
+            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
         self._kept = [p for p in after.values() if not is_divided(p)]
         return after
 
