@@ -88,15 +88,25 @@ def is_divided(tensor: torch.Tensor) -> bool:
 _IN_MESH = "_hvkit_in_mesh"
 
 
-def mark_in_mesh(parameter: torch.Tensor) -> None:
-    """Remember that the ranks of a mesh hold this parameter, or a part of it."""
+def mark_in_mesh(parameter: torch.Tensor, *, pipeline: bool) -> None:
+    """Remember that the ranks of a mesh hold this parameter, or a part of it.
+
+    Args:
+        parameter: of a model.
+        pipeline: whether the ranks hold stages of the model.
+    """
     # No weak reference: PyTorch exchanges no tensor that has one.
-    setattr(parameter, _IN_MESH, True)
+    setattr(parameter, _IN_MESH, pipeline)
 
 
 def is_in_mesh(parameter: torch.Tensor) -> bool:
     """Whether ``mark_in_mesh`` got the parameter."""
     return hasattr(parameter, _IN_MESH)
+
+
+def is_in_pipeline(parameter: torch.Tensor) -> bool:
+    """Whether it is one of a model of which each rank holds a stage."""
+    return getattr(parameter, _IN_MESH, False)
 
 
 def processes_of_torch_distributed() -> int:

@@ -145,7 +145,7 @@ class ParallelModel:
         self._recipe = recipe
         self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
         for p in model.parameters():
-            mark_in_mesh(p)
+            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
         self._whole = WholeModel(model)
         # A script may have replaced the forward of the instance itself.
         self._of_instance = vars(model).get("forward")
@@ -366,7 +366,7 @@ class ParallelModel:
         for module in recurrent:
             cast(Any, module)._init_flat_weights()
         for p in named.values():
-            mark_in_mesh(p)
+            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
         return own
 
     def _shard(
@@ -383,7 +383,7 @@ class ParallelModel:
         follow(self._optimizers, own, after)
         self._replaced = {p: after[name] for name, p in own.items()}
         for p in after.values():
-            mark_in_mesh(p)
+            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
         names: dict[torch.Tensor, str] = {p: name for name, p in after.items()}
         self._script_hooks = HooksOnShards(
             {after[name]: p for name, p in own.items() if is_divided(after[name])},

@@ -14,7 +14,7 @@ import torch
 from torch import autograd
 
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec, in_pass
-from hvkit.frameworks.pytorch.refusals import is_in_mesh
+from hvkit.frameworks.pytorch.refusals import is_in_pipeline
 
 
 class StageInput:
@@ -131,7 +131,7 @@ def refuse_chosen_inputs() -> None:
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # After gradients, and whether to keep and to make a graph.
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
-        if not in_pass() and any(isinstance(t, torch.Tensor) and is_in_mesh(t) for t in inputs):
+        if not in_pass() and any(isinstance(t, torch.Tensor) and is_in_pipeline(t) for t in inputs):
             raise ValueError(
                 "backward(inputs=...) and torch.autograd.grad cannot compute gradients of "
                 "parameters in a pipeline, which other ranks compute in backward(): call "
