@@ -127,7 +127,7 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
 
 @functools.cache
 def finite_in(group: Group) -> Agree:
-    """Whether an update counts: ``agree`` of ``OfRanks``, for the ranks of a group.
+    """Whether an update counts: ``agree`` of ``SharedScale``, for the ranks of a group.
 
     If each rank decided alone, some would wait in the inner optimizer for ranks that never come.
     """

@@ -34,7 +34,7 @@ variable and None for none: whether the step counts, the same on all ranks."""
 
 
 @dataclass(frozen=True)
-class OfRanks:
+class SharedScale:
     """How ranks share the loss scale around an optimizer.
 
     Args:
@@ -66,7 +66,7 @@ class OfRanks:
         ]
 
 
-_of_ranks: WeakKeyDictionary[Any, OfRanks] = WeakKeyDictionary()
+_of_ranks: WeakKeyDictionary[Any, SharedScale] = WeakKeyDictionary()
 
 
 def skip_together(optimizer: Any, agree: Agree) -> None:
@@ -77,7 +77,7 @@ def skip_together(optimizer: Any, agree: Agree) -> None:
         agree: joins what the ranks find that update together.
     """
     _adapt_class()
-    _of_ranks[optimizer] = OfRanks(agree)
+    _of_ranks[optimizer] = SharedScale(agree)
 
 
 def share_scale(optimizer: Any, agree: Agree, ranks: int, models: Sequence[Any]) -> None:
@@ -91,7 +91,7 @@ def share_scale(optimizer: Any, agree: Agree, ranks: int, models: Sequence[Any])
     """
     _adapt_class()
     inner = inner_optimizer(optimizer)
-    _of_ranks[inner] = OfRanks(agree, ranks, [ref(model) for model in models])
+    _of_ranks[inner] = SharedScale(agree, ranks, [ref(model) for model in models])
     around = {id(o): o for o in (optimizer, *(getattr(m, "optimizer", None) for m in models))}
     for each in around.values():
         if each is not inner and inner_optimizer(each) is inner and each.built:

@@ -77,7 +77,7 @@ def _gather_row(name: str, group: Group, row: torch.Tensor) -> torch.Tensor:
 
 
 def _means_fit(group: Group, finite: Any, halves: Sequence[tuple[Any, Any]]) -> Any:
-    """Whether an update counts, whose gradients are means: ``agree`` of ``OfRanks``."""
+    """Whether an update counts, whose gradients are means: ``agree`` of ``SharedScale``."""
     return finite & fit_half([g for g, _ in halves if g is not None], group.size)
 
 
