@@ -18,7 +18,9 @@ def in_graph(call: str, *values: Any) -> bool:
     """
     # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
     jax, tf, keras = map(sys.modules.get, ("jax", "tensorflow", "keras.src.backend"))
-    if jax is not None and any(isinstance(v, jax.core.Tracer) for v in values):
+    # TensorFlow looks for JAX, and may find a folder of that name.
+    tracer = getattr(getattr(jax, "core", None), "Tracer", ())
+    if any(isinstance(v, tracer) for v in values):
         raise TypeError(
             f"{call} needs the values of an array, which has none inside a compiled function of "
             "JAX, where arrays belong to all ranks, as do sums and means of them: leave the call "
