@@ -66,6 +66,11 @@ def test_refusals():
     kind, text = error_of(lambda: hvkit.distribute(model, lbfgs, mesh=two))
     assert kind is ValueError
     assert "LBFGS" in text
+    assert "its step() needs a closure" in text
+    loose = torch.optim.SGD([*model.parameters(), torch.zeros(2, requires_grad=True)])
+    kind, text = error_of(lambda: hvkit.distribute(model, loose, mesh=two))
+    assert kind is ValueError
+    assert "SGD updates a parameter of shape (2,) that is not in the model" in text
 
     model, _ = distributed(MLP(), stages=["7"])
     with pytest.raises(ValueError, match="cannot be cut after '7', only after 0"):

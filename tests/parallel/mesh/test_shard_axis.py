@@ -219,3 +219,23 @@ def test_functional_calls_are_refused():
     kind, message = error_of(lambda: torch.func.functional_call(model, halves, (x,)))
     assert kind is ValueError
     assert "functional_call gives the model in a mesh another 0.weight" in message
+
+
+def test_a_function_that_is_compiled_around_the_model_trains_it():
+    reference = MLP()
+    model = copy.deepcopy(reference)
+    its = adamw(reference)
+    model, own = distributed(model, mesh=ALONE, microbatches=None)
+
+    @torch.compile(backend="aot_eager")
+    def loss_of(x, y):
+        return cross_entropy(model(x), y)
+
+    data = vectors(3)
+    train(reference, its, data)
+    for x, y in of_this_rank(data, 1):
+        own.zero_grad()
+        loss_of(x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        own.step()
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11

@@ -21,6 +21,7 @@ from mesh_training import (
     with_gradients,
 )
 from ranks import shared_folder
+from torch import nn
 from torch.nn import functional as F
 
 import hvkit
@@ -201,3 +202,14 @@ def test_a_resumed_run_is_the_undisturbed_run(tmp_path_factory):
         assert hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore().step == 3
         train(model, optimizer, data[3:])
         assert difference(whole_state(model), undisturbed) == 0.0
+
+
+def test_a_model_that_is_one_layer():
+    reference = nn.Linear(20, 10)
+    model = copy.deepcopy(reference)
+    its = adamw(reference)
+    model, own = distributed(model, mesh=hvkit.Mesh(tensor=2), microbatches=None)
+    data = vectors(3)
+    train(reference, its, data)
+    train(model, own, of_this_rank(data, 2))
+    assert difference(whole_state(model), reference.state_dict()) < 1e-11

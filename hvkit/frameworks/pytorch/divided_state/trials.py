@@ -48,6 +48,9 @@ _BY_PARAMETER = _BY_ELEMENT | {
 # Those that PyTorch cannot compute with parts of parameters.
 _WHOLE = (torch.optim.Rprop, torch.optim.SparseAdam)
 
+# In the errors of those that step() without a closure raises.
+_NO_CLOSURE = ("'closure'", "'NoneType' object is not callable")
+
 # Methods that change weights outside of a step, as those of schedule-free optimizers do.
 _MODES = ("eval", "train")
 _NOT_COPIED = frozenset(
@@ -88,6 +91,8 @@ def _why_not(optimizer: Optimizer, *, halved: bool) -> str:
             return _Trial(optimizer, halved=halved).run()
         except Exception as error:
             # Of any type: what optimizers of others do is not known.
+            if isinstance(error, TypeError) and any(text in str(error) for text in _NO_CLOSURE):
+                return "its step() needs a closure, from which it computes all of them together"
             return f"a trial on small parameters failed with {type(error).__name__}: {error}"
 
 

@@ -366,7 +366,8 @@ def _divided_when(
         plan: of its layers.
         inside: when the calls begin of each column layer and its row layer.
     """
-    calls = sorted((time, name) for name, time in found.calls.items())
+    # A model that is a single layer calls no other.
+    calls = sorted((time, name) for name, time in found.calls.items()) or [(0, "")]
     streams = []
     for stream in plan.streams:
         # What has no call of its own ends that of the layer that holds it.

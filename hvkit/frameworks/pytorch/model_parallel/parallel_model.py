@@ -167,6 +167,8 @@ class ParallelModel:
             "state_dict() under `with hvkit.settled(model):`"
         )
 
+    # A script may compile what calls the model. Blocks that it has compiled stay so.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._passes += 1
         if self._passes & (self._passes - 1) == 0:

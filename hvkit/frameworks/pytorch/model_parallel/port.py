@@ -57,6 +57,15 @@ class MeshPort(PyTorchPort):
                 f"mesh={self.mesh.mesh} takes one model, got {len(models)}: pass one module "
                 "that contains them"
             )
+        held = set(self.model.parameters())
+        for each in self.optimizers:
+            for p in (p for group in each.param_groups for p in group["params"]):
+                if p not in held:
+                    raise ValueError(
+                        f"{type(each).__name__} updates a parameter of shape {tuple(p.shape)} that "
+                        f"is not in the model, and ranks of {self.mesh.mesh} keep in step what is: "
+                        "make it a parameter of the model, and compute with it in forward()"
+                    )
         why_not = why_not_by_parameter if self.mesh.mesh.tensor == 1 else why_not_by_element
         for each in self.optimizers:
             if why := why_not(each):
