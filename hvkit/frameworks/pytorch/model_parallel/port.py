@@ -117,13 +117,18 @@ class MeshPort(PyTorchPort):
             self._recipe,
             self._rounded(),
         )
-        for around in hooks.values():
-            around.add(parallel.whole.around_updates())
         # The model keeps it; a record must not lead to the model.
         held: Any = weakref.proxy(parallel)
         divided = functools.partial(ParallelModel.require_division, held)
         for each in hooks.values():
-            each.add(Feature(Order.DIVISION, before=divided))
+            each.add(
+                Feature(
+                    Order.DIVISION,
+                    before=divided,
+                    update_begins=parallel.whole.begin_update,
+                    update_ends=parallel.whole.end_update,
+                )
+            )
         self._parallel: ParallelModel = held
         model: Any = weakref.proxy(self.model)
         of_model = Record(

@@ -31,7 +31,6 @@ from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole, p
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
-from hvkit.sync.update_hooks import Feature, Order
 
 
 class _Answers:
@@ -162,14 +161,6 @@ class WholeParameters:
             yield
         finally:
             self._change(forwards=-1)
-
-    def around_updates(self) -> Feature:
-        """Makes them plain parts during the updates of an optimizer."""
-        return Feature(
-            Order.DIVISION,
-            update_begins=self.begin_update,
-            update_ends=self.end_update,
-        )
 
     def begin_update(self, optimizer: Any) -> None:
         """Let them be plain parts during an update."""
