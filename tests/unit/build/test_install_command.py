@@ -37,7 +37,6 @@ def test_all_options(passed: list[BuildOptions]) -> None:
         ("install-horovod --without mxnet", "'mxnet' (choose from"),
         ("install-horovod --gpu rccl", "'rccl' (choose from"),
         ("install-horovd", "install-horovod"),
-        ("", "COMMAND"),
     ],
 )
 def test_wrong_arguments_are_named(
