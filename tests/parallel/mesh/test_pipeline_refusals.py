@@ -148,3 +148,19 @@ def test_gradients_of_chosen_parameters_are_refused(schedule):
         with pytest.raises(ValueError, match="inputs="):
             way()
     loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_the_older_weight_norm_is_refused_with_what_replaces_it():
+    model = nn.Sequential(MLP(), nn.utils.weight_norm(nn.Linear(10, 4)))
+    kind, text = error_of(lambda: distributed(model))
+    assert kind is ValueError
+    assert "use torch.nn.utils.parametrizations.weight_norm" in text
+
+
+def test_spectral_norm_in_micro_batches_is_named(capfd):
+    norm = nn.utils.parametrizations.spectral_norm
+    model, _ = distributed(nn.Sequential(MLP(), nn.Tanh(), norm(nn.Linear(10, 4)), nn.Tanh()))
+    model(torch.ones(4, 20))
+    warned = "takes a step of its power iteration for each micro-batch" in capfd.readouterr().err
+    assert warned == (hvkit.rank() == 0)

@@ -23,6 +23,7 @@ from mesh_training import (
 from ranks import shared_folder
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hvkit
 
@@ -213,3 +214,27 @@ def test_a_model_that_is_one_layer():
     train(reference, its, data)
     train(model, own, of_this_rank(data, 2))
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+class Recomputed(nn.Module):
+    """Blocks between the layers of a pair, so that what they take is divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 16), nn.Linear(16, 10)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+def test_blocks_that_are_computed_again_between_the_layers_of_a_pair():
+    assert (
+        max(differences(Recomputed, vectors(), mesh=hvkit.Mesh(tensor=2), microbatches=None))
+        < 1e-11
+    )

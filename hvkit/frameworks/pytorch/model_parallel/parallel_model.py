@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch.divided_state import process_group
@@ -274,6 +276,13 @@ class ParallelModel:
                 f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
                 f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
                 "or use group norm, which does not depend on the batch",
+            )
+        if count > 1 and _iterates(model):
+            warn_once(
+                "spectral norm in micro-batches",
+                "spectral norm in a pipeline takes a step of its power iteration for each "
+                f"micro-batch, here {count} a batch, so that weights differ slightly from those of "
+                "one process: pass microbatches=1, or leave out the pipeline axis, if that matters",
             )
         staged = StagedForward(
             model,
@@ -555,3 +564,10 @@ def _whole(forward: Callable[..., Any], kept: KeptResults, args: Any, kwargs: An
 
 def _nothing(*_: Any) -> None:
     """A hook that is there."""
+
+
+def _iterates(model: nn.Module) -> bool:
+    """Whether a layer has spectral norm, of PyTorch's new or old kind, which counts its calls."""
+    modules = [each for each in model.modules() if each.training]
+    hooks = [hook for each in modules for hook in each._forward_pre_hooks.values()]
+    return any(isinstance(each, _SpectralNorm | SpectralNorm) for each in [*modules, *hooks])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from hvkit.communication import collectives
@@ -57,6 +58,14 @@ class MeshPort(PyTorchPort):
                 f"mesh={self.mesh.mesh} takes one model, got {len(models)}: pass one module "
                 "that contains them"
             )
+        for name, module in self.model.named_modules():
+            hooks = module._forward_pre_hooks.values()
+            if self.mesh.mesh.pipeline > 1 and any(isinstance(each, WeightNorm) for each in hooks):
+                raise ValueError(
+                    f"torch.nn.utils.weight_norm keeps the result of a forward pass in {name!r}, "
+                    "which no other rank of a pipeline can take over: use "
+                    "torch.nn.utils.parametrizations.weight_norm"
+                )
         held = set(self.model.parameters())
         for each in self.optimizers:
             for p in (p for group in each.param_groups for p in group["params"]):

@@ -100,7 +100,9 @@ def divide(
                 forward = _column(mesh, division)
             module.forward = MethodType(forward, module)
     of_streams = {name for stream in plan.streams for name in stream.modules}
-    for name in {*plan.regions, *of_streams, ""}:
+    # A block between two layers of a pair may be computed again in backward.
+    around = {name[:i] for name in plan.divisions for i, c in enumerate(name) if c == "."}
+    for name in {*plan.regions, *of_streams, *around, ""}:
         region: Any = model.get_submodule(name)
         wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
         region.forward = MethodType(wrapped, region)
