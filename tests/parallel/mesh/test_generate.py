@@ -67,15 +67,24 @@ def test_inside_settled_each_rank_generates_as_one_process(axis):
     assert difference(found, reference.state_dict(), counted) < 1e-11
 
 
-def test_outside_the_error_names_the_way():
-    for axis in ("pipeline", "shard"):
-        model = Translator()
-        model, own = hvkit.distribute(model, adamw(model), mesh=hvkit.Mesh(**{axis: 2}))
-        data = of_this_rank(tokens(1, rows=4, length=8), 1 if axis == "shard" else 2)
-        train(model, own, data)
-        kind, text = error_of(lambda model=model: model.generate(tokens(1, 4, 8)[0][0], 3))
-        assert kind is ValueError, text
-        assert "inside `with hvkit.settled(model):`" in text
+def test_outside_a_pipelines_error_names_the_way():
+    model = Translator()
+    model, own = hvkit.distribute(model, adamw(model), mesh=hvkit.Mesh(pipeline=2))
+    train(model, own, of_this_rank(tokens(1, rows=4, length=8), 2))
+    kind, text = error_of(lambda: model.generate(tokens(1, 4, 8)[0][0], 3))
+    assert kind is ValueError, text
+    assert "inside `with hvkit.settled(model):`" in text
+
+
+def test_outside_a_sharded_models_parts_gather_their_weights():
+    reference = Translator()
+    model = copy.deepcopy(reference)
+    its, own = adamw(reference), adamw(model)
+    model, own = hvkit.distribute(model, own, mesh=hvkit.Mesh(shard=2))
+    data = tokens(1, rows=4, length=8)
+    train(reference, its, data)
+    train(model, own, of_this_rank(data, 1))
+    assert torch.equal(model.generate(data[0][0], 3), reference.generate(data[0][0], 3))
 
 
 class TakesCache(nn.Sequential):

@@ -21,10 +21,6 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import Stag
 from hvkit.watch.calls import call
 
 _GENERATE = "generate"
-SETTLED = (
-    "inside `with hvkit.settled(model):`, which every rank enters, model.generate() has the whole "
-    "model"
-)
 
 
 class WholeModel:
@@ -77,15 +73,7 @@ class WholeModel:
         if self._settled and self._parts is not None:
             with self._whole():
                 return run(self._model, *args, **kwargs)
-        try:
-            return run(self._model, *args, **kwargs)
-        except RuntimeError as error:
-            if "DTensor" not in str(error):
-                raise
-            raise ValueError(
-                f"generate() calls a part of the model by itself, of whose weights this rank has "
-                f"some: {SETTLED}"
-            ) from error
+        return run(self._model, *args, **kwargs)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
