@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hvkit
+from hvkit.frameworks.pytorch.model_parallel.tensor import streams
 
 
 class Scored(GPT):
@@ -233,8 +234,7 @@ class Recomputed(nn.Module):
         return self.last(x)
 
 
-def test_blocks_that_are_computed_again_between_the_layers_of_a_pair():
-    assert (
-        max(differences(Recomputed, vectors(), mesh=hvkit.Mesh(tensor=2), microbatches=None))
-        < 1e-11
-    )
+def test_blocks_that_are_computed_again_between_the_layers_of_a_pair(monkeypatch):
+    monkeypatch.setattr(streams, "SMALLEST", 1 << 40)  # no stream: pairs reach over blocks
+    apart = differences(Recomputed, vectors(), mesh=hvkit.Mesh(tensor=2), microbatches=None)
+    assert max(apart) < 1e-11
