@@ -194,7 +194,8 @@ MEANS = {
 def names_losses_that_are_no_means(caplog, **way):
     """Checks that the first step names these, and only these."""
     for name, make in NO_MEANS.items():
-        (text,) = warnings_of(make(), caplog, **way)
+        # On PyTorch the ranks also compare what a ratio divides by.
+        text, *_ = warnings_of(make(), caplog, **way)
         assert f"loss {name!r} is no mean over samples" in text
     for make in MEANS.values():
         assert not warnings_of(make(), caplog, **way)

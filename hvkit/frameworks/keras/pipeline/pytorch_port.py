@@ -65,7 +65,7 @@ class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
         port = PyTorchPort([ModelWeights(self.model)], steps, replace(self.options, mesh=None))
         reducer, keeper = port.average_in_passes()
         if self._samples:
-            reducer.own_weight = self._samples.weight
+            reducer.weigh(self._samples.weight)
         record(self.models, [], keeper, self.options.group if keeper else None)
 
         def around_backward() -> Callable[[], None]:

@@ -8,7 +8,7 @@ has divided by. Other passes cost nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -43,10 +43,12 @@ class LossCounts:
     Attributes:
         count: the sum of what each divides by; 0 if none is known.
         weight: how much of the loss one element makes, added up over the losses.
+        own_weight: returns how often this rank's gradients count in the mean over ranks.
     """
 
     def __init__(self) -> None:
         self.count = self.weight = 0.0
+        self.own_weight: Callable[[], float] = lambda: 1.0
 
     def look(self, *, wanted: bool) -> None:
         """Look at the passes from now on, or no longer."""
@@ -69,7 +71,7 @@ class LossCounts:
 
     def numbers(self) -> NDArray[np.float64]:
         """To be compared: the count and the weight."""
-        return np.array([self.count, self.weight])
+        return np.array([self.count, self.weight * self.own_weight()])
 
 
 def looks() -> bool:

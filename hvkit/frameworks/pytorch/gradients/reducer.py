@@ -72,8 +72,6 @@ class GradientReducer:
 
     Attributes:
         keeper: of what the compression keeps; None if it keeps nothing.
-        own_weight: returns how often this rank's gradients count in the mean over ranks; N ranks'
-            weights add up to N. It may wait for other ranks.
         script_hooks: those of the script on the parameters, which get averaged gradients.
     """
 
@@ -92,7 +90,7 @@ class GradientReducer:
     ) -> None:
         self._strategy = strategy
         self._compression = compression
-        self.own_weight: Callable[[], float] = lambda: 1.0
+        self._own_weight: Callable[[], float] = lambda: 1.0
         self._wire = Wire("gradients", checks.group)
         self.name = checks.name
         self._checks = checks
@@ -138,6 +136,15 @@ class GradientReducer:
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._index_of
+
+    def weigh(self, own_weight: Callable[[], float]) -> None:
+        """Let gradients count more on some ranks than on others.
+
+        Args:
+            own_weight: returns how often this rank's count in the mean over ranks; N ranks' weights
+                add up to N. It may wait for other ranks.
+        """
+        self._own_weight = self._checks.losses.own_weight = own_weight
 
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
@@ -401,7 +408,7 @@ class GradientReducer:
     def _send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
         """Complete a bucket from the gradients of its members, and launch it."""
         bucket.pack(gradients, self._wire.prescale)
-        if bucket.views and (weight := self.own_weight()) != 1:
+        if bucket.views and (weight := self._own_weight()) != 1:
             torch._foreach_mul_(bucket.views, weight)
         if self._nonfinite:
             self._nonfinite.look(bucket)
@@ -449,7 +456,7 @@ class GradientReducer:
             )
         for i in sorted(by_row):
             p = self._parameters[i]
-            if p.grad is not None and (weight := self.own_weight()) != 1:
+            if p.grad is not None and (weight := self._own_weight()) != 1:
                 p.grad = p.grad * weight
             rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._compression)
             p.grad = rows.to_dense() if i in report.dense else rows
