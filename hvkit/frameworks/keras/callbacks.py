@@ -74,6 +74,10 @@ class Epoch:
         rounds: for strategies whose ranks train local weights.
         watching: returns callbacks of the port's own, called after all others.
         parts: of a model of which each rank holds a part.
+
+    Attributes:
+        rows: what says how many rows each of this rank's batches has; None if nothing does.
+        even: whether all ranks' batches have as many.
     """
 
     def __init__(
@@ -91,6 +95,8 @@ class Epoch:
         self.make_alike = make_alike
         self.group = group
         self.rounds = rounds
+        self.rows: tuple[Any, ...] | None = None
+        self.even = False
         self._begun = False
 
     def begin(self) -> None:
@@ -281,9 +287,13 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that all ranks that know their number of steps have the same number."""
-        mine = (self.params or {}).get("steps"), self._every_step, self._at_the_end
+        steps_here = (self.params or {}).get("steps")
+        mine = steps_here, self._every_step, self._at_the_end, self._epoch.rows
         group = self._epoch.group
-        steps, every_step, at_the_end = zip(*collectives.gather("fit", mine, group), strict=True)
+        steps, every_step, at_the_end, rows = zip(
+            *collectives.gather("fit", mine, group), strict=True
+        )
+        self._epoch.even = rows[0] is not None and len(set(rows)) == 1
         self._every_step, self._at_the_end = any(every_step), any(at_the_end)
         rounds = self._epoch.rounds
         may_differ = rounds is not None and not rounds.equal_steps and not self._every_step

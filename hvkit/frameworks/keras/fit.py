@@ -19,7 +19,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras.callbacks import Averager, Epoch, Parts, RoundsOfFit, for_this_rank
-from hvkit.frameworks.keras.loss_means import noted_of
+from hvkit.frameworks.keras.loss_means import know_rows, noted_of
 from hvkit.frameworks.keras.metric_results import over_all_ranks
 from hvkit.watch.calls import call_within, translated
 
@@ -50,6 +50,7 @@ def share_results(
         same_part: the ranks whose batches differ, if these are not all of the group.
     """
     epoch = Epoch(averagers, make_alike, group, rounds, watching, parts)
+    know_rows(model, lambda: epoch.even)
     read, flatten = model._get_metrics_result_or_logs, model._flatten_metrics_in_order
     names: list[str] = []  # of the last results, if this rank had no batch
 
@@ -187,16 +188,29 @@ def with_callbacks_of_this_rank(
                 given, epoch.group, epoch if trains else None, model
             )
         aside = _each_epoch_to_its_end(epoch.rounds) if trains else epoch.set_aside()
-        if not trains:
+        if trains:
+            epoch.rows = _rows_of_batches(kwargs)
+        else:
             noted_of(model)  # what a pass that failed has left
         with aside, call_within(method.__name__), translated():
             try:
                 return method(*args, **kwargs)
             finally:
+                if trains:
+                    epoch.even = False
                 if trains and epoch.rounds:  # an error may have come while callbacks ran
                     epoch.rounds.put_back()
 
     return on_this_rank
+
+
+def _rows_of_batches(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What says how many rows each batch has, of arrays; None for other data."""
+    arrays = keras.tree.flatten(given.get("x"))
+    if not arrays or not all(hasattr(each, "__array__") for each in arrays):
+        return None
+    settings = (given.get(name) for name in ("batch_size", "validation_split", "steps_per_epoch"))
+    return arrays[0].shape[0], *settings
 
 
 @contextlib.contextmanager

@@ -43,7 +43,13 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class StepTotals(Protocol):
-    """What a port does for the losses of a step: sums over ranks."""
+    """What a port does for the losses of a step: sums over ranks.
+
+    Attributes:
+        even: returns whether all ranks have as many rows in each step, as they know of arrays.
+    """
+
+    even: Callable[[], bool]
 
     def begin(self, inputs: Any) -> None:
         """Note how many rows this rank has in this step, those of a tensor of inputs."""
@@ -122,13 +128,21 @@ def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: b
     _share_reduction()
 
 
+def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
+    """Let the steps of a model know whether all ranks have as many rows in each."""
+    if model in _totals:
+        _totals[model].even = even
+
+
 def _counted(
     model: keras.Model, method: Callable[[Any], Any], totals: StepTotals, *, trains: bool
 ) -> Callable[[Any], Any]:
     @functools.wraps(method)
     def counted(data: Any) -> Any:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        tensors = [each for each in keras.tree.flatten(x) if each is not None]
+        x = data[0] if isinstance(data, tuple | list) and data else data
+        tensors = [x]
+        if not ops.is_tensor(x):
+            tensors = [each for each in keras.tree.flatten(x) if each is not None]
         if not tensors or not ops.is_tensor(tensors[0]) or not tensors[0].shape:
             return method(data)
         if trains:

@@ -16,7 +16,7 @@ class PyTorchSampleCounts:
     """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.StepTotals``.
 
     The sum of rows travels while the model computes. Whoever needs it first waits for it: the first
-    gradients that are sent, in general.
+    gradients that are sent, in general. Nothing travels where ranks know that all have as many.
 
     Args:
         name: the same on every rank, and no other model's.
@@ -24,6 +24,7 @@ class PyTorchSampleCounts:
     """
 
     def __init__(self, name: str, group: Group) -> None:
+        self.even: Callable[[], bool] = lambda: False
         self._name = name
         self._wire = Wire("checks", group)
         self._rows = 0
@@ -37,9 +38,10 @@ class PyTorchSampleCounts:
     def begin(self, inputs: torch.Tensor) -> None:
         """Note how many rows this rank has, those of the inputs."""
         self._arrive()  # of a step that failed
-        self._rows, self._in_step = len(inputs), True
-        self._total.fill_(self._rows)
-        self._handle = self._wire.start_sum(self._total, f"{self._name}.rows")
+        self._rows, self._in_step = len(inputs), not self.even()
+        if self._in_step:
+            self._total.fill_(self._rows)
+            self._handle = self._wire.start_sum(self._total, f"{self._name}.rows")
 
     def end(self) -> None:
         """The step has ended."""
@@ -61,7 +63,9 @@ class PyTorchSampleCounts:
     def of(self, count: torch.Tensor | None, number: int) -> tuple[float, torch.Tensor]:
         """The rows of all ranks for each of this rank, and a count over all ranks."""
         self._arrive()
-        share = self._total.item() / self._rows if self._rows else 0.0
+        share = float(self._wire.size)
+        if self._in_step:
+            share = self._total.item() / self._rows if self._rows else 0.0
         if count is None:
             return share, self._total
         return share, self._wire.sum(count.reshape(1), f"{self._name}.{number}")[0]

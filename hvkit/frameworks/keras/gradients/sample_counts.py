@@ -27,6 +27,7 @@ class SampleCounts:
     """
 
     def __init__(self, name: str, group: Group | None = None, accumulates: bool = False) -> None:
+        self.even: Callable[[], bool] = lambda: False  # rows travel with other numbers anyway
         self._name = name
         self._group = group
         self._wire = Wire("checks", group)
