@@ -73,6 +73,11 @@ class WithClosure(Plain):
         closure()
 
 
+class Broken(Plain):
+    def change(self, p, length):
+        p.data.mul_(1 / 0)
+
+
 def optimizer_of(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 1))
@@ -101,7 +106,8 @@ class OwnAdagrad(torch.optim.Adagrad):
         (CountsAll, "'seen' from all parameters together", "'seen' from all"),
         (Averages, "eval() changes only weights whose state a rank holds", ""),
         (torch.optim.SparseAdam, "", "whole tensors only"),
-        (WithClosure, "failed with TypeError: ", "failed with TypeError"),
+        (WithClosure, "its step() needs a closure", "its step() needs a closure"),
+        (Broken, "failed with ZeroDivisionError: ", "failed with ZeroDivisionError"),
     ],
 )
 def test_what_an_optimizer_does_decides(kind, by_parameter, by_element):
