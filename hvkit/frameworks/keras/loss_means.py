@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import zip_longest
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -106,7 +106,8 @@ class _Step:
 
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
-_totals: WeakKeyDictionary[keras.Model, StepTotals] = WeakKeyDictionary()
+# On a model: they lead back to it, so that a table would keep it.
+_TOTALS = "_hvkit_totals"
 # Models whose gradients are averaged in every step.
 _averaged: WeakSet[keras.Model] = WeakSet()
 
@@ -119,7 +120,7 @@ def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: b
         totals: of its port.
         trains: whether its gradients are averaged in every step, so that ``train_step`` is meant.
     """
-    _totals[model] = totals
+    vars(model)[_TOTALS] = totals
     if trains:
         _averaged.add(model)
         model.train_step = _counted(model, model.train_step, totals, trains=True)
@@ -130,8 +131,8 @@ def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: b
 
 def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
     """Let the steps of a model know whether all ranks have as many rows in each."""
-    if model in _totals:
-        _totals[model].even = even
+    if _TOTALS in vars(model):
+        vars(model)[_TOTALS].even = even
 
 
 def _counted(
@@ -177,7 +178,8 @@ def rows_for_each() -> Any:
 
 def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
     """What the ``test_step`` of a model has noted on this rank since the last call."""
-    return _totals[model].noted() if model in _totals else []
+    totals: StepTotals | None = vars(model).get(_TOTALS)
+    return totals.noted() if totals else []
 
 
 def corrections(
