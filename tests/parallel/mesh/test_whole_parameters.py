@@ -164,7 +164,7 @@ def test_an_optimizer_of_the_scripts_own(layout):
     assert max(apart(layout, make_after=Momentum)) < 1e-12
 
 
-@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n in ("tensor", "tensor of four")])
+@each_layout
 def test_hooks_that_were_there_before(layout):
     def prepare(model):
         for p in model.parameters():
@@ -182,8 +182,6 @@ def test_hooks_on_gradients_that_are_complete(layout):
         for p in held(model):
             p.register_post_accumulate_grad_hook(change)
 
-    if "data" in layout or "pipeline" in layout:
-        pytest.skip("gradients are averaged, or those of micro-batches added, afterwards")
     assert max(apart(layout, register)) < 1e-12
 
 
