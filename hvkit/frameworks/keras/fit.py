@@ -206,11 +206,11 @@ def with_callbacks_of_this_rank(
 
 def _rows_of_batches(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """What says how many rows each batch has, of arrays; None for other data."""
-    arrays = keras.tree.flatten(given.get("x"))
-    if not arrays or not all(hasattr(each, "__array__") for each in arrays):
+    shapes = [getattr(each, "shape", None) for each in keras.tree.flatten(given.get("x"))]
+    if not shapes or not all(shapes):
         return None
     settings = (given.get(name) for name in ("batch_size", "validation_split", "steps_per_epoch"))
-    return arrays[0].shape[0], *settings
+    return shapes[0][0], *settings  # type: ignore[index]
 
 
 @contextlib.contextmanager

@@ -10,12 +10,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
+from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, name_in_graph, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.graph_refusals import refuse_xla
 
@@ -28,8 +27,6 @@ _IN_GRAPHS = (
 )
 
 _serial = itertools.count()
-# Numbers the calls in each graph: one rank may trace a graph again when others do not.
-_in_graphs: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
 
 
 def gather_rows(
@@ -104,7 +101,7 @@ def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
             f"{kind.name}: gather numbers, such as the indices of strings, or call it outside of "
             "tf.function"
         )
-    wire, name = Wire("objects"), _name_in_graph()
+    wire, name = Wire("objects"), name_in_graph("hvkit.allgather")
     rows = tf.cast(tensor, tf.int32) if kind == tf.bool else tensor
     rows = rows if shape.rank else tf.reshape(rows, [1])
     length = tf.shape(rows)[:1]
@@ -131,7 +128,7 @@ def mean(total: Any, count: Any, ranks: tf.Tensor | None = None) -> tf.Tensor:
         refuse_xla("hvkit.mean")
     wire = Wire("objects")
     factor = tf.cast(wire.size if ranks is None else ranks, tf.float64)
-    name = _name_in_graph("mean") if in_graph else f"hvkit.mean.{next(_serial) % _NAMES}"
+    name = name_in_graph("hvkit.mean") if in_graph else f"hvkit.mean.{next(_serial) % _NAMES}"
 
     def add(numbers: tf.Tensor) -> tf.Tensor:
         return wire.sum(numbers, name)
@@ -146,13 +143,6 @@ def mean(total: Any, count: Any, ranks: tf.Tensor | None = None) -> tf.Tensor:
     totals, counts = (tf.reshape(s, tf.shape(each)) for s, each in zip(sums, both, strict=True))
     kind = both[0].dtype if both[0].dtype.is_floating else tf.float32
     return tf.cast(totals / counts, kind)
-
-
-def _name_in_graph(of: str = "allgather") -> str:
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(outer := getattr(graph, "outer_graph", None), type(graph)):
-        graph = outer
-    return f"hvkit.{of}.graph.{next(_in_graphs.setdefault(graph, itertools.count()))}"
 
 
 @functools.cache

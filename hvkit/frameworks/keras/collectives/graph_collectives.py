@@ -6,8 +6,10 @@ counters in the graph take its place: one goes up before the collectives, one af
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
@@ -123,6 +125,18 @@ class GraphWait:
         """How often this rank has entered the collectives, and how often it has left them."""
         left = int(self._left.numpy())
         return int(self._entered.numpy()), left
+
+
+# Numbers the calls in each graph: one rank may trace a graph again when others do not.
+_calls: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
+
+
+def name_in_graph(call: str) -> str:
+    """A new name for a collective that a call of the script's makes in the graph being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(outer := getattr(graph, "outer_graph", None), type(graph)):
+        graph = outer
+    return f"{call}.graph.{next(_calls.setdefault(graph, itertools.count()))}"
 
 
 class CompressedMeans:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.frameworks.keras.backends import not_converted
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
+from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, name_in_graph
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.graph_refusals import refuse_xla
-
-# Numbers the calls in each graph: one rank may trace a graph again when others do not.
-_calls: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
 
 
 @not_converted
@@ -63,10 +58,7 @@ def _reduced(tensor: tf.Tensor, op: str, call: str) -> tf.Tensor:
     if runtime.size() == 1:
         return tf.stop_gradient(tensor)
     refuse_xla(call)
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(outer := getattr(graph, "outer_graph", None), type(graph)):
-        graph = outer
-    name = f"{call}.graph.{next(_calls.setdefault(graph, itertools.count()))}"
+    name = name_in_graph(call)
     wire = Wire("objects")
     kind = {"mean": wire.sum, "sum": wire.sum, "min": wire.lowest, "max": wire.highest}[op]
     with tf.device("CPU:0"):

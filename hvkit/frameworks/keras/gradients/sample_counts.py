@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,6 @@ class SampleCounts:
         self._name = name
         self._group = group
         self._wire = Wire("checks", group)
-        self._wait = GraphWait(name, "fit", group)
         self._accumulated: Any = None
         if accumulates:
             with tf.init_scope(), tf.device("CPU:0"):
@@ -40,6 +40,11 @@ class SampleCounts:
         # Which comparisons have been made.
         self._reported: dict[str, Any] = {}
         self._noted: list[np.ndarray[Any, Any]] = []
+
+    @functools.cached_property
+    def _wait(self) -> GraphWait:
+        """Made for the first loss with a count of its own: each costs the watcher time."""
+        return GraphWait(self._name, "fit", self._group)
 
     def begin(self, inputs: tf.Tensor) -> None:
         """Note how many rows this rank has, those of the inputs."""
