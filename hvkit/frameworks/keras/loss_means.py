@@ -10,6 +10,8 @@ of ``S_r / D_r`` is the same only if all ``D_r`` are equal.
   loss with a count of its own becomes ``S_r / sum D_r * sum B_r / B_r``: its mean, in which a rank
   counts as often as it has rows, is that of one process. It is the loss that Keras reports, since
   Keras weights what it reports by rows, too. A sum, ``reduction="sum"``, has a count of 1 for all.
+  Where gradients are those of one such loss, a port may let them count as often as it does (``D_r``
+  instead of ``B_r``). No rank then waits for ``sum D_r``; what Keras reports is corrected after it.
 
 This holds inside ``train_step``, which every rank runs. In ``test_step`` ranks may have other
 numbers of batches, so none waits there: each notes ``S_r`` and ``D_r`` of its batches, and at the
@@ -70,6 +72,16 @@ class StepTotals(Protocol):
             Two scalars. Without a row or a count, the first or the second means nothing.
         """
 
+    def start(self, count: Any, number: int) -> bool:
+        """Add a count up over ranks while they compute gradients, which count as often.
+
+        A collective, and on all ranks or none. Whoever calls ``of`` afterwards gets the sum, and
+        the gradients of this rank then count as often as it has rows.
+
+        Returns:
+            Whether it does so.
+        """
+
     def once(
         self, key: str, values: Callable[[], Sequence[Any]], report: Callable[..., None]
     ) -> None:
@@ -93,16 +105,46 @@ class _Step:
 
     Attributes:
         losses: how many have been reduced.
+        kerass: whether the method is Keras's own.
+        called: the loss that computes.
+        late: a loss whose count is on its way, the count, and its number.
         noted: in a ``test_step``, of each loss with a count of its own: its number, whether it is a
             mean, whether its tracker counts rows, the sum, and the count.
     """
 
-    def __init__(self, model: keras.Model, totals: StepTotals, trains: bool) -> None:
+    def __init__(
+        self, model: keras.Model, totals: StepTotals, trains: bool, kerass: bool = False
+    ) -> None:
         self.model = model
         self.totals = totals
         self.trains = trains
+        self.kerass = kerass
         self.losses = 0
+        self.called: Any = None
+        self.late: tuple[Any, Any, int] | None = None
         self.noted: list[Any] = []
+
+    def has_one_loss(self) -> bool:
+        """Whether the loss that computes is the only one of ``compile``, and one of Keras."""
+        compiled: Any = getattr(self.model, "_compile_loss", None)
+        losses: Any = getattr(compiled, "_flat_losses", None) or ()
+        one = self.kerass and len(losses) == 1 and losses[0].loss is self.called
+        return one and _gives_each_sample_its_own(self.called)
+
+    def correct_reported(self, rows: int) -> None:
+        """Make the reported loss that of all ranks' counts, now that their sum is there.
+
+        Args:
+            rows: how often Keras has counted it.
+        """
+        if self.late is None:
+            return
+        loss, count, number = self.late
+        factor = _factor(self.totals, count, number)
+        _, _, weight, _ = self.model._compile_loss._flat_losses[0]
+        change = loss * (factor - 1) * (rows if weight is None else rows * weight)
+        total: Any = self.model._loss_tracker.total
+        total.assign_add(ops.cast(change, total.dtype))
 
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
@@ -138,6 +180,9 @@ def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
 def _counted(
     model: keras.Model, method: Callable[[Any], Any], totals: StepTotals, *, trains: bool
 ) -> Callable[[Any], Any]:
+    kerass = getattr(method, "__func__", None) is keras.Model.train_step
+    kerass = kerass and type(model).compute_loss is keras.Model.compute_loss
+
     @functools.wraps(method)
     def counted(data: Any) -> Any:
         x = data[0] if isinstance(data, tuple | list) and data else data
@@ -148,13 +193,14 @@ def _counted(
             return method(data)
         if trains:
             totals.begin(tensors[0])
-        step = _Step(model, totals, trains)
+        step = _Step(model, totals, trains, kerass)
         token = _step.set(step)
         try:
             logs = method(data)
         finally:
             _step.reset(token)
         if trains:
+            step.correct_reported(tensors[0].shape[0])
             totals.end()
         elif step.noted:
             totals.note([ops.shape(tensors[0])[0], step.losses, *step.noted])
@@ -257,11 +303,20 @@ def _share_reduction() -> None:
             factor, _ = step.totals.of(None, number)
         else:
             count = ops.stop_gradient(count)
-            share, total = step.totals.of(count, number)
-            factor = share * ops.divide_no_nan(count, total)
+            starts = step.has_one_loss() and step.totals.start(count, number)
+            if starts and not step.model.losses:
+                step.late = ops.stop_gradient(loss), count, number
+                return loss
+            factor = _factor(step.totals, count, number)
         return loss * ops.convert_to_tensor(factor, loss.dtype)
 
     keras_losses.reduce_weighted_values = over_all_ranks
+
+
+def _factor(totals: StepTotals, count: Any, number: int) -> Any:
+    """What makes a rank's mean that of all ranks, where a rank counts as often as it has rows."""
+    share, total = totals.of(count, number)
+    return share * ops.divide_no_nan(count, total)
 
 
 def _warn_of_own_count(count: Any) -> None:
@@ -297,6 +352,8 @@ def _compare_with_halves() -> None:
     @functools.wraps(call)
     def compared(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         step = _step.get()
+        if step is not None:
+            step.called = self
         if step is not None and step.trains and not _is_mean_over_samples(self):
             as_tensor = functools.partial(ops.convert_to_tensor, dtype=self.dtype)
             data = keras.tree.map_structure(as_tensor, (y_true, y_pred))
@@ -313,12 +370,12 @@ def _compare_with_halves() -> None:
 
 
 def _is_mean_over_samples(loss: Any) -> bool:
-    """Whether each sample has a loss of its own, as in nearly all losses of Keras.
+    """Whether there is nothing to compare; in 16 bits a comparison would show nothing."""
+    return loss.dtype not in ("float32", "float64") or _gives_each_sample_its_own(loss)
 
-    In 16 bits a comparison would show nothing.
-    """
-    if loss.dtype not in ("float32", "float64"):
-        return True
+
+def _gives_each_sample_its_own(loss: Any) -> bool:
+    """Whether each sample has a loss of its own, as in nearly all losses of Keras."""
     function = getattr(loss, "fn", type(loss))
     module = getattr(function, "__module__", "") or ""
     return module.startswith("keras.") and function.__name__ not in ("dice", "tversky", "circle")

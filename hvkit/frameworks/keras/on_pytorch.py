@@ -283,7 +283,8 @@ class KerasOnPyTorchPort:
         require_equal("model", port.facts(), advice, group=options.group)
         _, keeper = port.keep_in_step()
         if self._samples and port.reducer:
-            port.reducer.weigh(self._samples.weight)
+            port.reducer.weigh(self._samples.weight, self._samples.correction)
+            self._samples.weighs = keeper is None
         if self._rounds:
             assert isinstance(keeper, LocalWeightsKeeper)
             self._rounds.keeper = keeper

@@ -18,19 +18,35 @@ class PyTorchSampleCounts:
     The sum of rows travels while the model computes. Whoever needs it first waits for it: the first
     gradients that are sent, in general. Nothing travels where ranks know that all have as many.
 
+    So does the sum of a count that gradients are weighted by. Nobody knows it while gradients are
+    sent: they are weighted by this rank's count over the mean of the last step's, and all that
+    have arrived by ``correction()``.
+
     Args:
         name: the same on every rank, and no other model's.
         group: the ranks that train the model.
+
+    Attributes:
+        weighs: whether gradients may count as often as a loss does: nothing of them is kept for
+            steps of other counts.
     """
 
     def __init__(self, name: str, group: Group) -> None:
         self.even: Callable[[], bool] = lambda: False
+        self.weighs = False
         self._name = name
         self._wire = Wire("checks", group)
         self._rows = 0
         self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._handle: int | None = None
         self._in_step = False
+        # The count of a loss, over all ranks; as a mean over ranks in the last step, if any.
+        self._sum = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._sum_handle: int | None = None
+        self._usual = 0.0
+        # Of this step, where gradients count as often; None if they count by rows.
+        self._count: float | None = None
+        self._started = False
         # Which comparisons have been made.
         self._reported: set[str] = set()
         self._noted: list[Sequence[Any]] = []
@@ -46,19 +62,31 @@ class PyTorchSampleCounts:
     def end(self) -> None:
         """The step has ended."""
         self._arrive()
-        self._in_step = False
+        if self._started:
+            self._usual = self._sum.item() / self._wire.size
+        self._in_step = self._started = False
+        self._count = None
 
     def _arrive(self) -> None:
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            self._wire.wait(handle)
+        for name in ("_handle", "_sum_handle"):
+            if (handle := getattr(self, name)) is not None:
+                setattr(self, name, None)
+                self._wire.wait(handle)
 
     def weight(self) -> float:
-        """How often the gradients of this rank count in the mean over ranks."""
-        if not self._in_step:
+        """How often the gradients of this rank count, if all are multiplied by ``correction()``."""
+        if self._count is not None:
+            return self._count / self._usual
+        self._arrive()
+        by_rows = self._rows * self._wire.size / self._total.item() if self._in_step else 1.0
+        return by_rows / self.correction()
+
+    def correction(self) -> float:
+        """By what all ranks multiply the gradients that have arrived."""
+        if not self._started:
             return 1.0
         self._arrive()
-        return self._rows * self._wire.size / self._total.item()
+        return self._usual * self._wire.size / (self._sum.item() or 1.0)
 
     def of(self, count: torch.Tensor | None, number: int) -> tuple[float, torch.Tensor]:
         """The rows of all ranks for each of this rank, and a count over all ranks."""
@@ -68,7 +96,21 @@ class PyTorchSampleCounts:
             share = self._total.item() / self._rows if self._rows else 0.0
         if count is None:
             return share, self._total
-        return share, self._wire.sum(count.reshape(1), f"{self._name}.{number}")[0]
+        if self._started:
+            self._count = None
+            return share, self._sum[0]
+        total = self._wire.sum(count.reshape(1), f"{self._name}.{number}")[0]
+        self._usual = total.item() / self._wire.size
+        return share, total
+
+    def start(self, count: torch.Tensor, number: int) -> bool:
+        """Add a count up while ranks compute gradients, which count as often."""
+        if not self.weighs or not self._usual:
+            return False
+        self._started, self._count = True, count.item()
+        self._sum.fill_(self._count)
+        self._sum_handle = self._wire.start_sum(self._sum, f"{self._name}.{number}")
+        return True
 
     def once(
         self, key: str, values: Callable[[], Sequence[torch.Tensor]], report: Callable[..., None]

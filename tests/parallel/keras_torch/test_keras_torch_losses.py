@@ -3,6 +3,7 @@
 import random
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 from keras_loss_cases import (
@@ -18,6 +19,7 @@ from ranks import largest_difference
 
 import hvkit
 from hvkit import main_rank
+from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -61,6 +63,58 @@ def test_batches_of_other_sizes_on_each_rank(accumulated, by_mean, caplog):
     assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)
     assert not any("the loss is a mean over" in each for each in caplog.messages)
     assert largest_difference(model.get_weights(), reference.get_weights()) < 1e-12
+
+
+class PenaltyWithin(layers.Layer):
+    """Adds a loss in some batches, for those samples whose first number is positive."""
+
+    def call(self, x):
+        if bool((x[:, 0] > 0).any()):
+            self.add_loss(keras.ops.mean(keras.ops.relu(x[:, 0])))
+        return x
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("loss_weights", [None, 0.3])
+def test_sums_of_weights_that_arrive_with_the_gradients(penalised, loss_weights, monkeypatch):
+    rows = [[6, 2, 5, 3][: hvkit.size()]] * 2 + [[4] * hvkit.size()] * 3
+    rng = np.random.default_rng(0)
+    batches = uneven_batches(rows)
+    weights = [rng.random(len(y)) * 3 for _, y in batches[0]]
+    weights[2][:] = 0  # nothing counts on any rank
+    weights[3][4:] = 0  # nor anywhere but on rank 0
+    whole, own = [], []
+    for (x, y), (_, y_own), of_ranks, w in zip(*batches, rows, weights, strict=True):
+        x[:, 0] = -1
+        x[: of_ranks[0], 0] = 1  # penalised on rank 0 only
+        mine = slice(start := sum(of_ranks[: hvkit.rank()]), start + len(y_own))
+        whole.append((x, y, w))
+        own.append((x[mine], y_own, w[mine]))
+
+    def make(seed):
+        random.seed(seed)
+        inner = [layers.Dense(8, use_bias=False), *[PenaltyWithin()] * penalised, layers.Dense(4)]
+        return keras.Sequential([keras.Input((8,)), *inner])
+
+    def fitted(model, optimizer, batches):
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(optimizer, loss, loss_weights=loss_weights)
+        return model.fit((each for each in batches), verbose=0).history["loss"]
+
+    started = []
+    start = PyTorchSampleCounts.start
+
+    def counted(*args):
+        started.append(start(*args))
+        return started[-1]
+
+    monkeypatch.setattr(PyTorchSampleCounts, "start", counted)
+    reference = make(0)
+    expected = fitted(reference, keras.optimizers.SGD(0.1), whole)
+    model, optimizer = hvkit.distribute(make(hvkit.rank()), keras.optimizers.SGD(0.1))
+    assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)
+    assert largest_difference(model.get_weights(), reference.get_weights()) < 1e-12
+    assert started == [False, True, True, False, True]
 
 
 def test_the_first_step_names_losses_that_are_no_means_over_samples(caplog):

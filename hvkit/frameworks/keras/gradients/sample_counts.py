@@ -75,6 +75,10 @@ class SampleCounts:
             total = self._wait.around(sent, lambda numbers: self._wire.sum(numbers, name))
         return tf.math.divide_no_nan(total[0], rows), total[1]
 
+    def start(self, count: tf.Tensor, number: int) -> bool:
+        """Not on TensorFlow, where counts travel while the model computes."""
+        return False
+
     def once(
         self, key: str, values: Callable[[], Sequence[tf.Tensor]], report: Callable[..., None]
     ) -> None:

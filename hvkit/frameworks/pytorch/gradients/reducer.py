@@ -91,6 +91,7 @@ class GradientReducer:
         self._strategy = strategy
         self._compression = compression
         self._own_weight: Callable[[], float] = lambda: 1.0
+        self._correction: Callable[[], float] = lambda: 1.0
         self._wire = Wire("gradients", checks.group)
         self.name = checks.name
         self._checks = checks
@@ -137,14 +138,19 @@ class GradientReducer:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._index_of
 
-    def weigh(self, own_weight: Callable[[], float]) -> None:
+    def weigh(
+        self, own_weight: Callable[[], float], correction: Callable[[], float] = lambda: 1.0
+    ) -> None:
         """Let gradients count more on some ranks than on others.
 
         Args:
-            own_weight: returns how often this rank's count in the mean over ranks; N ranks' weights
-                add up to N. It may wait for other ranks.
+            own_weight: returns how often this rank's count in the mean over ranks. It may wait for
+                other ranks.
+            correction: returns by what the mean is multiplied, where N ranks' weights add up to N
+                only with it; the same on every rank. It may wait for other ranks.
         """
         self._own_weight = self._checks.losses.own_weight = own_weight
+        self._correction = correction
 
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
@@ -446,7 +452,10 @@ class GradientReducer:
         by_row = report.sparse | (report.dense & self._sparse)
         layout = self._laid_out()
         wanted = None if report is layout.usual else report.dense - by_row
+        correction = self._correction()
         for bucket in layout.buckets:
+            if bucket.views and correction != 1:
+                torch._foreach_mul_(bucket.views, correction)
             bucket.give(wanted, self._kept)
             bucket.reset()
         if by_row and self._state and self._state.compression.exclusive:
@@ -456,7 +465,7 @@ class GradientReducer:
             )
         for i in sorted(by_row):
             p = self._parameters[i]
-            if p.grad is not None and (weight := self._own_weight()) != 1:
+            if p.grad is not None and (weight := self._own_weight() * correction) != 1:
                 p.grad = p.grad * weight
             rows = average_rows(p.grad, p, f"{self.name}.{i}", self._wire, self._compression)
             p.grad = rows.to_dense() if i in report.dense else rows
