@@ -58,6 +58,28 @@ def port_for(
     return PyTorchPort(models, optimizers, options)
 
 
+def watch_updates() -> None:
+    """Warn of updates of models that nobody passes to ``distribute``, where a framework shows them.
+
+    JAX shows those of Keras only.
+    """
+    if "torch" in sys.modules:
+        from hvkit.frameworks.pytorch.port import is_distributed_parameter
+        from hvkit.frameworks.pytorch.step_hooks import watch_steps
+
+        watch_steps(is_distributed_parameter)
+    if "keras" in sys.modules:
+        engine = engine_of("keras")
+        if engine == "jax":
+            from hvkit.frameworks.keras import jax_refusals
+
+            jax_refusals.watch_updates()
+        elif engine is not None:
+            from hvkit.frameworks.keras import refusals
+
+            refusals.watch_updates()
+
+
 def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> Port:
     """Make the port for the backend that Keras runs on.
 

@@ -12,6 +12,7 @@ from hvkit.data.grain_dataset import is_of_grain, shard_grain
 from hvkit.data.parquet import ParquetRows, is_dataset
 from hvkit.data.rank_samples import Share
 from hvkit.mesh import Mesh, position_in
+from hvkit.ports import watch_updates
 from hvkit.watch.calls import named
 
 Data = TypeVar("Data")
@@ -76,6 +77,8 @@ def shard(
         from hvkit.data.tfdata_files import give_ranks_files_of_their_own
 
         give_ranks_files_of_their_own()
+    if runtime.size() > 1 and exact is not True:
+        watch_updates()
     problem: Exception | None = None
     part: Any = None
     facts: list[str] = []

@@ -47,7 +47,7 @@ def refuse_others(models: Sequence[Any], optimizers: Sequence[Any], scaled: bool
         _check(name, _require_passed)
     for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch"):
         _check(name, _require_whole)
-    _check_who_applies()
+    watch_updates()
 
 
 @functools.cache
@@ -113,7 +113,8 @@ def _require_whole(model: Any, name: str) -> None:
 
 
 @functools.cache
-def _check_who_applies() -> None:
+def watch_updates() -> None:
+    """Look at each update whether its weights are those of all ranks."""
     base = keras.optimizers.Optimizer
     apply = base.apply
 

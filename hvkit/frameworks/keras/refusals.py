@@ -230,7 +230,7 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     """Let only these optimizers, and those of earlier calls, update the model from now on."""
     note_distributed(model)
     _averaged.update(optimizers)
-    _check_who_applies()
+    watch_updates()
     _check_who_fits()
 
 
@@ -343,7 +343,8 @@ def weights_of_models() -> set[int]:
 
 
 @functools.cache
-def _check_who_applies() -> None:
+def watch_updates() -> None:
+    """Look at each update whether its optimizer averages."""
     base = keras.optimizers.Optimizer
     apply = base.apply
 

@@ -358,11 +358,13 @@ def refuse_other_optimizers(
         is_averaged: whether any distributed model has the parameter.
     """
     _ours.update(optimizers)
-    _check_who_steps(is_averaged)
+    watch_steps(is_averaged)
 
 
 @functools.cache
-def _check_who_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
+def watch_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
+    """Look at each step of an optimizer that was not passed; ``is_averaged`` as above."""
+
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in _ours:
             _refuse_if_distributed(optimizer, is_averaged)
@@ -390,6 +392,10 @@ def _refuse_if_distributed(
     held_by_ours = any(optimizer is each for ours in _ours for each in optimizers_held(ours))
     # Tensors that are no parameters may be inputs or codes, of which each rank has its own.
     of_model = any(isinstance(p, nn.Parameter) for p in parameters)
-    if of_model and not around_one_of_ours and not held_by_ours:
+    # Horovod's wrapper averages by itself, and so may PyTorch where nothing was passed to hvkit.
+    by_others = type(optimizer).__module__.startswith("horovod.") or (
+        not _ours and torch.distributed.is_available() and torch.distributed.is_initialized()
+    )
+    if of_model and not around_one_of_ours and not held_by_ours and not by_others:
         warn_of_own_models(type(optimizer).__name__)
     _harmless[optimizer] = held
