@@ -18,7 +18,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from hvkit.communication.collectives import gather, pickled, raise_together, share, unpickled
+from hvkit.communication.collectives import (
+    gather,
+    pickled,
+    raise_together,
+    share,
+    undivided,
+    unpickled,
+)
 from hvkit.communication.graph_values import in_graph
 from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
@@ -71,7 +78,7 @@ def allgather(obj: Object) -> list[Object]:
             something else than numbers, in a graph.
     """
     in_graph("hvkit.allgather", obj)  # raises for what JAX traces
-    return [obj] if size() == 1 else _gathered(obj)
+    return [obj] if size() == 1 else _gathered(undivided(obj))
 
 
 def _gathered(obj: Any) -> list[Any]:

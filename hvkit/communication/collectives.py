@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -49,7 +50,8 @@ def broadcast(obj: Object, root: int = 0) -> Object:
     """Return rank ``root``'s object on every rank. Gradients do not flow through it.
 
     Args:
-        obj: on rank ``root`` any object that pickles; ignored elsewhere.
+        obj: on rank ``root`` any object that pickles; ignored elsewhere. A parameter that ranks
+            have divided is joined first, so that all of them must pass it.
         root: the rank that sends.
 
     Raises:
@@ -61,9 +63,19 @@ def broadcast(obj: Object, root: int = 0) -> Object:
         raise ValueError(f"root must be a rank from 0 to {size() - 1}, got {root}")
     if size() == 1:
         return obj
+    obj = undivided(obj)
     payload = pickled(obj) if rank() == root else None
     received: Object = unpickled(engines.broadcast_message(all_ranks().engine, payload, root), root)
     return obj if rank() == root else received
+
+
+def undivided(obj: Object) -> Object:
+    """An object with the whole of each parameter and gradient in it that ranks have divided.
+
+    Pickling it would be a collective of ranks that wait for each other's.
+    """
+    parameters = sys.modules.get("hvkit.frameworks.pytorch.model_parallel.whole_parameters")
+    return parameters.undivided(obj) if parameters else obj
 
 
 def from_rank(root: int, obj: Object, group: Group | None = None) -> Object:

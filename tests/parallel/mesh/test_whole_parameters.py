@@ -214,6 +214,8 @@ def test_copies_and_files_are_whole(divided):
     assert torch.equal(loaded["parameter"], whole)
     assert torch.equal(loaded["value"], whole)
     assert torch.equal(hvkit.allreduce(p.detach()), whole)
+    assert torch.equal(hvkit.broadcast([p])[0], whole)
+    assert all(torch.equal(each, whole) for each in hvkit.allgather(p))
     twin = copy.deepcopy(p)
     twin.data.zero_()
     assert torch.equal(p, whole)

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole, parts_alone
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
@@ -121,6 +122,13 @@ def show(t: Any, division: PartOfWhole) -> Any:
 def division_of(t: Any) -> PartOfWhole | None:
     """How what answers for its whole is divided; None if it does not."""
     return getattr(t, _DIVISION) if type(t) in _PLAIN and hasattr(t, _DIVISION) else None
+
+
+def undivided(obj: Any) -> Any:
+    """An object with the whole of each part that answers for it, a collective if there are any."""
+    if all(division_of(each) is None for each in tree_leaves(obj)):
+        return obj
+    return tree_map(lambda t: t if division_of(t) is None else _of(t).whole(t), obj)
 
 
 def _of(t: torch.Tensor) -> PartOfWhole:
