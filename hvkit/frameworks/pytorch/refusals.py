@@ -183,10 +183,19 @@ def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
                 f"parameter {name} is of {p.dtype}, {first[0]} of {first[1]}: {strategy} takes one "
                 "dtype; use torch.autocast for mixed precision"
             )
+    refuse_sparse(strategy, model)
+
+
+def refuse_sparse(divided_by: object, model: nn.Module) -> None:
+    """Raise for layers whose gradients PyTorch's ``fully_shard`` cannot divide.
+
+    Raises:
+        ValueError: names one, and the strategy or mesh that divides the model.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
-                f"{name} has row-sparse gradients, which {strategy} cannot divide: make it with "
+                f"{name} has row-sparse gradients, which {divided_by} cannot divide: make it with "
                 "sparse=False"
             )
 

@@ -153,6 +153,7 @@ def test_refusals():
     for text, make, options in (
         ("PyTorch averages gradients", MLP, {"compression": "bf16"}),
         ("PyTorch averages gradients", MLP, {"strategy": hvkit.LocalSGD(every=2)}),
+        ("row-sparse gradients", lambda: torch.nn.Embedding(3, 2, sparse=True), {}),
     ):
         kind, message = error_of(
             functools.partial(distributed, make(), mesh=ALONE, microbatches=None, **options)

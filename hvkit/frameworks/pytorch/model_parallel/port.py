@@ -24,7 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.nonfinite import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
 from hvkit.frameworks.pytorch.model_parallel.saved_parts import ModelInParts, OptimizerInParts
 from hvkit.frameworks.pytorch.port import PyTorchPort
-from hvkit.frameworks.pytorch.refusals import is_divided
+from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Options, Record
@@ -58,6 +58,8 @@ class MeshPort(PyTorchPort):
                 f"mesh={self.mesh.mesh} takes one model, got {len(models)}: pass one module "
                 "that contains them"
             )
+        if self.mesh.mesh.shard > 1:
+            refuse_sparse(self.mesh.mesh, self.model)
         for name, module in self.model.named_modules():
             hooks = module._forward_pre_hooks.values()
             if self.mesh.mesh.pipeline > 1 and any(isinstance(each, WeightNorm) for each in hooks):
