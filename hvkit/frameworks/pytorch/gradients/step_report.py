@@ -1,9 +1,9 @@
 """What each rank reports of a step, in a few numbers that travel along with the gradients.
 
 Every rank reports which gradients it has, how many steps it has done, a checksum of its learning
-rates, one of its losses' shapes (``loss_counts.py``), and what the script has done to gradients. The numbers are averaged like gradients, at the
-end of the last bucket. All ranks read the same report from the mean, and so they make the same
-decisions about the gradients.
+rates, one of its losses' shapes (``loss_counts.py``), and what the script has done to gradients.
+The numbers are averaged like gradients, at the end of the last bucket. All ranks read the same
+report from the mean, and so they make the same decisions about the gradients.
 
 A reduction leaves the same gradients on every rank. Clipping, unscaling and the like change them in
 the same way everywhere, so the weights stay the same. Noise that each rank draws for itself does
