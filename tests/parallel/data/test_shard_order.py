@@ -64,7 +64,7 @@ SAMPLERS = {
 
 
 def read(loader, test_loader, steps=8):
-    """The samples of the steps of three epochs, with an evaluation after each; None for all steps."""
+    """The samples of three epochs' steps, with an evaluation after each; None for all steps."""
     seen = []
     for _ in range(3):
         seen += [each.tolist() for (each,) in itertools.islice(loader, steps)]
