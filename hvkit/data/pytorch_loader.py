@@ -101,7 +101,9 @@ class ShardedLoader(DataLoader[Any]):
         iteration, epoch = self._order.begin()
         begun_after = self._position.samples
         with self._order.fixed_to(epoch):
-            if self._order.as_without_hvkit:
+            # In a run that has resumed, persistent workers start in a later epoch than the first.
+            resumed = self._iterator is None and not self._order.draws_workers_seed
+            if self._order.as_without_hvkit and not resumed:
                 with epoch.randomness:
                     batches = started(super().__iter__, self._adapter)
             else:
@@ -317,7 +319,8 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         epoch = 0 if self._exact else self._epoch
-        if self._seed is None:  # draw as a loader without hvkit does, for the numbers that follow
+        # Draw as a loader without hvkit does, for the numbers that follow.
+        if self._seed is None and not (self.persistent_workers and self._epoch):
             drawn_workers_seed(self._drawn_from)
         self.generator.manual_seed(seed_from(self._seed or 0, epoch))
         self._epoch += 1

@@ -89,6 +89,7 @@ class RankSampler(Sampler[Any]):
         several = (of_user, self._cut.source, getattr(of_user, "sampler", None))
         self._samplers = list({id(each): each for each in several if each is not None}.values())
         self._loaders_generator = loader.generator
+        self._persistent = loader.persistent_workers
         own = (loader.generator, *(getattr(each, "generator", None) for each in self._samplers))
         self._generators = Generators(each for each in own if isinstance(each, torch.Generator))
         self.as_without_hvkit = share.size == 1 and seed is None
@@ -108,6 +109,11 @@ class RankSampler(Sampler[Any]):
     def batched(self) -> bool:
         """Whether it returns lists of indices."""
         return self._cut.batched
+
+    @property
+    def draws_workers_seed(self) -> bool:
+        """Whether PyTorch draws a number for workers in this epoch, in a run that never stops."""
+        return not (self._persistent and self.position.epoch)
 
     def begin(self) -> tuple[object, SampledEpoch]:
         """Begin an epoch; return the position's identifier for it, and the iteration.
@@ -153,7 +159,9 @@ class RankSampler(Sampler[Any]):
             with epoch.randomness:
                 keys = self._keys_of_rank(epoch)
                 if self._seed is None:
-                    epoch.workers_seed = drawn_workers_seed(self._loaders_generator)
+                    drawn = self.draws_workers_seed
+                    seed = drawn_workers_seed(self._loaders_generator) if drawn else epoch.number
+                    epoch.workers_seed = seed
                 first = list(islice(keys, 1))
         except Exception as error:
             problem = error

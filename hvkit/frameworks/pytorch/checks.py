@@ -25,7 +25,7 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
 from hvkit.frameworks.pytorch.fingerprints import fingerprints_of, unit_of
-from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_other_counts
+from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.step_report import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
@@ -55,7 +55,7 @@ class Checks:
         name: as passed.
         next: the number of optimizer steps after which ranks exchange fingerprints again.
         handle: of the exchange that is running.
-        losses: what losses are means over, in the passes in which ranks exchange fingerprints.
+        losses: what losses are means over.
     """
 
     def __init__(
@@ -183,6 +183,12 @@ class Checks:
         everyone = collectives.gather(call, rates_of(optimizers, fetch=True), self.group)
         refuse_other_rates(dict(zip(self.group.members, everyone, strict=True)))
 
+    def compare_losses(self) -> None:
+        """Look at what losses of other shapes are means over; a collective."""
+        mine = torch.from_numpy(self.losses.numbers()[None])
+        everyone = self._wire.gather(mine, f"{self.name}.losses")
+        self.losses.compare(everyone.numpy(), self.group, for_shapes=True)
+
     def refuse_early_changes(self, accumulate: int) -> NoReturn:
         """Raise because a rank has changed gradients that no pass has averaged.
 
@@ -242,7 +248,8 @@ class Checks:
             self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2], self.group)
         if (learnt[:, 0] != learnt[0, 0]).any():
             warn_of_unlike("backward()", *self._learnt(), self.group)
-        warn_of_other_counts(np.ascontiguousarray(learnt[:, 1:]).view(np.float64), self.group)
+        losses = np.ascontiguousarray(learnt[:, 1:]).view(np.float64)
+        self.losses.compare(losses, self.group)
         self._optimizers = []
         if self._looked_at_gradients:
             self.next = steps + (self._every or max(1, steps))

@@ -46,10 +46,15 @@ def generator(rank):
     return torch.Generator().manual_seed(7 + rank)
 
 
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 SAMPLERS = {
     "shuffle": lambda rank: {"shuffle": True},
     "generator": lambda rank: {"shuffle": True, "generator": generator(rank)},
     "workers": lambda rank: {"shuffle": True, "num_workers": 1},
+    "persistent": lambda rank: PERSISTENT | {"shuffle": True},
+    "persistent, generator": lambda rank: (
+        PERSISTENT | {"shuffle": True, "generator": generator(rank)}
+    ),
     "replacement": lambda rank: {"sampler": RandomSampler(DATA, True, LENGTH, generator(rank))},
     "weighted": lambda rank: {"sampler": WeightedRandomSampler([1.0] * LENGTH, LENGTH)},
     "subset": lambda rank: {"sampler": SubsetRandomSampler(range(LENGTH))},
@@ -59,9 +64,9 @@ SAMPLERS = {
 
 
 def read(loader, test_loader, steps=8):
-    """The samples of the steps of two epochs, with an evaluation after each; None for all steps."""
+    """The samples of three epochs' steps, with an evaluation after each; None for all steps."""
     seen = []
-    for _ in range(2):
+    for _ in range(3):
         seen += [each.tolist() for (each,) in itertools.islice(loader, steps)]
         assert list(test_loader)
     return seen

@@ -21,8 +21,10 @@ from mesh_training import (
 )
 from ranks import error_of, shared_folder
 from torch import nn
+from torch.nn import functional as F
 
 import hvkit
+from hvkit import main_rank
 from hvkit.errors import RanksDisagreeError
 
 
@@ -240,3 +242,16 @@ def test_a_function_that_is_compiled_around_the_model_trains_it():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         own.step()
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_losses_over_other_numbers_are_named(mean, capsys):
+    main_rank._logged.clear()
+    model, optimizer = distributed(MLP(), mesh=ALONE, microbatches=None)
+    weights = torch.linspace(0.1, 1, 10)
+    for x, y in of_this_rank(vectors(3), 1):
+        loss = F.cross_entropy(model(x), y, weights, reduction="sum" if mean else "mean")
+        (hvkit.mean(loss, weights[y].sum()) if mean else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ("hvkit.mean(total, count)" in capsys.readouterr().err) == (hvkit.is_main() and not mean)

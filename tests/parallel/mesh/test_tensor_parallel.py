@@ -587,6 +587,39 @@ def test_gradient_checkpointing_drops_the_same_elements_again():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+class InFunctions(nn.Module):
+    """Computes a function of its own again during backward, between the layers of a pair."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.3)
+        self.reentrant = reentrant
+
+    def function(self, x):
+        return self.down(self.drop(torch.tanh(self.up(x))))
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return x + self.function(x)
+        return x + checkpoint(self.function, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_function_inside_a_block_is_computed_again(reentrant):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 16), InFunctions(None)).double()
+    x, gradients = torch.randn(4, 16).double(), []
+    for each in (None, reentrant):
+        reference[1].reentrant = each
+        torch.manual_seed(3 + hvkit.rank())
+        model, plan, _ = divided(reference, x)
+        assert len(plan.divisions) == 2
+        model(x).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == 6
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 WORDS = {
     "some pairs, and the last layer": {
         "h.*.mlp.0": "colwise",

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import hvkit
 from hvkit import main_rank
+from hvkit.frameworks.pytorch.checks import Checks
 
 pytestmark = [pytest.mark.two_ranks, pytest.mark.usefixtures("torch_distributed")]
 
@@ -160,3 +161,39 @@ def test_means_of_one_process_are_not_named(capsys):
     assert not warned(corrected, capsys)
     assert not warned(lambda model, x, y: model(x).sum() / 3, capsys)
     assert not warned(MEANS["rows"], capsys, first=4)
+
+
+@pytest.mark.parametrize("loss_of", [MEANS[n] for n in ("ignored", "masked", "rows")])
+@pytest.mark.parametrize("last", [4, 6, 7])
+@pytest.mark.parametrize("options", [{}, STRATEGIES["accumulated"], STRATEGIES["fully"]])
+def test_a_shorter_last_batch_on_one_rank_is_named_in_any_step(loss_of, last, options, capsys):
+    main_rank._logged.clear()
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hvkit.distribute(model, optimizer, **options)
+    x, y = (part[:4] for part in data()[0])
+    y = y.clamp(min=0)
+    for step in range(1, 9):
+        rows = 4 - hvkit.rank() if step == last else 4
+        loss_of(model, x[:rows], y[:rows]).backward()
+        if step % options.get("accumulate", 1) == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    error = capsys.readouterr().err
+    assert ("write `loss = hvkit.mean(total, count)`" in error) == hvkit.is_main()
+
+
+def test_losses_of_other_shapes_that_count_alike_are_left_alone_soon(capsys, monkeypatch):
+    compared = []
+    check = Checks.compare_losses
+    monkeypatch.setattr(Checks, "compare_losses", lambda c: (compared.append(c), check(c)))
+    main_rank._logged.clear()
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hvkit.distribute(model, optimizer)
+    x = data()[0][0][: 4 - hvkit.rank()]
+    for _ in range(20):
+        (model(x).square().mean() * len(x) / 3.5).backward()
+        optimizer.step()
+    assert "hvkit.mean" not in capsys.readouterr().err
+    assert len(compared) == 8

@@ -164,4 +164,4 @@ def test_a_part_of_the_bytes_is_sent(compression, share):
     model(torch.ones(2, 300)).sum().backward()
     sent = hvkit.traffic()["gradients"].bytes - before.bytes
     ring = 2 * (hvkit.size() - 1) / hvkit.size() * 4 * 300**2
-    assert sent / ring == pytest.approx(share, rel=0.03)
+    assert sent / ring == pytest.approx(share, rel=0.05)  # the report on the step included

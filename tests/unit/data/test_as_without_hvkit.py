@@ -116,6 +116,9 @@ LOADERS = {
     "persistent workers": lambda: DataLoader(
         Noisy(), 4, sampler=Eager(), num_workers=2, persistent_workers=True, generator=seeded()
     ),
+    "shuffled by persistent workers' generator": lambda: DataLoader(
+        Noisy(), 4, True, num_workers=2, persistent_workers=True, generator=seeded()
+    ),
     "stream": lambda: DataLoader(Stream(), 4),
     "stream with workers": lambda: DataLoader(Stream(), 4, num_workers=2, drop_last=True),
 }  # fmt: skip

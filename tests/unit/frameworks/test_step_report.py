@@ -18,8 +18,8 @@ def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):
     return StepReport(*map(frozenset, (dense, sparse, outdated, trained)))
 
 
-def encoded(steps, checksum=5, **kinds):
-    return ReportVector(4).encode(report(**kinds), checksum, steps).copy()
+def encoded(steps, checksum=5, shapes=0, **kinds):
+    return ReportVector(4).encode(report(**kinds), checksum, steps, shapes=shapes).copy()
 
 
 def decoded(mean, size):
@@ -57,6 +57,7 @@ def test_one_rank_that_differs_is_noticed_among_many(size):
         return everyone[0][1]
 
     assert seen(encoded(6)) == Disagreement(steps=True)
+    assert seen(encoded(7, shapes=7)) == Disagreement(shapes=True)
     assert seen(encoded(7, trained=(0, 1, 3))) == Disagreement(frozen=True)
     assert seen(encoded(7, checksum=5 + (1 << 20))) == Disagreement(checksums=True)
     assert seen(usual) == Disagreement()

@@ -31,7 +31,7 @@ from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
-from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts, warn_of_other_counts
+from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.gradients.step_report import (
@@ -166,15 +166,21 @@ class DividedModels:
         """
         step = next(self._steps)
         compares = step.bit_count() == 1
+        self._losses.keep()
         counts = self._losses.numbers().view(np.int64).tolist() if compares else []
         order = hash(tuple(self._order)), len(self._order)
-        mine = torch.tensor([*order, checksum_of_rates([optimizer]), *counts], device="cpu")
+        checksums = checksum_of_rates([optimizer]), self._losses.checksum()
+        mine = torch.tensor([*order, *checksums, *counts], device="cpu")
         self._order.clear()
         with call("optimizer.step()", step, self._name):
             everyone = self._checks.gather(mine, f"{self._name}.order").view(runtime.size(), -1)
         if compares:
-            numbers = np.ascontiguousarray(everyone[:, 3:].numpy()).view(np.float64)
-            warn_of_other_counts(numbers, all_ranks())
+            numbers = np.ascontiguousarray(everyone[:, 4:].numpy()).view(np.float64)
+            self._losses.compare(numbers, all_ranks())
+        elif (everyone[:, 3] != everyone[0, 3]).any():
+            counts = collectives.gather("optimizer.step()", self._losses.numbers().tolist())
+            self._losses.compare(np.array(counts), all_ranks(), for_shapes=True)
+        self._losses.begin()
         self._losses.look(wanted=(step + 1).bit_count() == 1)
         facts = everyone[:, :3].tolist()
         if any(theirs[2] != facts[0][2] for theirs in facts):

@@ -1,15 +1,18 @@
 """Whether ranks' losses are means over different numbers: of tokens, weights or rows.
 
-The mean over ranks of such means is not the mean of one process. In the steps in which ranks
-compare their weights, each looks at the root of its backward pass, where autograd keeps what a loss
-has divided by. Other passes cost nothing.
+The mean over ranks of such means is not the mean of one process. At the root of each backward pass
+autograd keeps what a loss has divided by. Ranks compare these numbers in the steps in which they
+compare their weights, since their values may have to come from a GPU. The shapes are at hand: how
+many elements went into the losses travels in a checksum with each step, so that ranks also compare
+in the step of a shorter last batch, wherever it comes.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -32,46 +35,95 @@ _BY_ELEMENT = (
 # What stands between losses and the root, and keeps their value or adds some up.
 _THROUGH = ("Add", "Sub", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "View", "Reshape")
 _MOST_NODES = 64
+# Comparisons of steps with other shapes, before these are taken for the script's intention.
+_MOST_COMPARISONS = 8
 
 # Those that want to see the next pass.
 _looking: WeakSet[LossCounts] = WeakSet()
 
+# What a mean is multiplied with, and divided by: numbers, or tensors of one, perhaps on a GPU.
+_Mean = tuple[Sequence[Any], Any]
+
 
 class LossCounts:
-    """What the losses of one model's pass are means over.
+    """What the losses of one model's passes are means over.
 
     Attributes:
-        count: the sum of what each divides by; 0 if none is known.
-        weight: how much of the loss one element makes, added up over the losses.
         own_weight: returns how often this rank's gradients count in the mean over ranks.
     """
 
     def __init__(self) -> None:
-        self.count = self.weight = 0.0
         self.own_weight: Callable[[], float] = lambda: 1.0
+        self._comparisons = 0
+        self._noted: list[_Mean] = []
+        self._noted_elements = 0
+        self._means: list[_Mean] = []
+        self._elements = 0
 
     def look(self, *, wanted: bool) -> None:
-        """Look at the passes from now on, or no longer."""
-        (_looking.add if wanted else _looking.discard)(self)
+        """Look at the passes from now on, or only as long as shapes are of interest."""
+        interested = wanted or self._comparisons < _MOST_COMPARISONS
+        (_looking.add if interested else _looking.discard)(self)
+
+    def ignore_shapes(self) -> None:
+        """Compare no steps because their losses have other shapes."""
+        self._comparisons = _MOST_COMPARISONS
 
     def note(self, roots: Any) -> None:
         """Look at the tensors of which the script wants gradients."""
         roots = [roots] if isinstance(roots, torch.Tensor) else roots
-        self.count = self.weight = 0.0
+        self._noted, self._noted_elements = [], 0
         if not isinstance(roots, Sequence) or len(roots) != 1 or roots[0].numel() != 1:
             return
         try:
-            means = list(_means_below(roots[0].grad_fn))
+            found = list(_means_below(roots[0].grad_fn))
         except RuntimeError:  # a pass has freed it already
             return
-        for factor, count in means:
-            if count > 0 and math.isfinite(factor):
-                self.count += count
-                self.weight += factor / count
+        self._noted = [(factors, count) for factors, count, _ in found]
+        self._noted_elements = sum(elements for *_, elements in found)
+
+    def keep(self) -> None:
+        """Count the pass that was noted last: it was one of this model's."""
+        self._means += self._noted
+        self._elements += self._noted_elements
+        self._noted, self._noted_elements = [], 0
+
+    def begin(self) -> None:
+        """Begin anew with the next pass: that of another step."""
+        self._means, self._elements = [], 0
+
+    def checksum(self) -> int:
+        """A number that differs if ranks' losses have other shapes, while that is of interest."""
+        if self._comparisons >= _MOST_COMPARISONS or not self._elements:
+            return 0
+        return zlib.crc32(str(self._elements).encode())
 
     def numbers(self) -> NDArray[np.float64]:
-        """To be compared: the count and the weight."""
-        return np.array([self.count, self.weight * self.own_weight()])
+        """To be compared: the sum of what each loss divides by, 0 if none is known, and a weight.
+
+        The weight is how much of the loss one element makes, added up over the losses.
+        """
+        total = weight = 0.0
+        for factors, count in self._means:
+            factor, number = math.prod(map(_value, factors)), _value(count)
+            if number > 0 and math.isfinite(factor):
+                total += number
+                weight += factor / number
+        return np.array([total, weight * self.own_weight()])
+
+    def compare(
+        self, everyone: NDArray[np.float64], group: Group, *, for_shapes: bool = False
+    ) -> None:
+        """Warn, once, if an element counts more on one rank than on another.
+
+        Args:
+            everyone: the numbers of each rank, of shape ``(ranks, 2)``.
+            group: the ranks.
+            for_shapes: whether ranks compare because ``checksum`` differs.
+        """
+        if _warn_of_other_counts(everyone, group):
+            self.ignore_shapes()
+        self._comparisons += for_shapes
 
 
 def looks() -> bool:
@@ -85,19 +137,13 @@ def note(roots: Any) -> None:
         each.note(roots)
 
 
-def warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> None:
-    """Warn, once, if an element counts more on one rank than on another.
-
-    Args:
-        numbers: of each rank, of shape ``(ranks, 2)``.
-        group: the ranks.
-    """
+def _warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> bool:
     counts, weights = numbers.T
     other = int(np.abs(counts - counts[0]).argmax())
     scale = np.abs(weights).max()
     alike = np.abs(weights - weights[0]).max() <= 1e-4 * scale
     if alike or counts[other] == counts[0] or not counts.all():
-        return
+        return False
     warn_once(
         "losses over other counts",
         f"the loss is a mean over {counts[0]:.6g} elements (or their weights) on rank "
@@ -106,36 +152,43 @@ def warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> None:
         "divided by, and write `loss = hvkit.mean(total, count)`",
         group,
     )
+    return True
 
 
-def _means_below(root: Any) -> Iterator[tuple[float, float]]:
-    """Of each mean that a loss is made of: the factor it comes with, and its count."""
-    nodes = [(root, 1.0)]
+def _means_below(root: Any) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
+    """Of each mean that a loss is made of: its factors, its count, and how many elements it has."""
+    nodes: list[tuple[Any, tuple[Any, ...]]] = [(root, ())]
     for _ in range(_MOST_NODES):
         if not nodes:
             return
-        node, factor = nodes.pop()
+        node, factors = nodes.pop()
         name = type(node).__name__
         if name in _BY_WEIGHT and node._saved_reduction == _MEAN:
-            yield factor, float(node._saved_total_weight)
+            yield factors, node._saved_total_weight, _elements(node)
         elif name in _BY_ELEMENT and node._saved_reduction == _MEAN:
-            yield factor, _elements(node)
+            yield factors, _elements(node), _elements(node)
         elif name == "MeanBackward0":
-            yield factor, float(node._saved_self_sym_numel)
+            yield factors, node._saved_self_sym_numel, node._saved_self_sym_numel
         elif name.startswith("Div"):
-            divisor = _number(node, "_saved_other")
+            divisor = getattr(node, "_saved_other", 1)
             below = node.next_functions[0][0]
             if _is_sum(below):
-                yield factor, divisor
-            elif divisor:
-                nodes.append((below, factor / divisor))
+                yield factors, divisor, _elements(below)
+            else:
+                nodes.append((below, (*factors, _Reciprocal(divisor))))
         elif name.startswith("Mul"):
             others = ("_saved_other", "_saved_self")
             for (below, _), other in zip(node.next_functions, others, strict=False):
                 if below is not None:
-                    nodes.append((below, factor * _number(node, other)))
+                    nodes.append((below, (*factors, getattr(node, other, 1))))
         elif name.startswith(_THROUGH):
-            nodes.extend((below, factor) for below, _ in node.next_functions if below is not None)
+            nodes.extend((below, factors) for below, _ in node.next_functions if below is not None)
+
+
+class _Reciprocal(NamedTuple):
+    """One divided by a number that may still be on a GPU."""
+
+    of: Any
 
 
 def _is_sum(node: Any) -> bool:
@@ -143,17 +196,19 @@ def _is_sum(node: Any) -> bool:
     return name == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
 
 
-def _elements(node: Any) -> float:
+def _elements(node: Any) -> int:
     """How many numbers a node has got; 0 if that is not known."""
     below, place = node.next_functions[0]
     shapes = getattr(below, "_input_metadata", ())
-    return float(math.prod(shapes[place].shape)) if place < len(shapes) else 0.0
+    return math.prod(shapes[place].shape) if place < len(shapes) else 0
 
 
-def _number(node: Any, name: str) -> float:
+def _value(number: Any) -> float:
     """A number that autograd keeps; 1 if it keeps none."""
-    value = getattr(node, name, None)
-    if isinstance(value, torch.Tensor):
-        real = value.numel() == 1 and not value.is_complex()
-        return float(value.detach()) if real else 1.0
-    return float(value) if isinstance(value, int | float) else 1.0
+    if isinstance(number, _Reciprocal):
+        below = _value(number.of)
+        return 1 / below if below else math.inf
+    if isinstance(number, torch.Tensor):
+        real = number.numel() == 1 and not number.is_complex()
+        return float(number.detach()) if real else 1.0
+    return float(number) if isinstance(number, int | float) else 1.0

@@ -151,6 +151,7 @@ class GradientReducer:
         """
         self._own_weight = self._checks.losses.own_weight = own_weight
         self._correction = correction
+        self._checks.losses.ignore_shapes()
 
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
@@ -265,6 +266,7 @@ class GradientReducer:
     def _end_pass(self) -> bool:
         """Count the pass; return whether a reduction follows."""
         self._hooks.end()
+        self._checks.losses.keep()
         reduces = self._window.end_pass()
         if not reduces:
             self._changes.remember()
@@ -352,6 +354,7 @@ class GradientReducer:
             if self._statistics:
                 self._statistics.write(layout.statistics.values)
             self._hooks.outdated.clear()
+            self._checks.losses.begin()
             self._kept = set()
             self._window.reduced()
             self._changes.remember()
@@ -393,6 +396,8 @@ class GradientReducer:
             if same_buckets:  # else ranks may have sent different ones
                 self._drop()
             raise
+        if disagreement.shapes:
+            self._checks.compare_losses()
         self._changes.reported(disagreement.changes, self._steps_done)
         return report, disagreement
 
@@ -409,6 +414,7 @@ class GradientReducer:
         if self._state:
             self._state.pending.clear()
         self._changes.early = False
+        self._checks.losses.begin()
         self._hooks.outdated.clear()
 
     def _send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
@@ -433,6 +439,7 @@ class GradientReducer:
                 self._steps_done,
                 self._nonfinite is not None and self._nonfinite.found(self._parameters),
                 self._changes.report(),
+                self._checks.losses.checksum(),
             )
             layout.report.values.copy_(torch.from_numpy(mine))
         bucket.launch(self._wire)

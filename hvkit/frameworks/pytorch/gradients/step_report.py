@@ -1,9 +1,9 @@
 """What each rank reports of a step, in a few numbers that travel along with the gradients.
 
 Every rank reports which gradients it has, how many steps it has done, a checksum of its learning
-rates, and what the script has done to gradients. The numbers are averaged like gradients, at the
-end of the last bucket. All ranks read the same report from the mean, and so they make the same
-decisions about the gradients.
+rates, one of its losses' shapes (``loss_counts.py``), and what the script has done to gradients.
+The numbers are averaged like gradients, at the end of the last bucket. All ranks read the same
+report from the mean, and so they make the same decisions about the gradients.
 
 A reduction leaves the same gradients on every rank. Clipping, unscaling and the like change them in
 the same way everywhere, so the weights stay the same. Noise that each rank draws for itself does
@@ -35,8 +35,9 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 
 # Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
 _STEP_CYCLE = 8
-# Bits of the checksum that travel.
+# Bits that travel of the checksum of what must be equal, and of that of losses' shapes.
 _BITS = 24
+_SHAPE_BITS = 12
 # Numbers behind these: whether a gradient is not finite; whether gradients have changed too early,
 # since the last reduction, and in a new way; the step, and its square.
 _TAIL = 6
@@ -107,6 +108,7 @@ class Disagreement:
         checksums: whether they use different learning rates, or have used different gradients.
         steps: whether they have done different numbers of optimizer steps.
         nonfinite: whether any has a gradient that is NaN or infinite.
+        shapes: whether their losses have other shapes.
         changes: what any has done to gradients.
     """
 
@@ -114,6 +116,7 @@ class Disagreement:
     checksums: bool = False
     steps: bool = False
     nonfinite: bool = False
+    shapes: bool = False
     changes: Changes = Changes()
 
 
@@ -130,9 +133,10 @@ class ReportVector:
     """
 
     def __init__(self, parameters: int) -> None:
-        self.length = 4 * parameters + _BITS + _TAIL
+        self.length = 4 * parameters + _BITS + _SHAPE_BITS + _TAIL
         self._report: StepReport | None = None
-        self._checksum: int | None = None
+        self._bits = slice(4 * parameters, -_TAIL)
+        self._checksums: tuple[int, int] | None = None
         self._vector = np.zeros(self.length, np.float32)
 
     def encode(
@@ -142,6 +146,7 @@ class ReportVector:
         steps: int,
         nonfinite: bool = False,
         changes: Changes = _NO_CHANGES,
+        shapes: int = 0,
     ) -> NDArray[np.float32]:
         """This rank's report as a float32 array of shape ``(length,)``, valid until the next call.
 
@@ -151,18 +156,21 @@ class ReportVector:
             steps: optimizer steps done.
             nonfinite: whether a gradient is NaN or infinite.
             changes: what the script has done to gradients.
+            shapes: a checksum of those of the losses.
         """
         vector = self._vector
         if report is not self._report:
-            rows = vector[: -_BITS - _TAIL].reshape(4, -1)
+            rows = vector[: self._bits.start].reshape(4, -1)
             rows[:] = 0
             kinds = (report.dense, report.sparse, report.outdated, report.trained)
             for row, indices in zip(rows, kinds, strict=True):
                 row[list(indices)] = 1
             self._report = report
-        if checksum != self._checksum:
-            vector[-_BITS - _TAIL : -_TAIL] = [checksum >> b & 1 for b in range(_BITS)]
-            self._checksum = checksum
+        if (checksum, shapes) != self._checksums:
+            bits = [checksum >> b & 1 for b in range(_BITS)]
+            bits += [shapes >> b & 1 for b in range(_SHAPE_BITS)]
+            vector[self._bits] = bits
+            self._checksums = checksum, shapes
         step = steps % _STEP_CYCLE
         flags = nonfinite, changes.early, changes.changed, changes.new
         vector[-_TAIL:] = *flags, step, step * step
@@ -181,15 +189,17 @@ class ReportVector:
             nonfinite, *changes = (bool(flag) for flag in self._vector[-_TAIL:-2])
             return self._report, Disagreement(nonfinite=nonfinite, changes=Changes(*changes))
         values = mean.astype(np.float64)
-        rows = values[: -_BITS - _TAIL].reshape(4, -1)
+        rows = values[: self._bits.start].reshape(4, -1)
+        bits = _on_some(values[self._bits], size)
         nonfinite, *changes = (bool(flag > 0.5 / size) for flag in values[-_TAIL:-2])
         step, square = values[-2:]
         found = StepReport(*(_indices(row > 0.5 / size) for row in rows))
         return found, Disagreement(
             frozen=bool(_on_some(rows[3], size).any()),
-            checksums=bool(_on_some(values[-_BITS - _TAIL : -_TAIL], size).any()),
+            checksums=bool(bits[:_BITS].any()),
             steps=bool(square - step * step > 0.25 / size),
             nonfinite=nonfinite,
+            shapes=bool(bits[_BITS:].any()),
             changes=Changes(*changes),
         )
 

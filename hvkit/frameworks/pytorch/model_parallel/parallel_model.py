@@ -22,6 +22,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
+from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.division import (
@@ -121,6 +123,11 @@ class ParallelModel:
         self._together = self._links_of("pipeline", "tensor")
         shards = options.mesh.shard > 1
         self._at_once = self._links_of(*AXES) if shards else self._together
+        # Of the pass before; along the data axis alone, whoever averages gradients compares losses.
+        self._losses = LossCounts()
+        if shards:
+            watch_passes()
+            self._losses.look(wanted=True)
         # The ranks that hold parts of the same weights, which are no copies.
         self._holders = self._links_of("shard", "pipeline", "tensor")
         self._copies = self._links_of("data", "shard")
@@ -176,6 +183,7 @@ class ParallelModel:
         if self._passes & (self._passes - 1) == 0:
             self._refuse_replaced_parameters()
         self._links.step = self._at_once.step = self._passes
+        self._losses.keep()
         with self._links.in_call(), self._links.times.passing():
             self._seed = require_same_batch(
                 self._model,
@@ -183,9 +191,11 @@ class ParallelModel:
                 args,
                 kwargs,
                 self._optimizers,
+                self._losses,
                 self._at_once,
                 self._together,
             )
+            self._losses.begin()
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
                 self._show_own_forward()

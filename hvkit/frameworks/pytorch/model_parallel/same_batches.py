@@ -6,12 +6,15 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hvkit.communication.group import all_ranks
 from hvkit.errors import RanksDisagreeError, ranks_text
+from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.step_report import (
     checksum_of_rates,
     rates_of,
@@ -29,6 +32,7 @@ def require_same_batch(
     args: Any,
     kwargs: Any,
     optimizers: Sequence[Optimizer],
+    losses: LossCounts,
     at_once: StageLinks,
     together: StageLinks,
 ) -> int:
@@ -39,6 +43,7 @@ def require_same_batch(
         number: of the forward pass.
         args, kwargs: the batch.
         optimizers: of the model, whose learning rates are compared as well.
+        losses: of the pass before: if they are means over different numbers, rank 0 warns.
         at_once: the ranks that must make the same call.
         together: those of them that must have the same batch.
 
@@ -60,7 +65,8 @@ def require_same_batch(
     # Numbers on a GPU are compared less often, because the host waits for them.
     often = number & (number - 1) == 0
     content = [checksum(t) for t in tensors if often or not t.is_cuda]
-    numbers = hash_of(mine), hash_of(content), new_seed(), checksum_of_rates(optimizers)
+    rates = checksum_of_rates(optimizers)
+    numbers = hash_of(mine), hash_of(content), new_seed(), rates, losses.checksum()
     found = at_once.gather_numbers(numbers).tolist()
     everyone = dict(zip(at_once.ranks, found, strict=True))
     for ranks, column, what in (
@@ -75,10 +81,14 @@ def require_same_batch(
                     "the same batches in the same order: divide data with "
                     "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
                 )
-    if len({rates for *_, rates in everyone.values()}) > 1:
-        rates: list[Any] = [None] * len(at_once.ranks)
-        dist.all_gather_object(rates, rates_of(optimizers, fetch=False), group=at_once.group)
-        refuse_other_rates(dict(zip(at_once.ranks, rates, strict=True)))
+    if len({theirs[3] for theirs in everyone.values()}) > 1:
+        named: list[Any] = [None] * len(at_once.ranks)
+        dist.all_gather_object(named, rates_of(optimizers, fetch=False), group=at_once.group)
+        refuse_other_rates(dict(zip(at_once.ranks, named, strict=True)))
+    other_shapes = len({theirs[4] for theirs in everyone.values()}) > 1
+    if (often or other_shapes) and len(at_once.ranks) > len(together.ranks):
+        counts = at_once.gather_numbers(losses.numbers().view(np.int64).tolist()).numpy()
+        losses.compare(counts.view(np.float64), all_ranks(), for_shapes=other_shapes)
     return int(everyone[together.ranks[0]][2])
 
 

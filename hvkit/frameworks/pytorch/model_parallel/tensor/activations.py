@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -83,7 +83,24 @@ class DividedActivations(EachOperation):
         """Whether this thread is inside such a forward."""
         return bool(getattr(_active, "depth", 0))
 
+    @classmethod
+    def computing_again(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of such a forward that runs in backward again, and finds the same there."""
+        current: DividedActivations | None = getattr(_active, "current", None)
+        if current is None:
+            return function
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if cls.active():
+                return function(*args, **kwargs)
+            with current:
+                return function(*args, **kwargs)
+
+        return run
+
     def __enter__(self) -> DividedActivations:
+        _active.current = self
         _active.depth = getattr(_active, "depth", 0) + 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -91,6 +108,8 @@ class DividedActivations(EachOperation):
     def __exit__(self, *error: Any) -> None:
         _active.depth -= 1
         _active.last = None
+        if not _active.depth:
+            _active.current = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def operation(self, call: Operation) -> Any:

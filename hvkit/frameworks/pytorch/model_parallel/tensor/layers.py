@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -71,6 +72,7 @@ def divide(
             f"the plan divides a model among {plan.ways} ranks, and the mesh has the shape "
             f"{tuple(mesh.shape)}: pass a mesh of one dimension with {plan.ways} ranks"
         )
+    _follow_checkpoints()
     placements = placements_of(model, plan)
     index, ways = mesh.get_local_rank(), mesh.size()
     for name, placement in placements.items():
@@ -187,6 +189,25 @@ def _heads(divided: DividedHeads) -> Callable[..., Any]:
         return divided(self, *args, **kwargs)
 
     return forward
+
+
+@functools.cache
+def _follow_checkpoints() -> None:
+    """Divide activations also in functions that ``torch.utils.checkpoint`` calls in backward."""
+    recompute: Any = torch.utils.checkpoint
+    without_reentry = recompute._checkpoint_without_reentrant_generator
+    with_reentry = recompute.CheckpointFunction.forward
+
+    @functools.wraps(without_reentry)
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return without_reentry(DividedActivations.computing_again(function), *args, **kwargs)
+
+    @functools.wraps(with_reentry)
+    def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return with_reentry(ctx, DividedActivations.computing_again(function), *args)
+
+    recompute._checkpoint_without_reentrant_generator = generator
+    recompute.CheckpointFunction.forward = staticmethod(forward)
 
 
 def _inside(
