@@ -5,6 +5,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+# Of the script's calls that may be in a loss.
+calls = 0
+
+
+def note_call() -> None:
+    """Count a call of the script's that needs all ranks to make it."""
+    global calls
+    calls += 1
+
 
 def in_graph(call: str, *values: Any) -> bool:
     """Whether TensorFlow is tracing a graph, with one of these as a tensor or variable.
@@ -16,6 +25,7 @@ def in_graph(call: str, *values: Any) -> bool:
     Raises:
         TypeError: one of them is an array that JAX is tracing.
     """
+    note_call()
     # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
     jax, tf, keras = map(sys.modules.get, ("jax", "tensorflow", "keras.src.backend"))
     # TensorFlow looks for JAX, and may find a folder of that name.

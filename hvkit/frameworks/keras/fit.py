@@ -72,7 +72,7 @@ def share_results(
     for batchwise in (model.train_on_batch, model.test_on_batch):
         found = _translating(batchwise)
         if rounds is None and parts is None:
-            found = _of_all_ranks(model, found, read, same_part or group)
+            found = _of_all_ranks(model, found, read, same_part or group, epoch)
         setattr(model, batchwise.__name__, found)
     evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
     for method in (evaluate, _also_without_rows(model, model.predict)):
@@ -138,7 +138,11 @@ def _also_without_rows(model: keras.Model, predict: Callable[..., Any]) -> Calla
 
 
 def _of_all_ranks(
-    model: keras.Model, method: Callable[..., Any], read: Callable[[Any], Any], group: Group
+    model: keras.Model,
+    method: Callable[..., Any],
+    read: Callable[[Any], Any],
+    group: Group,
+    epoch: Epoch,
 ) -> Callable[..., Any]:
     """``train_on_batch`` or ``test_on_batch``, with the metrics of all ranks' batches."""
 
@@ -149,7 +153,9 @@ def _of_all_ranks(
             return method(*args, **kwargs)
         as_dict = kwargs.pop("return_dict", False)
         with call_within(method.__name__):
+            even, epoch.even = epoch.even, False  # a callback of ``fit`` may call it
             logs = method(**kwargs, return_dict=True)
+            epoch.even = even
             logs = over_all_ranks(model, read, logs, group)
         return logs if as_dict else model._flatten_metrics_in_order(logs)
 

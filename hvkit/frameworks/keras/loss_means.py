@@ -5,11 +5,14 @@ r knows its own ``S_r`` and ``D_r``, and one process has ``sum S_r / sum D_r``. 
 of ``S_r / D_r`` is the same only if all ``D_r`` are equal.
 
 - **Samples.** Gradients of a rank with ``B_r`` rows count ``N B_r / sum B_r`` times before they are
-  averaged. These numbers travel with those that ranks exchange before gradients anyway.
+  averaged. These numbers travel with those that ranks exchange before gradients anyway. Rows are
+  those of the targets, else of the inputs; in a ``train_step`` of the script's, those of its first
+  loss of samples.
 - **Masks and weights.** Keras reduces all losses in one function, which hvkit replaces. There a
   loss with a count of its own becomes ``S_r / sum D_r * sum B_r / B_r``: its mean, in which a rank
   counts as often as it has rows, is that of one process. It is the loss that Keras reports, since
-  Keras weights what it reports by rows, too. A sum, ``reduction="sum"``, has a count of 1 for all.
+  Keras weights what it reports by rows, too. A sum, ``reduction="sum"``, has a count of 1 for all,
+  if it is a loss of ``compile``: another may be of weights, or have a factor of the script's.
   Where gradients are those of one such loss, a port may let them count as often as it does (``D_r``
   instead of ``B_r``). No rank then waits for ``sum D_r``; what Keras reports is corrected after it.
 
@@ -26,6 +29,8 @@ with those of the batch's halves, and rank 0 names it.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import zip_longest
@@ -36,8 +41,11 @@ import keras
 import numpy as np
 from keras import ops
 from keras.src.losses import loss as keras_losses
+from keras.src.trainers import compile_utils
 
 from hvkit import runtime
+from hvkit.communication import graph_values
+from hvkit.communication.graph_values import note_call
 from hvkit.frameworks.keras.backends import may_be_differentiated
 from hvkit.main_rank import warn_once
 
@@ -53,8 +61,13 @@ class StepTotals(Protocol):
 
     even: Callable[[], bool]
 
-    def begin(self, inputs: Any) -> None:
-        """Note how many rows this rank has in this step, those of a tensor of inputs."""
+    def begin(self, rows_of: Any, final: bool = True) -> None:
+        """Note how many rows this rank has in this step.
+
+        Args:
+            rows_of: the tensor that has them.
+            final: whether there is no second call in the step, with a tensor of other rows.
+        """
 
     def end(self) -> None:
         """The step has ended."""
@@ -82,14 +95,12 @@ class StepTotals(Protocol):
             Whether it does so.
         """
 
-    def once(
-        self, key: str, values: Callable[[], Sequence[Any]], report: Callable[..., None]
-    ) -> None:
+    def once(self, key: str, values: Sequence[Any], report: Callable[..., None]) -> None:
         """In the first step, pass the values of some tensors to ``report``, as NumPy arrays.
 
         Args:
             key: of this comparison.
-            values: returns the tensors.
+            values: the tensors.
             report: what takes them.
         """
 
@@ -104,12 +115,13 @@ class _Step:
     """A ``train_step`` or ``test_step`` of a model under way.
 
     Attributes:
-        losses: how many have been reduced.
         kerass: whether the method is Keras's own.
-        called: the loss that computes.
+        names: how many collectives it has had.
+        position: that of the next loss of ``compile``, while these compute; else None.
+        called: the losses that compute, each inside of the one before.
         late: a loss whose count is on its way, the count, and its number.
-        noted: in a ``test_step``, of each loss with a count of its own: its number, whether it is a
-            mean, whether its tracker counts rows, the sum, and the count.
+        noted: in a ``test_step``, of each loss of ``compile`` with a count of its own: its
+            position, whether it is a mean, whether its tracker counts rows, the sum, and the count.
     """
 
     def __init__(
@@ -119,17 +131,41 @@ class _Step:
         self.totals = totals
         self.trains = trains
         self.kerass = kerass
-        self.losses = 0
-        self.called: Any = None
+        self.names = 0
+        self.position: int | None = None
+        self.called: list[Any] = []
         self.late: tuple[Any, Any, int] | None = None
         self.noted: list[Any] = []
+        self._has_rows = kerass or not trains
+
+    def next_name(self) -> int:
+        """The number of the next collective, the same on every rank."""
+        self.names += 1
+        return self.names - 1
+
+    def see(self, values: Any, weights: bool) -> None:
+        """Take the rows of a loss's values for those of the step, if it is the first.
+
+        Args:
+            values: those that are to be reduced.
+            weights: whether the loss is one of weights.
+        """
+        if self._has_rows or weights:
+            return
+        self._has_rows = True
+        self.totals.begin(values)
+
+    @property
+    def position_of_called(self) -> int | None:
+        """That of the loss that computes among those of ``compile``; None if it is none of them."""
+        return self.position if len(self.called) == 1 else None
 
     def has_one_loss(self) -> bool:
         """Whether the loss that computes is the only one of ``compile``, and one of Keras."""
         compiled: Any = getattr(self.model, "_compile_loss", None)
         losses: Any = getattr(compiled, "_flat_losses", None) or ()
-        one = self.kerass and len(losses) == 1 and losses[0].loss is self.called
-        return one and _gives_each_sample_its_own(self.called)
+        one = self.kerass and len(losses) == 1 and self.position_of_called == 0
+        return one and _gives_each_sample_its_own(self.called[0][0])
 
     def correct_reported(self, rows: int) -> None:
         """Make the reported loss that of all ranks' counts, now that their sum is there.
@@ -149,7 +185,7 @@ class _Step:
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
 # On a model: they lead back to it, so that a table would keep it.
-_TOTALS = "_hvkit_totals"
+_TOTALS, _EVEN = "_hvkit_totals", "_hvkit_even"
 # Models whose gradients are averaged in every step.
 _averaged: WeakSet[keras.Model] = WeakSet()
 
@@ -163,16 +199,17 @@ def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: b
         trains: whether its gradients are averaged in every step, so that ``train_step`` is meant.
     """
     vars(model)[_TOTALS] = totals
+    totals.even = vars(model).get(_EVEN, totals.even)
     if trains:
         _averaged.add(model)
         model.train_step = _counted(model, model.train_step, totals, trains=True)
-        _compare_with_halves()
     model.test_step = _counted(model, model.test_step, totals, trains=False)
     _share_reduction()
 
 
 def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
     """Let the steps of a model know whether all ranks have as many rows in each."""
+    vars(model)[_EVEN] = even
     if _TOTALS in vars(model):
         vars(model)[_TOTALS].even = even
 
@@ -180,33 +217,53 @@ def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
 def _counted(
     model: keras.Model, method: Callable[[Any], Any], totals: StepTotals, *, trains: bool
 ) -> Callable[[Any], Any]:
-    kerass = getattr(method, "__func__", None) is keras.Model.train_step
+    kerass = getattr(inspect.unwrap(method), "__func__", None) is keras.Model.train_step
     kerass = kerass and type(model).compute_loss is keras.Model.compute_loss
 
     @functools.wraps(method)
     def counted(data: Any) -> Any:
-        x = data[0] if isinstance(data, tuple | list) and data else data
-        tensors = [x]
-        if not ops.is_tensor(x):
-            tensors = [each for each in keras.tree.flatten(x) if each is not None]
-        if not tensors or not ops.is_tensor(tensors[0]) or not tensors[0].shape:
+        x, *targets = data if isinstance(data, tuple | list) and data else (data,)
+        first = _first_tensor(x)
+        if first is None:
             return method(data)
         if trains:
-            totals.begin(tensors[0])
+            of_targets = _first_tensor(targets[0]) if targets else None
+            totals.begin(first if of_targets is None else of_targets, final=kerass)
         step = _Step(model, totals, trains, kerass)
+        before = None if trains else _reported(model)
         token = _step.set(step)
         try:
             logs = method(data)
         finally:
             _step.reset(token)
         if trains:
-            step.correct_reported(tensors[0].shape[0])
+            step.correct_reported(first.shape[0])
             totals.end()
         elif step.noted:
-            totals.note([ops.shape(tensors[0])[0], step.losses, *step.noted])
+            totals.note([ops.shape(first)[0], _reported(model) - before, *step.noted])
         return logs
 
     return counted
+
+
+def _reported(model: keras.Model) -> Any:
+    """How often the losses have counted that a model reports so far: by rows, or as it likes."""
+    tracker: Any = getattr(model, "_loss_tracker", None)
+    return 0.0 if tracker is None else tracker.count + 0.0
+
+
+def _first_tensor(tree: Any) -> Any:
+    """The first tensor or array of some data, which has rows; None if the first thing has none."""
+    found = [tree]
+    if not ops.is_tensor(tree):
+        found = [each for each in keras.tree.flatten(tree) if each is not None]
+    return found[0] if found and _has_rows(found[0]) else None
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a tensor or array is known to have a first dimension."""
+    shape = getattr(value, "shape", ())
+    return bool(getattr(shape, "rank", None) if hasattr(shape, "rank") else len(shape))
 
 
 def rows_for_each() -> Any:
@@ -215,11 +272,11 @@ def rows_for_each() -> Any:
     A collective. A gradient that is to be that of one process must be so many times as large as a
     rank's own, since gradients count as often as the rank has rows.
     """
+    note_call()
     step = _step.get()
     if step is None or not step.trains:
         return None
-    step.losses += 1
-    return step.totals.of(None, step.losses - 1)[0]
+    return step.totals.of(None, step.next_name())[0]
 
 
 def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
@@ -238,24 +295,28 @@ def corrections(
         everyone: of each rank, what ``noted_of`` returned.
 
     Returns:
-        By the id of a metric's variable; nothing if a ``test_step`` of the script's reduces other
-        losses than those of ``compile``.
+        By the id of a metric's variable; nothing if a ``test_step`` of the script's computes the
+        losses of ``compile`` more than once, or not on all ranks.
     """
     compiled: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compiled, "_flat_losses", None) or ()
     found: dict[int, float] = {}
     for steps in zip_longest(*everyone):  # the ranks' batches that one process has in one
         held = [each for each in steps if each is not None]
-        if any(each[1] != len(losses) for each in held):
+        if len({len(each) for each in held}) > 1:
             return {}
         rows = np.array([each[0] for each in held])
+        reported = np.array([each[1] for each in held])
         of_ranks = np.array([each[2:].reshape(-1, 5) for each in held])
+        if len({*of_ranks[0, :, 0]}) < of_ranks.shape[1]:
+            return {}
         for at, (number, mean, by_rows, *_) in enumerate(of_ranks[0]):
             sums, counts = of_ranks[:, at, 3:].T
             own = sums / np.where(counts, counts, 1) if mean else sums
             whole = sums.sum() / (counts.sum() or 1) if mean else sums.sum()
             _, _, weight, _ = losses[int(number)]
-            trackers = [(model._loss_tracker, rows * (1.0 if weight is None else float(weight)))]
+            times = 1.0 if weight is None else float(weight)
+            trackers = [(model._loss_tracker, reported * times)]
             if len(losses) > 1:
                 counted = rows if by_rows else np.ones_like(rows)
                 trackers.append((compiled.metrics[int(number)], counted))
@@ -267,7 +328,8 @@ def corrections(
 
 @functools.cache
 def _share_reduction() -> None:
-    """Replace the function in which losses of Keras are reduced."""
+    """Replace the function in which losses of Keras are reduced, and know which one computes."""
+    _follow_losses()
     reduce = keras_losses.reduce_weighted_values
 
     @functools.wraps(reduce)
@@ -281,23 +343,30 @@ def _share_reduction() -> None:
         loss = reduce(values, sample_weight, mask, reduction, dtype)
         step = _step.get()
         if step is None:
-            if _averaged and may_be_differentiated(loss):
-                _warn_of_own_count(_count(values, sample_weight, mask, reduction))
+            if (_averaged or _in_loops) and may_be_differentiated(loss):
+                _note_own_count(_count(values, sample_weight, mask, reduction))
             return loss
-        number = step.losses
-        step.losses += 1
-        if not ops.is_tensor(values) or not values.shape:
+        if not ops.is_tensor(values) or not _has_rows(values):
             return loss
+        if values.shape[0] == 0:  # in eager code; the mean is NaN
+            loss = ops.cast(ops.sum(values), loss.dtype)
+        step.see(values, bool(step.called) and _of_weights(step.called[-1]))
+        position = step.position_of_called
         count = None if reduction == "sum" else _count(values, sample_weight, mask, reduction)
-        if reduction != "sum" and count is None:
+        if count is None and (reduction != "sum" or position is None):
+            return loss
+        if not step.trains and position is None:
+            if step.position is not None:
+                _warn_of_inner_count()
             return loss
         if not step.trains:
             own = ops.cast(loss, "float64")
             parts = [own, 1.0] if count is None else [own * count, count]
             # Keras counts batches alike in an output's loss if the graph does not know their size.
             by_rows = values.shape[0] is not None
-            step.noted += [number, count is not None, by_rows, *parts]
+            step.noted += [position, count is not None, by_rows, *parts]
             return loss
+        number = step.next_name()
         if count is None:
             _warn_of_factor(step.model)
             factor, _ = step.totals.of(None, number)
@@ -319,9 +388,33 @@ def _factor(totals: StepTotals, count: Any, number: int) -> Any:
     return share * ops.divide_no_nan(count, total)
 
 
-def _warn_of_own_count(count: Any) -> None:
-    """Warn of a loss with a count of its own in a loop of the script's."""
-    if count is not None:
+# Whether a loss of the script's, outside of steps of ``fit``, had a count of its own just now.
+_own_count = False
+# Models of loops with optimizers of PyTorch.
+_in_loops: WeakSet[keras.Model] = WeakSet()
+
+
+def watch_loops(model: keras.Model) -> None:
+    """Warn of losses with a count of their own in loops that train this model."""
+    _in_loops.add(model)
+    _share_reduction()
+
+
+def _note_own_count(count: Any) -> None:
+    global _own_count
+    _own_count = count is not None
+    if _in_loops:  # whose updates do not come here
+        warn_of_own_count(averaged=True)
+
+
+def warn_of_own_count(averaged: bool) -> None:
+    """Warn if the update that begins is of a loss with a count of its own.
+
+    Args:
+        averaged: whether the update is one of all ranks.
+    """
+    global _own_count
+    if _own_count and averaged:
         warn_once(
             "own count",
             "a loss of Keras divides by what a mask shows of this rank's samples, or by their "
@@ -329,6 +422,15 @@ def _warn_of_own_count(count: Any) -> None:
             "fit divides by the numbers of all ranks; in a loop of your own make the loss with "
             "reduction=None, and write loss = hvkit.mean(sum(losses * weights), sum(weights))",
         )
+    _own_count = False
+
+
+def _warn_of_inner_count() -> None:
+    warn_once(
+        "inner count",
+        "evaluate reports a loss of the script's that calls a loss of Keras with a mask or weights "
+        "as a mean of the ranks' own: it is not that of one process where ranks have other numbers",
+    )
 
 
 def _warn_of_factor(model: keras.Model) -> None:
@@ -345,28 +447,52 @@ def _warn_of_factor(model: keras.Model) -> None:
 
 
 @functools.cache
-def _compare_with_halves() -> None:
-    """Let the first step look whether a loss is a mean over samples."""
-    call = keras_losses.Loss.__call__
+def _follow_losses() -> None:
+    """Know which losses compute, and let the first step look whether one is a mean over samples."""
+    call, of_compile = keras_losses.Loss.__call__, compile_utils.CompileLoss.call
 
     @functools.wraps(call)
-    def compared(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def followed(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         step = _step.get()
-        if step is not None:
-            step.called = self
-        if step is not None and step.trains and not _is_mean_over_samples(self):
-            as_tensor = functools.partial(ops.convert_to_tensor, dtype=self.dtype)
-            data = keras.tree.map_structure(as_tensor, (y_true, y_pred))
-            first = keras.tree.flatten(data[1])[0]
-            if first.shape and first.shape[0] != 1:
-                step.totals.once(
-                    self.name,
-                    functools.partial(_with_halves, self, data),
-                    functools.partial(_name_if_no_mean, self.name),
-                )
-        return call(self, y_true, y_pred, sample_weight)
+        if step is None:
+            return call(self, y_true, y_pred, sample_weight)
+        step.called.append((self, y_pred))
+        calls = graph_values.calls
+        try:
+            loss = call(self, y_true, y_pred, sample_weight)
+        finally:
+            step.called.pop()
+        outermost = not step.called
+        if outermost and step.position is not None:
+            step.position += 1
+        own = outermost and step.trains and calls == graph_values.calls
+        if own and not _is_mean_over_samples(self):
+            data = y_true, y_pred
+            values = [ops.convert_to_tensor(each) for each in keras.tree.flatten(data)]
+            compare = functools.partial(_compare_with_halves, self, data)
+            step.totals.once(self.name, values, compare)
+        return loss
 
-    keras_losses.Loss.__call__ = compared
+    @functools.wraps(of_compile)
+    def in_order(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = _step.get()
+        if step is None or self is not getattr(step.model, "_compile_loss", None):
+            return of_compile(self, *args, **kwargs)
+        step.position = 0
+        try:
+            return of_compile(self, *args, **kwargs)
+        finally:
+            step.position = None
+
+    keras_losses.Loss.__call__ = followed
+    compile_utils.CompileLoss.call = in_order
+
+
+def _of_weights(called: tuple[Any, Any]) -> bool:
+    """Whether a loss is one of weights, such as a penalty."""
+    _, y_pred = called
+    kinds = (keras.Variable, *([torch.nn.Parameter] if (torch := sys.modules.get("torch")) else []))
+    return isinstance(y_pred, kinds)
 
 
 def _is_mean_over_samples(loss: Any) -> bool:
@@ -381,32 +507,51 @@ def _gives_each_sample_its_own(loss: Any) -> bool:
     return module.startswith("keras.") and function.__name__ not in ("dice", "tversky", "circle")
 
 
-def _with_halves(loss: Any, data: Any) -> list[Any]:
-    """A loss of all rows, of the first half of them, and of the others; and how many they are."""
+def _compare_with_halves(loss: Any, data: Any, *values: Any) -> None:
+    """Warn if a loss of a batch is not the mean of those of its halves.
 
-    def of(rows: slice) -> Any:
-        return loss.call(*keras.tree.map_structure(lambda t: ops.stop_gradient(t[rows]), data))
-
-    everything = ops.shape(keras.tree.flatten(data[1])[0])[0]
-    half = everything // 2
-    numbers = [ops.cast(each, "int32") for each in (half, everything)]
-    return [*numbers, of(slice(None)), of(slice(None, half)), of(slice(half, None))]
-
-
-def _name_if_no_mean(name: str, half: Any, everything: Any, whole: Any, *halves: Any) -> None:
-    first, second = halves
+    Args:
+        loss: of Keras, or around a function of the script's.
+        data: targets and predictions.
+        values: of their tensors.
+    """
+    rows = len(values[-1]) if values[-1].ndim else 0
+    if rows < 2 or any(not each.ndim or len(each) != rows for each in values):
+        return
+    parts = slice(None), slice(None, rows // 2), slice(rows // 2, None)
+    token = _step.set(None)
+    try:
+        whole, first, second = (
+            _numbers_of(loss, data, [v[part] for v in values]) for part in parts
+        )
+    except Exception as error:  # of any type: the script's function's
+        _warn_of_no_mean(loss.name, f"it fails with half of a batch ({error})")
+        return
+    finally:
+        _step.reset(token)
     if whole.shape and len(whole) == len(first) + len(second):
-        of_halves = np.concatenate(halves)
+        of_halves = np.concatenate([first, second])
     elif whole.shape == first.shape == second.shape:
-        of_halves = (first * half + second * (everything - half)) / max(everything, 1)
+        of_halves = (first * (rows // 2) + second * (rows - rows // 2)) / rows
     else:
         return
-    if np.allclose(whole, of_halves, rtol=np.finfo(whole.dtype).eps ** 0.5, atol=1e-7):
-        return
+    if not np.allclose(whole, of_halves, rtol=np.finfo(whole.dtype).eps ** 0.5, atol=1e-7):
+        halves = f"{np.mean(first):.4g} and {np.mean(second):.4g} of its halves"
+        _warn_of_no_mean(loss.name, f"it is {np.mean(whole):.4g} of a batch, {halves}")
+
+
+def _numbers_of(loss: Any, data: Any, values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    tensors = [ops.convert_to_tensor(each, dtype=loss.dtype) for each in values]
+    found: np.ndarray[Any, Any] = ops.convert_to_numpy(
+        loss.call(*keras.tree.pack_sequence_as(data, tensors))
+    )
+    return found
+
+
+def _warn_of_no_mean(name: str, why: str) -> None:
     warn_once(
         f"no mean {name}",
-        f"loss {name!r} is no mean over samples: it is {np.mean(whole):.4g} of a batch, "
-        f"{np.mean(first):.4g} and {np.mean(second):.4g} of its halves. Each rank computes it of "
+        f"loss {name!r} is no mean over samples: {why}. Each rank computes it of "
         "its own samples, so N ranks do not train as one process with all of them. Write a ratio "
         "of sums as hvkit.mean(total, count), multiply a sum by hvkit.size(), and gather samples "
         "that a loss needs together with hvkit.allgather",

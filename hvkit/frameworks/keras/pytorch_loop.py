@@ -21,7 +21,9 @@ from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.comparisons import made_trainable
 from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.initial_state import Together, has_weights, synchronise
+from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks, watch_loops
 from hvkit.frameworks.keras.on_pytorch import RoundsInFit, synchronise_statistics
+from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
 from hvkit.frameworks.keras.refusals import (
     let_differ,
     living_layers,
@@ -105,6 +107,9 @@ class KerasLoopPort(PyTorchPort):
             let_differ([together, *self._keras_models], [])
         for each in self._keras_models:
             refuse_other_optimizers(each, [])
+            watch_loops(each)
+            samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
+            use_counts_of_all_ranks(each, samples, trains=False)
             share_results(each, (), lambda: None, group, rounds)
         return records, keeper
 

@@ -39,7 +39,7 @@ class PyTorchSampleCounts:
         self._rows = 0
         self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._handle: int | None = None
-        self._in_step = False
+        self._in_step = self._may_change = False
         # The count of a loss, over all ranks; as a mean over ranks in the last step, if any.
         self._sum = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._sum_handle: int | None = None
@@ -51,16 +51,24 @@ class PyTorchSampleCounts:
         self._reported: set[str] = set()
         self._noted: list[Sequence[Any]] = []
 
-    def begin(self, inputs: torch.Tensor) -> None:
-        """Note how many rows this rank has, those of the inputs."""
+    def begin(self, rows_of: torch.Tensor, final: bool = True) -> None:
+        """Note how many rows this rank has in this step."""
+        again, self._may_change = self._may_change, False
         self._arrive()  # of a step that failed
-        self._rows, self._in_step = len(inputs), not self.even()
-        if self._in_step:
-            self._total.fill_(self._rows)
-            self._handle = self._wire.start_sum(self._total, f"{self._name}.rows")
+        self._may_change = not final
+        self._rows = len(rows_of)
+        # A step of the script's may compute with some of the rows.
+        self._in_step = again or not (final and self.even())
+        if self._in_step and final:
+            self._send_rows()
+
+    def _send_rows(self) -> None:
+        self._total.fill_(self._rows)
+        self._handle = self._wire.start_sum(self._total, f"{self._name}.rows")
 
     def end(self) -> None:
         """The step has ended."""
+        self._may_change = False
         self._arrive()
         if self._started:
             self._usual = self._sum.item() / self._wire.size
@@ -68,6 +76,9 @@ class PyTorchSampleCounts:
         self._count = None
 
     def _arrive(self) -> None:
+        if self._may_change:
+            self._may_change = False
+            self._send_rows()
         for name in ("_handle", "_sum_handle"):
             if (handle := getattr(self, name)) is not None:
                 setattr(self, name, None)
@@ -78,7 +89,9 @@ class PyTorchSampleCounts:
         if self._count is not None:
             return self._count / self._usual
         self._arrive()
-        by_rows = self._rows * self._wire.size / self._total.item() if self._in_step else 1.0
+        by_rows = 1.0
+        if self._in_step:
+            by_rows = self._rows * self._wire.size / (self._total.item() or 1.0)
         return by_rows / self.correction()
 
     def correction(self) -> float:
@@ -112,14 +125,12 @@ class PyTorchSampleCounts:
         self._sum_handle = self._wire.start_sum(self._sum, f"{self._name}.{number}")
         return True
 
-    def once(
-        self, key: str, values: Callable[[], Sequence[torch.Tensor]], report: Callable[..., None]
-    ) -> None:
+    def once(self, key: str, values: Sequence[torch.Tensor], report: Callable[..., None]) -> None:
         """In the first step, pass the values of some tensors to ``report``, as NumPy arrays."""
         if key not in self._reported:
             self._reported.add(key)
             with torch.no_grad():
-                report(*(each.cpu().numpy() for each in values()))
+                report(*(each.detach().cpu().numpy() for each in values))
 
     def note(self, numbers: Sequence[Any]) -> None:
         """Keep a step's scalars until the end of a pass over data."""

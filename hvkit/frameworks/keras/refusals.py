@@ -20,6 +20,7 @@ import keras
 
 from hvkit.frameworks.keras.backends import backend_variable, not_converted
 from hvkit.frameworks.keras.initial_state import has_weights
+from hvkit.frameworks.keras.loss_means import warn_of_own_count
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of, updating
 from hvkit.main_rank import warn_once
 from hvkit.strategies.fully_shard import FullyShard
@@ -350,6 +351,7 @@ def watch_updates() -> None:
 
     @not_converted
     def apply_if_averaged(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        warn_of_own_count(self in _averaged)
         if self not in _averaged:
             variables = list(trainable_variables or getattr(self, "_trainable_variables", ()))
             mine = {id(v) for v in variables}

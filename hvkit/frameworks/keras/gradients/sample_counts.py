@@ -23,8 +23,6 @@ class SampleCounts:
         group: the ranks that train the model; None for all.
         accumulates: whether an optimizer adds up the gradients of several steps.
 
-    Attributes:
-        rows: of the step under way, an int32 scalar; 0 if there is none.
     """
 
     def __init__(self, name: str, group: Group | None = None, accumulates: bool = False) -> None:
@@ -33,10 +31,11 @@ class SampleCounts:
         self._group = group
         self._wire = Wire("checks", group)
         self._accumulated: Any = None
-        if accumulates:
-            with tf.init_scope(), tf.device("CPU:0"):
+        with tf.init_scope(), tf.device("CPU:0"):
+            if accumulates:
                 self._accumulated = tf.Variable(0, trainable=False)
-        self.rows: Any = 0
+            # Functions of the script's may be traced in one step, and run in all.
+            self._rows = tf.Variable(0, trainable=False)
         # Which comparisons have been made.
         self._reported: dict[str, Any] = {}
         self._noted: list[np.ndarray[Any, Any]] = []
@@ -46,16 +45,24 @@ class SampleCounts:
         """Made for the first loss with a count of its own: each costs the watcher time."""
         return GraphWait(self._name, "fit", self._group)
 
-    def begin(self, inputs: tf.Tensor) -> None:
-        """Note how many rows this rank has, those of the inputs."""
-        with tf.control_dependencies([inputs]), tf.device("CPU:0"):
-            self.rows = tf.identity(tf.shape(inputs)[0])  # not before the data are there
+    @property
+    def rows(self) -> tf.Tensor:
+        """Of the step under way, an int32 scalar; 0 if there is none."""
+        with tf.device("CPU:0"):
+            return self._rows + 0
+
+    def begin(self, rows_of: tf.Tensor, final: bool = True) -> None:
+        """Note how many rows this rank has in this step."""
+        with tf.control_dependencies([rows_of]), tf.device("CPU:0"):
+            rows = tf.identity(tf.shape(rows_of)[0])  # not before the data are there
             if self._accumulated is not None:
-                self._accumulated.assign_add(self.rows)
+                self._accumulated.assign_add(rows - self._rows)
+            self._rows.assign(rows)
 
     def end(self) -> None:
         """The step has ended."""
-        self.rows = 0
+        with tf.device("CPU:0"):
+            self._rows.assign(0)
 
     def take_accumulated(self) -> tf.Tensor:
         """The rows since the last call."""
@@ -79,9 +86,7 @@ class SampleCounts:
         """Not on TensorFlow, where counts travel while the model computes."""
         return False
 
-    def once(
-        self, key: str, values: Callable[[], Sequence[tf.Tensor]], report: Callable[..., None]
-    ) -> None:
+    def once(self, key: str, values: Sequence[tf.Tensor], report: Callable[..., None]) -> None:
         """In the first step, pass the values of some tensors to ``report``, as NumPy arrays."""
         if key not in self._reported:
             with tf.init_scope(), tf.device("CPU:0"):
@@ -94,7 +99,7 @@ class SampleCounts:
 
         def compare() -> tf.Tensor:
             done.assign(True)
-            return tf.numpy_function(reported, values(), tf.int32)
+            return tf.numpy_function(reported, values, tf.int32)
 
         if not tf.executing_eagerly():
             tf.cond(done, lambda: 0, compare)
