@@ -34,7 +34,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         save: ``Checkpoint.save``.
         wait: ``Checkpoint.wait``.
         parts: the checkpoint's parts.
-        batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
+        batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call;
+            given how many it has, or 0.
         put_back_random: sets the random generators to their restored states.
         begin_epoch: sets them to those with which the saved run shuffled an epoch that it did not
             end, and notes the states of now for the next save.
@@ -50,7 +51,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         save: Callable[..., object],
         wait: Callable[[], None],
         parts: Sequence[Part],
-        batches_to_skip: Callable[[int], int],
+        batches_to_skip: Callable[[int, int], int],
         put_back_random: Callable[[], None],
         begin_epoch: Callable[[], None],
         restored_step: Callable[[], int],
@@ -106,7 +107,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         self._batches = 0
-        self._skipped = batches = self._batches_to_skip(epoch)
+        steps = (self.params or {}).get("steps") or 0
+        self._skipped = batches = self._batches_to_skip(epoch, steps)
         if batches:
             self._train = self.model.train_function
             self.model.train_function = self._skipping(batches)
