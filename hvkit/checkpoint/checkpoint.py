@@ -13,6 +13,7 @@ from hvkit.checkpoint import manifests, newest_checkpoint, rank_states, resume, 
 from hvkit.checkpoint.object_kinds import parts_of
 from hvkit.checkpoint.progress import (
     Progress,
+    batches_after,
     checked_count,
     checked_every,
     checked_extras,
@@ -147,6 +148,8 @@ class Checkpoint:
         # With which ``fit`` shuffled its epoch, and the saved run the one to resume.
         self._epoch_random: Arrays = {}
         self._restored_epoch_random: Arrays = {}
+        # Batches of the epoch, of a fit that runs; and those that the saved run has read.
+        self._epoch_batches = self._batches_read = 0
         self._epoch = 0
         self._saves = 0
         self._together: bool | None = None
@@ -214,6 +217,7 @@ class Checkpoint:
                 step=checked_count("step", step),
                 batches=checked_count("batches", batches),
                 extras=checked_extras(extras),
+                epoch_batches=self._epoch_batches if batches else 0,
             )
             self._writer.wait()
             self._end_epoch(progress.epoch)
@@ -479,11 +483,13 @@ class Checkpoint:
         self._restored = Progress(
             epoch=written.epoch,
             step=written.step,
-            batches=written.batches * written.size // runtime.size(),
+            batches=batches_after(written.batches, (written.size, 0), (runtime.size(), 0)),
             extras=written.extras,
             size=written.size,
             folder=folder,
+            epoch_batches=written.epoch_batches,
         )
+        self._batches_read = written.batches
         self._epoch = written.epoch
         resume_at(written.step, collectives.from_rank(0, last_step()))
         if runtime.rank() == 0:
@@ -554,8 +560,16 @@ class Checkpoint:
             self._restored_epoch_random = {}
         self._epoch_random = rank_states.random_state()
 
-    def _take_batches(self, epoch: int) -> int:
-        """The batches of this epoch to skip after ``restore``; 0 at the next call."""
-        batches = self._restored.batches if epoch == self._restored.epoch else 0
-        self._restored = Progress()
-        return batches
+    def _take_batches(self, epoch: int, epoch_batches: int) -> int:
+        """The batches of this epoch to skip after ``restore``; 0 at the next call.
+
+        Args:
+            epoch: that begins.
+            epoch_batches: how many it has on this rank; 0 if unknown.
+        """
+        self._epoch_batches = epoch_batches
+        start, self._restored = self._restored, Progress()
+        if start.size is None or epoch != start.epoch:
+            return 0
+        then, now = (start.size, start.epoch_batches), (runtime.size(), epoch_batches)
+        return batches_after(self._batches_read, then, now)

@@ -34,7 +34,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         save: ``Checkpoint.save``.
         wait: ``Checkpoint.wait``.
         parts: the checkpoint's parts.
-        batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call.
+        batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call;
+            given how many it has, or 0.
         put_back_random: sets the random generators to their restored states.
         begin_epoch: sets them to those with which the saved run shuffled an epoch that it did not
             end, and notes the states of now for the next save.
@@ -50,7 +51,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         save: Callable[..., object],
         wait: Callable[[], None],
         parts: Sequence[Part],
-        batches_to_skip: Callable[[int], int],
+        batches_to_skip: Callable[[int, int], int],
         put_back_random: Callable[[], None],
         begin_epoch: Callable[[], None],
         restored_step: Callable[[], int],
@@ -106,7 +107,8 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         self._batches = 0
-        self._skipped = batches = self._batches_to_skip(epoch)
+        steps = (self.params or {}).get("steps") or 0
+        self._skipped = batches = self._batches_to_skip(epoch, steps)
         if batches:
             self._train = self.model.train_function
             self.model.train_function = self._skipping(batches)
@@ -152,25 +154,30 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
         ``fit`` counts them as steps, so the epoch ends where it would have ended.
         """
-        at_once = self.model.steps_per_execution
+        model = self._model  # on JAX self.model would take back the state of a step that runs
+        at_once = model.steps_per_execution
         calls = batches // at_once
 
-        def train_after(data: Any) -> Any:  # TensorFlow's is an iterator, PyTorch's a list
+        # TensorFlow's data is an iterator, PyTorch's a list. On JAX the state comes before it.
+        def train_after(*arguments: Any) -> Any:
             nonlocal calls
             if calls == 0:
                 self._train_again()
-                return self.model.train_function(data)
+                return model.train_function(*arguments)
             calls -= 1
+            *state, data = arguments
             batches = iter(data)
             for _ in range(at_once):
                 batch = next(batches)
-            return _metrics_before_training(self.model, batch)
+            if state:
+                return {}, *state  # the model has no metrics until the state is put back
+            return _metrics_before_training(model, batch)
 
         return train_after
 
     def _train_again(self) -> None:
         if self._train is not None:
-            self.model.train_function, self._train = self._train, None
+            self._model.train_function, self._train = self._train, None
 
     def _save(self, epoch: int, step: int, batches: int) -> None:
         self._save_checkpoint(epoch=epoch, step=step, batches=batches)

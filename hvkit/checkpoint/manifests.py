@@ -48,6 +48,8 @@ class Manifest:
     saves: int = 0
     """The number of saves of this run up to this one. Unlike serials, these numbers can be compared
     between directories of several hosts, which may hold checkpoints of other runs."""
+    epoch_batches: int = 0
+    """Batches of a whole epoch on each rank; 0 if unknown."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

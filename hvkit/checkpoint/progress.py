@@ -22,13 +22,35 @@ class Progress:
     step: int = 0
     """The step that was passed to ``save``: the number of optimizer steps done."""
     batches: int = 0
-    """Batches of the epoch that this rank must skip, because the saved run trained on them."""
+    """Batches of the epoch that this rank must skip, because the saved run trained on them.
+
+    If another number of ranks has saved, for batches of a rank that are as large as before.
+    """
     extras: dict[str, Any] = field(default_factory=dict)
     """The extras that were passed to ``save``; tuples come back as lists."""
     size: int | None = None
     """The number of ranks that saved; None if there was no checkpoint."""
     folder: Path | None = None
     """The checkpoint's folder; None if there was no checkpoint."""
+    epoch_batches: int = 0
+    """Batches of a whole epoch on each rank of a ``fit`` that has saved in the middle of one."""
+
+
+def batches_after(read: int, then: tuple[int, int], now: tuple[int, int]) -> int:
+    """The batches of an epoch that a rank must skip, rounded down.
+
+    A script may keep the batch of each rank on another number of ranks, or that of all together.
+
+    Args:
+        read: batches that each rank of the saved run has read.
+        then, now: the number of ranks, and of a rank's batches in a whole epoch; 0 if unknown.
+    """
+    (ranks_then, all_then), (ranks_now, all_now) = then, now
+    ratio = ranks_then / ranks_now
+    as_large = abs(all_now - all_then * ratio) < max(ratio, 1)
+    if ranks_then == ranks_now or not (all_then and all_now) or as_large:
+        return read * ranks_then // ranks_now
+    return read * all_now // all_then
 
 
 def require_same_progress(everyone: Sequence[tuple[int, int]]) -> None:

@@ -141,6 +141,7 @@ def seal(
         versions=manifests.versions(),
         run=run_name(),
         saves=saves,
+        epoch_batches=progress.epoch_batches,
     ).write(folder)
     store.flush(folder / manifests.MANIFEST)
 

@@ -168,6 +168,43 @@ def test_a_checkpoint_resumes_fit_with_the_same_bits(tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
+class StopAfter(keras.callbacks.Callback):
+    def __init__(self, steps):
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def test_fit_resumes_in_the_middle_of_an_epoch(tmp_path):
+    folder = hvkit.broadcast(tmp_path)
+    x, y = map(part, data())
+
+    def run(folder, *callbacks):
+        model, optimizer = hvkit.distribute(mlp(), keras.optimizers.Adam(1e-3))
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+        start = checkpoint.restore()
+        calls = [checkpoint.callback(every=1), *callbacks]
+        options = {"batch_size": BATCH // hvkit.size(), "shuffle": False, "verbose": 0}
+        model.fit(x, y, epochs=2, initial_epoch=start.epoch, callbacks=calls, **options)
+        return model, start
+
+    keras.utils.set_random_seed(1)
+    whole, _ = run(folder / "whole")
+    keras.utils.set_random_seed(1)
+    steps = ROWS // BATCH
+    with pytest.raises(KeyboardInterrupt):
+        run(folder / "stopped", StopAfter(steps + 2))
+    resumed, start = run(folder / "stopped")
+    assert (start.epoch, start.step, start.batches) == (1, steps + 2, 2)
+    for mine, theirs in zip(weights(resumed), weights(whole), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
     model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
     with pytest.raises(ValueError, match="was passed to hvkit"):

@@ -13,8 +13,10 @@ from mesh_training import (
     of_this_rank,
     part_size,
     tokens,
+    vectors,
     whole_state,
 )
+from torch import nn
 
 import hvkit
 
@@ -251,3 +253,31 @@ def test_gradients_of_gradients(divided):
         (once,) = torch.autograd.grad(each.pow(3).mean(0).norm(), [each], create_graph=True)
         found += torch.autograd.grad(once.pow(2).sum(), [each])
     assert torch.allclose(*found, rtol=1e-12)
+
+
+class Pairs(nn.Module):
+    """Layers in two pairs, with a norm between them."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 32)]
+        self.layers = nn.Sequential(*layers, nn.Tanh(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_a_penalty_on_gradients_is_that_of_one_process():
+    """Its gradients go back through the exchanges of a backward pass."""
+    models = Pairs().double(), Pairs().double()
+    models[1].load_state_dict(models[0].state_dict())
+    distributed(models[1], mesh=hvkit.Mesh(tensor=2), microbatches=None)
+    x, found = vectors(1, shape=(6,))[0][0].double(), []
+    for model in models:
+        loss = model(x).square().mean()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        (loss + sum(each.square().sum() for each in gradients)).backward()
+        found.append([p.grad.clone() for p in parameters])
+    for own, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-14)

@@ -197,3 +197,18 @@ def test_losses_of_other_shapes_that_count_alike_are_left_alone_soon(capsys, mon
         optimizer.step()
     assert "hvkit.mean" not in capsys.readouterr().err
     assert len(compared) == 8
+
+
+def test_a_penalty_on_gradients_of_all_ranks_samples():
+    models = classifier(), classifier()
+    hvkit.distribute(models[1], torch.optim.SGD(models[1].parameters(), 0.1))
+    x, found = data()[0][0], []
+    for model, mine in zip(models, (x, x.chunk(hvkit.size())[hvkit.rank()]), strict=True):
+        loss = model(mine).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        if model is models[1]:
+            gradients = [hvkit.mean(each, 1) for each in gradients]
+        (loss + sum(each.square().sum() for each in gradients)).backward()
+        found.append([p.grad for p in model.parameters()])
+    for expected, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)

@@ -13,6 +13,7 @@ from cases import MORE
 from quick_start import in_less_time
 
 from hvkit.checkpoint import Checkpoint, manifests
+from hvkit.checkpoint.progress import batches_after
 from hvkit.sync.distributed_objects import record
 from hvkit.sync.port import Record
 
@@ -246,3 +247,20 @@ def test_the_rate_stays_the_users_and_steps_use_it_for_the_new_number_of_ranks(
             f"{saved} rank{'s' * (saved > 1)}; {ranks} rank{'s' * (ranks > 1)} now{new}\n"
         ) in log
         assert before[-1] > losses[0] > losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("read", "then", "now", "skipped"),
+    [
+        (3, (2, 8), (2, 8), 3),
+        (3, (2, 8), (1, 16), 6),  # batches of a rank are as large as before
+        (3, (1, 9), (2, 5), 1),
+        (3, (2, 8), (4, 4), 1),
+        (3, (2, 0), (1, 16), 6),
+        (3, (2, 8), (1, 8), 3),  # those of all ranks together are
+        (3, (1, 8), (4, 8), 3),
+        (4, (2, 8), (1, 4), 2),
+    ],
+)
+def test_the_position_in_an_epoch_on_other_ranks(read, then, now, skipped):
+    assert batches_after(read, then, now) == skipped

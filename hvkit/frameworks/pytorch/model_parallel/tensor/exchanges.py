@@ -66,12 +66,13 @@ class _BothWays(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, mesh: DeviceMesh, dim: int, there: _Exchange, back: _Exchange
     ) -> torch.Tensor:
-        ctx.back, ctx.of = back, (mesh, dim)
+        ctx.of = mesh, dim, back, there
         return there(x, mesh, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.back(gradient, *ctx.of), None, None, None, None
+        # Once more the other way round, for gradients of gradients.
+        return _both_ways(gradient, *ctx.of), None, None, None, None
 
 
 _both_ways: Callable[..., torch.Tensor] = _BothWays.apply
