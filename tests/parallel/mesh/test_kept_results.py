@@ -70,7 +70,7 @@ def with_attributes(model, x, y, _):
 
 
 @pytest.mark.parametrize("options", AXES)
-@pytest.mark.parametrize("experts", ["products", "loop"])
+@pytest.mark.parametrize("experts", ["products", "loop", "module", "loop in a module"])
 def test_an_auxiliary_loss_on_a_block(experts, options):
     assert trained_apart(lambda: MixtureNet(experts), with_attributes, options) < 1e-11
 

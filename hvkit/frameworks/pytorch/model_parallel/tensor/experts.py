@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,7 +39,8 @@ _ROWS = 4
 _ROUNDING = 1e-4
 # Random numbers that weights are made of: a prime, so that no row is another one.
 _NUMBERS = 65537
-_Weights = Mapping[str, torch.Tensor]
+# Of weights. Large results would show where a module limits them.
+_SCALES = (1.0, 1e4)
 
 
 def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, Experts]:
@@ -87,19 +88,19 @@ def divisions_of_experts(
         device: where the model computes.
     """
     divisions: dict[str, Division | str] = {}
-    alike: dict[Hashable, Division | str] = {}
+    alike: dict[Any, Division | str] = {}
     for name, seen in found.items():
         module = model.get_submodule(name)
         if seen.unusable or not seen.calls:
             divisions[name] = seen.unusable or "the forward does not call it"
             continue
         # Blocks of the same kind are tried once.
-        attributes = [(k, v) for k, v in vars(module).items() if k not in _OF_MODULES]
-        plain = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in attributes]
+        attributes = [item for each in module.modules() for item in vars(each).items()]
+        plain = [(k, v) for k, v in attributes if isinstance(v, _PLAIN)]
+        others = [(k, id(v)) for k, v in vars(module).items() if k not in _OF_MODULES]
         shapes = [(n, tuple(p.shape)) for n, p in module.named_parameters()]
         inputs = [tuple(t.shape) for call in seen.calls.values() for t in tensors_in(call)]
-        kind: Hashable = type(module)
-        key = (kind, repr(module), *plain, *shapes, *inputs, *seen.calls)
+        key: Any = (type(module), repr(module), *plain, *others, *shapes, *inputs, *seen.calls)
         if key not in alike:
             alike[key] = _tried(module, seen, ways, device)
         divisions[name] = alike[key]
@@ -107,7 +108,7 @@ def divisions_of_experts(
 
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+_OF_MODULES = vars(nn.Module()).keys()
 _CPU = torch.device("cpu")
 
 
@@ -125,20 +126,19 @@ def _tried(module: nn.Module, seen: Experts, ways: int, device: torch.device) ->
         # On the CPU an index out of range is an error, and does not end the process.
         for place in dict.fromkeys((_CPU, device)):
             stack.enter_context(torch.autocast(place.type, enabled=False))
-            weights = {name: _random(shape, place) for name, shape in shapes.items()}
+            numbered = enumerate(shapes.items())
+            weights = {name: _random(shape, place, i) for i, (name, shape) in numbered}
             trials = []
-            for call in seen.calls.values():
-                trial = _Trial(module, call, len(next(iter(weights.values()))), place)
+            for call, scale in itertools.product(seen.calls.values(), _SCALES):
+                trial = _Trial(module, call, weights, place, scale)
                 try:
-                    trial.begin(weights)
+                    trial.begin()
                 except Exception as error:  # of any type: the module's
                     why = f"({type(error).__name__}: {error})"
                     return f"a trial of it with random numbers fails {why}"
                 trials.append(trial)
             guesses = [
-                guess
-                for guess in guesses
-                if all(trial.adds_up(weights, guess, ways) for trial in trials)
+                guess for guess in guesses if all(trial.adds_up(guess, ways) for trial in trials)
             ][:1]
     if not guesses:
         return f"no parts of its experts for {ways} ranks add up to what it computes"
@@ -171,19 +171,27 @@ class _Trial:
     Args:
         module: stays as it is.
         call: arguments, of which the shapes count; integers become numbers of experts.
-        count: of experts.
+        weights: of all experts, by name.
         device: where to compute.
+        scale: of the weights.
     """
 
     def __init__(
-        self, module: nn.Module, call: tuple[Any, Any], count: int, device: torch.device
+        self,
+        module: nn.Module,
+        call: tuple[Any, Any],
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+        scale: float,
     ) -> None:
-        self._module, self._call, self._count, self._device = module, call, count, device
+        self._module, self._call, self._weights = module, call, weights
+        self._device, self._scale = device, scale
+        self._count = len(next(iter(weights.values())))
         self._expected: list[torch.Tensor] = []
         self._drawn = torch.empty(0)
         self._rows = _ROWS
 
-    def begin(self, weights: _Weights) -> None:
+    def begin(self) -> None:
         """Compute with whole weights.
 
         Raises:
@@ -191,22 +199,22 @@ class _Trial:
             Exception: the module's own.
         """
         try:
-            self._expected = self._run(weights)
+            self._expected = self._run(self._weights)
         except Exception:  # of any type: it may need rows for each expert
             self._rows = self._count
-            self._expected = self._run(weights)
+            self._expected = self._run(self._weights)
         y = self._expected[0]
         if not y.isfinite().all() or not y.any():
             raise ValueError("what it returns is zero or not finite")
         self._drawn = self._random_state()
 
-    def adds_up(self, weights: _Weights, guess: Mapping[str, Placement | None], ways: int) -> bool:
+    def adds_up(self, guess: Mapping[str, Placement | None], ways: int) -> bool:
         """Whether the results and gradients with these parts of the weights are parts of a sum."""
         total: list[torch.Tensor] = []
         for index in range(ways):
             parts = {
                 name: part_of(w, how, index, ways) if (how := guess[name]) else w / ways
-                for name, w in weights.items()
+                for name, w in self._weights.items()
             }
             try:
                 mine = self._run(parts)
@@ -222,7 +230,7 @@ class _Trial:
             for found, t in zip(total, self._expected, strict=True)
         )
 
-    def _run(self, weights: _Weights) -> list[torch.Tensor]:
+    def _run(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """What the module returns, and the gradients of its inputs."""
         generator = torch.Generator().manual_seed(0)
         make = self._inputs(generator)
@@ -230,7 +238,8 @@ class _Trial:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         twin = copy.copy(self._module)
         # Not its hooks, which are the script's.
-        vars(twin)["_parameters"] = {**self._module._parameters, **weights}
+        scaled = {name: w * self._scale for name, w in weights.items()}
+        vars(twin)["_parameters"] = {**self._module._parameters, **scaled}
         torch.manual_seed(0)
         with left_as_before(twin) as kept:
             y = twin.forward(*args, **kwargs)
@@ -238,7 +247,7 @@ class _Trial:
                 raise ValueError("it keeps something beside what it returns")
         if not isinstance(y, torch.Tensor) or not y.is_floating_point():
             raise TypeError(f"it returns a {type(y).__name__}, not one tensor of activations")
-        along = torch.randn(y.shape, generator=generator, dtype=_dtype()).to(y)
+        along = torch.randn(y.shape, generator=generator, dtype=_dtype(), device="cpu").to(y)
         return [y.detach(), *torch.autograd.grad(y, inputs, along, materialize_grads=True)]
 
     def _inputs(self, generator: torch.Generator) -> Any:
@@ -253,16 +262,17 @@ class _Trial:
             rows = [lengths.get(n, n) for n in t.shape[: t.dim() - kept]]
             shape = (*rows, *t.shape[t.dim() - kept :])
             if t.is_floating_point():
-                x = torch.randn(shape, generator=generator, dtype=_dtype())
+                x = torch.randn(shape, generator=generator, dtype=_dtype(), device="cpu")
                 return x.to(self._device).requires_grad_()
-            x = torch.randint(self._count, shape, generator=generator)
+            x = torch.randint(self._count, shape, generator=generator, device="cpu")
             return x.to(self._device, t.dtype)
 
         return make
 
     def _random_state(self) -> torch.Tensor:
-        on_gpu = self._device.type == "cuda"
-        return torch.cuda.get_rng_state(self._device) if on_gpu else torch.get_rng_state()
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state()
 
 
 def _dtype() -> torch.dtype:
@@ -270,10 +280,11 @@ def _dtype() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
-def _random(shape: torch.Size, device: torch.device) -> torch.Tensor:
+def _random(shape: torch.Size, device: torch.device, seed: int) -> torch.Tensor:
     """A weight of random numbers, the same on every rank."""
-    generator = torch.Generator().manual_seed(math.prod(shape))
+    generator = torch.Generator().manual_seed(seed)
     length = math.prod(shape)
-    few = torch.randn(min(length, _NUMBERS), generator=generator, dtype=_dtype())
+    few = torch.randn(min(length, _NUMBERS), generator=generator, dtype=_dtype(), device="cpu")
     few = few.to(device) / max(shape[1:]) ** 0.5
-    return few.repeat(-(-length // len(few)))[:length].view(shape)
+    weight: torch.Tensor = few.repeat(-(-length // len(few)))[:length].view(shape)
+    return weight
