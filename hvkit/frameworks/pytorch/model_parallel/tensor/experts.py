@@ -39,7 +39,7 @@ _ROWS = 4
 _ROUNDING = 1e-4
 # Random numbers that weights are made of: a prime, so that no row is another one.
 _NUMBERS = 65537
-# Of weights. Large results would show where a module limits them.
+# Of inputs. Large results would show where a module limits them.
 _SCALES = (1.0, 1e4)
 
 
@@ -130,7 +130,7 @@ def _tried(module: nn.Module, seen: Experts, ways: int, device: torch.device) ->
             weights = {name: _random(shape, place, i) for i, (name, shape) in numbered}
             trials = []
             for call, scale in itertools.product(seen.calls.values(), _SCALES):
-                trial = _Trial(module, call, weights, place, scale)
+                trial = _ExpertsTrial(module, call, weights, place, scale)
                 try:
                     trial.begin()
                 except Exception as error:  # of any type: the module's
@@ -165,7 +165,7 @@ def _guesses(shapes: Mapping[str, torch.Size], ways: int) -> Iterator[dict[str, 
             yield dict(zip(shapes, chosen, strict=True))
 
 
-class _Trial:
+class _ExpertsTrial:
     """One call of a module with random numbers.
 
     Args:
@@ -173,7 +173,7 @@ class _Trial:
         call: arguments, of which the shapes count; integers become numbers of experts.
         weights: of all experts, by name.
         device: where to compute.
-        scale: of the weights.
+        scale: of the inputs.
     """
 
     def __init__(
@@ -238,8 +238,7 @@ class _Trial:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         twin = copy.copy(self._module)
         # Not its hooks, which are the script's.
-        scaled = {name: w * self._scale for name, w in weights.items()}
-        vars(twin)["_parameters"] = {**self._module._parameters, **scaled}
+        vars(twin)["_parameters"] = {**self._module._parameters, **weights}
         torch.manual_seed(0)
         with left_as_before(twin) as kept:
             y = twin.forward(*args, **kwargs)
@@ -263,7 +262,7 @@ class _Trial:
             shape = (*rows, *t.shape[t.dim() - kept :])
             if t.is_floating_point():
                 x = torch.randn(shape, generator=generator, dtype=_dtype(), device="cpu")
-                return x.to(self._device).requires_grad_()
+                return (x * self._scale).to(self._device).requires_grad_()
             x = torch.randint(self._count, shape, generator=generator, device="cpu")
             return x.to(self._device, t.dtype)
 
