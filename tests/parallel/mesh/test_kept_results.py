@@ -264,6 +264,22 @@ def test_router_logits_for_a_loss_of_the_whole_batch(axis, experts):
     assert trained_apart(make, with_router_logits, options) < 1e-11
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": ["blocks.1"]},
+        {"stages": ["blocks.0", "blocks.1", "blocks.2"], "schedule": "Interleaved1F1B"},
+    ],
+)
+def test_router_logits_of_the_block_after_which_the_model_is_cut(options):
+    def with_sizes(model, x, y, _):
+        logits, found = model(x)
+        return of_logits(logits, y) + sum((1 + i) * t.square().mean() for i, t in enumerate(found))
+
+    make = lambda: ReturnsRouterLogits("module")  # noqa: E731
+    assert trained_apart(make, with_sizes, {"pipeline": 2, "microbatches": 2, **options}) < 1e-11
+
+
 def test_a_mean_over_micro_batches_is_named(monkeypatch):
     found = []
     monkeypatch.setattr(result_comparison, "warn_once", lambda kind, text: found.append(text))
