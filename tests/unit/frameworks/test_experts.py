@@ -178,10 +178,13 @@ def test_lengths_that_ranks_cannot_divide():
     assert reason(Experts(4, WIDTH), ways=5) == why
 
 
-def test_a_parameter_beside_the_experts():
+def test_a_parameter_or_buffer_beside_the_experts():
     experts = Own(change=lambda self, h: h * self.scale)
     experts.scale = nn.Parameter(torch.ones(24))
     assert reason(experts) == "it computes with its experts and with scale"
+    experts = Own()
+    experts.register_buffer("counts", torch.zeros(4))
+    assert reason(experts) == "it has buffers beside its experts"
 
 
 def test_experts_that_are_used_otherwise():

@@ -72,7 +72,7 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
             seen.unusable = f"it computes with its experts and with {others[0]}"
         elif shared:
             seen.unusable = f"it shares a parameter with {', '.join(sorted(shared))}"
-        elif any(module.buffers()):
+        elif next(module.buffers(), None) is not None:
             seen.unusable = "it has buffers beside its experts"
     return found
 
