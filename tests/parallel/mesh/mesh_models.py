@@ -395,11 +395,57 @@ class Masked(PassesTwo):
         return super().forward(x) @ matrix
 
 
+class Experts(nn.Module):
+    """In one parameter of all, gates and what they multiply by one after the other.
+
+    As those of Transformers 5, with a loop over the experts that got tokens, or without.
+    """
+
+    def __init__(self, count, width=16, inner=24, loops=False):
+        super().__init__()
+        self.count, self.loops = count, loops
+        self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, width) * 0.3)
+        self.down = nn.Parameter(torch.randn(count, width, inner) * 0.3)
+
+    def forward(self, x, places, weights):
+        if not self.loops:
+            rows, numbers = x.repeat_interleave(places.size(1), 0), places.reshape(-1)
+            gate, up = (self.gate_up[numbers] @ rows[..., None]).chunk(2, dim=1)
+            y = (self.down[numbers] @ (F.silu(gate) * up)).squeeze(-1)
+            return (y.view(*places.shape, -1) * weights[..., None]).sum(1)
+        y = torch.zeros_like(x)
+        for number in range(self.count):
+            rows, which = torch.where(places == number)
+            if rows.numel():
+                gate, up = F.linear(x[rows], self.gate_up[number]).chunk(2, dim=-1)
+                found = F.linear(F.silu(gate) * up, self.down[number])
+                y.index_add_(0, rows, found * weights[rows, which, None])
+        return y
+
+
+class ExpertsInTurns(nn.Module):
+    """Transposed, with biases, and gates in turns with what they multiply by, as in GPT-OSS."""
+
+    def __init__(self, count, width=16, inner=24):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(count, width, 2 * inner) * 0.3)
+        self.gate_up_bias = nn.Parameter(torch.randn(count, 2 * inner) * 0.3)
+        self.down = nn.Parameter(torch.randn(count, inner, width) * 0.3)
+        self.down_bias = nn.Parameter(torch.randn(count, width) * 0.3)
+
+    def forward(self, x, places, weights):
+        h = torch.einsum("nd,nkdf->nkf", x, self.gate_up[places]) + self.gate_up_bias[places]
+        h = h[..., ::2].sigmoid() * h[..., 1::2].clamp(-7, 7)
+        y = torch.einsum("nkf,nkfd->nkd", h, self.down[places]) + self.down_bias[places]
+        return (y * weights[..., None]).sum(1)
+
+
 class Mixture(nn.Module):
     """A mixture of experts, which keeps its auxiliary loss.
 
     Args:
-        experts: "loop" over those that got tokens, or "products" with one parameter of all.
+        experts: "loop" over those that got tokens, or "products" with one parameter of all;
+            "module" and "loop in a module" of ``Experts``, "module in turns".
         count: of experts.
         chosen: for each token.
     """
@@ -409,7 +455,12 @@ class Mixture(nn.Module):
         self.count, self.chosen, self.loops = count, chosen, experts == "loop"
         self.gate = nn.Linear(width, count, bias=False)
         self.aux = None
-        if self.loops:
+        self.apart = "module" in experts
+        if experts == "module in turns":
+            self.experts = ExpertsInTurns(count, width)
+        elif self.apart:
+            self.experts = Experts(count, width, loops="loop" in experts)
+        elif self.loops:
             self.experts = nn.ModuleList(
                 nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, width))
                 for _ in range(count)
@@ -425,6 +476,8 @@ class Mixture(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         load = F.one_hot(places, self.count).to(x.dtype).sum(1).mean(0)
         self.aux = self.count * (load * shares.mean(0)).sum()
+        if self.apart:
+            return self.experts(x, places, weights).reshape(shape)
         if not self.loops:
             found = torch.bmm(F.gelu(x @ self.up), self.down)
             all_weights = torch.zeros_like(shares).scatter(1, places, weights)

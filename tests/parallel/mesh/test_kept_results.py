@@ -70,7 +70,7 @@ def with_attributes(model, x, y, _):
 
 
 @pytest.mark.parametrize("options", AXES)
-@pytest.mark.parametrize("experts", ["products", "loop"])
+@pytest.mark.parametrize("experts", ["products", "loop", "module", "loop in a module"])
 def test_an_auxiliary_loss_on_a_block(experts, options):
     assert trained_apart(lambda: MixtureNet(experts), with_attributes, options) < 1e-11
 
@@ -262,6 +262,22 @@ def test_router_logits_for_a_loss_of_the_whole_batch(axis, experts):
     options = {axis: 2} | ({"microbatches": 1} if axis == "pipeline" else {})
     make = lambda: ReturnsRouterLogits(experts)  # noqa: E731
     assert trained_apart(make, with_router_logits, options) < 1e-11
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": ["blocks.1"]},
+        {"stages": ["blocks.0", "blocks.1", "blocks.2"], "schedule": "Interleaved1F1B"},
+    ],
+)
+def test_router_logits_of_the_block_after_which_the_model_is_cut(options):
+    def with_sizes(model, x, y, _):
+        logits, found = model(x)
+        return of_logits(logits, y) + sum((1 + i) * t.square().mean() for i, t in enumerate(found))
+
+    make = lambda: ReturnsRouterLogits("module")  # noqa: E731
+    assert trained_apart(make, with_sizes, {"pipeline": 2, "microbatches": 2, **options}) < 1e-11
 
 
 def test_a_mean_over_micro_batches_is_named(monkeypatch):

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from mesh_models import GPT, MLP, Encoder, Llama
+from mesh_models import GPT, MLP, Encoder, Experts, Llama, MixtureNet
 from mesh_training import (
     adamw,
     cross_entropy,
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hvkit
+from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor import streams
 
 
@@ -45,6 +46,9 @@ MODELS = {
     "GPT with its loss": (functools.partial(Scored, layers=4), tokens, 0.48),
     "Llama": (functools.partial(Llama, layers=4), tokens, 0.49),
     "encoder": (Encoder, SEQUENCES, 0.4),
+    "experts": (functools.partial(MixtureNet, "module"), tokens, 0.48),
+    "experts in loops": (functools.partial(MixtureNet, "loop in a module"), tokens, 0.48),
+    "experts with biases": (functools.partial(MixtureNet, "module in turns"), tokens, 0.47),
     "MLP": (MLP, vectors, 0.3),
 }
 
@@ -238,3 +242,46 @@ def test_blocks_that_are_computed_again_between_the_layers_of_a_pair(monkeypatch
     monkeypatch.setattr(streams, "SMALLEST", 1 << 40)  # no stream: pairs reach over blocks
     apart = differences(Recomputed, vectors(), mesh=hvkit.Mesh(tensor=2), microbatches=None)
     assert max(apart) < 1e-11
+
+
+def test_lines_of_a_script_see_whole_experts():
+    reference = MixtureNet("module in turns")
+    model = copy.deepcopy(reference)
+    its, own = adamw(reference), adamw(model)
+    model, own = hvkit.distribute(model, own, mesh=hvkit.Mesh(tensor=hvkit.size()))
+    seen = [[], []]
+    for each, kept in zip((reference, model), seen, strict=True):
+        for block in each.blocks:
+            block.mixture.experts.register_forward_hook(lambda _, x, y, kept=kept: kept.append(y))
+    for x, y in tokens(3, rows=4, length=6):
+        for each, optimizer in ((reference, its), (model, own)):
+            optimizer.zero_grad()
+            loss = cross_entropy(each(x), y)
+            experts = each.blocks[1].mixture.experts
+            (loss + 0.01 * sum(p.norm() + p[2].amax() for p in experts.parameters())).backward()
+            experts.gate_up.grad -= experts.gate_up.grad.mean((1, 2), keepdim=True)
+            optimizer.step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert max(float((p.grad.norm() - q.grad.norm()).abs()) for p, q in pairs) < 1e-12
+    expected = dict(reference.named_parameters())
+    found = whole_state(model, own)
+    assert difference(found, expected, with_gradients(reference, its)) < 1e-11
+    assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(*seen, strict=True))
+
+
+def test_experts_that_are_called_in_another_way_than_in_the_first_call():
+    class WithMask(Experts):
+        def forward(self, x, places, weights, mask=None):
+            y = super().forward(x, places, weights)
+            return y if mask is None else F.layer_norm(y, y.shape[-1:]) * mask
+
+    model = MixtureNet("module")
+    for block in model.blocks:
+        block.mixture.experts.__class__ = WithMask
+    model, _ = distributed(model, mesh=hvkit.Mesh(tensor=hvkit.size()), microbatches=None)
+    x, _ = tokens(1, rows=4, length=6)[0]
+    model(x)
+    experts = model.blocks[0].mixture.experts
+    routes = torch.ones(24, 16), torch.zeros(24, 2, dtype=torch.long), torch.ones(24, 2)
+    with pytest.raises(HvkitError, match="called with other arguments than in the first call"):
+        experts(*routes, torch.ones(24, 1))

@@ -348,6 +348,8 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
         for place in found.places
         if not any(begin < place.time <= end for begin, end in inside)
     )
+    experts = tuple(f"{name}." for name, each in plan.divisions.items() if each.kind == "experts")
+    places = tuple(place for place in places if not place.module.startswith(experts))
     divided = _divided_when(found, plan, inside)
     saved = tuple(
         replace(each, nbytes=each.nbytes // plan.ways) if divided(each) else each

@@ -216,19 +216,24 @@ class StagedForward:
     def _cut(self, module: nn.Module, number: int, cut: CutPlace) -> None:
         """Leave the forward after this module in stage ``number``, and enter it in the next."""
         own = module.forward
+        # Others that it calls pass on results, too, which hooks of the script may take there.
+        inside = any(each.module.startswith(f"{cut.module}.") for each in cut.beside)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._running:  # a checkpoint computes it again
                 return own(*args, **kwargs)
             if self._stage == number + 1:
                 assert self._before is not None
+                if inside:
+                    own(*args, **kwargs)
                 self._before.end()
                 given = self._received[len(self._received) - len(cut.beside) :]
                 new = iter(self._received)
                 tensors = [next(new) if slot is None else given[slot] for slot in cut.slots]
                 return with_tensors(cut.structure, tensors)
             # A tensor that it passes on may have arrived from another stage.
-            if self._stage > number + 1 and not any(slot is not None for slot in cut.slots):
+            passes_on = inside or any(slot is not None for slot in cut.slots)
+            if self._stage > number + 1 and not passes_on:
                 return self._shape_of(module, own, args, kwargs)
             return own(*args, **kwargs)
 

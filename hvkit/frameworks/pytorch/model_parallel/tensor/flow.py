@@ -8,13 +8,14 @@ operation or use stands in the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     WRITES,
@@ -104,6 +105,21 @@ class Linear:
         return "it takes whole activations"
 
 
+@dataclass
+class Experts:
+    """What the dry run has seen of a module with experts in parameters of three dimensions.
+
+    Attributes:
+        parameters: its own, on the meta device.
+        calls: the arguments of the first call of each structure.
+        unusable: why they cannot be divided at all.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    calls: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
+    unusable: str = ""
+
+
 class Flow(EachOperation):
     """Follows the output of each linear layer.
 
@@ -112,6 +128,7 @@ class Flow(EachOperation):
             bias on the meta device.
         heads: names of ``nn.MultiheadAttention`` modules, with their parameters.
         ways: among how many ranks.
+        experts: by the names of their modules; completed by what is seen of them.
     """
 
     def __init__(
@@ -119,8 +136,11 @@ class Flow(EachOperation):
         layers: Mapping[str, Sequence[nn.Parameter]],
         heads: Mapping[str, nn.MultiheadAttention],
         ways: int,
+        experts: Mapping[str, Experts] | None = None,
     ) -> None:
         super().__init__()
+        self.experts = experts or {}
+        self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
         self.linears: dict[str, Linear] = {}
         self.heads: dict[str, str] = {}
         """The attention layers seen, with why they cannot be divided, or an empty text."""
@@ -144,6 +164,11 @@ class Flow(EachOperation):
             owners = self._owners.get(id(t), ())
             for owner in owners if layer not in owners else ():
                 self._use_otherwise(owner, call.name)
+            experts = self._expert_of.get(id(t))
+            if experts is not None and experts not in self._inside:
+                where = f" of {self._inside[-1]}" if self._inside else ""
+                why = f"its parameters are also used in {call.name}(){where}"
+                self.experts[experts].unusable = self.experts[experts].unusable or why
         if call.name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
             self._attend(self._inside[-1], marks)
             return output
@@ -170,7 +195,22 @@ class Flow(EachOperation):
                     leave = module.register_forward_hook(self._left)
                     stack.callback(enter.remove)
                     stack.callback(leave.remove)
+                if name in self.experts:
+                    # After the hooks of a script, which may change what the experts get.
+                    enter = module.register_forward_pre_hook(
+                        lambda _, *given, name=name: self._call_experts(name, *given),
+                        with_kwargs=True,
+                    )
+                    leave = module.register_forward_hook(self._left, prepend=True)
+                    stack.callback(enter.remove)
+                    stack.callback(leave.remove)
             yield
+
+    def _call_experts(self, name: str, args: Any, kwargs: Any) -> None:
+        self._inside.append(name)
+        self.experts[name].calls.setdefault(structure(args, kwargs), (args, kwargs))
+        for mark in filter(None, map(mark_of, tensors_in((args, kwargs)))):
+            self._spoil(mark.columns, f"{name} takes it, which divides its own experts")
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A layer of a class of its own must return the product of its one input, as it is."""
@@ -303,6 +343,20 @@ class Flow(EachOperation):
 def mark_of(tensor: torch.Tensor) -> Mark | None:
     """What ``Flow`` knows of a tensor."""
     return getattr(tensor, _MARK, None)
+
+
+def structure(args: Any, kwargs: Any) -> Hashable:
+    """The arguments of a call without what tensors and numbers there are."""
+    leaves, spec = tree_flatten((args, kwargs))
+    kinds = tuple(
+        (leaf.dim(), leaf.is_floating_point())
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, bool | str | None)
+        else type(leaf).__name__
+        for leaf in leaves
+    )
+    return str(spec), kinds
 
 
 def is_cache(name: str) -> bool:

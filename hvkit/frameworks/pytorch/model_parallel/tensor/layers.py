@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
@@ -30,7 +31,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     total_for_all,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.attention import DividedHeads
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import joined
+from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import added_once, joined
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import structure
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Division,
     Placement,
@@ -39,8 +41,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
 from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
-
-_IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 
 
 def divide(
@@ -96,6 +96,8 @@ def divide(
         elif name.rpartition(".")[0] not in attentions:  # its out_proj has no call of its own
             if isinstance(module, nn.Embedding):
                 forward = _lookup(mesh, division, name in along_sequence)
+            elif division.kind == "experts":
+                forward = _experts(_own_forward(module), mesh, division)
             elif division.kind == "row":
                 forward = _row(mesh, division, name in along_sequence)
             else:
@@ -117,13 +119,8 @@ def placements_of(model: nn.Module, plan: TensorPlan) -> dict[str, Placement]:
     names = {p: name for name, p in model.named_parameters()}
     for name, division in plan.divisions.items():
         for which, p in model.get_submodule(name).named_parameters(recurse=False):
-            path = names[p]
-            if division.kind == "column":
-                dim = int(division.transposed and p.dim() == 2)
-                parts = _IN_PROJECTIONS.get(which, division.parts)
-                placements[path] = Placement(dim, parts)
-            elif which == "weight":
-                placements[path] = Placement(int(not division.transposed))
+            if placement := division.placement(which, p):
+                placements[names[p]] = placement
     return placements
 
 
@@ -158,6 +155,35 @@ def _row(mesh: DeviceMesh, division: Division, along_sequence: bool) -> Callable
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         y = _product(part_for_this_rank(input, mesh), self.weight, None, division.transposed)
         return total_for_all(y, getattr(self, "bias", None), mesh, along_sequence=along_sequence)
+
+    return forward
+
+
+def _experts(
+    run: Callable[..., torch.Tensor], mesh: DeviceMesh, division: Division
+) -> Callable[..., torch.Tensor]:
+    """The forward of experts with this rank's part of each: what they compute is summed."""
+
+    def for_parts(t: torch.Tensor) -> torch.Tensor:
+        return for_all(t, mesh) if t.is_floating_point() else gathered(t)
+
+    @functools.wraps(run)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if structure(args, kwargs) not in division.calls:
+            raise HvkitError(
+                f"{type(self).__name__}, whose experts are divided along the tensor axis, was "
+                "called with other arguments than in the first call of the model: call it in the "
+                "same way, or pass plan= without it"
+            )
+        args, kwargs = tree_map_only(torch.Tensor, for_parts, (args, kwargs))
+        held = {name: self._parameters[name] for name, how in division.experts if how is None}
+        try:
+            shares: Any = {name: added_once(p, mesh) for name, p in held.items() if p is not None}
+            self._parameters.update(shares)
+            y = run(self, *args, **kwargs)
+        finally:
+            self._parameters.update(held)
+        return total_for_all(y, None, mesh, along_sequence=False)
 
     return forward
 
@@ -218,23 +244,26 @@ def _inside(
     The whole model also draws the group's random numbers, and returns whole tensors. Modules
     inside it need this for themselves: gradient checkpointing calls them during backward.
     """
-    before: Any = vars(module).get("forward")
-    plain: Any = type(module).forward
+    run = _own_forward(module)
 
-    @functools.wraps(plain)
+    @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A bound method is that of the model it was copied from, where this is a copy.
-        if before is None or isinstance(before, MethodType):
-            run = functools.partial(plain if before is None else before.__func__, self)
-        else:
-            run = before
         if activations.active():
-            return run(*args, **kwargs)
+            return run(self, *args, **kwargs)
         with ExitStack() as stack:
             if random is not None:
                 stack.enter_context(random)
             stack.enter_context(activations)
-            output = run(*args, **kwargs)
+            output = run(self, *args, **kwargs)
         return gathered(output) if random is not None else output
 
     return forward
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module as it is now, as a function of the module and its arguments."""
+    before: Any = vars(module).get("forward")
+    if before is None:
+        return type(module).forward
+    # A bound method is that of the model it was copied from, where this is a copy.
+    return before.__func__ if isinstance(before, MethodType) else lambda _, *a, **k: before(*a, **k)

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 Kind = Literal["column", "row"]
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a layer is divided.
-
-    An embedding counts as a linear layer with a transposed weight: it takes one of its rows, and
-    gives the features.
-
-    Attributes:
-        kind: "column" divides the outputs, "row" the inputs.
-        parts: of a product that holds several tensors, one after the other: 3 for fused queries,
-            keys and values. Each rank has its part of each.
-        transposed: the weight has the shape (in, out), not (out, in).
-        by_itself: no other layer computes with its part: what it returns is whole.
-    """
-
-    kind: Kind
-    parts: int = 1
-    transposed: bool = False
-    by_itself: bool = False
+_IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 
 
 @dataclass(frozen=True)
@@ -44,6 +24,42 @@ class Placement:
 
     dim: int
     parts: int = 1
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layer is divided.
+
+    An embedding counts as a linear layer with a transposed weight: it takes one of its rows, and
+    gives the features.
+
+    Attributes:
+        kind: "column" divides the outputs, "row" the inputs; "experts" the features between two
+            products of each expert.
+        parts: of a product that holds several tensors, one after the other: 3 for fused queries,
+            keys and values. Each rank has its part of each.
+        transposed: the weight has the shape (in, out), not (out, in).
+        by_itself: no other layer computes with its part: what it returns is whole.
+        experts: how each parameter of experts is divided; None for one that stays whole, of which
+            each rank adds its share.
+        calls: the structures of arguments with which experts may be called.
+    """
+
+    kind: Kind | Literal["experts"]
+    parts: int = 1
+    transposed: bool = False
+    by_itself: bool = False
+    experts: tuple[tuple[str, Placement | None], ...] = ()
+    calls: frozenset[Hashable] = frozenset()
+
+    def placement(self, name: str, p: torch.Tensor) -> Placement | None:
+        """How a parameter of the layer is divided, by its name there; None if it stays whole."""
+        if self.kind == "experts":
+            return dict(self.experts)[name]
+        if self.kind == "column":
+            dim = int(self.transposed and p.dim() == 2)
+            return Placement(dim, _IN_PROJECTIONS.get(name, self.parts))
+        return Placement(int(not self.transposed)) if name == "weight" else None
 
 
 def part_of(whole: torch.Tensor, placement: Placement, index: int, ways: int) -> torch.Tensor:

@@ -18,13 +18,19 @@ from torch import nn
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, on_meta, uncompiled
+from hvkit.frameworks.pytorch.model_parallel.tensor.experts import (
+    divisions_of_experts,
+    experts_in,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation
 from hvkit.frameworks.pytorch.model_parallel.tensor.streams import Stream, Streams
 from hvkit.frameworks.pytorch.model_parallel.tensor.vocabulary import vocabularies
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call, tensors_in
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class TensorPlan:
         streams: activations between pairs that are divided along the sequence.
         whole_streams: why others are not.
         called: the layers that the forward has called.
+        experts: modules with experts in parameters of three dimensions, divided or whole.
     """
 
     ways: int
@@ -53,12 +60,15 @@ class TensorPlan:
     streams: tuple[Stream, ...] = ()
     whole_streams: tuple[str, ...] = ()
     called: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
+        divided = len(self.divisions.keys() & self.experts)
+        sets = f", and {divided} of {len(self.experts)} sets of experts" if self.experts else ""
         lines = [
-            f"tensor={self.ways}: {len(self.divisions)} of "
-            f"{len(self.divisions) + len(self.whole)} linear layers and embeddings "
-            f"divided, {self.share:.0%} of all weights"
+            f"tensor={self.ways}: {len(self.divisions) - divided} of "
+            f"{len({*self.divisions, *self.whole} - self.experts)} linear layers and embeddings"
+            f"{sets} divided, {self.share:.0%} of all weights"
         ]
         lines += [f"  {name} stays whole: {why}" for name, why in self.whole.items()]
         lines += [
@@ -110,14 +120,19 @@ def prove(
     called = frozenset(
         [name for name, seen in flow.linears.items() if seen.taken_from]
         + [each for name in flow.heads for each in (name, _child(name, "out_proj"))]
+        + [name for name, seen in flow.experts.items() if seen.calls]
     )
+    every = frozenset(flow.experts)
     found_layers = tuple(frozenset(each.layers) for each in found)
     order = [n for n, _ in model.named_modules()]
     if words is not None:
         divisions = divisions_in_words(model, words, linears, found, ways)
-        whole = {n: "plan= does not name it" for n in linears if n not in divisions}
+        names = [*linears, *flow.experts]
+        whole = {n: "plan= does not name it" for n in names if n not in divisions}
         share = _share(model, divisions)
-        plan = TensorPlan(ways, divisions, whole, share, ("",), found_layers, called=called)
+        plan = TensorPlan(
+            ways, divisions, whole, share, ("",), found_layers, called=called, experts=every
+        )
         return _with_streams(plan, model, args, kwargs)
     divisions = {}
     regions = set()
@@ -137,6 +152,13 @@ def prove(
                     divisions[name] = chosen
                 else:
                     whole[name] = chosen
+    device = next((t.device for t in tensors_in((args, kwargs)) if not t.is_meta), _CPU)
+    kept = {name: each for name, each in flow.experts.items() if name not in left}
+    for name, tried in divisions_of_experts(model, kept, ways, device).items():
+        if isinstance(tried, Division):
+            divisions[name] = tried
+        else:
+            whole[name] = tried
     whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
     plan = TensorPlan(
         ways,
@@ -146,6 +168,7 @@ def prove(
         tuple(n for n in order if n in regions),
         found_layers,
         called=called,
+        experts=every,
     )
     return _with_streams(plan, model, args, kwargs)
 
@@ -212,7 +235,7 @@ def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], w
         if _may_be_linear(m)
     }
     heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
-    flow = Flow(layers, heads, ways)
+    flow = Flow(layers, heads, ways, experts_in(model, meta))
     with flow.entered(modules):
         for each in _forward_on_meta(model, meta, args, kwargs, flow):
             flow.returned(each)
@@ -371,6 +394,6 @@ def _share(model: nn.Module, divisions: Mapping[str, Division]) -> float:
         p
         for name, division in divisions.items()
         for which, p in model.get_submodule(name).named_parameters(recurse=False)
-        if division.kind == "column" or which == "weight"
+        if division.placement(which, p)
     }
     return bytes_of(divided) / total if total else 0.0

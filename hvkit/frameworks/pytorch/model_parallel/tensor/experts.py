@@ -1,0 +1,289 @@
+"""Experts that lie in parameters of three dimensions, of which each rank holds a part of each.
+
+An expert multiplies by two weights or more. Of the features between them each rank computes some,
+and the sum over the ranks is what the expert returns. All experts of a module are one parameter
+(experts, outputs, inputs), or transposed, and so are biases (experts, outputs).
+
+How a module multiplies by them differs: a loop, grouped or batched products. So hvkit does not
+follow its operations, but tries it with random weights and a few rows: what it computes with the
+parts of each rank must add up to what it computes with the whole, and so must the gradients of its
+inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
+from hvkit.frameworks.pytorch.model_parallel.meta_device import uncompiled
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Experts
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+    Division,
+    Placement,
+    part_of,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+
+# Rows of the trial: more only where a module takes as many for each expert.
+_ROWS = 4
+# Largest error of a sum, as a share of its largest element. Wrong parts are far beyond it.
+_ROUNDING = 1e-4
+# Random numbers that weights are made of: a prime, so that no row is another one.
+_NUMBERS = 65537
+# Of inputs. Large results would show where a module limits them.
+_SCALES = (1.0, 1e4)
+
+
+def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, Experts]:
+    """The modules of a model that hold experts, by name: two weights of several, at least.
+
+    Args:
+        model: the whole one.
+        meta: its parameters on the meta device, by name.
+    """
+    users: dict[torch.Tensor, set[str]] = {}
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(p, set()).add(name)
+    found = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        counts = [len(p) for p in own.values() if p.dim() == 3]
+        if len(counts) < 2 or len({*counts}) > 1 or counts[0] < 2:
+            continue
+        prefix = f"{name}." if name else ""
+        found[name] = seen = Experts([meta[f"{prefix}{each}"] for each in own])
+        others = [
+            n
+            for n, p in module.named_parameters()
+            if n not in own or p.dim() not in (2, 3) or len(p) != counts[0]
+        ]
+        shared = set().union(*(users[p] for p in own.values())) - {name}
+        if others:
+            seen.unusable = f"it computes with its experts and with {others[0]}"
+        elif shared:
+            seen.unusable = f"it shares a parameter with {', '.join(sorted(shared))}"
+        elif next(module.buffers(), None) is not None:
+            seen.unusable = "it has buffers beside its experts"
+    return found
+
+
+def divisions_of_experts(
+    model: nn.Module, found: Mapping[str, Experts], ways: int, device: torch.device
+) -> dict[str, Division | str]:
+    """How ``ways`` ranks divide the experts of each module, else why they stay whole.
+
+    Args:
+        model: the whole one; its parameters may be on the meta device.
+        found: as a dry run has seen them.
+        device: where the model computes.
+    """
+    divisions: dict[str, Division | str] = {}
+    alike: dict[Any, Division | str] = {}
+    for name, seen in found.items():
+        module = model.get_submodule(name)
+        if seen.unusable or not seen.calls:
+            divisions[name] = seen.unusable or "the forward does not call it"
+            continue
+        # Blocks of the same kind are tried once.
+        attributes = [item for each in module.modules() for item in vars(each).items()]
+        plain = [(k, v) for k, v in attributes if isinstance(v, _PLAIN)]
+        others = [(k, id(v)) for k, v in vars(module).items() if k not in _OF_MODULES]
+        shapes = [(n, tuple(p.shape)) for n, p in module.named_parameters()]
+        inputs = [tuple(t.shape) for call in seen.calls.values() for t in tensors_in(call)]
+        key: Any = (type(module), repr(module), *plain, *others, *shapes, *inputs, *seen.calls)
+        if key not in alike:
+            alike[key] = _tried(module, seen, ways, device)
+        divisions[name] = alike[key]
+    return divisions
+
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_MODULES = vars(nn.Module()).keys()
+_CPU = torch.device("cpu")
+
+
+def _tried(module: nn.Module, seen: Experts, ways: int, device: torch.device) -> Division | str:
+    """How the experts of a module are divided, by a trial; else why they are not."""
+    shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+    guesses = list(_guesses(shapes, ways))
+    if not guesses:
+        return f"its weights have no length in common that {ways} ranks can divide"
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(uncompiled())
+        # On the CPU an index out of range is an error, and does not end the process.
+        for place in dict.fromkeys((_CPU, device)):
+            stack.enter_context(torch.autocast(place.type, enabled=False))
+            numbered = enumerate(shapes.items())
+            weights = {name: _random(shape, place, i) for i, (name, shape) in numbered}
+            trials = []
+            for call, scale in itertools.product(seen.calls.values(), _SCALES):
+                trial = _ExpertsTrial(module, call, weights, place, scale)
+                try:
+                    trial.begin()
+                except Exception as error:  # of any type: the module's
+                    why = f"({type(error).__name__}: {error})"
+                    return f"a trial of it with random numbers fails {why}"
+                trials.append(trial)
+            guesses = [
+                guess for guess in guesses if all(trial.adds_up(guess, ways) for trial in trials)
+            ][:1]
+    if not guesses:
+        return f"no parts of its experts for {ways} ranks add up to what it computes"
+    experts, calls = tuple(guesses[0].items()), frozenset(seen.calls)
+    return Division("experts", by_itself=True, experts=experts, calls=calls)
+
+
+def _guesses(shapes: Mapping[str, torch.Size], ways: int) -> Iterator[dict[str, Placement | None]]:
+    """Each way in which all weights could have a dimension of the features between products.
+
+    It may be as long as two of these tensors, such as gates and what they multiply by, one after
+    the other or in turns. A bias may be that of the features, or of the result.
+    """
+    lengths = {n for shape in shapes.values() if len(shape) == 3 for n in shape[1:]}
+    for features in sorted(each for each in lengths if each % ways == 0):
+        choices = []
+        for shape in shapes.values():
+            some: list[Placement | None] = [None] if len(shape) == 2 else []
+            for dim, length in list(enumerate(shape))[1:]:
+                some += [Placement(dim)] if length in (features, 2 * features) else []
+                some += [Placement(dim, 2)] if length == 2 * features else []
+            choices.append(some)
+        for chosen in itertools.product(*choices):
+            yield dict(zip(shapes, chosen, strict=True))
+
+
+class _ExpertsTrial:
+    """One call of a module with random numbers.
+
+    Args:
+        module: stays as it is.
+        call: arguments, of which the shapes count; integers become numbers of experts.
+        weights: of all experts, by name.
+        device: where to compute.
+        scale: of the inputs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: tuple[Any, Any],
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+        scale: float,
+    ) -> None:
+        self._module, self._call, self._weights = module, call, weights
+        self._device, self._scale = device, scale
+        self._count = len(next(iter(weights.values())))
+        self._expected: list[torch.Tensor] = []
+        self._drawn = torch.empty(0)
+        self._rows = _ROWS
+
+    def begin(self) -> None:
+        """Compute with whole weights.
+
+        Raises:
+            ValueError: it computes nothing that could be compared.
+            Exception: the module's own.
+        """
+        try:
+            self._expected = self._run(self._weights)
+        except Exception:  # of any type: it may need rows for each expert
+            self._rows = self._count
+            self._expected = self._run(self._weights)
+        y = self._expected[0]
+        if not y.isfinite().all() or not y.any():
+            raise ValueError("what it returns is zero or not finite")
+        self._drawn = self._random_state()
+
+    def adds_up(self, guess: Mapping[str, Placement | None], ways: int) -> bool:
+        """Whether the results and gradients with these parts of the weights are parts of a sum."""
+        total: list[torch.Tensor] = []
+        for index in range(ways):
+            parts = {
+                name: part_of(w, how, index, ways) if (how := guess[name]) else w / ways
+                for name, w in self._weights.items()
+            }
+            try:
+                mine = self._run(parts)
+            except Exception:  # of any type: these parts do not fit
+                return False
+            # Numbers drawn for features would be others in parts.
+            same = torch.equal(self._random_state(), self._drawn)
+            if not same or [t.shape for t in mine] != [t.shape for t in self._expected]:
+                return False
+            total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+        return all(
+            bool((found - t).abs().max() <= _ROUNDING * t.abs().max())
+            for found, t in zip(total, self._expected, strict=True)
+        )
+
+    def _run(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What the module returns, and the gradients of its inputs."""
+        generator = torch.Generator().manual_seed(0)
+        make = self._inputs(generator)
+        args, kwargs = tree_map_only(torch.Tensor, make, self._call)
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        twin = copy.copy(self._module)
+        # Not its hooks, which are the script's.
+        vars(twin)["_parameters"] = {**self._module._parameters, **weights}
+        torch.manual_seed(0)
+        with left_as_before(twin) as kept:
+            y = twin.forward(*args, **kwargs)
+            if kept.changes():
+                raise ValueError("it keeps something beside what it returns")
+        if not isinstance(y, torch.Tensor) or not y.is_floating_point():
+            raise TypeError(f"it returns a {type(y).__name__}, not one tensor of activations")
+        along = torch.randn(y.shape, generator=generator, dtype=_dtype(), device="cpu").to(y)
+        return [y.detach(), *torch.autograd.grad(y, inputs, along, materialize_grads=True)]
+
+    def _inputs(self, generator: torch.Generator) -> Any:
+        """What makes an argument of a few rows from one of the call."""
+        first = next(t for t in tensors_in(self._call) if t.is_floating_point() and t.dim() > 1)
+        many = first.shape[:-1]
+        few = [n if n == self._count else min(n, self._rows) for n in many]
+        lengths = {math.prod(many): math.prod(few), **dict(zip(many, few, strict=True))}
+
+        def make(t: torch.Tensor) -> torch.Tensor:
+            kept = 1 if t.dim() > 1 else 0
+            rows = [lengths.get(n, n) for n in t.shape[: t.dim() - kept]]
+            shape = (*rows, *t.shape[t.dim() - kept :])
+            if t.is_floating_point():
+                x = torch.randn(shape, generator=generator, dtype=_dtype(), device="cpu")
+                return (x * self._scale).to(self._device).requires_grad_()
+            x = torch.randint(self._count, shape, generator=generator, device="cpu")
+            return x.to(self._device, t.dtype)
+
+        return make
+
+    def _random_state(self) -> torch.Tensor:
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state()
+
+
+def _dtype() -> torch.dtype:
+    """That of scripts in float64, else one that grouped products know on every device."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def _random(shape: torch.Size, device: torch.device, seed: int) -> torch.Tensor:
+    """A weight of random numbers, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    length = math.prod(shape)
+    few = torch.randn(min(length, _NUMBERS), generator=generator, dtype=_dtype(), device="cpu")
+    few = few.to(device) / max(shape[1:]) ** 0.5
+    weight: torch.Tensor = few.repeat(-(-length // len(few)))[:length].view(shape)
+    return weight

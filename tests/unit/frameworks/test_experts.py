@@ -1,0 +1,209 @@
+"""Which experts in parameters of three dimensions can be divided, and why others cannot."""
+
+import copy
+
+import pytest
+import torch
+from mesh_models import Experts, ExpertsInTurns, MixtureNet
+from torch import nn
+from torch.nn import functional as F
+
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
+
+ROWS, WIDTH = 20, 16
+
+
+class Routed(nn.Module):
+    """Experts behind a router."""
+
+    def __init__(self, experts, count=4, use=None):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, count)
+        self.experts = experts
+        self.use = use
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(-1)
+        weights, places = shares.topk(2, -1)
+        if self.use:
+            return self.use(self, x, places, weights)
+        return self.experts(x, places, weights)
+
+
+def plan_of(experts, ways=2, train=True, **options):
+    model = Routed(experts, **options).train(train)
+    return prove(model, (torch.ones(ROWS, WIDTH),), {}, ways)
+
+
+def placements(experts, **options):
+    plan = plan_of(experts, **options)
+    assert plan.experts == {"experts"}
+    return dict(plan.divisions["experts"].experts)
+
+
+def reason(experts, **options):
+    plan = plan_of(experts, **options)
+    assert "experts" not in plan.divisions
+    assert f"experts stays whole: {plan.whole['experts']}" in str(plan)
+    return plan.whole["experts"]
+
+
+class Own(nn.Module):
+    """Each weight a parameter; a test changes what it computes."""
+
+    def __init__(self, count=4, inner=24, change=lambda self, h: h, end=lambda self, y: y):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(count, inner, WIDTH))
+        self.up = nn.Parameter(torch.randn(count, inner, WIDTH))
+        self.down = nn.Parameter(torch.randn(count, WIDTH, inner))
+        self.change, self.end = change, end
+
+    def forward(self, x, places, weights):
+        gate, up = (torch.einsum("nd,nkfd->nkf", x, w[places]) for w in (self.gate, self.up))
+        h = self.change(self, F.silu(gate) * up)
+        y = torch.einsum("nkf,nkdf->nkd", h, self.down[places])
+        return self.end(self, (y * weights[..., None]).sum(1))
+
+
+class ForEach(nn.Module):
+    """Takes as many rows for each expert, as in Llama 4; without gates."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(5, WIDTH, 24))
+        self.down = nn.Parameter(torch.randn(5, 24, WIDTH))
+
+    def forward(self, x, places, weights):
+        x = x.view(len(self.up), -1, WIDTH)
+        return torch.bmm(F.gelu(torch.bmm(x, self.up)), self.down).view(-1, WIDTH)
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("inner", [24, WIDTH, WIDTH // 2])
+def test_gates_and_what_they_multiply_by_in_one_parameter(inner, loops, ways):
+    found = placements(Experts(4, WIDTH, inner, loops), ways=ways)
+    assert found == {"gate_up": Placement(1, 2), "down": Placement(2)}
+
+
+@pytest.mark.parametrize("inner", [24, WIDTH, WIDTH // 2])
+def test_biases_and_gates_in_turns(inner):
+    assert placements(ExpertsInTurns(4, WIDTH, inner)) == {
+        "gate_up": Placement(2),
+        "gate_up_bias": Placement(1),
+        "down": Placement(1),
+        "down_bias": None,
+    }
+
+
+def test_a_parameter_for_each_weight():
+    assert placements(Own()) == {
+        "gate": Placement(1),
+        "up": Placement(1),
+        "down": Placement(2),
+    }
+
+
+def test_as_many_rows_for_each_expert():
+    assert placements(ForEach(), count=5) == {"up": Placement(2), "down": Placement(1)}
+
+
+def test_what_rank_0_says_of_experts():
+    plan = prove(MixtureNet("module"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
+    text = "10 of 14 linear layers and embeddings, and 4 of 4 sets of experts divided, 98%"
+    assert text in str(plan)
+    # What these weights share their module with has gradients of its own.
+    plan = prove(MixtureNet("products"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
+    assert "and 0 of 4 sets of experts divided" in str(plan)
+    reason = "it computes with its experts and with gate.weight"
+    assert plan.whole["blocks.0.mixture"] == reason
+
+
+def test_a_trial_leaves_the_model_and_random_numbers_as_they_are():
+    model, calls = Routed(Own(end=lambda self, y: F.dropout(y, 0.5))), []
+    model.experts.register_forward_hook(lambda *_: calls.append(len(_[1][0])))
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    assert "experts" in prove(model, (torch.ones(ROWS, WIDTH),), {}, 2).divisions
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {*calls} <= {ROWS}
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Normed(torch.autograd.Function):
+    """The gradient has the length 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+def keeps(self, y):
+    self.kept = y
+    return y
+
+
+NOT_A_SUM = "no parts of its experts for 2 ranks add up to what it computes"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"end": lambda self, y: F.layer_norm(y, (WIDTH,))}, NOT_A_SUM),
+        ({"end": lambda self, y: y.clamp(-1e3, 1e3)}, NOT_A_SUM),
+        ({"end": lambda self, y: y + 1e-2}, NOT_A_SUM),
+        ({"change": lambda self, h: h / h.norm(dim=-1, keepdim=True)}, NOT_A_SUM),
+        ({"change": lambda self, h: F.dropout(h, 1e-9)}, NOT_A_SUM),
+        ({"change": lambda self, h: Normed.apply(h)}, NOT_A_SUM),
+        ({"change": lambda self, h: h * (h.shape[-1] / 24)}, NOT_A_SUM),
+        ({"end": keeps}, "it keeps something beside what it returns"),
+        ({"end": lambda self, y: (y, y)}, "it returns a tuple, not one tensor"),
+        ({"end": lambda self, y: y.view(-1)[: 2 * WIDTH * 10].view(20, -1)}, "a trial of it"),
+        ({"end": lambda self, y: y * 0}, "what it returns is zero or not finite"),
+        ({"inner": 15}, NOT_A_SUM),
+    ],
+)
+def test_what_is_no_sum_of_parts(options, why):
+    assert why in reason(Own(**options))
+
+
+def test_lengths_that_ranks_cannot_divide():
+    why = "its weights have no length in common that 5 ranks can divide"
+    assert reason(Experts(4, WIDTH), ways=5) == why
+
+
+def test_a_parameter_or_buffer_beside_the_experts():
+    experts = Own(change=lambda self, h: h * self.scale)
+    experts.scale = nn.Parameter(torch.ones(24))
+    assert reason(experts) == "it computes with its experts and with scale"
+    experts = Own()
+    experts.register_buffer("counts", torch.zeros(4))
+    assert reason(experts) == "it has buffers beside its experts"
+
+
+def test_experts_that_are_used_otherwise():
+    penalty = lambda m, x, *routes: m.experts(x, *routes) + m.experts.gate.norm()  # noqa: E731
+    assert reason(Own(), use=penalty) == "its parameters are also used in norm()"
+    around = lambda m, x, *routes: m.gate(x)  # noqa: E731
+    assert reason(Own(), use=around) == "the forward does not call it"
+    shared = Own()
+    shared.up = nn.Parameter(torch.randn(4, 24, WIDTH))
+    model = nn.Sequential(Routed(shared), Routed(Own()))
+    model[1].experts.up = shared.up
+    plan = prove(model, (torch.ones(ROWS, WIDTH),), {}, 2)
+    assert plan.whole["0.experts"] == "it shares a parameter with 1.experts"
+
+
+def test_what_experts_get_is_whole():
+    use = lambda m, x, *routes: m.experts(m.gate.weight.new_ones(1) * m.first(x), *routes)  # noqa: E731
+    model = Routed(Own(), use=use)
+    model.first = nn.Linear(WIDTH, WIDTH)
+    plan = prove(model, (torch.ones(ROWS, WIDTH),), {}, 2)
+    assert "experts" in plan.divisions
+    assert plan.whole["first"] == "experts takes it, which divides its own experts"
