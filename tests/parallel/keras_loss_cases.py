@@ -209,15 +209,16 @@ def names_a_factor_for_a_sum(caplog):
     assert not warnings_of(loss, caplog, loss_weights=0.5)
 
 
-def names_a_mask_in_a_loop(caplog, step):
+def names_a_mask_in_a_loop(caplog, step, sgd=None):
     """Checks that a loop of the script's is named if its loss has a mask, and no fit.
 
-    ``step(model, optimizer, loss, x, y)``
+    ``step(model, optimizer, loss, x, y)``, with ``sgd(model)`` instead of an optimizer of Keras
     """
     words, targets, shown = sequences()
     for ignored, said in ((None, 0), (-1, 1)):
         main_rank._logged.clear()
-        model, optimizer = hvkit.distribute(tagger(0, False), keras.optimizers.SGD(0.1))
+        model = tagger(0, False)
+        _, optimizer = hvkit.distribute(model, sgd(model) if sgd else keras.optimizers.SGD(0.1))
         caplog.clear()
         y = np.where(shown, targets, 0 if ignored is None else ignored)
         loss = classes(ignore_class=ignored)
@@ -225,9 +226,165 @@ def names_a_mask_in_a_loop(caplog, step):
         own = [each.getMessage() for each in caplog.records if each.name == "hvkit"]
         named = ["hvkit.mean" in each for each in hvkit.broadcast(own)]
         assert sum(named) == said
-        if not said:
+        if not said or sgd:
             continue
         main_rank._logged.clear()
         caplog.clear()
         trained(model, optimizer, loss, mine((words, y)), 3, metrics=["accuracy"])
         assert not [each for each in caplog.records if each.name == "hvkit"]
+
+
+class OfNodes(keras.Model):
+    """Of graphs, whose edges come first, and are not as many as the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x["nodes"]) + 0 * keras.ops.mean(x["edges"])
+
+
+def graphs_equal_one_process(as_data):
+    """Checks that rows are those of the targets; ``as_data(batches)`` is what ``fit`` takes."""
+    rng = np.random.default_rng(0)
+    of_ranks = [
+        [
+            ({"edges": rng.normal(size=(10 + 9 * r, 2)), "nodes": rng.normal(size=(4, 5))}, target)
+            for r in range(hvkit.size())
+            for target in [rng.normal(size=(4, 2))]
+        ]
+        for _ in range(STEPS)
+    ]
+    whole = [keras.tree.map_structure(lambda *parts: np.concatenate(parts), *b) for b in of_ranks]
+
+    def fitted(own, batches):
+        random.seed(0 if own is None else hvkit.rank())
+        model, optimizer = OfNodes(), keras.optimizers.SGD(0.1)
+        model(batches[0][0])
+        if own is not None:
+            hvkit.distribute(model, optimizer)
+        model.compile(optimizer, "mse")
+        model.fit(as_data(batches), verbose=0)
+        return model.get_weights()
+
+    expected = fitted(None, whole)
+    found = fitted(hvkit, [batch[hvkit.rank()] for batch in of_ranks])
+    assert largest_difference(found, expected) < 1e-12
+
+
+def of_weights(model, y, p, ranks):
+    penalty = losses.MeanSquaredError(reduction="sum")
+    kernel = model.dense.kernel
+    return 0.1 * penalty(keras.ops.zeros_like(kernel), kernel) + losses.MeanSquaredError()(y, p)
+
+
+def with_factor(model, y, p, ranks):
+    return 0.1 * ranks * losses.MeanSquaredError(reduction="sum")(y, p)
+
+
+def of_some(model, y, p, ranks):
+    some = keras.ops.where(y[:, 0] > 0)[0]
+    return losses.MeanSquaredError()(keras.ops.take(y, some, 0), keras.ops.take(p, some, 0))
+
+
+OWN_STEPS = {each.__name__: each for each in (of_weights, with_factor, of_some)}
+
+
+def own_step_equals_one_process(loss_of, update, **way):
+    """Checks a ``train_step`` of the script's, whose losses are not those of ``compile``.
+
+    Args:
+        loss_of: of the model, targets, predictions, and the number of ranks.
+        update: ``update(model, compute)`` trains with what ``compute()`` returns.
+        way: options of ``compile``.
+    """
+
+    class Own(keras.Model):
+        ranks = 1
+
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            return {"loss": update(self, lambda: loss_of(self, y, self(x), self.ranks))}
+
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(24 * hvkit.size(), 5)), rng.normal(size=(24 * hvkit.size(), 3))
+
+    def fitted(seed, data, batch_size, optimizer):
+        random.seed(seed)
+        model = Own()
+        model(data[0][:1])
+        if batch_size == 4:
+            hvkit.distribute(model, optimizer)
+            model.ranks = hvkit.size()
+        model.compile(optimizer, **way)
+        model.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = fitted(0, data, 4 * hvkit.size(), keras.optimizers.SGD(0.1))
+    found = fitted(hvkit.rank(), mine(data), 4, keras.optimizers.SGD(0.1))
+    assert largest_difference(found, expected) < 1e-12
+
+
+def reports_with_other_losses():
+    """Checks ``evaluate`` where a ``test_step`` and a metric compute losses besides."""
+    words, targets, shown = sequences()
+    loss = classes(reduction="mean_with_sample_weight")
+
+    class Own(keras.Sequential):
+        def test_step(self, data):
+            x, y, weights = data
+            classes(reduction="sum")(y, self(x))  # for a log
+            self._loss_tracker.update_state(self.compute_loss(x, y, self(x), weights))
+            return {"loss": self._loss_tracker.result()}
+
+    data = words, targets, shown * 1.5
+    for kind, metrics in ((Own, []), (keras.Sequential, [classes(reduction="sum")])):
+        reference = kind(tagger(0, False).layers)
+        model = kind(tagger(hvkit.rank(), False).layers)
+        model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
+        found = []
+        for each, its, rows in ((reference, data, 3 * hvkit.size()), (model, mine(data), 3)):
+            each.compile(optimizer if each is model else "sgd", loss, metrics=metrics)
+            found.append(each.evaluate(*its[:2], rows, 0, its[2], return_dict=True)["loss"])
+        assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def fixed_batches_train_and_are_named(caplog):
+    """Checks a contrastive loss whose batch size is a number."""
+
+    def contrastive(y, p):
+        logits = keras.ops.matmul(p, keras.ops.transpose(p))
+        return losses.sparse_categorical_crossentropy(np.arange(6), logits, from_logits=True)
+
+    text, *_ = warnings_of(contrastive, caplog)
+    assert "loss 'contrastive' is no mean over samples: it fails with half of a batch" in text
+
+
+def train_on_batch_in_a_callback_counts_rows():
+    """Checks batches of other rows than those of ``fit`` around it."""
+    rng = np.random.default_rng(0)
+    rows = [[5, 3, 4, 2][: hvkit.size()]]
+    whole, own = uneven_batches(rows)
+    x, y = rng.normal(size=(6 * hvkit.size(), 8)), rng.normal(size=(6 * hvkit.size(), 4))
+
+    def fitted(seed, data, batch, size):
+        random.seed(seed)
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(0.1)
+        if size == 3:
+            hvkit.distribute(model, optimizer)
+        model.compile(optimizer, "mse")
+        again = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.train_on_batch(*batch))
+        model.fit(*data, batch_size=size, shuffle=False, verbose=0, epochs=2, callbacks=[again])
+        return model.get_weights()
+
+    expected = fitted(0, (x, y), whole[0], 3 * hvkit.size())
+    assert largest_difference(fitted(hvkit.rank(), mine((x, y)), own[0], 3), expected) < 1e-12

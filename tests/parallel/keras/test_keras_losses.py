@@ -8,11 +8,17 @@ import tensorflow as tf
 from keras import layers
 from keras_loss_cases import (
     CASES,
+    OWN_STEPS,
     equals_one_process,
+    fixed_batches_train_and_are_named,
+    graphs_equal_one_process,
     mean_of_all,
     names_a_factor_for_a_sum,
     names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
+    own_step_equals_one_process,
+    reports_with_other_losses,
+    train_on_batch_in_a_callback_counts_rows,
     uneven_batches,
 )
 from models import weights
@@ -107,3 +113,67 @@ def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
         optimizer.apply(tape.gradient(found, own), own)
 
     names_a_mask_in_a_loop(caplog, step)
+
+
+def test_evaluate_with_losses_of_the_scripts_besides():
+    reports_with_other_losses()
+
+
+def test_a_loss_with_a_fixed_batch_size_trains_and_is_named(caplog):
+    fixed_batches_train_and_are_named(caplog)
+
+
+def test_batches_of_other_rows_in_a_callback():
+    train_on_batch_in_a_callback_counts_rows()
+
+
+def test_rows_are_those_of_the_targets():
+    inputs = {
+        "edges": tf.TensorSpec((None, 2), tf.float64),
+        "nodes": tf.TensorSpec((None, 5), tf.float64),
+    }
+    shapes = inputs, tf.TensorSpec((None, 2), tf.float64)
+    graphs_equal_one_process(
+        lambda batches: tf.data.Dataset.from_generator(
+            lambda: iter(batches), output_signature=shapes
+        )
+    )
+
+
+def update(model, compute):
+    with tf.GradientTape() as tape:
+        loss = compute()
+    own = model.trainable_variables
+    model.optimizer.apply(tape.gradient(loss, own), own)
+    return loss
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("case", OWN_STEPS)
+def test_losses_of_a_step_of_the_scripts(case, eager):
+    own_step_equals_one_process(OWN_STEPS[case], update, run_eagerly=eager)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_function_that_is_traced_once_knows_each_steps_rows(eager):
+    whole, own = uneven_batches([[4] * hvkit.size(), [6, 2, 5, 3][: hvkit.size()]] * 2)
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {"loss": self.inner(*data)}
+
+        @tf.function(reduce_retracing=True)
+        def inner(self, x, y):
+            return update(self, lambda: self.compute_loss(x, y, self(x)))
+
+    def fitted(seed, batches, distributed):
+        random.seed(seed)
+        model, optimizer = Own([keras.Input((8,)), layers.Dense(4)]), keras.optimizers.SGD(0.1)
+        if distributed:
+            hvkit.distribute(model, optimizer)
+        for _ in range(2):
+            model.compile(optimizer, "mse", run_eagerly=eager)
+            model.fit(dataset(batches), verbose=0)
+        return weights(model)
+
+    assert largest_difference(fitted(hvkit.rank(), own, True), fitted(0, whole, False)) < 1e-12

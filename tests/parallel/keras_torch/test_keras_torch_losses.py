@@ -5,14 +5,21 @@ import random
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 from keras_loss_cases import (
     CASES,
+    OWN_STEPS,
     equals_one_process,
+    fixed_batches_train_and_are_named,
+    graphs_equal_one_process,
     mean_of_all,
     names_a_factor_for_a_sum,
     names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
+    own_step_equals_one_process,
+    reports_with_other_losses,
+    train_on_batch_in_a_callback_counts_rows,
     uneven_batches,
 )
 from ranks import largest_difference
@@ -133,3 +140,41 @@ def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
         optimizer.apply([v.value.grad for v in own], own)
 
     names_a_mask_in_a_loop(caplog, step)
+
+
+def test_evaluate_with_losses_of_the_scripts_besides():
+    reports_with_other_losses()
+
+
+def test_a_loss_with_a_fixed_batch_size_trains_and_is_named(caplog):
+    fixed_batches_train_and_are_named(caplog)
+
+
+def test_batches_of_other_rows_in_a_callback():
+    train_on_batch_in_a_callback_counts_rows()
+
+
+def test_rows_are_those_of_the_targets():
+    graphs_equal_one_process(lambda batches: (each for each in batches))
+
+
+def update(model, compute):
+    model.zero_grad()
+    loss = compute()
+    loss.backward()
+    own = model.trainable_variables
+    model.optimizer.apply([v.value.grad for v in own], own)
+    return loss
+
+
+@pytest.mark.parametrize("case", OWN_STEPS)
+def test_losses_of_a_step_of_the_scripts(case):
+    own_step_equals_one_process(OWN_STEPS[case], update)
+
+
+def test_a_mask_in_a_loop_with_an_optimizer_of_pytorch_is_named(caplog):
+    def step(model, optimizer, loss, x, y):
+        loss(y, model(x)).backward()
+        optimizer.step()
+
+    names_a_mask_in_a_loop(caplog, step, lambda model: torch.optim.SGD(model.parameters(), 0.1))
