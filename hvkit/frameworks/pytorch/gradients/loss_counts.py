@@ -52,11 +52,12 @@ class LossCounts:
     """What the losses of one model's passes are means over.
 
     Attributes:
-        own_weight: returns how often this rank's gradients count in the mean over ranks.
+        own_weight: returns how often this rank's gradients count in the mean over ranks; None for
+            once.
     """
 
     def __init__(self) -> None:
-        self.own_weight: Callable[[], float] = lambda: 1.0
+        self.own_weight: Callable[[], float] | None = None
         self._comparisons = 0
         self._noted: list[_Mean] = []
         self._noted_elements = 0
@@ -107,13 +108,18 @@ class LossCounts:
         The weight is how much of the loss one element makes: its logarithm, added up over the
         losses, so that none is hidden behind one that counts much more.
         """
-        total, weight, own = 0.0, 0.0, self.own_weight()
+        totals, weight = [0.0, 0.0], 0.0
+        own = 1.0 if self.own_weight is None else self.own_weight()
         for factors, count in self._means:
             factor, number = math.prod(map(_value, factors)), _value(count)
+            # It may be the weight of a penalty, which has no count: any other tells more.
+            guessed = isinstance(count, _Count)
+            if guessed and self.own_weight is not None:
+                continue
             if number > 0 and math.isfinite(factor):
-                total += number
+                totals[guessed] += number
                 weight += math.log(max(abs(factor * own) / number, 1e-300))
-        return np.array([total, weight])
+        return np.array([totals[0] or totals[1], weight])
 
     def compare(
         self, everyone: NDArray[np.float64], group: Group, *, for_shapes: bool = False
