@@ -183,6 +183,27 @@ class Checks:
         everyone = collectives.gather(call, rates_of(optimizers, fetch=True), self.group)
         refuse_other_rates(dict(zip(self.group.members, everyone, strict=True)))
 
+    def require_hooks_on_all_ranks(self, hooks: Sequence[str], accumulate: int) -> None:
+        """Raise on every rank if hooks have only some average in each pass; a collective.
+
+        Args:
+            hooks: this rank's hooks that need the mean of each pass.
+            accumulate: backward passes from one reduction to the next without them.
+        """
+        everyone = collectives.gather("backward()", list(hooks), self.group)
+        ranks = self.group.members
+        has = next((r for r, its in zip(ranks, everyone, strict=True) if its), None)
+        lacks = next((r for r, its in zip(ranks, everyone, strict=True) if not its), None)
+        if has is not None and lacks is not None:
+            error = RanksDisagreeError(
+                f"rank {has} has registered the hook {everyone[ranks.index(has)][0]}, and rank "
+                f"{lacks} has none: gradients are averaged in each backward pass for it, instead "
+                f"of once in accumulate={accumulate}. Register hooks on every rank, and what one "
+                "rank is to do alone, such as printing, do inside the hook: "
+                "`if hvkit.is_main(): ...`"
+            )
+            raise mark_as_shown_by(error, self.group.first)
+
     def compare_losses(self) -> None:
         """Look at what losses of other shapes are means over; a collective."""
         mine = torch.from_numpy(self.losses.numbers()[None])

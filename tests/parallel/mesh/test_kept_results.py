@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+from hvkit.frameworks.pytorch.model_parallel import parallel_model
 from hvkit.frameworks.pytorch.model_parallel.pipeline import result_comparison
 
 pytestmark = pytest.mark.skipif(hvkit.size() != 2, reason="for two ranks")
@@ -192,6 +193,52 @@ class ListOfItsOwn(MixtureNet):
             x = block(x)
             self.losses.append(block.mixture.aux)
         return self.head(x), sum(self.losses)
+
+
+class ClearsItsList(MixtureNet):
+    """Blocks and model hold one list."""
+
+    def __init__(self, experts):
+        super().__init__(experts)
+        self.log = []
+        for block in self.blocks:
+            block.log = self.log
+
+    def forward(self, ids):
+        self.log.clear()
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            block.log.append(x.square().mean())
+        return self.head(x)
+
+
+@pytest.mark.parametrize("options", AXES)
+def test_a_list_that_the_forward_clears(options):
+    def loss_of(model, x, y, _):
+        loss = of_logits(model(x), y) + 0.1 * sum(model.log)
+        assert len(model.log) == len(model.blocks)
+        assert all(block.log is model.log for block in model.blocks)
+        return loss
+
+    assert trained_apart(lambda: ClearsItsList("products"), loss_of, options) < 1e-11
+
+
+class KeepsFloats(MixtureNet):
+    def forward(self, ids):
+        x = super().forward(ids)
+        self.mean = 0.9 * getattr(self, "mean", 0.0) + float(x.detach().mean())
+        return x
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_floats_that_a_forward_keeps_are_named(named, monkeypatch):
+    found = []
+    monkeypatch.setattr(parallel_model, "warn_once", lambda kind, text: found.append(text))
+    make = KeepsFloats if named else MixtureNet
+    options = {"pipeline": 2, "microbatches": 1}
+    trained_apart(lambda: make("products"), lambda m, x, y, _: of_logits(m(x), y), options)
+    assert any("keeps a Python number in mean" in each for each in found) == named
 
 
 class ReturnsBoth(nn.Module):

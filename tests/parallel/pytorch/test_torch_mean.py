@@ -6,6 +6,7 @@ from nets import raised_everywhere
 from ranks import error_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hvkit
 from hvkit import main_rank
@@ -123,13 +124,37 @@ def masked_sum(model, x, y):
     return losses.sum() / (y != -100).sum()
 
 
+def in_chunks(model, x, y):
+    chunks = zip(model(x).split(2), y.split(2), strict=True)
+    return sum(F.cross_entropy(*each, reduction="sum") for each in chunks) / (y != -100).sum()
+
+
+def ignored_mean(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def summed(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
 MEANS = {
-    "ignored": lambda model, x, y: F.cross_entropy(model(x), y),
+    "ignored": ignored_mean,
     "weighted": lambda model, x, y: F.cross_entropy(model(x), y, WEIGHTS) / 2,
     "smoothed": lambda model, x, y: F.cross_entropy(model(x), y, label_smoothing=0.1),
     "masked": masked_sum,
     "rows": lambda model, x, y: F.mse_loss(model(x), torch.zeros(len(x), 5).double()) * 3,
     "of elements": lambda model, x, y: 0.1 + model(x).square().mean(),
+    "times a reciprocal": lambda model, x, y: summed(model, x, y) * (1 / (y != -100).sum()),
+    "in chunks": in_chunks,
+    "in a list": lambda *batch: torch.stack([ignored_mean(*batch), torch.tensor(2.0)]).mean(),
+    "in a list added up": lambda *batch: torch.stack([ignored_mean(*batch)]).sum().mean(),
+    "at an index": lambda *batch: ignored_mean(*batch)[None][0],
+    "beside a penalty": lambda *batch: (
+        ignored_mean(*batch) / 1e6 + 0.01 * batch[0][0].weight.square().sum()
+    ),
+    "chosen": lambda *batch: torch.where(torch.tensor(True), ignored_mean(*batch), 0.0),
+    "of samples in a list": lambda model, x, y: torch.stack([m.sum() for m in model(x)]).mean(),
+    "of means in a list": lambda model, x, y: torch.stack([m.mean() for m in model(x)]).mean(),
 }
 
 
@@ -161,6 +186,23 @@ def test_means_of_one_process_are_not_named(capsys):
     assert not warned(corrected, capsys)
     assert not warned(lambda model, x, y: model(x).sum() / 3, capsys)
     assert not warned(MEANS["rows"], capsys, first=4)
+    assert not warned(MEANS["of means in a list"], capsys, first=4)
+    # What a sum is multiplied with need not be one over a count.
+    assert not warned(lambda model, x, y: model(x).sum() * x.mean(), capsys)
+    assert not warned(lambda model, x, y: model(x).sum() * model(x).std(), capsys)
+
+
+def test_a_checkpointed_loss_is_not_computed_once_more():
+    model, calls = classifier(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hvkit.distribute(model, optimizer)
+
+    def loss_of(x, y):
+        calls.append(1)
+        return F.cross_entropy(model(x), y) + summed(model, x, y) / len(y)
+
+    checkpoint(loss_of, *data()[0], use_reentrant=False).backward()
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("loss_of", [MEANS[n] for n in ("ignored", "masked", "rows")])

@@ -12,6 +12,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 
 import hvkit
+from hvkit import main_rank
+from hvkit.frameworks.pytorch.divided_state import fully_shard
+from hvkit.watch.calls import current_call
 
 pytestmark = [pytest.mark.two_ranks, pytest.mark.usefixtures("torch_distributed")]
 
@@ -161,6 +164,42 @@ def test_a_hook_may_be_removed_and_sees_autograd_grad():
     assert first.grad.any()
 
 
+def reductions(model, optimizer, steps=2):
+    before = hvkit.traffic()["gradients"].messages
+    train_in_passes(model, optimizer, local(regression(steps=2 * steps)), 2)
+    return hvkit.traffic()["gradients"].messages - before
+
+
+def test_a_removed_hook_costs_nothing():
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, sgd(model.parameters()), accumulate=2)
+    train_in_passes(model, optimizer, local(regression(steps=2)), 2)
+    without = reductions(model, optimizer)
+    handle = model[0].weight.register_hook(normalised)
+    assert reductions(model, optimizer) == 2 * without
+    handle.remove()
+    assert reductions(model, optimizer) == without
+
+
+def test_a_hook_on_one_rank_alone_works_or_is_named():
+    model, seen = mlp(), []
+    model, optimizer = hvkit.distribute(model, sgd(model.parameters()))
+    if hvkit.rank() == 1:
+        model[0].weight.register_hook(seen.append)
+    train(model, optimizer, local(regression(steps=3)))
+    assert len(seen) == 3 * hvkit.rank()
+    assert alike(model)
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, sgd(model.parameters()), accumulate=2)
+    if hvkit.rank() == 1:
+        model[0].weight.register_hook(normalised)
+    error, text = error_of(lambda: reductions(model, optimizer))
+    assert error is hvkit.RanksDisagreeError
+    named = "rank 1 has registered the hook normalised on parameter 0.weight, and rank 0 has none"
+    assert named in text
+    assert "accumulate=2" in text
+
+
 def test_a_wrong_shape_is_an_error():
     model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
     model[0].bias.register_hook(lambda gradient: gradient.sum())
@@ -169,12 +208,17 @@ def test_a_wrong_shape_is_an_error():
     assert "parameter 0.bias must return None or a tensor of the gradient's shape (16,)" in text
 
 
-@pytest.mark.parametrize("why", ["create_graph=True", "accumulate=2"])
-def test_own_gradients_are_named_where_hooks_must_see_them(why, capsys):
-    options = {} if "graph" in why else {"accumulate": 2, "compression": hvkit.TopK(0.5)}
+@pytest.mark.parametrize("why", ["create_graph=True", "accumulate=2", "torch.autograd.grad"])
+def test_own_gradients_are_named_where_hooks_must_see_them(why, capsys, monkeypatch):
+    monkeypatch.setattr(main_rank, "_logged", set())
+    options = {"accumulate": 2, "compression": hvkit.TopK(0.5)} if "accumulate" in why else {}
     model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()), **options)
     model[0].weight.register_hook(normalised)
-    model(torch.randn(2, 8)).sum().backward(create_graph="graph" in why)
+    loss = model(torch.randn(2, 8)).sum()
+    if "autograd" in why:
+        torch.autograd.grad(loss, list(model.parameters()))
+    else:
+        loss.backward(create_graph="graph" in why)
     logged = capsys.readouterr().err
     named = "registered on parameter 0.weight sees each rank's own gradient, not their mean, where"
     assert (named in logged and why in logged) == hvkit.is_main()
@@ -195,6 +239,18 @@ def test_divided_parameters_refuse_what_they_cannot_do():
     error, text = error_of(lambda: F.mse_loss(model(x), y).backward())
     assert error is ValueError
     assert "the hook that the script has registered on parameter 0.weight" in text
+
+
+def test_the_wait_of_a_hook_on_a_divided_parameter_names_it(monkeypatch):
+    calls, gather = [], fully_shard._full
+    monkeypatch.setattr(
+        fully_shard, "_full", lambda own: calls.append(current_call()) or gather(own)
+    )
+    model = mlp()
+    model, optimizer = hvkit.distribute(model, sgd(model.parameters()), strategy=hvkit.FullyShard())
+    model[0].weight.register_hook(normalised)
+    train(model, optimizer, local(regression(steps=1)))
+    assert calls == ["the script's hook on parameter 0.weight"]
 
 
 def test_each_rank_trains_on_its_own_between_rounds():

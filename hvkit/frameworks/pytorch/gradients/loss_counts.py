@@ -33,7 +33,10 @@ _BY_ELEMENT = (
     "BinaryCrossEntropyWithLogitsBackward0",
 )
 # What stands between losses and the root, and keeps their value or adds some up.
-_THROUGH = ("Add", "Sub", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "View", "Reshape")
+_THROUGH = (
+    *("Add", "Sub", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Reshape"),
+    *("Select", "Index", "Where", "MaskedFill", "NanToNum", "Clamp"),
+)
 _MOST_NODES = 64
 # Comparisons of steps with other shapes, before these are taken for the script's intention.
 _MOST_COMPARISONS = 8
@@ -49,11 +52,12 @@ class LossCounts:
     """What the losses of one model's passes are means over.
 
     Attributes:
-        own_weight: returns how often this rank's gradients count in the mean over ranks.
+        own_weight: returns how often this rank's gradients count in the mean over ranks; None for
+            once.
     """
 
     def __init__(self) -> None:
-        self.own_weight: Callable[[], float] = lambda: 1.0
+        self.own_weight: Callable[[], float] | None = None
         self._comparisons = 0
         self._noted: list[_Mean] = []
         self._noted_elements = 0
@@ -76,10 +80,10 @@ class LossCounts:
         if not isinstance(roots, Sequence) or len(roots) != 1 or roots[0].numel() != 1:
             return
         try:
-            found = list(_means_below(roots[0].grad_fn))
+            found = list(_Walk().means_below(roots[0].grad_fn))
         except RuntimeError:  # a pass has freed it already
             return
-        self._noted = [(factors, count) for factors, count, _ in found]
+        self._noted = [(factors, count) for factors, count, _ in found if count is not None]
         self._noted_elements = sum(elements for *_, elements in found)
 
     def keep(self) -> None:
@@ -101,15 +105,21 @@ class LossCounts:
     def numbers(self) -> NDArray[np.float64]:
         """To be compared: the sum of what each loss divides by, 0 if none is known, and a weight.
 
-        The weight is how much of the loss one element makes, added up over the losses.
+        The weight is how much of the loss one element makes: its logarithm, added up over the
+        losses, so that none is hidden behind one that counts much more.
         """
-        total = weight = 0.0
+        totals, weight = [0.0, 0.0], 0.0
+        own = 1.0 if self.own_weight is None else self.own_weight()
         for factors, count in self._means:
             factor, number = math.prod(map(_value, factors)), _value(count)
+            # It may be the weight of a penalty, which has no count: any other tells more.
+            guessed = isinstance(count, _Count)
+            if guessed and self.own_weight is not None:
+                continue
             if number > 0 and math.isfinite(factor):
-                total += number
-                weight += factor / number
-        return np.array([total, weight * self.own_weight()])
+                totals[guessed] += number
+                weight += math.log(max(abs(factor * own) / number, 1e-300))
+        return np.array([totals[0] or totals[1], weight])
 
     def compare(
         self, everyone: NDArray[np.float64], group: Group, *, for_shapes: bool = False
@@ -140,8 +150,7 @@ def note(roots: Any) -> None:
 def _warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> bool:
     counts, weights = numbers.T
     other = int(np.abs(counts - counts[0]).argmax())
-    scale = np.abs(weights).max()
-    alike = np.abs(weights - weights[0]).max() <= 1e-4 * scale
+    alike = np.abs(weights - weights[0]).max() <= 1e-4
     if alike or counts[other] == counts[0] or not counts.all():
         return False
     warn_once(
@@ -155,40 +164,109 @@ def _warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> bool:
     return True
 
 
-def _means_below(root: Any) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
-    """Of each mean that a loss is made of: its factors, its count, and how many elements it has."""
-    nodes: list[tuple[Any, tuple[Any, ...]]] = [(root, ())]
-    for _ in range(_MOST_NODES):
-        if not nodes:
-            return
-        node, factors = nodes.pop()
-        name = type(node).__name__
-        if name in _BY_WEIGHT and node._saved_reduction == _MEAN:
-            yield factors, node._saved_total_weight, _elements(node)
-        elif name in _BY_ELEMENT and node._saved_reduction == _MEAN:
-            yield factors, _elements(node), _elements(node)
-        elif name == "MeanBackward0":
-            yield factors, node._saved_self_sym_numel, node._saved_self_sym_numel
-        elif name.startswith("Div"):
-            divisor = getattr(node, "_saved_other", 1)
-            below = node.next_functions[0][0]
-            if _is_sum(below):
-                yield factors, divisor, _elements(below)
-            else:
-                nodes.append((below, (*factors, _Reciprocal(divisor))))
-        elif name.startswith("Mul"):
-            others = ("_saved_other", "_saved_self")
-            for (below, _), other in zip(node.next_functions, others, strict=False):
-                if below is not None:
-                    nodes.append((below, (*factors, getattr(node, other, 1))))
-        elif name.startswith(_THROUGH):
-            nodes.extend((below, factors) for below, _ in node.next_functions if below is not None)
+class _Factor(NamedTuple):
+    """What a loss is multiplied with or divided by: a number, or a tensor perhaps on a GPU.
 
-
-class _Reciprocal(NamedTuple):
-    """One divided by a number that may still be on a GPU."""
+    Attributes:
+        of: that.
+        divides: whether the loss is divided by it.
+        counts: whether it may be what a sum below is divided by, to be a mean.
+    """
 
     of: Any
+    divides: bool
+    counts: bool
+
+
+class _Count(NamedTuple):
+    """One divided by what a sum is multiplied with, if that is a whole number."""
+
+    factor: Any
+
+
+class _Walk:
+    """From the root of a pass to the means that the loss is made of."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_NODES
+        # Sums that are added up, and then divided, are one mean.
+        self._divided: dict[int, _Factor] = {}
+
+    def means_below(
+        self, root: Any, factors: tuple[_Factor, ...] = ()
+    ) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
+        """Of each mean: its factors, its count, and how many elements it has.
+
+        The count is None of what belongs to a mean that has come before.
+        """
+        nodes: list[tuple[Any, tuple[_Factor, ...]]] = [(root, factors)]
+        while nodes and self._left:
+            self._left -= 1
+            node, factors = nodes.pop()
+            if node is None:
+                continue
+            name = type(node).__name__
+            if name in _BY_WEIGHT and node._saved_reduction == _MEAN:
+                if (weight := _saved(node, "total_weight")) is not None:
+                    yield factors, weight, _elements(node)
+            elif name in _BY_ELEMENT and node._saved_reduction == _MEAN:
+                yield factors, _elements(node), _elements(node)
+            elif name == "MeanBackward0":
+                count = node._saved_self_sym_numel
+                # Of the mean of n losses, each counts n times less, and so does what it is made of.
+                part = _Factor(count, divides=True, counts=False)
+                below = self._below_each(node, (*factors, part, part) if count > 1 else factors)
+                yield from below or [(factors, count, count)]
+            elif name.startswith("Div"):
+                below, *others = [below for below, _ in node.next_functions]
+                if (divisor := _saved(node, "other")) is not None:
+                    counts = others in ([], [None]) or _is_sum(below)
+                    nodes.append((below, (*factors, _Factor(divisor, True, counts))))
+            elif name.startswith("Mul"):
+                belows = [below for below, _ in node.next_functions]
+                for below, other in zip(belows, ("other", "self"), strict=False):
+                    if below is not None and (factor := _saved(node, other)) is not None:
+                        is_number = belows.count(None) >= len(belows) - 1
+                        nodes.append((below, (*factors, _Factor(factor, False, is_number))))
+            elif name.startswith(_THROUGH):
+                nodes.extend((below, factors) for below, _ in node.next_functions)
+            elif _is_sum(node):
+                below = self._below_each(node, factors) if name == "SumBackward0" else []
+                yield from below or self._sum(node, factors)
+
+    def _below_each(self, node: Any, factors: tuple[_Factor, ...]) -> list[Any]:
+        """The means in the single numbers that a node adds up; none if it adds up others."""
+        below, count = node.next_functions[0][0], _elements(node)
+        single = [below]
+        if type(below).__name__ in ("StackBackward0", "CatBackward0"):
+            single = [each for each, _ in below.next_functions]
+        if len(single) != count:
+            return []
+        return [mean for each in single for mean in self.means_below(each, factors)]
+
+    def _sum(
+        self, node: Any, factors: tuple[_Factor, ...]
+    ) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
+        """The mean that a sum is, by the innermost of the factors that may make it one."""
+        counts = [each for each in factors if each.counts]
+        if not counts:
+            return
+        chosen = next((each for each in reversed(counts) if each.divides), counts[-1])
+        others = tuple(each for each in factors if each is not chosen)
+        count = chosen.of if chosen.divides else _Count(chosen)
+        yield others, None if id(chosen) in self._divided else count, _elements(node)
+        self._divided[id(chosen)] = chosen
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What autograd keeps for a node; 1 if nothing.
+
+    None if a hook gives it: that of a checkpoint would run a part of the forward again.
+    """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if getattr(raw, "unpack_hook", None) is not None:
+        return None
+    return getattr(node, f"_saved_{name}", 1)
 
 
 def _is_sum(node: Any) -> bool:
@@ -205,9 +283,13 @@ def _elements(node: Any) -> int:
 
 def _value(number: Any) -> float:
     """A number that autograd keeps; 1 if it keeps none."""
-    if isinstance(number, _Reciprocal):
-        below = _value(number.of)
-        return 1 / below if below else math.inf
+    if isinstance(number, _Factor):
+        value = _value(number.of)
+        return value if not number.divides else 1 / value if value else math.inf
+    if isinstance(number, _Count):
+        value = _value(number.factor)
+        count = 1 / value if value > 0 else math.inf
+        return count if math.isfinite(count) and abs(count - round(count)) < 1e-4 * count else 0.0
     if isinstance(number, torch.Tensor):
         real = number.numel() == 1 and not number.is_complex()
         return float(number.detach()) if real else 1.0

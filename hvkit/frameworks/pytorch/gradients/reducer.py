@@ -237,9 +237,16 @@ class GradientReducer:
         self._arrange()
         self._kept |= self._gradients_to_keep()
         self.script_hooks.begin(divided=not self._counts_passes)
-        # One process calls them in each pass.
-        each = bool(self.script_hooks) and self._why_hooks_do_not_wait() is None
-        return self._window.begin_pass(reduces=each)
+        return self._window.begin_pass(reduces=self._hooks_need_each_pass())
+
+    def _hooks_need_each_pass(self) -> bool:
+        """Whether passes are averaged that would not be without hooks of the script.
+
+        One process calls them in each pass.
+        """
+        if self._window.length == 1 or not self.script_hooks:
+            return False
+        return self._why_hooks_do_not_wait() is None
 
     def _gradients_to_keep(self) -> set[int]:
         """Indices of the parameters whose gradients must stay the same tensors.
@@ -389,6 +396,8 @@ class GradientReducer:
                 self._checks.require_same_formats(self._laid_out().channels_last, self._parameters)
                 same_buckets = not disagreement.frozen
                 self._checks.require_same_rates(self._optimizers)
+                hooks = self.script_hooks.names() if self._hooks_need_each_pass() else []
+                self._checks.require_hooks_on_all_ranks(hooks, self._window.length)
                 self._checks.require_same_gradients(self._changes.used, self._parameters)
             if disagreement.changes.early:
                 self._checks.refuse_early_changes(self._window.length)
@@ -435,7 +444,8 @@ class GradientReducer:
                 report,
                 step_report.checksum_of_rates(self._optimizers)
                 ^ self._changes.checksum()
-                ^ layout.checksum,
+                ^ layout.checksum
+                ^ self._hooks_need_each_pass(),
                 self._steps_done,
                 self._nonfinite is not None and self._nonfinite.found(self._parameters),
                 self._changes.report(),

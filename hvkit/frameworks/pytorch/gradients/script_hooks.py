@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hvkit.frameworks.pytorch.gradients.backward_passes import outermost_pass, running_pass
 from hvkit.main_rank import warn_once
+from hvkit.watch.calls import call_within
 
 _OF_GRADIENT, _OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
@@ -65,7 +66,22 @@ class ScriptHooks:
 
     def __bool__(self) -> bool:
         """Whether any parameter has hooks."""
+        self._forget_removed()
         return bool(self._hooked)
+
+    def names(self) -> list[str]:
+        """Of all hooks, with the parameters that they are on."""
+        self._forget_removed()
+        return [
+            f"{getattr(each.hook, '__qualname__', type(each.hook).__name__)} on {self._label(p)}"
+            for p in self._hooked.values()
+            for each in _waiting(p, _OF_GRADIENT, _OF_PARAMETER)
+        ]
+
+    def _forget_removed(self) -> None:
+        for i, p in list(self._hooked.items()):
+            if not _waiting(p, _OF_GRADIENT, _OF_PARAMETER):
+                del self._hooked[i]
 
     def divide(
         self,
@@ -102,10 +118,12 @@ class ScriptHooks:
         """Whether hooks of a parameter that autograd calls now wait for the averaged gradient."""
         if self._divided:
             return True
-        if not _accumulates(parameter):
-            return False
         why_not = self._why_not()
-        if torch.is_grad_enabled() and why_not is None:
+        if not _accumulates(parameter):
+            if why_not == "" or not _waiting(parameter, _OF_GRADIENT):
+                return False
+            why_not = "where torch.autograd.grad computes it"
+        elif torch.is_grad_enabled() and why_not is None:
             why_not = "where backward(create_graph=True) gives it a graph"
         if why_not:
             self._warn(parameter, why_not)
@@ -128,7 +146,8 @@ class ScriptHooks:
             f"hooks see own gradients {where}",
             f"the hook that the script has registered on {self._label(parameter)} sees each rank's "
             f"own gradient, not their mean, {where}. A factor or a mask may be applied to either; "
-            "for all else remove the hook, and change p.grad after the last backward() of the step",
+            "for all else remove the hook, and change p.grad after the last backward() of the "
+            "step, or after hvkit.reduce_gradients(model)",
         )
 
     def begin(self, *, divided: bool = False, missed: bool = False) -> None:
@@ -271,7 +290,10 @@ class _Changes:
         Raises:
             RuntimeError: it returns something else than a tensor of the gradient's shape.
         """
-        gradient = own if self.whole is None else self.whole(parameter, own)
+        gradient = own
+        if self.whole is not None:  # a hook on one rank alone waits here for the others
+            with call_within(f"the script's hook on {self._label(parameter)}"):
+                gradient = self.whole(parameter, own)
         self._calls[parameter] += 1
         with _same_numbers(gradient, self._calls[parameter]):
             result = hook(gradient)
@@ -313,10 +335,10 @@ class _Waiting:
         return of._change(parameter, argument, self.hook)
 
 
-def _waiting(parameter: torch.Tensor, kind: str) -> Iterator[_Waiting]:
-    hooks: Mapping[int, Any] = getattr(parameter, kind) or {}
-    found = [each for each in hooks.values() if isinstance(each, _Waiting)]
-    return (each for each in found if each.hook is not None)
+def _waiting(parameter: torch.Tensor, *kinds: str) -> list[_Waiting]:
+    """What stands for the script's hooks of these kinds."""
+    hooks = [each for kind in kinds for each in (getattr(parameter, kind) or {}).values()]
+    return [each for each in hooks if isinstance(each, _Waiting) and each.hook is not None]
 
 
 def _is_own(hook: Any) -> bool:
@@ -333,7 +355,11 @@ def _accumulates(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def _same_numbers(gradient: torch.Tensor, call: int) -> Iterator[None]:
-    """Let ranks with the same gradient draw the same random numbers for a while."""
+    """Let ranks with the same gradient draw the same random numbers for a while.
+
+    For each hook and pass this costs some 20 microseconds on a CPU; on a GPU the host waits for the
+    gradient, since a few hundred of its numbers are copied.
+    """
     values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
     some = values.flatten()[:: values.numel() // 256 + 1].resolve_conj().cpu().contiguous()
     seed = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), call)

@@ -105,7 +105,8 @@ class Disagreement:
 
     Attributes:
         frozen: whether some ranks train parameters that others do not.
-        checksums: whether they use different learning rates, or have used different gradients.
+        checksums: whether they use different learning rates, have used different gradients, or only
+            some have hooks of the script.
         steps: whether they have done different numbers of optimizer steps.
         nonfinite: whether any has a gradient that is NaN or infinite.
         shapes: whether their losses have other shapes.

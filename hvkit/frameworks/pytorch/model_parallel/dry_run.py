@@ -75,6 +75,7 @@ class DryRun:
         flops: of the whole forward.
         nbytes: of its result.
         kept: where it keeps results beside what it returns.
+        floats: where it keeps Python floats.
         looking: those of the closed modules that look at values which depend on weights.
         lookers: the modules in whose own code it does, closed or not.
         looked: PyTorch's error where the forward first looks at one; None if it does not.
@@ -89,6 +90,7 @@ class DryRun:
     flops: int
     nbytes: int
     kept: tuple[Path, ...] = ()
+    floats: tuple[str, ...] = ()
     looking: tuple[str, ...] = ()
     lookers: tuple[str, ...] = ()
     looked: Exception | None = None
@@ -179,6 +181,7 @@ def _followed(
                 )
             with torch._C.DisableTorchFunction():
                 changes = anywhere.changes()
+                floats = anywhere.floats()
             kept, _ = its.tensors()
     finally:
         for hook in hooks:
@@ -201,6 +204,7 @@ def _followed(
                 for path, each in changes.items()
                 if any(map(flow.is_result, tensors_in(each.value)))
             ),
+            floats=floats,
         ),
     )
 

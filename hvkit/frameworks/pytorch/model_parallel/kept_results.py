@@ -83,10 +83,12 @@ class Change:
     Attributes:
         value: what is there now; of a list, its new elements.
         appended: whether these came to what a list held before.
+        refilled: whether the list is the same, and was cleared or changed before they came.
     """
 
     value: Any
     appended: bool = False
+    refilled: bool = False
 
 
 class _Places:
@@ -211,6 +213,13 @@ class KeptResults:
         self._known = self._whole
         self._before = {path: (value, _elements(value)) for path, value in values.items()}
 
+    def filled(self) -> tuple[bool, ...]:
+        """Whether there is a list at each of the paths that holds something."""
+        self._places = {}
+        self._find()
+        found = (self._places.get(path) for path in self.paths or ())
+        return tuple(each is not None and bool(_elements(each.get())) for each in found)
+
     def _find(self) -> None:
         """Add places that have come since."""
         modules = dict(self._model.named_modules()) if self.paths is not None else {}
@@ -250,9 +259,20 @@ class KeptResults:
                 continue
             if self.paths is None and not tensors_in(new):
                 continue
-            found[path] = Change(tree_map(_as_it_is, new), appended)
+            refilled = value is before and now is not None and not appended
+            found[path] = Change(tree_map(_as_it_is, new), appended, refilled)
             inside.append(f"{name}.{key}")
         return found
+
+    def floats(self) -> tuple[str, ...]:
+        """Names of the Python floats that have come or changed since ``begin``."""
+        found = {path: place.get() for path, place in self._places.items()}
+        then = self._before
+        return tuple(
+            f"{name}.{key}".lstrip(".")
+            for (name, key), value in found.items()
+            if isinstance(value, float) and value is not then.get((name, key), (None,))[0]
+        )
 
     def put(self, changes: Mapping[Path, Change]) -> None:
         """Keep what a forward keeps, in place of what has come since ``begin``."""
@@ -266,8 +286,10 @@ class KeptResults:
             now = place.get()
             if change.appended and isinstance(now, list | deque):
                 _fill(now, (*(old or ()), *value))
+            elif change.refilled and isinstance(now, list | deque):
+                _fill(now, value)  # others may have another name for it
             elif isinstance(now, list) and isinstance(value, list) and now is not before:
-                _fill(now, value)  # the forward that is running may have another name for it
+                _fill(now, value)  # as the forward that is running
             else:
                 place.set(value)
 
@@ -297,13 +319,22 @@ class KeptResults:
         """What has come since ``begin``, by place: nested lists, dicts and the like."""
         found = self.changes()
         chosen = [found.get(path) for path in self.paths or ()]
-        # A tuple for what was appended, a list for the rest: so that no leaf says it.
-        return [each and ((each.value,) if each.appended else [each.value]) for each in chosen]
+        return [each and _written(each) for each in chosen]
 
     def put_tree(self, tree: Sequence[Any]) -> None:
         """Keep what ``tree`` has returned, also on another rank."""
         pairs = zip(self.paths or (), tree, strict=True)
-        self.put({path: Change(each[0], isinstance(each, tuple)) for path, each in pairs if each})
+        self.put({path: _read(each) for path, each in pairs if each})
+
+
+def _written(change: Change) -> Any:
+    """A change as a tree, of which no leaf says what kind it is."""
+    value = change.value
+    return (value,) if change.appended else {0: value} if change.refilled else [value]
+
+
+def _read(tree: Any) -> Change:
+    return Change(tree[0], isinstance(tree, tuple), isinstance(tree, dict))
 
 
 def _as_it_is(leaf: Any) -> Any:

@@ -287,6 +287,14 @@ class ParallelModel:
                 f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
                 "or use group norm, which does not depend on the batch",
             )
+        if found.floats:
+            warn_once(
+                "floats in a pipeline",
+                f"the forward keeps a Python number in {found.floats[0]}, which each rank of the "
+                "pipeline computes for its own stage, and in each micro-batch: other ranks hold "
+                "another one. Keep a tensor, as in a buffer or an attribute, or compute it from "
+                "what the model returns",
+            )
         if count > 1 and _iterates(model):
             warn_once(
                 "spectral norm in micro-batches",

@@ -214,6 +214,7 @@ class Pipeline:
             self.modes(),
             tuple(p.requires_grad for p in self._parameters),
             autocast_state(),
+            self.staged.filled(),
         )
         # Long, and the same in most passes: a number stands for it.
         number = self._states.setdefault(state, len(self._states))

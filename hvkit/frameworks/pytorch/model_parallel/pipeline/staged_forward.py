@@ -184,6 +184,10 @@ class StagedForward:
         """Whether the forward may keep something, or take it away, in any call."""
         return self._kept is not None
 
+    def filled(self) -> tuple[bool, ...]:
+        """Which of the lists that keep something hold any: a forward may clear them."""
+        return () if self._kept is None else self._kept.filled()
+
     def kept_in(self, output: Any) -> int:
         """How many tensors of what the last stage gives the model keeps, and does not return."""
         return 0 if self._kept is None else len(tensors_in(output[1]))
