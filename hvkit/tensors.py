@@ -43,7 +43,9 @@ class _Tensors(Protocol):
     def needs_gradients(self, tensor: Any) -> bool:
         """Whether a backward pass may come back to this tensor."""
 
-    def gather(self, tensor: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    def gather(
+        self, tensor: Any, shapes: Sequence[tuple[int, ...]], *, share: Any = None
+    ) -> list[Any]:
         """The tensors of all ranks, of these shapes, with a backward pass."""
 
 
@@ -94,7 +96,7 @@ def _gathered(obj: Any) -> list[Any]:
 
         tensors, obj = tensors_of_tf, tf.convert_to_tensor(obj)
         if not tf.executing_eagerly():
-            found: list[Any] = tensors_of_tf.gather_in_graph(obj)
+            found: list[Any] = tensors_of_tf.gather_in_graph(obj, _rows_for_each)
             return found
     if tensors is None or not tensors.needs_gradients(obj):
         everyone = gather("allgather", ("", (), pickled(obj)))
@@ -102,7 +104,7 @@ def _gathered(obj: Any) -> list[Any]:
         return [unpickled(theirs, source) for source, (_, _, theirs) in enumerate(everyone)]
     shapes = gather("allgather", _facts(obj))
     _require_same([theirs for theirs, _, _ in shapes])
-    return tensors.gather(obj, [shape for _, shape, _ in shapes])
+    return tensors.gather(obj, [shape for _, shape, _ in shapes], share=_rows_for_each())
 
 
 def _facts(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
@@ -183,7 +185,10 @@ def mean(total: Any, count: Any) -> Any:
 
 
 def _rows_for_each() -> Any:
-    """What takes the place of the number of ranks in gradients, inside Keras's ``fit``."""
+    """How many rows all ranks have for each of this rank, inside Keras's ``fit``; else None.
+
+    It takes the place of the number of ranks in gradients. A collective.
+    """
     loss_means = sys.modules.get("hvkit.frameworks.keras.loss_means")
     return loss_means.rows_for_each() if loss_means else None
 

@@ -9,10 +9,13 @@ from keras import layers
 from keras_loss_cases import (
     CASES,
     equals_one_process,
+    gathered_in_batches_of_other_sizes,
     mean_of_all,
     names_a_factor_for_a_sum,
     names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
+    of_all_pairs,
+    of_own_pairs,
     uneven_batches,
 )
 from models import weights
@@ -88,6 +91,15 @@ def test_batches_of_other_sizes_on_each_rank(embeds, eager, by_mean):
     model, optimizer = hvkit.distribute(make(hvkit.rank()), keras.optimizers.SGD(0.1))
     assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)
     assert largest_difference(weights(model), weights(reference)) < 1e-12
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("loss", [of_all_pairs, of_own_pairs])
+def test_samples_that_are_gathered_in_batches_of_other_sizes(loss, eager):
+    def fit(model, batches):
+        return model.fit(dataset(batches), verbose=0).history["loss"]
+
+    gathered_in_batches_of_other_sizes(loss, fit, run_eagerly=eager)
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +30,12 @@ _serial = itertools.count()
 
 
 def gather_rows(
-    rows: tf.Tensor, counts: Sequence[Any], name: str, wait: GraphWait, wire: Wire
+    rows: tf.Tensor,
+    counts: Sequence[Any],
+    name: str,
+    wait: GraphWait,
+    wire: Wire,
+    share: Callable[[tf.Tensor], tf.Tensor | None] = lambda everyone: None,
 ) -> tf.Tensor:
     """All ranks' rows below each other, in rank order; a collective, as is its backward pass.
 
@@ -43,6 +48,9 @@ def gather_rows(
         name: of the collective.
         wait: counts the waits in it.
         wire: counts the bytes.
+        share: returns, from the result, how many rows of the batch all ranks have for each of this
+            rank, whose loss and gradients then count as often as it has rows; None if all ranks
+            count alike.
     """
     start = sum(counts[: wire.rank])
 
@@ -54,12 +62,22 @@ def gather_rows(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        def gradient(upstream: Any) -> tf.Tensor:
-            total = wait.around(widened(tf.convert_to_tensor(upstream)), add)
-            return tf.cast(total[start : start + counts[wire.rank]], upstream.dtype)
-
         # Horovod has no bfloat16.
-        return tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype), gradient
+        everyone = tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype)
+        weight = None
+        if (found := share(everyone)) is not None:
+            weight = tf.math.divide_no_nan(tf.cast(wire.size, found.dtype), found)
+
+        def gradient(upstream: Any) -> tf.Tensor:
+            sent = widened(tf.convert_to_tensor(upstream))
+            if weight is not None:
+                sent *= tf.cast(weight, sent.dtype)
+            mine = wait.around(sent, add)[start : start + counts[wire.rank]]
+            if weight is not None:  # this rank's gradients are multiplied by it later
+                mine = tf.math.divide_no_nan(mine, tf.cast(weight, mine.dtype))
+            return tf.cast(mine, upstream.dtype)
+
+        return everyone, gradient
 
     return gather(rows)
 
@@ -69,26 +87,32 @@ def needs_gradients(tensor: tf.Tensor) -> bool:
     return bool(record.should_record_backprop([tensor]))
 
 
-def gather(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tensor]:
+def gather(
+    tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]], *, share: tf.Tensor | None = None
+) -> list[tf.Tensor]:
     """The tensors of all ranks, in eager code.
 
     Args:
         tensor: this rank's.
         shapes: of the tensors of all ranks, which have one dtype.
+        share: what ``share`` of ``gather_rows`` returns.
     """
     sizes = [math.prod(shape) for shape in shapes]
     name = f"hvkit.allgather.{next(_serial) % _NAMES}"
-    everyone = gather_rows(tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"))
+    everyone = gather_rows(tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"), lambda _: share)
     pieces = zip(tf.split(everyone, sizes), shapes, strict=True)
     return [tf.reshape(piece, shape) for piece, shape in pieces]
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
+def gather_in_graph(
+    tensor: tf.Tensor, share: Callable[[], tf.Tensor | None] = lambda: None
+) -> list[tf.Tensor]:
     """The tensors of all ranks, while TensorFlow traces a graph.
 
     Args:
         tensor: this rank's; the others' may have another first dimension.
+        share: called if the tensor may have gradients; returns what that of ``gather_rows`` does.
 
     Raises:
         TypeError: Horovod has no numbers of its dtype.
@@ -101,13 +125,14 @@ def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
             f"{kind.name}: gather numbers, such as the indices of strings, or call it outside of "
             "tf.function"
         )
+    found = share() if kind.is_floating else None
     wire, name = Wire("objects"), name_in_graph("hvkit.allgather")
     rows = tf.cast(tensor, tf.int32) if kind == tf.bool else tensor
     rows = rows if shape.rank else tf.reshape(rows, [1])
     length = tf.shape(rows)[:1]
     counts = _wait().around(length, lambda sent: wire.gather(sent, f"{name}.rows"))
     counts = tf.ensure_shape(counts, [wire.size])
-    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(), wire)
+    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(), wire, lambda _: found)
     pieces = tf.split(everyone, counts, num=wire.size)
     for piece in pieces if shape.rank else ():
         piece.set_shape([None, *shape[1:]])

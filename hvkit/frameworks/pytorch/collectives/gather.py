@@ -33,7 +33,10 @@ def needs_gradients(tensor: torch.Tensor) -> bool:
 
 
 def gather(
-    tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None = None
+    tensor: torch.Tensor,
+    shapes: Sequence[tuple[int, ...]],
+    group: Group | None = None,
+    share: float | None = None,
 ) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; a collective, as is its backward pass.
 
@@ -41,11 +44,15 @@ def gather(
         tensor: this rank's.
         shapes: of the tensors of all ranks, which have one dtype.
         group: these ranks; None for all.
+        share: how many rows all ranks have for each of this rank, whose loss and gradients then
+            count as often as it has rows; None if all ranks count alike.
     """
     apply: Any = _Gather.apply
     group = group or all_ranks()
+    weight = group.size / (share or math.inf) if share is not None else 1.0
     serial = _serials.setdefault(group.members, itertools.count())
-    return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(serial) % _NAMES}", group))
+    name = f"hvkit.allgather.{next(serial) % _NAMES}"
+    return list(apply(tensor, list(shapes), name, group, weight))
 
 
 def mean(total: Any, count: Any, ranks: float | None = None) -> torch.Tensor:
@@ -93,9 +100,14 @@ class _Sum(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, shapes: list[tuple[int, ...]], name: str, group: Group
+        ctx: Any,
+        tensor: torch.Tensor,
+        shapes: list[tuple[int, ...]],
+        name: str,
+        group: Group,
+        weight: float,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.wire, ctx.name = Wire("objects", group), name
+        ctx.wire, ctx.name, ctx.weight = Wire("objects", group), name, weight
         ctx.sizes = [math.prod(shape) for shape in shapes]
         # As bytes: Horovod does not have every dtype.
         everyone = ctx.wire.gather(bytes_of(tensor), name).view(tensor.dtype)
@@ -104,13 +116,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         flat = torch.cat([each.reshape(-1) for each in gradients])
         own = gradients[ctx.wire.rank]
         start = sum(ctx.sizes[: ctx.wire.rank])
         sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        sent = sent.to(wire_dtype(flat.dtype))
+        if ctx.weight != 1:
+            sent = sent * ctx.weight
         with call("the backward pass of hvkit.allgather"):
-            total = ctx.wire.sum(sent.to(wire_dtype(flat.dtype)), f"{ctx.name}.backward")
+            total = ctx.wire.sum(sent, f"{ctx.name}.backward")
         width = total.numel() // max(flat.numel(), 1)  # 2 for complex numbers
         mine = total[start * width : (start + own.numel()) * width]
-        return like(own, mine).to(own.dtype), None, None, None
+        if ctx.weight not in (0, 1):  # this rank's gradients are multiplied by it later
+            mine = mine / ctx.weight
+        return like(own, mine).to(own.dtype), None, None, None, None
