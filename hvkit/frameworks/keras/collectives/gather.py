@@ -14,9 +14,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, name_in_graph, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.graph_refusals import refuse_xla
+from hvkit.runtime import size
+from hvkit.watch.rank_errors import for_graph
 
 # Names of collectives in eager code return after so many calls: Horovod remembers some only.
 _NAMES = 64
@@ -24,6 +27,11 @@ _NAMES = 64
 _IN_GRAPHS = (
     *("float16", "bfloat16", "float32", "float64", "bool"),
     *("int8", "uint8", "int16", "uint16", "int32", "int64"),
+)
+
+_OTHER_SHAPES = (
+    "ranks pass tensors of different shapes to hvkit.mean: pass totals and counts of the same "
+    "shapes on every rank; this rank's are"
 )
 
 _serial = itertools.count()
@@ -99,7 +107,9 @@ def gather(
     """
     sizes = [math.prod(shape) for shape in shapes]
     name = f"hvkit.allgather.{next(_serial) % _NAMES}"
-    everyone = gather_rows(tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"), lambda _: share)
+    everyone = gather_rows(
+        tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"), lambda _: share
+    )
     pieces = zip(tf.split(everyone, sizes), shapes, strict=True)
     return [tf.reshape(piece, shape) for piece, shape in pieces]
 
@@ -139,35 +149,87 @@ def gather_in_graph(
     return [tf.cast(p if shape.rank else tf.reshape(p, []), kind) for p in pieces]
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def mean(total: Any, count: Any, ranks: tf.Tensor | None = None) -> tf.Tensor:
-    """The sum over ranks of ``total`` divided by that of ``count``, in eager code and in graphs.
+def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
+    """What ranks compare, and those need to know that have numbers only.
 
-    Gradients of weights are averaged later, so that of ``total`` is times the number of ranks.
+    Returns:
+        The framework, the mean's dtype, the device's type and whether a backward pass may come
+        back, neither of which matters here, and of both the shape, None for a number or in a graph.
+
+    Raises:
+        TypeError: one of them is complex.
+    """
+    given = [each for each in (total, count) if isinstance(each, tf.Tensor | tf.Variable)]
+    if any(each.dtype.is_complex for each in given):
+        raise TypeError("pass the real and the imaginary part: tf.math.real(total)")
+    known: Any = tf.Tensor | tf.Variable if tf.executing_eagerly() else ()
+    shapes = [tuple(x.shape) if isinstance(x, known) else None for x in (total, count)]
+    kind = next((each.dtype for each in given if each.dtype.is_floating), None)
+    # TensorFlow divides whole numbers in float64, and has numbers of Python in float32.
+    kind = kind or (tf.float64 if given else tf.float32)
+    return "tensorflow", kind.name, "", False, shapes
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def mean(
+    both: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    facts: Sequence[Any],
+    ranks: tf.Tensor | None,
+) -> tf.Tensor:
+    """The sum over ranks of the total divided by that of the count; one collective.
+
+    In eager code and in graphs. Gradients of weights are averaged later, so that of the total is
+    times the number of ranks.
 
     Args:
-        total, count: tensors or numbers of the same shapes on every rank.
+        both: total and count: tensors, or numbers.
+        shapes: of both, the same on every rank; those of numbers are used.
+        facts: what ``facts_of_mean`` returns.
         ranks: by what gradients are multiplied, a float64 scalar; None for the number of ranks.
     """
+    wide = [
+        tf.cast(each, tf.float64)
+        if isinstance(each, tf.Tensor | tf.Variable)
+        else tf.fill(shape, tf.constant(each, tf.float64))
+        for each, shape in zip(both, shapes, strict=True)
+    ]
+    totals, counts = wide if size() == 1 else _sums(wide, ranks)
+    return tf.cast(totals / counts, facts[1])
+
+
+def _sums(numbers: Sequence[tf.Tensor], ranks: tf.Tensor | None) -> list[tf.Tensor]:
     if in_graph := not tf.executing_eagerly():
         refuse_xla("hvkit.mean")
     wire = Wire("objects")
     factor = tf.cast(wire.size if ranks is None else ranks, tf.float64)
     name = name_in_graph("hvkit.mean") if in_graph else f"hvkit.mean.{next(_serial) % _NAMES}"
 
-    def add(numbers: tf.Tensor) -> tf.Tensor:
-        return wire.sum(numbers, name)
+    def add(sent: tf.Tensor) -> tf.Tensor:
+        return wire.sum(sent, name)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def summed(numbers: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return _wait().around(numbers, add), lambda upstream: upstream * factor
+    def summed(sent: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return _wait().around(sent, add), lambda upstream: upstream * factor
 
-    both = [tf.convert_to_tensor(each) for each in (total, count)]
-    flat = [tf.reshape(tf.cast(each, tf.float64), [-1]) for each in both]
-    sums = tf.split(summed(tf.concat(flat, 0)), [tf.size(each) for each in flat])
-    totals, counts = (tf.reshape(s, tf.shape(each)) for s, each in zip(sums, both, strict=True))
-    kind = both[0].dtype if both[0].dtype.is_floating else tf.float32
-    return tf.cast(totals / counts, kind)
+    flat = [tf.reshape(each, [-1]) for each in numbers]
+    sizes = [tf.size(each) for each in flat]
+    if in_graph:  # where ranks have not compared shapes before
+        with tf.device("CPU:0"):
+            text = tf.strings.format("{}/{}", [tf.shape(each) for each in numbers])
+            key = tf.cast(tf.strings.to_hash_bucket_fast(text, 1 << 20), tf.float64)
+        sums = summed(tf.concat([*flat, [key, key * key]], 0))
+        *found, keys = tf.split(sums, [*sizes, 2])
+        # All are the same where the mean's square is that of the squares.
+        alike = tf.debugging.Assert(
+            keys[0] * keys[0] == wire.size * keys[1],
+            [for_graph(RanksDisagreeError(_OTHER_SHAPES), on_every_rank=True), text],
+        )
+        with tf.control_dependencies([alike]):
+            found = list(map(tf.identity, found))
+    else:
+        found = tf.split(summed(tf.concat(flat, 0)), sizes)
+    return [tf.reshape(s, tf.shape(each)) for s, each in zip(found, numbers, strict=True)]
 
 
 @functools.cache
