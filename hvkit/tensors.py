@@ -31,7 +31,7 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
 from hvkit.sync.port import engine_of, framework_of
-from hvkit.watch.calls import named
+from hvkit.watch.calls import named, uncompiled
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 Object = TypeVar("Object")
@@ -49,6 +49,7 @@ class _Tensors(Protocol):
         """The tensors of all ranks, of these shapes, with a backward pass."""
 
 
+@uncompiled
 @named("hvkit.allgather")
 def allgather(obj: Object) -> list[Object]:
     """Return the objects of all ranks, in rank order, on every rank.
@@ -127,6 +128,7 @@ def _require_same(everyone: list[str]) -> None:
             raise mark_as_shown_by(error, 0)
 
 
+@uncompiled
 @named("hvkit.mean")
 def mean(total: Any, count: Any) -> Any:
     """Return the mean over what all ranks have counted, and let gradients flow back through it.
@@ -386,8 +388,3 @@ def average_buffers(module: Any) -> None:
     if size() > 1:
         refuse_groups("hvkit.average_buffers", [each for each in modules if framework_of(each)])
         buffers.average(modules)
-
-
-if (_torch := sys.modules.get("torch")) is not None:  # a compiled loss may contain the call
-    allgather = _torch.compiler.disable(allgather)
-    mean = _torch.compiler.disable(mean)
