@@ -3,9 +3,9 @@
 A ``LossScaleOptimizer`` multiplies the loss by a scale, and skips a step whose gradients overflow.
 With the same scale on each of N ranks, backward would compute with numbers that are N times those
 of one process, since each rank's loss is a mean over 1/N of the samples. So each rank uses 1/N of
-the scale; ``dynamic_scale`` is that, and files have the whole. And one process has sums over all samples in float16, which
-overflow where no rank's own sum does. Ranks add theirs in float32, and skip where float16 would
-not hold the result.
+the scale; ``dynamic_scale`` is that, and files have the whole. And one process has sums over all
+samples in float16, which overflow where no rank's own sum does. Ranks add theirs in float32, and
+skip where float16 would not hold the result.
 
 ``compile`` makes the ``LossScaleOptimizer`` under the ``mixed_float16`` policy, so hvkit replaces
 methods of its class. They are as before for optimizers that are not here.
