@@ -31,7 +31,7 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
 from hvkit.sync.port import engine_of, framework_of
-from hvkit.watch.calls import named
+from hvkit.watch.calls import named, uncompiled
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 Object = TypeVar("Object")
@@ -43,10 +43,13 @@ class _Tensors(Protocol):
     def needs_gradients(self, tensor: Any) -> bool:
         """Whether a backward pass may come back to this tensor."""
 
-    def gather(self, tensor: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    def gather(
+        self, tensor: Any, shapes: Sequence[tuple[int, ...]], *, share: Any = None
+    ) -> list[Any]:
         """The tensors of all ranks, of these shapes, with a backward pass."""
 
 
+@uncompiled
 @named("hvkit.allgather")
 def allgather(obj: Object) -> list[Object]:
     """Return the objects of all ranks, in rank order, on every rank.
@@ -94,7 +97,7 @@ def _gathered(obj: Any) -> list[Any]:
 
         tensors, obj = tensors_of_tf, tf.convert_to_tensor(obj)
         if not tf.executing_eagerly():
-            found: list[Any] = tensors_of_tf.gather_in_graph(obj)
+            found: list[Any] = tensors_of_tf.gather_in_graph(obj, _rows_for_each)
             return found
     if tensors is None or not tensors.needs_gradients(obj):
         everyone = gather("allgather", ("", (), pickled(obj)))
@@ -102,7 +105,7 @@ def _gathered(obj: Any) -> list[Any]:
         return [unpickled(theirs, source) for source, (_, _, theirs) in enumerate(everyone)]
     shapes = gather("allgather", _facts(obj))
     _require_same([theirs for theirs, _, _ in shapes])
-    return tensors.gather(obj, [shape for _, shape, _ in shapes])
+    return tensors.gather(obj, [shape for _, shape, _ in shapes], share=_rows_for_each())
 
 
 def _facts(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
@@ -125,6 +128,7 @@ def _require_same(everyone: list[str]) -> None:
             raise mark_as_shown_by(error, 0)
 
 
+@uncompiled
 @named("hvkit.mean")
 def mean(total: Any, count: Any) -> Any:
     """Return the mean over what all ranks have counted, and let gradients flow back through it.
@@ -149,56 +153,112 @@ def mean(total: Any, count: Any) -> Any:
 
     Args:
         total: a tensor of PyTorch, TensorFlow or Keras, an array of JAX, or a number; mostly a
-            single number, else one of the same shape on every rank.
+            single number, else one of the same shape on every rank. Where other ranks pass a
+            tensor, a rank without tokens may pass 0.
         count: number of elements or sum of weights in ``total``: a number, or a tensor.
 
     Returns:
-        A tensor of the dtype of ``total / count``, computed in float64; a float for two numbers.
+        A tensor of the dtype of ``total / count``, computed in float64; a float if all ranks pass
+        two numbers, outside of graphs.
 
     Raises:
-        TypeError: one of them is no number and no tensor, or a count of JAX is a number of this
-            rank and the total an array of all ranks.
+        TypeError: one of them is no number and no tensor, or complex, or a count of JAX is a number
+            of this rank and the total an array of all ranks.
         RanksDisagreeError: another rank passes other shapes, or makes another collective call.
     """
     # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
     torch, tf, keras = map(sys.modules.get, ("torch", "tensorflow", "keras.src.backend"))
+    tf = tf if hasattr(tf, "executing_eagerly") else None
     if keras is not None:
         total, count = (x.value if isinstance(x, keras.Variable) else x for x in (total, count))
     array = getattr(sys.modules.get("jax"), "Array", ())
     if isinstance(total, array) or isinstance(count, array):
         return _mean_of_arrays(total, count)
-    if torch is not None and isinstance(total, torch.Tensor):
-        if size() == 1:
-            return total / count
+    both = total, count
+    if torch is not None and any(isinstance(x, torch.Tensor) for x in both):
+        gather_of_torch = _gather_of("torch")
+        total, count = gather_of_torch.with_values(total, count)
+        return _mean_of_ranks(total, count, gather_of_torch, torch.Tensor)
+    kinds = () if tf is None else (tf.Tensor, tf.Variable)
+    traced = tf is not None and not tf.executing_eagerly()
+    # In a graph other ranks may pass a tensor where this one passes a number.
+    if any(isinstance(x, kinds) for x in both) or (traced and size() > 1):
+        return _mean_of_ranks(total, count, _gather_of("tensorflow"), kinds, traced=traced)
+    return _mean_of_ranks(total, count)
+
+
+def _gather_of(framework: str) -> Any:
+    if framework == "torch":
         from hvkit.frameworks.pytorch.collectives import gather
 
-        return gather.mean(total, count, _rows_for_each())
-    if tf is not None and isinstance(total, tf.Tensor | tf.Variable):
-        if size() == 1:
-            return total / tf.cast(count, total.dtype)
-        from hvkit.frameworks.keras.collectives import gather as gather_of_tf
+        return gather
+    from hvkit.frameworks.keras.collectives import gather as gather_of_tf
 
-        return gather_of_tf.mean(total, count, _rows_for_each())
-    return _mean_of_numbers(total, count)
+    return gather_of_tf
 
 
 def _rows_for_each() -> Any:
-    """What takes the place of the number of ranks in gradients, inside Keras's ``fit``."""
+    """How many rows all ranks have for each of this rank, inside Keras's ``fit``; else None.
+
+    It takes the place of the number of ranks in gradients. A collective.
+    """
     loss_means = sys.modules.get("hvkit.frameworks.keras.loss_means")
     return loss_means.rows_for_each() if loss_means else None
 
 
-def _mean_of_numbers(total: Any, count: Any) -> float:
-    mine, problem = (0.0, 0.0), None
+# Of a rank with numbers only, in place of what ``facts_of_mean`` returns.
+_OF_NUMBERS: Any = ("", "", "", False, [None, None])
+
+
+def _mean_of_ranks(
+    total: Any, count: Any, gather: Any = None, kinds: Any = (), *, traced: bool = False
+) -> Any:
+    """``mean`` of tensors of these kinds, or of numbers; other ranks may pass the other.
+
+    Ranks compare what they have first. In a graph, they do so with the sums.
+    """
+    facts, numbers, problem = _OF_NUMBERS, [0.0, 0.0], None
+    both = [total, count]
     try:
-        mine = float(total), float(count)
+        both = [x if isinstance(x, kinds) else float(x) for x in both]
+        facts = gather.facts_of_mean(*both) if gather else _OF_NUMBERS
+        numbers = [x if isinstance(x, float) else 0.0 for x in both]
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = TypeError(
             "mean takes a tensor or a number and what it counts, got "
             f"{total!r} of type {type(total).__name__} and {count!r}: {error}"
         )
-    totals, counts = map(math.fsum, zip(*share("mean", problem, mine), strict=True))
-    return totals / counts if counts else math.nan
+    if traced:
+        if problem:
+            raise problem
+        return gather.mean(both, [(), ()], facts, _rows_for_each())
+    everyone = share("mean", problem, (facts, numbers))
+    given = [facts for facts, _ in everyone if facts[0]]
+    if not given:
+        totals, counts = map(math.fsum, zip(*(each for _, each in everyone), strict=True))
+        return totals / counts if counts else math.nan
+    shapes = [_same_shape([facts[-1][at] for facts, _ in everyone]) for at in (0, 1)]
+    framework, kind, device, _, _ = facts if gather else given[0]
+    facts = framework, kind, device, any(each[3] for each in given), shapes
+    return (gather or _gather_of(framework)).mean(both, shapes, facts, _rows_for_each())
+
+
+def _same_shape(of_ranks: list[Any]) -> Any:
+    """The shape of all ranks' tensors; None, of numbers, goes with any.
+
+    Raises:
+        RanksDisagreeError: ranks have others.
+    """
+    shapes = {rank: shape for rank, shape in enumerate(of_ranks) if shape is not None}
+    first, shape = next(iter(shapes.items()), (0, ()))
+    for rank, theirs in shapes.items():
+        if theirs != shape:
+            error = RanksDisagreeError(
+                f"rank {rank} passes a tensor of shape {tuple(theirs)} to hvkit.mean, rank {first} "
+                f"one of {tuple(shape)}: pass totals and counts of the same shapes on every rank"
+            )
+            raise mark_as_shown_by(error, 0)
+    return shape
 
 
 def _mean_of_arrays(total: Any, count: Any) -> Any:
@@ -214,7 +274,7 @@ def _mean_of_arrays(total: Any, count: Any) -> Any:
     numbers = [not isinstance(x, jax.Array) for x in (total, count)]
     if all(own or number for own, number in zip(owned, numbers, strict=True)):
         kind = jax.numpy.true_divide(total, count).dtype
-        return jax.numpy.asarray(_mean_of_numbers(total, count), kind)
+        return jax.numpy.asarray(_mean_of_ranks(total, count), kind)
     if any(owned) or any(numbers):
         raise TypeError(
             "mean: one of total and count is an array of all ranks, the other a number of this "
@@ -328,8 +388,3 @@ def average_buffers(module: Any) -> None:
     if size() > 1:
         refuse_groups("hvkit.average_buffers", [each for each in modules if framework_of(each)])
         buffers.average(modules)
-
-
-if (_torch := sys.modules.get("torch")) is not None:  # a compiled loss may contain the call
-    allgather = _torch.compiler.disable(allgather)
-    mean = _torch.compiler.disable(mean)

@@ -16,12 +16,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from hvkit.watch.rank_errors import is_failure, meaning_of
 from hvkit.watch.script_lines import MAIN, OWN_FOLDER, frames, inside_tensorflow, line_of_script
 from hvkit.watch.spans import WAITING, mark, observers
 from hvkit.wording import in_short
+
+_UNCOMPILED = "_uncompiled"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,7 +168,10 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def in_call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if sys._getframe(1).f_code.co_filename.startswith(OWN_FOLDER):
+            caller: Any = sys._getframe(1)
+            if caller.f_code.co_name == _UNCOMPILED:
+                caller = caller.f_back
+            if caller.f_code.co_filename.startswith(OWN_FOLDER):
                 return function(*args, **kwargs)
             with _entered(name, None, "", name):
                 return function(*args, **kwargs)
@@ -177,6 +182,24 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return in_call
 
     return decorate
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a public function that loss functions contain, which PyTorch may compile.
+
+    A script may import PyTorch after hvkit, so its own decorator is put on by the first call that
+    finds it.
+    """
+    without: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def _uncompiled(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not without and (torch := sys.modules.get("torch")) is not None:
+            without.append(torch.compiler.disable(function))
+        return (without[0] if without else function)(*args, **kwargs)
+
+    _uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]  # of that decorator
+    return _uncompiled
 
 
 @contextmanager

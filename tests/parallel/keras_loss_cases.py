@@ -159,6 +159,40 @@ def uneven_batches(rows_of_ranks):
     return whole, own
 
 
+def of_all_pairs(p, gather):
+    """A number of all samples together."""
+    z = gather(p)
+    return keras.ops.log(keras.ops.sum(keras.ops.exp(z @ keras.ops.transpose(z))))
+
+
+def of_own_pairs(p, gather):
+    """A number for each of the rank's own samples, against all."""
+    return keras.ops.log(keras.ops.sum(keras.ops.exp(p @ keras.ops.transpose(gather(p))), axis=1))
+
+
+def gathered_in_batches_of_other_sizes(loss, fit, **options):
+    """Trains with samples of all ranks: gathered by the loss, and by layers of batch norm."""
+    whole, own = uneven_batches([[6, 2, 5, 3][: hvkit.size()], [2, 6, 4, 4][: hvkit.size()]])
+
+    def make(seed):
+        random.seed(seed)
+        inner = [layers.Dense(4, use_bias=False), layers.BatchNormalization(), layers.Dense(4)]
+        return keras.Sequential([keras.Input((8,)), *inner])
+
+    def trained(model, optimizer, batches, gather):
+        model.compile(optimizer, lambda y, p: loss(p, gather), **options)
+        return fit(model, batches)
+
+    reference = make(0)
+    expected = trained(reference, keras.optimizers.SGD(0.1), whole, lambda p: p)
+    model, optimizer = hvkit.distribute(
+        make(hvkit.rank()), keras.optimizers.SGD(0.1), batch_norm="sync"
+    )
+    found = trained(model, optimizer, own, lambda p: keras.ops.concatenate(hvkit.allgather(p)))
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert largest_difference(model.get_weights(), reference.get_weights()) < 1e-12
+
+
 def warnings_of(loss, caplog, **options):
     """What rank 0 logs while steps train with a loss of 5 labels; a collective."""
 

@@ -170,6 +170,39 @@ def run(code, **environ):
     )  # fmt: skip
 
 
+LATE = """
+from hvkit import allgather, mean
+import torch
+found = []
+def backend(graph, inputs):
+    found.extend(str(node.target) for node in graph.graph.nodes)
+    return graph.forward
+compiled = torch.compile(lambda x: mean((x * 2).sum(), 4) + allgather(x)[0].cos(), backend=backend)
+assert compiled(torch.zeros(())) == 1
+assert any("mul" in each for each in found) and not any("div" in each for each in found)
+"""
+
+
+def test_a_compiled_loss_may_contain_calls_that_were_imported_before_pytorch():
+    done = run(LATE)
+    assert done.returncode == 0, done.stderr
+    assert "does not know how to trace" not in done.stderr
+
+
+def test_a_quotient_has_the_dtype_of_several_ranks():
+    """As in tests/parallel/keras/test_keras_mean.py."""
+    done = run(
+        "import hvkit, torch, tensorflow as tf\n"
+        "whole = hvkit.mean(tf.constant(3), 2.5)\n"
+        "assert abs(float(whole) - 1.2) < 1e-15 and whole.dtype == tf.float64\n"
+        "assert hvkit.mean(3, tf.constant(2.0, tf.float16)).dtype == tf.float16\n"
+        "for pair in ((tf.complex(1.0, 1.0), 2), (torch.ones(2, dtype=torch.complex64), 2)):\n"
+        "    try:\n        hvkit.mean(*pair)\n        raise AssertionError\n"
+        "    except TypeError as error:\n        assert 'imaginary' in str(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("code", [COLLECTIVES, TORCH, KERAS], ids=["collectives", "torch", "keras"])
 def test_one_process_is_the_identity_bit_for_bit_without_horovod(code):
     done = run(ABSENT + EVERYTHING + code)

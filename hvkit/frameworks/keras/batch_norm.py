@@ -19,6 +19,7 @@ from hvkit.frameworks.keras.collectives.gather import gather_rows
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.graph_refusals import refuse_xla
+from hvkit.frameworks.keras.loss_means import rows_in_step
 from hvkit.frameworks.keras.synchronised_norm import layers_of
 from hvkit.sync.nonfinite import kept_statistics
 
@@ -105,7 +106,18 @@ def _statistics_in(model: keras.Model) -> list[Any]:
 def gather_row(name: str, group: Group, row: tf.Tensor) -> tf.Tensor:
     """All ranks' vectors as rows, in rank order; a collective, as is its backward pass."""
     refuse_xla("batch norm over all ranks' batches")
-    return gather_rows(row[None], [1] * group.size, name, _wait(group), Wire("batch norm", group))
+    rows = rows_in_step()
+    sent = row if rows is None else tf.concat([row, tf.cast([rows], row.dtype)], axis=0)
+
+    def share(everyone: tf.Tensor) -> tf.Tensor | None:
+        if rows is None:
+            return None
+        of_ranks = tf.cast(everyone[:, -1], tf.float64)
+        return tf.math.divide_no_nan(tf.reduce_sum(of_ranks), of_ranks[group.rank])
+
+    wire = Wire("batch norm", group)
+    everyone = gather_rows(sent[None], [1] * group.size, name, _wait(group), wire, share)
+    return everyone[:, : row.shape[0]]
 
 
 @functools.cache

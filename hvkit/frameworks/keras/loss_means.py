@@ -279,6 +279,12 @@ def rows_for_each() -> Any:
     return step.totals.of(None, step.next_name())[0]
 
 
+def rows_in_step() -> Any:
+    """How many rows this rank has in a ``train_step`` on TensorFlow; else None."""
+    step = _step.get()
+    return getattr(step.totals, "rows", None) if step is not None and step.trains else None
+
+
 def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
     """What the ``test_step`` of a model has noted on this rank since the last call."""
     totals: StepTotals | None = vars(model).get(_TOTALS)

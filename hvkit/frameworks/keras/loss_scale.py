@@ -3,9 +3,9 @@
 A ``LossScaleOptimizer`` multiplies the loss by a scale, and skips a step whose gradients overflow.
 With the same scale on each of N ranks, backward would compute with numbers that are N times those
 of one process, since each rank's loss is a mean over 1/N of the samples. So each rank uses 1/N of
-the scale; ``dynamic_scale`` is that. And one process has sums over all samples in float16, which
-overflow where no rank's own sum does. Ranks add theirs in float32, and skip where float16 would
-not hold the result.
+the scale; ``dynamic_scale`` is that, and files have the whole. And one process has sums over all
+samples in float16, which overflow where no rank's own sum does. Ranks add theirs in float32, and
+skip where float16 would not hold the result.
 
 ``compile`` makes the ``LossScaleOptimizer`` under the ``mixed_float16`` policy, so hvkit replaces
 methods of its class. They are as before for optimizers that are not here.
@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import keras
+import numpy as np
 from keras import ops
 
 from hvkit.frameworks.keras.backends import not_converted
@@ -127,6 +128,29 @@ def _adapt_class() -> None:
             return finite
         return found.agree(finite, found.halves(grads, self._trainable_variables))
 
+    save, load = kind.save_own_variables, kind.load_own_variables
+
+    def key_of_scale(self: Any) -> str:
+        return str(next(i for i, v in enumerate(self.variables) if v is self.dynamic_scale))
+
+    def save_whole(self: Any, store: Any) -> None:
+        if not self.built or (ranks := ranks_of_scale(self)) == 1:
+            save(self, store)
+            return
+        kept: dict[str, Any] = {}
+        save(self, kept)
+        kept[key_of_scale(self)] *= ranks
+        for key, value in kept.items():
+            store[key] = value
+
+    def load_part(self: Any, store: Any) -> None:
+        if self.built and (ranks := ranks_of_scale(self)) > 1:
+            store = {key: np.array(store[key]) for key in store.keys()}  # noqa: SIM118
+            if (key := key_of_scale(self)) in store:
+                store[key] = store[key] / ranks
+        load(self, store)
+
+    kind.save_own_variables, kind.load_own_variables = save_whole, load_part
     kind.build, kind.scale_loss = not_converted(build_with_part), not_converted(scale_by_part)
     kind.check_finite = not_converted(check_on_all_ranks)
 

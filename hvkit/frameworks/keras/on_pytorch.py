@@ -38,7 +38,7 @@ from hvkit.frameworks.keras.initial_state import (
     synchronise_optimizers,
 )
 from hvkit.frameworks.keras.learning_rate import scale_rates
-from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
+from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks
 from hvkit.frameworks.keras.loss_scale import fit_half, share_scale
 from hvkit.frameworks.keras.optimizers import (
     inner_optimizer,
@@ -75,7 +75,8 @@ from hvkit.watch.calls import call
 
 
 def _gather_row(name: str, group: Group, row: torch.Tensor) -> torch.Tensor:
-    return torch.stack(gather_tensors(row, [tuple(row.shape)] * group.size, group))
+    shapes = [tuple(row.shape)] * group.size
+    return torch.stack(gather_tensors(row, shapes, group, rows_for_each()))
 
 
 def _means_fit(group: Group, finite: Any, halves: Sequence[tuple[Any, Any]]) -> Any:

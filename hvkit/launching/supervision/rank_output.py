@@ -38,17 +38,25 @@ _LOG = "rank-{}.log"
 LAUNCHER_LOG = "launcher.log"
 """Name of the log file of the launcher's own output."""
 
-# Lines that TensorFlow and JAX print on each rank though nothing is wrong: level INFO of C++ files,
-# in the form of TensorFlow 2.20 and the older one; warnings and errors that are known to mean
-# nothing; and Gloo's count of connections, if there are as many as it expects.
+# Lines that TensorFlow and JAX print on each rank though nothing is wrong: level INFO of their C++
+# files, in the form of TensorFlow 2.20, which names no folder, and in the older one; warnings and
+# errors that are known to mean nothing; and Gloo's count of connections, if there are as many as it
+# expects. Other programs use these forms, too. A line of gpu_device.cc names the GPU.
 _GREETING = re.compile(
-    rb"^(?:I0000 00:00:\d+\.\d+ +\d+ [\w.]+:\d+\] "
-    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I \S+\.(?:cc|h):\d+\] "
+    rb"^(?:I0000 00:00:\d+\.\d+ +\d+ (?:"
+    rb"(?:cpu_feature_guard|computation_placer|cuda_(?:executor|dnn|fft|blas|solvers)|cudart_stub"
+    rb"|mlir_graph_optimization_pass|generator_dataset_op|shuffle_dataset_op|local_rendezvous"
+    rb"|subprocess_compilation|coordination_service(?:_agent)?|pjrt_\w+)\.cc:\d+\] "
+    rb"|port\.cc:\d+\] oneDNN |device_compiler\.h:\d+\] |service\.cc:\d+\] (?:XLA s|  StreamEx))"
+    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I (?:tensorflow|(?:external/(?:local_)?)?(?:xla|tsl))/"
+    rb"(?:(?!gpu_device\.cc:)\S)+:\d+\] "
     rb"|WARNING: All log messages before absl::InitializeLog\(\) is called "
     rb"|To enable the following instructions: [^\n]+ rebuild TensorFlow "
-    rb"|(?:[EW]\d{4} |\d{4}-\d\d-\d\d )[^\n]+\] (?:Unable to register cu\w+ factory: "
-    rb"|computation placer already registered|TF-TRT Warning: Could not find TensorRT"
-    rb"|(?:\[\d+\] )?Using experimental recoverable task feature)"
+    rb"|(?:[EW]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [EW] )"
+    rb"(?:[\w/]*cuda_\w+\.cc:\d+\] Unable to register cu\w+ factory: "
+    rb"|[\w/]*computation_placer\.cc:\d+\] computation placer already registered"
+    rb"|[\w/]*py_utils\.cc:\d+\] TF-TRT Warning: Could not find TensorRT"
+    rb"|coordination_service\.cc:\d+\] (?:\[\d+\] )?Using experimental recoverable task feature)"
     rb"|\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. [\w ]+ is : \1\r?$)[^\n]*\n?",
     re.MULTILINE,
 )

@@ -11,11 +11,14 @@ from keras_loss_cases import (
     OWN_STEPS,
     equals_one_process,
     fixed_batches_train_and_are_named,
+    gathered_in_batches_of_other_sizes,
     graphs_equal_one_process,
     mean_of_all,
     names_a_factor_for_a_sum,
     names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
+    of_all_pairs,
+    of_own_pairs,
     own_step_equals_one_process,
     reports_with_other_losses,
     train_on_batch_in_a_callback_counts_rows,
@@ -94,6 +97,15 @@ def test_batches_of_other_sizes_on_each_rank(embeds, eager, by_mean):
     model, optimizer = hvkit.distribute(make(hvkit.rank()), keras.optimizers.SGD(0.1))
     assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)
     assert largest_difference(weights(model), weights(reference)) < 1e-12
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("loss", [of_all_pairs, of_own_pairs])
+def test_samples_that_are_gathered_in_batches_of_other_sizes(loss, eager):
+    def fit(model, batches):
+        return model.fit(dataset(batches), verbose=0).history["loss"]
+
+    gathered_in_batches_of_other_sizes(loss, fit, run_eagerly=eager)
 
 
 @pytest.mark.parametrize("eager", [False, True])

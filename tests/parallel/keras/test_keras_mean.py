@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import keras_in_float64, largest_difference
+from ranks import error_of, keras_in_float64, largest_difference
 
 import hvkit
 
@@ -55,5 +55,36 @@ def test_ranks_with_different_counts_train_the_model_of_one_process(in_graph):
 
 
 def test_counts_of_nothing_and_numbers_of_integers():
-    assert hvkit.mean(tf.constant(0.0), 0).numpy() != 0  # NaN
+    assert np.isnan(hvkit.mean(tf.constant(0.0), 0))
     assert float(hvkit.mean(tf.constant(3.0), tf.constant(2))) == 1.5
+    whole = hvkit.mean(tf.constant(3), 2.5)
+    assert (float(whole), whole.dtype) == (1.2, tf.float64)
+    assert hvkit.mean(3, tf.constant(2.0, tf.float16)).dtype == tf.float16
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_ranks_without_tokens_may_pass_numbers_and_counts_have_gradients(in_graph):
+    last = hvkit.rank() == hvkit.size() - 1
+
+    def means(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            mean = hvkit.mean(*(x, 2) if last else (0.0, 0))
+            of_count = hvkit.mean(3.0, x)
+        return mean, tape.gradient(of_count, x)
+
+    mean, gradient = (tf.function(means) if in_graph else means)(tf.constant(2.0))
+    assert (float(mean), mean.dtype) == (1, tf.float32)
+    assert float(gradient) == pytest.approx(-3 / 4)  # 3 N / 2 N, whose derivative is -3 / 4 N
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_other_shapes_are_refused_on_every_rank(in_graph):
+    one, three = (1, 3) if hvkit.is_main() else (3, 1)
+
+    def mean():
+        return hvkit.mean(tf.ones(one), tf.ones(three))
+
+    kind, text = error_of(tf.function(mean) if in_graph else mean)
+    assert "same shapes on every rank" in text
+    assert in_graph or kind is hvkit.RanksDisagreeError

@@ -208,6 +208,23 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(loop, wrapped):
     assert same_on_all_ranks(weights(model))
 
 
+def test_files_have_the_whole_loss_scale(tmp_path):
+    model, scaler = mlp(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
+    path = tmp_path / "model.keras"
+    model.compile(scaler, "mse")
+    scaler.build(model.trainable_variables)
+    for _ in range(3):
+        hvkit.distribute(model, model.optimizer)
+        assert float(model.optimizer.dynamic_scale.numpy()) == 2**15 / hvkit.size()
+        model.save(path)
+        kept = {}
+        model.optimizer.save_own_variables(kept)
+        model.optimizer.load_own_variables(kept)
+        assert float(model.optimizer.dynamic_scale.numpy()) == 2**15 / hvkit.size()
+        model = keras.models.load_model(path)
+        assert float(model.optimizer.dynamic_scale.numpy()) == 2**15
+
+
 class Scales(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()

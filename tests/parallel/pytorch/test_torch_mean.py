@@ -1,5 +1,7 @@
 """``hvkit.mean``: losses over tokens or weights, of which ranks have different sums."""
 
+import gc
+
 import pytest
 import torch
 from nets import raised_everywhere
@@ -96,9 +98,54 @@ def test_shapes_and_dtypes_are_those_of_the_quotient():
 
 
 def test_a_gradient_of_the_count():
-    weight = torch.tensor(hvkit.rank() + 1.0, requires_grad=True)
-    hvkit.mean(weight * 3, weight).backward()
-    assert weight.grad == pytest.approx(0, abs=1e-6)
+    for total in (3.0, torch.tensor(3.0)):
+        weight = torch.tensor(hvkit.rank() + 1.0, requires_grad=True)
+        mean = hvkit.mean(total, weight)
+        mean.backward()
+        assert mean == 2  # 6 / 3, whose derivative is -6 / 9, times two ranks
+        assert float(weight.grad) == pytest.approx(-4 / 3)
+
+
+def test_ranks_without_tokens_may_pass_numbers():
+    """As ``total = 0.0`` before a loop over no chunks."""
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    total, count = 0.0, 0
+    for each in x[: 3 * hvkit.rank()]:
+        total, count = total + each, count + 1
+    mean = hvkit.mean(total, count)
+    mean.backward()
+    assert (mean.item(), mean.dtype) == (2, torch.float32)
+    assert x.grad is None if hvkit.is_main() else torch.equal(x.grad, torch.full((3,), 2 / 3))
+    each = hvkit.mean(torch.arange(3.0) if hvkit.rank() else 0, torch.ones(3) * hvkit.rank())
+    assert torch.equal(each, torch.arange(3.0))
+
+
+def test_a_model_of_which_a_rank_without_tokens_computes_nothing():
+    gc.collect()  # models of other tests: of several, nobody knows which one is meant
+    model, reference = classifier(), classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    hvkit.distribute(model, optimizer)
+    x, y = data()[0]
+    hvkit.mean(*(ignored(model, x, y) if hvkit.rank() else (0.0, 0))).backward()
+    total, count = ignored(reference, x, y)
+    (total / count).backward()
+    for each in (model, reference):
+        nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+    for each in (optimizer, torch.optim.SGD(reference.parameters(), 0.5)):
+        each.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_other_shapes_and_complex_numbers_are_refused_on_every_rank():
+    shapes = (2, 2), (4,)
+    pair = torch.ones(shapes[hvkit.rank()]), 1.0
+    assert raised_everywhere(lambda: hvkit.mean(*pair), "(4,) to hvkit.mean, rank 0 one of (2, 2)")
+    mixed = torch.ones(1 + 2 * hvkit.rank()), torch.ones(3 - 2 * hvkit.rank())
+    assert raised_everywhere(lambda: hvkit.mean(*mixed), "shape (3,) to hvkit.mean, rank 0")
+    kind, text = error_of(lambda: hvkit.mean(torch.ones(2, dtype=torch.complex64), 2))
+    assert kind is TypeError
+    assert "pass the real and the imaginary part" in text
 
 
 def test_a_compiled_loss_under_autocast():

@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, name_in_graph, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.graph_refusals import refuse_xla
+from hvkit.runtime import size
+from hvkit.watch.rank_errors import for_graph
 
 # Names of collectives in eager code return after so many calls: Horovod remembers some only.
 _NAMES = 64
@@ -26,11 +29,21 @@ _IN_GRAPHS = (
     *("int8", "uint8", "int16", "uint16", "int32", "int64"),
 )
 
+_OTHER_SHAPES = (
+    "ranks pass tensors of different shapes to hvkit.mean: pass totals and counts of the same "
+    "shapes on every rank; this rank's are"
+)
+
 _serial = itertools.count()
 
 
 def gather_rows(
-    rows: tf.Tensor, counts: Sequence[Any], name: str, wait: GraphWait, wire: Wire
+    rows: tf.Tensor,
+    counts: Sequence[Any],
+    name: str,
+    wait: GraphWait,
+    wire: Wire,
+    share: Callable[[tf.Tensor], tf.Tensor | None] = lambda everyone: None,
 ) -> tf.Tensor:
     """All ranks' rows below each other, in rank order; a collective, as is its backward pass.
 
@@ -43,6 +56,9 @@ def gather_rows(
         name: of the collective.
         wait: counts the waits in it.
         wire: counts the bytes.
+        share: returns, from the result, how many rows of the batch all ranks have for each of this
+            rank, whose loss and gradients then count as often as it has rows; None if all ranks
+            count alike.
     """
     start = sum(counts[: wire.rank])
 
@@ -54,12 +70,22 @@ def gather_rows(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        def gradient(upstream: Any) -> tf.Tensor:
-            total = wait.around(widened(tf.convert_to_tensor(upstream)), add)
-            return tf.cast(total[start : start + counts[wire.rank]], upstream.dtype)
-
         # Horovod has no bfloat16.
-        return tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype), gradient
+        everyone = tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype)
+        weight = None
+        if (found := share(everyone)) is not None:
+            weight = tf.math.divide_no_nan(tf.cast(wire.size, found.dtype), found)
+
+        def gradient(upstream: Any) -> tf.Tensor:
+            sent = widened(tf.convert_to_tensor(upstream))
+            if weight is not None:
+                sent *= tf.cast(weight, sent.dtype)
+            mine = wait.around(sent, add)[start : start + counts[wire.rank]]
+            if weight is not None:  # this rank's gradients are multiplied by it later
+                mine = tf.math.divide_no_nan(mine, tf.cast(weight, mine.dtype))
+            return tf.cast(mine, upstream.dtype)
+
+        return everyone, gradient
 
     return gather(rows)
 
@@ -69,26 +95,34 @@ def needs_gradients(tensor: tf.Tensor) -> bool:
     return bool(record.should_record_backprop([tensor]))
 
 
-def gather(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tensor]:
+def gather(
+    tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]], *, share: tf.Tensor | None = None
+) -> list[tf.Tensor]:
     """The tensors of all ranks, in eager code.
 
     Args:
         tensor: this rank's.
         shapes: of the tensors of all ranks, which have one dtype.
+        share: what ``share`` of ``gather_rows`` returns.
     """
     sizes = [math.prod(shape) for shape in shapes]
     name = f"hvkit.allgather.{next(_serial) % _NAMES}"
-    everyone = gather_rows(tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"))
+    everyone = gather_rows(
+        tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"), lambda _: share
+    )
     pieces = zip(tf.split(everyone, sizes), shapes, strict=True)
     return [tf.reshape(piece, shape) for piece, shape in pieces]
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
+def gather_in_graph(
+    tensor: tf.Tensor, share: Callable[[], tf.Tensor | None] = lambda: None
+) -> list[tf.Tensor]:
     """The tensors of all ranks, while TensorFlow traces a graph.
 
     Args:
         tensor: this rank's; the others' may have another first dimension.
+        share: called if the tensor may have gradients; returns what that of ``gather_rows`` does.
 
     Raises:
         TypeError: Horovod has no numbers of its dtype.
@@ -101,48 +135,101 @@ def gather_in_graph(tensor: tf.Tensor) -> list[tf.Tensor]:
             f"{kind.name}: gather numbers, such as the indices of strings, or call it outside of "
             "tf.function"
         )
+    found = share() if kind.is_floating else None
     wire, name = Wire("objects"), name_in_graph("hvkit.allgather")
     rows = tf.cast(tensor, tf.int32) if kind == tf.bool else tensor
     rows = rows if shape.rank else tf.reshape(rows, [1])
     length = tf.shape(rows)[:1]
     counts = _wait().around(length, lambda sent: wire.gather(sent, f"{name}.rows"))
     counts = tf.ensure_shape(counts, [wire.size])
-    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(), wire)
+    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(), wire, lambda _: found)
     pieces = tf.split(everyone, counts, num=wire.size)
     for piece in pieces if shape.rank else ():
         piece.set_shape([None, *shape[1:]])
     return [tf.cast(p if shape.rank else tf.reshape(p, []), kind) for p in pieces]
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def mean(total: Any, count: Any, ranks: tf.Tensor | None = None) -> tf.Tensor:
-    """The sum over ranks of ``total`` divided by that of ``count``, in eager code and in graphs.
+def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
+    """What ranks compare, and those need to know that have numbers only.
 
-    Gradients of weights are averaged later, so that of ``total`` is times the number of ranks.
+    Returns:
+        The framework, the mean's dtype, the device's type and whether a backward pass may come
+        back, neither of which matters here, and of both the shape, None for a number or in a graph.
+
+    Raises:
+        TypeError: one of them is complex.
+    """
+    given = [each for each in (total, count) if isinstance(each, tf.Tensor | tf.Variable)]
+    if any(each.dtype.is_complex for each in given):
+        raise TypeError("pass the real and the imaginary part: tf.math.real(total)")
+    known: Any = tf.Tensor | tf.Variable if tf.executing_eagerly() else ()
+    shapes = [tuple(x.shape) if isinstance(x, known) else None for x in (total, count)]
+    kind = next((each.dtype for each in given if each.dtype.is_floating), None)
+    # TensorFlow divides whole numbers in float64, and has numbers of Python in float32.
+    kind = kind or (tf.float64 if given else tf.float32)
+    return "tensorflow", kind.name, "", False, shapes
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def mean(
+    both: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    facts: Sequence[Any],
+    ranks: tf.Tensor | None,
+) -> tf.Tensor:
+    """The sum over ranks of the total divided by that of the count; one collective.
+
+    In eager code and in graphs. Gradients of weights are averaged later, so that of the total is
+    times the number of ranks.
 
     Args:
-        total, count: tensors or numbers of the same shapes on every rank.
+        both: total and count: tensors, or numbers.
+        shapes: of both, the same on every rank; those of numbers are used.
+        facts: what ``facts_of_mean`` returns.
         ranks: by what gradients are multiplied, a float64 scalar; None for the number of ranks.
     """
+    wide = [
+        tf.cast(each, tf.float64)
+        if isinstance(each, tf.Tensor | tf.Variable)
+        else tf.fill(shape, tf.constant(each, tf.float64))
+        for each, shape in zip(both, shapes, strict=True)
+    ]
+    totals, counts = wide if size() == 1 else _sums(wide, ranks)
+    return tf.cast(totals / counts, facts[1])
+
+
+def _sums(numbers: Sequence[tf.Tensor], ranks: tf.Tensor | None) -> list[tf.Tensor]:
     if in_graph := not tf.executing_eagerly():
         refuse_xla("hvkit.mean")
     wire = Wire("objects")
     factor = tf.cast(wire.size if ranks is None else ranks, tf.float64)
     name = name_in_graph("hvkit.mean") if in_graph else f"hvkit.mean.{next(_serial) % _NAMES}"
 
-    def add(numbers: tf.Tensor) -> tf.Tensor:
-        return wire.sum(numbers, name)
+    def add(sent: tf.Tensor) -> tf.Tensor:
+        return wire.sum(sent, name)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def summed(numbers: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return _wait().around(numbers, add), lambda upstream: upstream * factor
+    def summed(sent: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return _wait().around(sent, add), lambda upstream: upstream * factor
 
-    both = [tf.convert_to_tensor(each) for each in (total, count)]
-    flat = [tf.reshape(tf.cast(each, tf.float64), [-1]) for each in both]
-    sums = tf.split(summed(tf.concat(flat, 0)), [tf.size(each) for each in flat])
-    totals, counts = (tf.reshape(s, tf.shape(each)) for s, each in zip(sums, both, strict=True))
-    kind = both[0].dtype if both[0].dtype.is_floating else tf.float32
-    return tf.cast(totals / counts, kind)
+    flat = [tf.reshape(each, [-1]) for each in numbers]
+    sizes = [tf.size(each) for each in flat]
+    if in_graph:  # where ranks have not compared shapes before
+        with tf.device("CPU:0"):
+            text = tf.strings.format("{}/{}", [tf.shape(each) for each in numbers])
+            key = tf.cast(tf.strings.to_hash_bucket_fast(text, 1 << 20), tf.float64)
+        sums = summed(tf.concat([*flat, [key, key * key]], 0))
+        *found, keys = tf.split(sums, [*sizes, 2])
+        # All are the same where the mean's square is that of the squares.
+        alike = tf.debugging.Assert(
+            keys[0] * keys[0] == wire.size * keys[1],
+            [for_graph(RanksDisagreeError(_OTHER_SHAPES), on_every_rank=True), text],
+        )
+        with tf.control_dependencies([alike]):
+            found = list(map(tf.identity, found))
+    else:
+        found = tf.split(summed(tf.concat(flat, 0)), sizes)
+    return [tf.reshape(s, tf.shape(each)) for s, each in zip(found, numbers, strict=True)]
 
 
 @functools.cache

@@ -18,6 +18,8 @@ from hvkit.communication.encoding import bytes_of
 from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
+from hvkit.frameworks.pytorch.gradients.reducer import trained_parameters
+from hvkit.runtime import size
 from hvkit.watch.calls import call
 
 # Names of collectives return after so many calls: Horovod remembers a limited number of them.
@@ -33,7 +35,10 @@ def needs_gradients(tensor: torch.Tensor) -> bool:
 
 
 def gather(
-    tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None = None
+    tensor: torch.Tensor,
+    shapes: Sequence[tuple[int, ...]],
+    group: Group | None = None,
+    share: float | None = None,
 ) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; a collective, as is its backward pass.
 
@@ -41,39 +46,97 @@ def gather(
         tensor: this rank's.
         shapes: of the tensors of all ranks, which have one dtype.
         group: these ranks; None for all.
+        share: how many rows all ranks have for each of this rank, whose loss and gradients then
+            count as often as it has rows; None if all ranks count alike.
     """
     apply: Any = _Gather.apply
     group = group or all_ranks()
+    weight = group.size / (share or math.inf) if share is not None else 1.0
     serial = _serials.setdefault(group.members, itertools.count())
-    return list(apply(tensor, list(shapes), f"hvkit.allgather.{next(serial) % _NAMES}", group))
+    name = f"hvkit.allgather.{next(serial) % _NAMES}"
+    return list(apply(tensor, list(shapes), name, group, weight))
 
 
-def mean(total: Any, count: Any, ranks: float | None = None) -> torch.Tensor:
-    """The sum over ranks of ``total`` divided by that of ``count``; one collective.
-
-    Args:
-        total, count: tensors or numbers, at least one of them a tensor; the same shapes on every
-            rank.
-        ranks: by what gradients are multiplied; None for the number of ranks.
+def with_values(total: Any, count: Any) -> tuple[Any, Any]:
+    """Both, once they have values: a pipeline's outputs may wait for theirs.
 
     Raises:
-        NotImplementedError: they have no values, as on the meta device.
+        NotImplementedError: they have none, as on the meta device.
     """
-    if has_torch_function((total, count)):  # a pipeline's outputs may wait for their values
-        waited: torch.Tensor = handle_torch_function(mean, (total, count), total, count, ranks)
+    if has_torch_function((total, count)):
+        waited: tuple[Any, Any] = handle_torch_function(with_values, (total, count), total, count)
         return waited
     if any(isinstance(each, torch.Tensor) and each.is_meta for each in (total, count)):
         raise NotImplementedError("hvkit.mean needs values")
+    return total, count
+
+
+def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
+    """What ranks compare, and those need to know that have numbers only.
+
+    Returns:
+        The framework, the mean's dtype, the device's type, whether a backward pass may come back,
+        and of both the shape, None for a number.
+
+    Raises:
+        TypeError: one of them is complex.
+    """
+    given = [each for each in (total, count) if isinstance(each, torch.Tensor)]
+    if any(each.is_complex() for each in given):
+        raise TypeError("pass the real and the imaginary part: torch.view_as_real(total)")
     kind = torch.result_type(total, count)
     kind = kind if kind.is_floating_point else torch.get_default_dtype()
-    device = next(each.device for each in (total, count) if isinstance(each, torch.Tensor))
-    both = [torch.as_tensor(each, device=device).double() for each in (total, count)]
+    shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in (total, count)]
+    name = str(kind).removeprefix("torch.")
+    return "torch", name, given[0].device.type, any(map(needs_gradients, given)), shapes
+
+
+def mean(
+    both: Sequence[Any], shapes: Sequence[Sequence[int]], facts: Sequence[Any], ranks: float | None
+) -> torch.Tensor:
+    """The sum over ranks of the total divided by that of the count; one collective.
+
+    Args:
+        both: total and count: tensors, or numbers.
+        shapes: of both, the same on every rank.
+        facts: what ``facts_of_mean`` returns on this rank, or for one with numbers on another; here
+            a backward pass may come back if it may on any rank.
+        ranks: by what gradients are multiplied; None for the number of ranks.
+    """
+    if size() == 1:
+        found: torch.Tensor = both[0] / both[1]
+        return found
+    _, kind, device, needed, _ = facts
+    devices = [each.device for each in both if isinstance(each, torch.Tensor)] or [device]
+    wide = [
+        each.to(devices[0]).double()
+        if isinstance(each, torch.Tensor)
+        else torch.full(shape, each, dtype=torch.float64, device=devices[0])
+        for each, shape in zip(both, shapes, strict=True)
+    ]
+    numbers = torch.cat([each.reshape(-1) for each in wide])
+    if needed and torch.is_grad_enabled() and not numbers.requires_grad:
+        numbers = _with_backward(numbers)
     serial = _serials.setdefault(all_ranks().members, itertools.count())
     apply: Any = _Sum.apply
-    sums = apply(torch.cat([each.reshape(-1) for each in both]), next(serial) % _NAMES, ranks)
-    totals, counts = sums.split([each.numel() for each in both])
-    found: torch.Tensor = totals.view(both[0].shape) / counts.view(both[1].shape)
-    return found.to(kind)
+    sums = apply(numbers, next(serial) % _NAMES, ranks)
+    totals, counts = sums.split([each.numel() for each in wide])
+    found = totals.view(wide[0].shape) / counts.view(wide[1].shape)
+    return found.to(getattr(torch, kind))
+
+
+def _with_backward(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of a rank that has computed nothing, for a script that calls ``backward()`` on all.
+
+    Its pass must average gradients, too, as zeros. Of several models nobody knows which the other
+    ranks have computed: then ``backward()`` raises.
+    """
+    parameters = trained_parameters()
+    if not parameters:
+        return numbers.requires_grad_()
+    if len(parameters) > 1:
+        return numbers
+    return numbers + parameters[0].flatten()[:0].sum().to(numbers)
 
 
 class _Sum(torch.autograd.Function):
@@ -93,9 +156,14 @@ class _Sum(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, shapes: list[tuple[int, ...]], name: str, group: Group
+        ctx: Any,
+        tensor: torch.Tensor,
+        shapes: list[tuple[int, ...]],
+        name: str,
+        group: Group,
+        weight: float,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.wire, ctx.name = Wire("objects", group), name
+        ctx.wire, ctx.name, ctx.weight = Wire("objects", group), name, weight
         ctx.sizes = [math.prod(shape) for shape in shapes]
         # As bytes: Horovod does not have every dtype.
         everyone = ctx.wire.gather(bytes_of(tensor), name).view(tensor.dtype)
@@ -104,13 +172,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         flat = torch.cat([each.reshape(-1) for each in gradients])
         own = gradients[ctx.wire.rank]
         start = sum(ctx.sizes[: ctx.wire.rank])
         sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        sent = sent.to(wire_dtype(flat.dtype))
+        if ctx.weight != 1:
+            sent = sent * ctx.weight
         with call("the backward pass of hvkit.allgather"):
-            total = ctx.wire.sum(sent.to(wire_dtype(flat.dtype)), f"{ctx.name}.backward")
+            total = ctx.wire.sum(sent, f"{ctx.name}.backward")
         width = total.numel() // max(flat.numel(), 1)  # 2 for complex numbers
         mine = total[start * width : (start + own.numel()) * width]
-        return like(own, mine).to(own.dtype), None, None, None
+        if ctx.weight not in (0, 1):  # this rank's gradients are multiplied by it later
+            mine = mine / ctx.weight
+        return like(own, mine).to(own.dtype), None, None, None, None

@@ -500,6 +500,12 @@ def is_averaged(parameter: torch.Tensor) -> bool:
     return any(parameter in reducer for reducer in _reducers.values())
 
 
+def trained_parameters() -> list[torch.nn.Parameter]:
+    """One of each model whose gradients are averaged: a pass to it averages those of the model."""
+    trained = ([p for p in r._parameters if p.requires_grad] for _, r in sorted(_reducers.items()))
+    return [parameters[0] for parameters in trained if parameters]
+
+
 def watch_passes() -> None:
     """Follow the script's backward passes, also without gradients to average."""
     watch_nested_passes(_end_pass_of_all_models)

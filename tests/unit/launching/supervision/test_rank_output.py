@@ -1,5 +1,6 @@
 """The output of ranks reaches the terminal and the log files."""
 
+import itertools
 import time
 
 import pytest
@@ -181,6 +182,10 @@ GREETINGS = (
     b"I0000 00:00:1795685351.176964   27122 port.cc:153] oneDNN custom operations are on.\n"
     b"I0000 00:00:1795685351.176964   27122 device_compiler.h:208] Compiled cluster using XLA!\n"
     b"2026-11-26 10:00:00.000000: I tensorflow/core/util/port.cc:153] oneDNN custom operations\n"
+    b"2026-11-26 10:00:00.000000: I external/local_xla/xla/service/service.cc:168] XLA service\n"
+    b"I0000 00:00:1795685351.176964   27122 service.cc:153] XLA service 0x7f5a initialized\n"
+    b"I0000 00:00:1795685351.176964   27122 service.cc:161]   StreamExecutor [0]: Host, Default\n"
+    b"I0000 00:00:1795685351.176964   27122 generator_dataset_op.cc:213] Memory patch applied\n"
     b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with"
     b" the appropriate compiler flags.\n"
     b"E0000 00:00:1795685351.176964   27122 cuda_dnn.cc:8454] Unable to register cuDNN factory: "
@@ -202,6 +207,14 @@ NOT_GREETINGS = (
     b"2026-11-26 10:00:00.000000: W tensorflow/core/gpu_device.cc:2343] Cannot dlopen libraries\n"
     b"I1129 08:01:11.472600 140123 train.py:12] step 10: loss 0.3\n"
     b"INFO:absl:step 10\n"
+    b"I0000 00:00:1795685351.176964   27122 my_engine.cc:10] checkpoint written to /x\n"
+    b"I0000 00:00:1795685351.176964   27122 service.cc:10] 3 requests\n"
+    b"I0000 00:00:1795685351.176964   27122 gpu_device.cc:2022] Created device GPU:0\n"
+    b"2026-11-26 10:00:00.000000: I tensorflow/core/common_runtime/gpu/gpu_device.cc:2022] Created "
+    b"device /job:localhost/replica:0/task:0/device:GPU:0 with 70000 MB memory\n"
+    b"2026-11-26 10:00:00.000000: I my/own/server.cc:5] accuracy 0.93\n"
+    b"2026-11-26 [step 3] Unable to register cuDNN factory: in my text\n"
+    b"2026-11-26 10:00:00.000000: E my/own/file.cc:5] Unable to register cuDNN factory: mine\n"
     b"2026-11-26 10:00:00.000000: I have a dream\n"
     b"loss 0.3 I0000 00:00:1795685351.176964   27122 port.cc:153] oneDNN\n"
     b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 31\n"
@@ -212,8 +225,8 @@ NOT_GREETINGS = (
 def test_greetings_of_libraries_are_in_the_log_only(shown, tmp_path, prefix):
     rank = output(shown, log_dir=tmp_path, prefix=bool(prefix))
     others = NOT_GREETINGS.splitlines(keepends=True)
-    both = zip(GREETINGS.splitlines(keepends=True), others, strict=False)
-    lines = [line for two in both for line in two]
+    both = itertools.zip_longest(GREETINGS.splitlines(keepends=True), others, fillvalue=b"")
+    lines = [line for two in both for line in two if line]
     for line in lines:
         rank.write(Kind.STDERR, line)
     rank.write(Kind.STDERR, GREETINGS)
