@@ -380,7 +380,7 @@ def reports_with_other_losses():
             return {"loss": self._loss_tracker.result()}
 
     data = words, targets, shown * 1.5
-    for kind, metrics in ((Own, []), (keras.Sequential, [classes(reduction="sum")])):
+    for kind, metrics in ((Own, None), (keras.Sequential, [classes(reduction="sum")])):
         reference = kind(tagger(0, False).layers)
         model = kind(tagger(hvkit.rank(), False).layers)
         model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))

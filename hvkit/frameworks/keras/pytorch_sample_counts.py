@@ -39,7 +39,7 @@ class PyTorchSampleCounts:
         self._rows = 0
         self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._handle: int | None = None
-        self._in_step = self._may_change = False
+        self._in_step = self._of_script = self._may_change = False
         # The count of a loss, over all ranks; as a mean over ranks in the last step, if any.
         self._sum = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._sum_handle: int | None = None
@@ -53,12 +53,13 @@ class PyTorchSampleCounts:
 
     def begin(self, rows_of: torch.Tensor, final: bool = True) -> None:
         """Note how many rows this rank has in this step."""
-        again, self._may_change = self._may_change, False
+        self._may_change = False
         self._arrive()  # of a step that failed
         self._may_change = not final
+        self._of_script = self._of_script or not final
         self._rows = len(rows_of)
         # A step of the script's may compute with some of the rows.
-        self._in_step = again or not (final and self.even())
+        self._in_step = self._of_script or not self.even()
         if self._in_step and final:
             self._send_rows()
 
@@ -68,7 +69,7 @@ class PyTorchSampleCounts:
 
     def end(self) -> None:
         """The step has ended."""
-        self._may_change = False
+        self._may_change = self._of_script = False
         self._arrive()
         if self._started:
             self._usual = self._sum.item() / self._wire.size
