@@ -154,7 +154,8 @@ def mean(total: Any, count: Any) -> Any:
     Args:
         total: a tensor of PyTorch, TensorFlow or Keras, an array of JAX, or a number; mostly a
             single number, else one of the same shape on every rank. Where other ranks pass a
-            tensor, a rank without tokens may pass 0.
+            tensor, a rank without tokens may pass 0, and call ``backward()`` as they do; not if
+            several models of PyTorch were distributed.
         count: number of elements or sum of weights in ``total``: a number, or a tensor.
 
     Returns:

@@ -378,7 +378,8 @@ def _share_reduction() -> None:
             factor, _ = step.totals.of(None, number)
         else:
             count = ops.stop_gradient(count)
-            starts = step.has_one_loss() and step.totals.start(count, number)
+            # What has used ``rows_for_each`` in this step expects gradients that count by rows.
+            starts = number == 0 and step.has_one_loss() and step.totals.start(count, number)
             if starts and not step.model.losses:
                 step.late = ops.stop_gradient(loss), count, number
                 return loss

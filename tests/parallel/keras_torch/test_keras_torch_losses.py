@@ -83,6 +83,37 @@ def test_samples_that_are_gathered_in_batches_of_other_sizes(loss):
     gathered_in_batches_of_other_sizes(loss, fit)
 
 
+class MixedIn(layers.Layer):
+    """Adds the mean over the rows of all ranks."""
+
+    gathers = False
+
+    def call(self, x):
+        rows = keras.ops.tanh(x)
+        rows = keras.ops.concatenate(hvkit.allgather(rows)) if self.gathers else rows
+        return x + keras.ops.mean(rows, axis=0)
+
+
+def test_samples_that_a_layer_gathers_before_a_loss_with_weights(monkeypatch):
+    rows = [[6, 2, 5, 3][: hvkit.size()]] * 3
+    whole, own = ([(x, y, y[:, 0] ** 2) for x, y in batches] for batches in uneven_batches(rows))
+
+    def fitted(model, optimizer, batches):
+        model.compile(optimizer, keras.losses.MeanSquaredError("mean_with_sample_weight"))
+        return model.fit((each for each in batches), verbose=0).history["loss"]
+
+    def make(seed):
+        random.seed(seed)
+        return keras.Sequential([keras.Input((8,)), layers.Dense(8), MixedIn(), layers.Dense(4)])
+
+    reference = make(0)
+    expected = fitted(reference, keras.optimizers.SGD(0.1), whole)
+    model, optimizer = hvkit.distribute(make(hvkit.rank()), keras.optimizers.SGD(0.1))
+    monkeypatch.setattr(MixedIn, "gathers", True)
+    assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)
+    assert largest_difference(model.get_weights(), reference.get_weights()) < 1e-12
+
+
 class PenaltyWithin(layers.Layer):
     """Adds a loss in some batches, for those samples whose first number is positive."""
 
