@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -82,7 +83,8 @@ class StepTotals(Protocol):
             number: of this call in the step, the same on every rank.
 
         Returns:
-            Two scalars. Without a row or a count, the first or the second means nothing.
+            Two scalars, tensors or numbers. Without a row or a count, the first or the second means
+            nothing.
         """
 
     def start(self, count: Any, number: int) -> bool:
@@ -178,7 +180,7 @@ class _Step:
         loss, count, number = self.late
         factor = _factor(self.totals, count, number)
         _, _, weight, _ = self.model._compile_loss._flat_losses[0]
-        change = loss * (factor - 1) * (rows if weight is None else rows * weight)
+        change = loss * ((factor - 1) * (rows if weight is None else rows * weight))
         total: Any = self.model._loss_tracker.total
         total.assign_add(ops.cast(change, total.dtype))
 
@@ -392,6 +394,8 @@ def _share_reduction() -> None:
 def _factor(totals: StepTotals, count: Any, number: int) -> Any:
     """What makes a rank's mean that of all ranks, where a rank counts as often as it has rows."""
     share, total = totals.of(count, number)
+    if isinstance(total, float):
+        return share * float(count) / total if total else 0.0
     return share * ops.divide_no_nan(count, total)
 
 
@@ -585,4 +589,7 @@ def _count(values: Any, sample_weight: Any, mask: Any, reduction: str | None) ->
 
 
 def _elements(tensor: Any) -> Any:
-    return ops.cast(ops.prod(ops.convert_to_tensor(ops.shape(tensor), dtype="int32")), "float64")
+    shape = ops.shape(tensor)
+    if all(isinstance(each, int) for each in shape):
+        return float(math.prod(shape))
+    return ops.cast(ops.prod(ops.convert_to_tensor(shape, dtype="int32")), "float64")

@@ -102,19 +102,19 @@ class PyTorchSampleCounts:
         self._arrive()
         return self._usual * self._wire.size / (self._sum.item() or 1.0)
 
-    def of(self, count: torch.Tensor | None, number: int) -> tuple[float, torch.Tensor]:
+    def of(self, count: torch.Tensor | None, number: int) -> tuple[float, float]:
         """The rows of all ranks for each of this rank, and a count over all ranks."""
         self._arrive()
         share = float(self._wire.size)
         if self._in_step:
             share = self._total.item() / self._rows if self._rows else 0.0
         if count is None:
-            return share, self._total
+            return share, 0.0
         if self._started:
             self._count = None
-            return share, self._sum[0]
-        total = self._wire.sum(count.reshape(1), f"{self._name}.{number}")[0]
-        self._usual = total.item() / self._wire.size
+            return share, self._sum.item()
+        total = self._wire.sum(count.reshape(1), f"{self._name}.{number}").item()
+        self._usual = total / self._wire.size
         return share, total
 
     def start(self, count: torch.Tensor, number: int) -> bool:
