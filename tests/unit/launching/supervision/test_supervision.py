@@ -45,7 +45,7 @@ def test_megabytes_of_output_arrive_in_full():
 
 
 def test_the_rank_that_failed_first_is_named_with_status_and_last_lines():
-    done = run("[ $OMPI_COMM_WORLD_RANK = 0 ] && sleep 600; echo too bad >&2; exit 7")
+    done = run("[ $OMPI_COMM_WORLD_RANK = 0 ] && exec sleep 600; echo too bad >&2; exit 7")
     assert done.returncode == 7
     host = socket.gethostname()
     assert (
