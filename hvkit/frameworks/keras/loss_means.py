@@ -117,7 +117,7 @@ class _Step:
     """A ``train_step`` or ``test_step`` of a model under way.
 
     Attributes:
-        kerass: whether the method is Keras's own.
+        of_keras: whether the method is Keras's own.
         names: how many collectives it has had.
         position: that of the next loss of ``compile``, while these compute; else None.
         called: the losses that compute, each inside of the one before.
@@ -127,18 +127,18 @@ class _Step:
     """
 
     def __init__(
-        self, model: keras.Model, totals: StepTotals, trains: bool, kerass: bool = False
+        self, model: keras.Model, totals: StepTotals, trains: bool, of_keras: bool = False
     ) -> None:
         self.model = model
         self.totals = totals
         self.trains = trains
-        self.kerass = kerass
+        self.of_keras = of_keras
         self.names = 0
         self.position: int | None = None
         self.called: list[Any] = []
         self.late: tuple[Any, Any, int] | None = None
         self.noted: list[Any] = []
-        self._has_rows = kerass or not trains
+        self._has_rows = of_keras or not trains
 
     def next_name(self) -> int:
         """The number of the next collective, the same on every rank."""
@@ -166,7 +166,7 @@ class _Step:
         """Whether the loss that computes is the only one of ``compile``, and one of Keras."""
         compiled: Any = getattr(self.model, "_compile_loss", None)
         losses: Any = getattr(compiled, "_flat_losses", None) or ()
-        one = self.kerass and len(losses) == 1 and self.position_of_called == 0
+        one = self.of_keras and len(losses) == 1 and self.position_of_called == 0
         return one and _gives_each_sample_its_own(self.called[0][0])
 
     def correct_reported(self, rows: int) -> None:
@@ -219,8 +219,8 @@ def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
 def _counted(
     model: keras.Model, method: Callable[[Any], Any], totals: StepTotals, *, trains: bool
 ) -> Callable[[Any], Any]:
-    kerass = getattr(inspect.unwrap(method), "__func__", None) is keras.Model.train_step
-    kerass = kerass and type(model).compute_loss is keras.Model.compute_loss
+    of_keras = getattr(inspect.unwrap(method), "__func__", None) is keras.Model.train_step
+    of_keras = of_keras and type(model).compute_loss is keras.Model.compute_loss
 
     @functools.wraps(method)
     def counted(data: Any) -> Any:
@@ -230,8 +230,8 @@ def _counted(
             return method(data)
         if trains:
             of_targets = _first_tensor(targets[0]) if targets else None
-            totals.begin(first if of_targets is None else of_targets, final=kerass)
-        step = _Step(model, totals, trains, kerass)
+            totals.begin(first if of_targets is None else of_targets, final=of_keras)
+        step = _Step(model, totals, trains, of_keras)
         before = None if trains else _reported(model)
         token = _step.set(step)
         try:
@@ -312,11 +312,13 @@ def corrections(
     for steps in zip_longest(*everyone):  # the ranks' batches that one process has in one
         held = [each for each in steps if each is not None]
         if len({len(each) for each in held}) > 1:
+            _warn_of_own_means()
             return {}
         rows = np.array([each[0] for each in held])
         reported = np.array([each[1] for each in held])
         of_ranks = np.array([each[2:].reshape(-1, 5) for each in held])
         if len({*of_ranks[0, :, 0]}) < of_ranks.shape[1]:
+            _warn_of_own_means()
             return {}
         for at, (number, mean, by_rows, *_) in enumerate(of_ranks[0]):
             sums, counts = of_ranks[:, at, 3:].T
@@ -365,7 +367,7 @@ def _share_reduction() -> None:
             return loss
         if not step.trains and position is None:
             if step.position is not None:
-                _warn_of_inner_count()
+                _warn_of_own_means()
             return loss
         if not step.trains:
             own = ops.cast(loss, "float64")
@@ -436,11 +438,12 @@ def warn_of_own_count(averaged: bool) -> None:
     _own_count = False
 
 
-def _warn_of_inner_count() -> None:
+def _warn_of_own_means() -> None:
     warn_once(
-        "inner count",
-        "evaluate reports a loss of the script's that calls a loss of Keras with a mask or weights "
-        "as a mean of the ranks' own: it is not that of one process where ranks have other numbers",
+        "own means",
+        "evaluate reports losses with a mask or weights that a loss or test_step of the script's "
+        "computes as means of the ranks' own: they are not those of one process where ranks have "
+        "other numbers",
     )
 
 

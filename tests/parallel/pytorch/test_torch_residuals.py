@@ -155,13 +155,13 @@ def test_loss_scaling_is_refused(options):
 
 @pytest.mark.parametrize(
     ("compression", "share"),
-    [(hvkit.TopK(0.01), 0.01 * hvkit.size()), (hvkit.PowerSGD(2), 2 * 600 / 300**2)],
+    [(hvkit.TopK(0.01), 0.01 * hvkit.size()), (hvkit.PowerSGD(2), 2 * 1000 / 500**2)],
 )
 def test_a_part_of_the_bytes_is_sent(compression, share):
-    model = nn.Linear(300, 300, bias=False)
+    model = nn.Linear(500, 500, bias=False)
     hvkit.distribute(model, sgd(model.parameters()), compression=compression)
     before = hvkit.traffic().get("gradients", Sent())
-    model(torch.ones(2, 300)).sum().backward()
+    model(torch.ones(2, 500)).sum().backward()
     sent = hvkit.traffic()["gradients"].bytes - before.bytes
-    ring = 2 * (hvkit.size() - 1) / hvkit.size() * 4 * 300**2
-    assert sent / ring == pytest.approx(share, rel=0.05)  # the report on the step included
+    ring = 2 * (hvkit.size() - 1) / hvkit.size() * 4 * 500**2
+    assert sent / ring == pytest.approx(share, rel=0.03)
