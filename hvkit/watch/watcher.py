@@ -192,6 +192,8 @@ class Watcher:
 
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
+        if self._stopped.is_set():
+            return  # it ended because this rank did
         self._ended[rank] = how
         report_now(self._status())
         cause = f"{ranks_text([rank])} {how}"

@@ -110,6 +110,25 @@ def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
     assert rank_0.reason().endswith("; rank 1 died without reporting an error")
 
 
+def test_a_rank_that_has_ended_does_not_blame_another_that_ends_because_of_it(monkeypatch):
+    causes = []
+    monkeypatch.setattr(watcher, "report", lambda **values: causes.append(values))
+    listener = channel.RankListener(one_host=True)
+    admitted = queue.SimpleQueue()
+    threading.Thread(target=listener.serve, args=(lambda *who: admitted.put(who),)).start()
+    rank_1 = Reporter(1, Limits(60, 1800), lambda: None)
+    watching = threading.Thread(target=rank_1._run, args=(listener.endpoint,))
+    watching.start()
+    _, connection = admitted.get(timeout=10)
+    rank_1.stop()
+    assert channel.receive_message(connection) == channel.RankEnded(1, watcher.END_OF_SCRIPT)
+    connection.close()
+    listener.close()
+    watching.join(10)
+    assert not watching.is_alive()
+    assert causes == []
+
+
 @pytest.fixture
 def reporter(monkeypatch):
     """Rank 1's preemption, and the connection to it of a rank 0."""
