@@ -122,6 +122,7 @@ class _Step:
         position: that of the next loss of ``compile``, while these compute; else None.
         called: the losses that compute, each inside of the one before.
         late: a loss whose count is on its way, the count, and its number.
+        has_rows: whether the rows of the step are known.
         noted: in a ``test_step``, of each loss of ``compile`` with a count of its own: its
             position, whether it is a mean, whether its tracker counts rows, the sum, and the count.
     """
@@ -138,24 +139,18 @@ class _Step:
         self.called: list[Any] = []
         self.late: tuple[Any, Any, int] | None = None
         self.noted: list[Any] = []
-        self._has_rows = of_keras or not trains
+        self.has_rows = of_keras or not trains
 
     def next_name(self) -> int:
         """The number of the next collective, the same on every rank."""
         self.names += 1
         return self.names - 1
 
-    def see(self, values: Any, weights: bool) -> None:
-        """Take the rows of a loss's values for those of the step, if it is the first.
-
-        Args:
-            values: those that are to be reduced.
-            weights: whether the loss is one of weights.
-        """
-        if self._has_rows or weights:
-            return
-        self._has_rows = True
-        self.totals.begin(values)
+    def see(self, values: Any) -> None:
+        """Take the rows of a loss's values for those of the step, unless it is one of weights."""
+        if not (self.called and _of_weights(self.called[-1])):
+            self.has_rows = True
+            self.totals.begin(values)
 
     @property
     def position_of_called(self) -> int | None:
@@ -175,8 +170,7 @@ class _Step:
         Args:
             rows: how often Keras has counted it.
         """
-        if self.late is None:
-            return
+        assert self.late is not None
         loss, count, number = self.late
         factor = _factor(self.totals, count, number)
         _, _, weight, _ = self.model._compile_loss._flat_losses[0]
@@ -225,12 +219,13 @@ def _counted(
     @functools.wraps(method)
     def counted(data: Any) -> Any:
         x, *targets = data if isinstance(data, tuple | list) and data else (data,)
-        first = _first_tensor(x)
-        if first is None:
+        rows_of = _first_tensor(targets[0]) if targets and trains else None
+        if rows_of is None:
+            rows_of = _first_tensor(x)
+        if rows_of is None:
             return method(data)
         if trains:
-            of_targets = _first_tensor(targets[0]) if targets else None
-            totals.begin(first if of_targets is None else of_targets, final=of_keras)
+            totals.begin(rows_of, final=of_keras)
         step = _Step(model, totals, trains, of_keras)
         before = None if trains else _reported(model)
         token = _step.set(step)
@@ -239,10 +234,11 @@ def _counted(
         finally:
             _step.reset(token)
         if trains:
-            step.correct_reported(first.shape[0])
+            if step.late is not None:
+                step.correct_reported(_first_tensor(x).shape[0])
             totals.end()
         elif step.noted:
-            totals.note([ops.shape(first)[0], _reported(model) - before, *step.noted])
+            totals.note([ops.shape(rows_of)[0], _reported(model) - before, *step.noted])
         return logs
 
     return counted
@@ -360,7 +356,8 @@ def _share_reduction() -> None:
             return loss
         if values.shape[0] == 0:  # in eager code; the mean is NaN
             loss = ops.cast(ops.sum(values), loss.dtype)
-        step.see(values, bool(step.called) and _of_weights(step.called[-1]))
+        if not step.has_rows:
+            step.see(values)
         position = step.position_of_called
         count = None if reduction == "sum" else _count(values, sample_weight, mask, reduction)
         if count is None and (reduction != "sum" or position is None):

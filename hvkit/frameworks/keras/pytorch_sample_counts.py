@@ -38,11 +38,11 @@ class PyTorchSampleCounts:
         self._wire = Wire("checks", group)
         self._rows = 0
         self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
-        self._handle: int | None = None
+        # Of the sums on their way.
+        self._handles: tuple[int, ...] = ()
         self._in_step = self._of_script = self._may_change = False
         # The count of a loss, over all ranks; as a mean over ranks in the last step, if any.
         self._sum = torch.zeros(1, dtype=torch.float64, device="cpu")
-        self._sum_handle: int | None = None
         self._usual = 0.0
         # Of this step, where gradients count as often; None if they count by rows.
         self._count: float | None = None
@@ -57,7 +57,7 @@ class PyTorchSampleCounts:
         self._arrive()  # of a step that failed
         self._may_change = not final
         self._of_script = self._of_script or not final
-        self._rows = len(rows_of)
+        self._rows = rows_of.shape[0]
         # A step of the script's may compute with some of the rows.
         self._in_step = self._of_script or not self.even()
         if self._in_step and final:
@@ -65,7 +65,7 @@ class PyTorchSampleCounts:
 
     def _send_rows(self) -> None:
         self._total.fill_(self._rows)
-        self._handle = self._wire.start_sum(self._total, f"{self._name}.rows")
+        self._handles += (self._wire.start_sum(self._total, f"{self._name}.rows"),)
 
     def end(self) -> None:
         """The step has ended."""
@@ -80,10 +80,9 @@ class PyTorchSampleCounts:
         if self._may_change:
             self._may_change = False
             self._send_rows()
-        for name in ("_handle", "_sum_handle"):
-            if (handle := getattr(self, name)) is not None:
-                setattr(self, name, None)
-                self._wire.wait(handle)
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            self._wire.wait(handle)
 
     def weight(self) -> float:
         """How often the gradients of this rank count, if all are multiplied by ``correction()``."""
@@ -123,7 +122,7 @@ class PyTorchSampleCounts:
             return False
         self._started, self._count = True, count.item()
         self._sum.fill_(self._count)
-        self._sum_handle = self._wire.start_sum(self._sum, f"{self._name}.{number}")
+        self._handles += (self._wire.start_sum(self._sum, f"{self._name}.{number}"),)
         return True
 
     def once(self, key: str, values: Sequence[torch.Tensor], report: Callable[..., None]) -> None:

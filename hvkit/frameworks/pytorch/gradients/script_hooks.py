@@ -168,11 +168,15 @@ class ScriptHooks:
             if p not in self._before and not (missed and p.grad is not None):
                 self._before[p], p.grad = p.grad, None
 
-    @torch.no_grad()
     def run(self) -> None:
         """Call the hooks of each parameter for which any rank has a gradient of this pass."""
         before, self._before = self._before, {}
         self._pass, self._divided = None, False
+        if before:
+            self._run(before)
+
+    @torch.no_grad()
+    def _run(self, before: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
         for p, earlier in before.items():
             if (gradient := p.grad) is None:
                 p.grad = earlier
