@@ -232,23 +232,30 @@ def current_call() -> str:
     return _described(now.call, now.step)
 
 
-@contextmanager
-def waiting(ranks: tuple[int, ...] = ()) -> Iterator[None]:
+class waiting:
     """Wraps code that returns only when every rank has entered it.
+
+    A class, since each step enters some: a generator takes longer to enter than this.
 
     Args:
         ranks: those that have to; none for all.
     """
-    now = _this_thread()
-    now.ranks = ranks  # before others may see that it waits
-    now.waits += 1
-    now.turns += 1
-    now.since = time.monotonic()
-    if now.waits == 1:
-        now.wait_begun = now.since
-    try:
-        yield
-    finally:
+
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self._ranks = ranks
+        self._now = _this_thread()
+
+    def __enter__(self) -> None:
+        now = self._now
+        now.ranks = self._ranks  # before others may see that it waits
+        now.waits += 1
+        now.turns += 1
+        now.since = time.monotonic()
+        if now.waits == 1:
+            now.wait_begun = now.since
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        now = self._now
         now.waits -= 1
         now.since = time.monotonic()
         if observers and not now.waits:
@@ -283,8 +290,26 @@ class Members(Protocol):
     ranks: tuple[int, ...]
 
 
-@contextmanager
-def waiting_for_all_ranks(within: Members | None = None) -> Iterator[None]:
+class translated:
+    """Wraps collectives of Horovod and graphs of TensorFlow, and translates their errors.
+
+    Raises:
+        RankLostError: another rank has ended, or waits in another call.
+        RanksDisagreeError: the ranks sent different shapes or dtypes, or differ in something else.
+        FloatingPointError: gradients are not finite, and ``on_nonfinite="stop"``.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            meaning = meaning_of(error, current_call())
+            if meaning is not None:
+                raise meaning from None
+
+
+class waiting_for_all_ranks(waiting, translated):
     """Wraps a collective of Horovod's, which returns when every rank has called it.
 
     Args:
@@ -294,26 +319,13 @@ def waiting_for_all_ranks(within: Members | None = None) -> Iterator[None]:
         RankLostError: another rank has ended, or waits in another call.
         RanksDisagreeError: the ranks sent different shapes or dtypes.
     """
-    with translated(), waiting(within.ranks if within else ()):
-        yield
 
+    def __init__(self, within: Members | None = None) -> None:
+        super().__init__(within.ranks if within else ())
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """Wraps collectives of Horovod and graphs of TensorFlow, and translates their errors.
-
-    Raises:
-        RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: the ranks sent different shapes or dtypes, or differ in something else.
-        FloatingPointError: gradients are not finite, and ``on_nonfinite="stop"``.
-    """
-    try:
-        yield
-    except Exception as error:
-        meaning = meaning_of(error, current_call())
-        if meaning is None:
-            raise
-        raise meaning from None
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        waiting.__exit__(self, kind, error, trace)
+        translated.__exit__(self, kind, error, trace)
 
 
 _last_step = 0

@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 import torch
@@ -41,8 +41,8 @@ _MOST_NODES = 64
 # Comparisons of steps with other shapes, before these are taken for the script's intention.
 _MOST_COMPARISONS = 8
 
-# Those that want to see the next pass.
-_looking: WeakSet[LossCounts] = WeakSet()
+# Those that want to see the next pass. A set of weak references is faster to walk than a WeakSet.
+_looking: set[ref[LossCounts]] = set()
 
 # What a mean is multiplied with, and divided by: numbers, or tensors of one, perhaps on a GPU.
 _Mean = tuple[Sequence[Any], Any]
@@ -63,11 +63,12 @@ class LossCounts:
         self._noted_elements = 0
         self._means: list[_Mean] = []
         self._elements = 0
+        self._ref = ref(self, _looking.discard)
 
     def look(self, *, wanted: bool) -> None:
         """Look at the passes from now on, or only as long as shapes are of interest."""
         interested = wanted or self._comparisons < _MOST_COMPARISONS
-        (_looking.add if interested else _looking.discard)(self)
+        (_looking.add if interested else _looking.discard)(self._ref)
 
     def ignore_shapes(self) -> None:
         """Compare no steps because their losses have other shapes."""
@@ -75,12 +76,20 @@ class LossCounts:
 
     def note(self, roots: Any) -> None:
         """Look at the tensors of which the script wants gradients."""
-        roots = [roots] if isinstance(roots, torch.Tensor) else roots
         self._noted, self._noted_elements = [], 0
-        if not isinstance(roots, Sequence) or len(roots) != 1 or roots[0].numel() != 1:
+        if not isinstance(roots, torch.Tensor):
+            if not isinstance(roots, Sequence) or len(roots) != 1:
+                return
+            roots = roots[0]
+        if roots.numel() != 1:
             return
+        root = roots.grad_fn
         try:
-            found = list(_Walk().means_below(roots[0].grad_fn))
+            if (mean := _mean_of(root)) is not None:  # in most steps
+                count, self._noted_elements = mean
+                self._noted.append(((), count))
+                return
+            found = list(_Walk().means_below(root))
         except RuntimeError:  # a pass has freed it already
             return
         self._noted = [(factors, count) for factors, count, _ in found if count is not None]
@@ -143,8 +152,9 @@ def looks() -> bool:
 
 def note(roots: Any) -> None:
     """Let those look that want to, before the pass frees what autograd keeps."""
-    for each in list(_looking):
-        each.note(roots)
+    for each in tuple(_looking):
+        if (counts := each()) is not None:
+            counts.note(roots)
 
 
 def _warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> bool:
@@ -206,11 +216,8 @@ class _Walk:
             if node is None:
                 continue
             name = type(node).__name__
-            if name in _BY_WEIGHT and node._saved_reduction == _MEAN:
-                if (weight := _saved(node, "total_weight")) is not None:
-                    yield factors, weight, _elements(node)
-            elif name in _BY_ELEMENT and node._saved_reduction == _MEAN:
-                yield factors, _elements(node), _elements(node)
+            if (mean := _mean_of(node)) is not None:
+                yield factors, *mean
             elif name == "MeanBackward0":
                 count = node._saved_self_sym_numel
                 # Of the mean of n losses, each counts n times less, and so does what it is made of.
@@ -258,15 +265,26 @@ class _Walk:
         self._divided[id(chosen)] = chosen
 
 
+def _mean_of(node: Any) -> tuple[Any, int] | None:
+    """Count and elements of a loss that PyTorch computes as a mean; None of other nodes."""
+    name = type(node).__name__
+    by_weight = name in _BY_WEIGHT
+    if not (by_weight or name in _BY_ELEMENT) or node._saved_reduction != _MEAN:
+        return None
+    if (target := _saved(node, "target")) is None:
+        return None if by_weight else (_elements(node), _elements(node))
+    return (node._saved_total_weight if by_weight else target.numel()), target.numel()
+
+
 def _saved(node: Any, name: str) -> Any:
     """What autograd keeps for a node; 1 if nothing.
 
     None if a hook gives it: that of a checkpoint would run a part of the forward again.
     """
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if getattr(raw, "unpack_hook", None) is not None:
+    raw = getattr(node, "_raw_saved_" + name, None)
+    if raw is not None and raw.unpack_hook is not None:
         return None
-    return getattr(node, f"_saved_{name}", 1)
+    return getattr(node, "_saved_" + name, 1)
 
 
 def _is_sum(node: Any) -> bool:
