@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -130,8 +130,9 @@ def _this_thread() -> _ThreadRecord:
         return _threads.setdefault(ident, _ThreadRecord(ident))
 
 
-@contextmanager
-def call(name: str, step: int | None = None, key: str = "", *, span: str = "") -> Iterator[None]:
+def call(
+    name: str, step: int | None = None, key: str = "", *, span: str = ""
+) -> AbstractContextManager[None]:
     """Wraps a call that all ranks make together; waits inside are reported as waits in this call.
 
     Inside another call this has no effect: the outer one is the user's.
@@ -142,20 +143,14 @@ def call(name: str, step: int | None = None, key: str = "", *, span: str = "") -
         key: calls wait for each other if both name and key are the same.
         span: its name in a timeline, if this is only a part of the user's call.
     """
-    if _this_thread().call:
-        yield
-        return
-    with _entered(name, step, key, span or name):
-        yield
+    return nullcontext() if _this_thread().call else _Entered(name, step, key, span or name)
 
 
-@contextmanager
-def call_within(name: str) -> Iterator[None]:
+def call_within(name: str) -> AbstractContextManager[None]:
     """Wraps a call that another may contain on all ranks or on none: ``evaluate in fit``."""
     outer = _this_thread().call
     within = f"{name} in {outer}" if outer else name
-    with _entered(within, None, "", within):
-        yield
+    return _Entered(within, None, "", within)
 
 
 def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -173,7 +168,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 caller = caller.f_back
             if caller.f_code.co_filename.startswith(OWN_FOLDER):
                 return function(*args, **kwargs)
-            with _entered(name, None, "", name):
+            with _Entered(name, None, "", name):
                 return function(*args, **kwargs)
 
         # TensorFlow's own mark: without, AutoGraph would rewrite the function in a graph, and warn.
@@ -202,28 +197,33 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     return _uncompiled
 
 
-@contextmanager
-def _entered(name: str, step: int | None, key: str, span: str) -> Iterator[None]:
-    now = _this_thread()
-    step = None if step is None else of_run(step)
-    outer = now.call, now.step, now.key, now.handling
-    now.call, now.step, now.key = name, step, f"{name} {key}"
-    error = sys.exc_info()[1]
-    now.handling = in_short(error) if error is not None and is_failure(error) else ""
-    now.serial += 1
-    now.turns += 1
-    begun = time.monotonic()
-    try:
-        yield
-        if step is not None:
-            global _last_step
-            _last_step = max(_last_step, step)
-    finally:
+class _Entered:
+    """A call under way. A class, as ``waiting``: each step makes some."""
+
+    def __init__(self, name: str, step: int | None, key: str, span: str) -> None:
+        self._step = None if step is None else of_run(step)
+        self._name, self._key, self._span = name, key, span
+
+    def __enter__(self) -> None:
+        now = self._now = _this_thread()
+        self._outer = now.call, now.step, now.key, now.handling
+        now.call, now.step, now.key = self._name, self._step, f"{self._name} {self._key}"
+        error = sys.exc_info()[1]
+        now.handling = in_short(error) if error is not None and is_failure(error) else ""
+        now.serial += 1
+        now.turns += 1
+        self._begun = time.monotonic()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        global _last_step
+        now = self._now
+        if error is None and self._step is not None:
+            _last_step = max(_last_step, self._step)
         now.before = now.key
         now.turns += 1
-        now.call, now.step, now.key, now.handling = outer
+        now.call, now.step, now.key, now.handling = self._outer
         if observers:
-            mark(span, begun, time.monotonic(), step)
+            mark(self._span, self._begun, time.monotonic(), self._step)
 
 
 def current_call() -> str:
