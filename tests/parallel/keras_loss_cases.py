@@ -268,6 +268,34 @@ def names_a_mask_in_a_loop(caplog, step, sgd=None):
         assert not [each for each in caplog.records if each.name == "hvkit"]
 
 
+class EvaluatesTwice(keras.Sequential):
+    def test_step(self, data):
+        super().test_step(data)
+        return super().test_step(data)
+
+
+def names_what_evaluate_cannot_correct(caplog):
+    """Checks that losses of masks inside of others, and in steps of the script's, are named."""
+    words, targets, shown = sequences()
+    ignoring = classes(ignore_class=-1)
+    data = mine((words, np.where(shown, targets, -1)))
+    for kind, loss, said in [
+        (keras.Sequential, ignoring, 0),
+        (keras.Sequential, lambda y, p: ignoring(y, p), 1),
+        (EvaluatesTwice, ignoring, 1),
+    ]:
+        main_rank._logged.clear()
+        inner = layers.Embedding(WORDS, 6), layers.Dense(CLASSES)
+        model = kind([keras.Input((LENGTH,), dtype="int32"), *inner])
+        _, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
+        model.compile(optimizer, loss)
+        caplog.clear()
+        model.evaluate(*data, batch_size=3, verbose=0)
+        own = [each.getMessage() for each in caplog.records if each.name == "hvkit"]
+        named = ["evaluate reports losses" in each for each in hvkit.broadcast(own)]
+        assert sum(named) == said
+
+
 class OfNodes(keras.Model):
     """Of graphs, whose edges come first, and are not as many as the samples."""
 

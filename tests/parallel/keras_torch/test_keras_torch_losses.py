@@ -18,6 +18,7 @@ from keras_loss_cases import (
     names_a_factor_for_a_sum,
     names_a_mask_in_a_loop,
     names_losses_that_are_no_means,
+    names_what_evaluate_cannot_correct,
     of_all_pairs,
     of_own_pairs,
     own_step_equals_one_process,
@@ -186,6 +187,10 @@ def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
 
 def test_evaluate_with_losses_of_the_scripts_besides():
     reports_with_other_losses()
+
+
+def test_evaluate_names_what_it_cannot_correct(caplog):
+    names_what_evaluate_cannot_correct(caplog)
 
 
 def test_a_loss_with_a_fixed_batch_size_trains_and_is_named(caplog):

@@ -121,14 +121,18 @@ def test_the_bytes_of_gathered_weights_and_scattered_gradients():
     for _ in range(2):
         before = hvkit.traffic()
         model(torch.ones(2, 60)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         after = hvkit.traffic()
-        keys = ("weights", "gradients")
-        sent.append([after[k].bytes - (before[k].bytes if k in before else 0) for k in keys])
+        keys = ("weights", "gradients", "objects")
+        sent.append(
+            [after[k].bytes - (before[k].bytes if k in before else 0) for k in keys if k in after]
+        )
     size = 4 * sum(p.numel() for p in model.parameters())
     part = (hvkit.size() - 1) / hvkit.size() * size
     assert sent[1][0] == pytest.approx(2 * part, rel=0.03)
     assert sent[1][1] == pytest.approx(2 * part, rel=0.03)  # gloo's reduce-scatter is an allreduce
+    assert sent[1][2:] in ([], [0])  # the norm for clipping is one of norms
 
 
 def test_a_run_that_is_resumed_is_the_undisturbed_run(tmp_path):

@@ -483,6 +483,8 @@ _OF_PARTS = {
     *HARMLESS,
     *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
     *("requires_grad_", "retain_grad", "backward"),
+    # Whether gradients have overflowed on any rank, a scaler learns otherwise.
+    "_amp_foreach_non_finite_check_and_unscale_",
     *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
 } - {"__repr__"}
 _MORE = """
@@ -493,7 +495,7 @@ _MORE = """
     hypot int isfinite isinf isnan isneginf isposinf isreal ldexp lgamma log log10 log2
     logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit long negative
     nextafter positive rad2deg remainder resolve_conj resolve_neg round sgn short sign signbit
-    sinh special_expit tan threshold trunc xlogy zero _amp_foreach_non_finite_check_and_unscale
+    sinh special_expit tan threshold trunc xlogy zero
 """
 _MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
 _EACH_ELEMENT = {
