@@ -243,10 +243,9 @@ class waiting:
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
         self._ranks = ranks
-        self._now = _this_thread()
 
     def __enter__(self) -> None:
-        now = self._now
+        now = self._now = _this_thread()
         now.ranks = self._ranks  # before others may see that it waits
         now.waits += 1
         now.turns += 1

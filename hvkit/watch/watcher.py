@@ -192,8 +192,6 @@ class Watcher:
 
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
-        if self._stopped.is_set():
-            return  # it ended because this rank did
         self._ended[rank] = how
         report_now(self._status())
         cause = f"{ranks_text([rank])} {how}"
@@ -236,7 +234,8 @@ class Reporter(Watcher):
                 if hub.poll(_TICK):
                     self._take(hub, channel.receive_message(hub))
             except (OSError, EOFError, ValueError):
-                self._learn_of_end(0, "died without reporting an error", shown_by=1)
+                if not self._stopped.is_set():  # else it ended because this rank did
+                    self._learn_of_end(0, "died without reporting an error", shown_by=1)
                 return
             if PREEMPTION.requested and not sent_at:
                 sent_at = time.monotonic()
@@ -409,6 +408,8 @@ class Hub(Watcher):
         """Handle the end of a rank; after the first one, Horovod ends on all others."""
         del self._peers[rank]
         self._statuses.pop(rank, None)
+        if self._stopped.is_set():  # it ended because this rank did
+            return
         first = not self._ended
         self._learn_of_end(rank, how, shown_by=0)
         if first:

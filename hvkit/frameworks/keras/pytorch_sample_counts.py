@@ -39,7 +39,7 @@ class PyTorchSampleCounts:
         self._rows = 0
         self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
         # Of the sums on their way.
-        self._handles: tuple[int, ...] = ()
+        self._handles: list[int] = []
         self._in_step = self._of_script = self._may_change = False
         # The count of a loss, over all ranks; as a mean over ranks in the last step, if any.
         self._sum = torch.zeros(1, dtype=torch.float64, device="cpu")
@@ -65,7 +65,7 @@ class PyTorchSampleCounts:
 
     def _send_rows(self) -> None:
         self._total.fill_(self._rows)
-        self._handles += (self._wire.start_sum(self._total, f"{self._name}.rows"),)
+        self._handles.append(self._wire.start_sum(self._total, f"{self._name}.rows"))
 
     def end(self) -> None:
         """The step has ended."""
@@ -80,9 +80,8 @@ class PyTorchSampleCounts:
         if self._may_change:
             self._may_change = False
             self._send_rows()
-        handles, self._handles = self._handles, ()
-        for handle in handles:
-            self._wire.wait(handle)
+        while self._handles:
+            self._wire.wait(self._handles.pop(0))
 
     def weight(self) -> float:
         """How often the gradients of this rank count, if all are multiplied by ``correction()``."""
@@ -122,7 +121,7 @@ class PyTorchSampleCounts:
             return False
         self._started, self._count = True, count.item()
         self._sum.fill_(self._count)
-        self._handles += (self._wire.start_sum(self._sum, f"{self._name}.{number}"),)
+        self._handles.append(self._wire.start_sum(self._sum, f"{self._name}.{number}"))
         return True
 
     def once(self, key: str, values: Sequence[torch.Tensor], report: Callable[..., None]) -> None:

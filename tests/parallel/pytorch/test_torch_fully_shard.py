@@ -1,6 +1,7 @@
 """PyTorch: models whose weights are divided among the ranks."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -114,6 +115,9 @@ def test_each_rank_holds_its_part():
     assert sum(hvkit.allgather(mine)) == total
 
 
+KINDS = ("weights", "gradients", "objects")
+
+
 def test_the_bytes_of_gathered_weights_and_scattered_gradients():
     model = nn.Sequential(*[nn.Linear(60, 60, bias=False) for _ in range(4)])
     model, optimizer = distributed(model=model)
@@ -124,15 +128,13 @@ def test_the_bytes_of_gathered_weights_and_scattered_gradients():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         after = hvkit.traffic()
-        keys = ("weights", "gradients", "objects")
-        sent.append(
-            [after[k].bytes - (before[k].bytes if k in before else 0) for k in keys if k in after]
-        )
+        counts = [[t[k].bytes if k in t else 0 for k in KINDS] for t in (before, after)]
+        sent.append([new - old for old, new in zip(*counts, strict=True)])
     size = 4 * sum(p.numel() for p in model.parameters())
     part = (hvkit.size() - 1) / hvkit.size() * size
     assert sent[1][0] == pytest.approx(2 * part, rel=0.03)
     assert sent[1][1] == pytest.approx(2 * part, rel=0.03)  # gloo's reduce-scatter is an allreduce
-    assert sent[1][2:] in ([], [0])  # the norm for clipping is one of norms
+    assert sent[1][2] == 0  # the norm for clipping is one of norms
 
 
 def test_a_run_that_is_resumed_is_the_undisturbed_run(tmp_path):
@@ -319,3 +321,47 @@ def test_a_step_without_a_gradient_is_an_error():
     loss.backward(inputs=list(model.parameters()))
     with pytest.raises(ValueError, match=r"SGD\.step\(\) without a gradient: with FullyShard"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": hvkit.FullyShard()},
+        {"mesh": hvkit.Mesh(shard=hvkit.size())},
+        {"mesh": hvkit.Mesh(tensor=hvkit.size())},
+    ],
+    ids=["fully shard", "shard", "tensor"],
+)
+def test_the_norm_of_gradients_of_several_models(options, norm_type):
+    """Of two divided ones, a rank of which may have no part of a bias, and of one that is not."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+
+    def backward(models):
+        for model in models:
+            model(
+                torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+            ).square().sum().backward()
+        found = [p for model in models for p in model.parameters()]
+        return found, [p.grad for p in found if p.grad is not None]
+
+    expected = nn.utils.get_total_norm(backward([made(0), made(1), made(2)])[1], norm_type)
+    models = [made(0), made(1)]
+    for model in models:
+        hvkit.distribute(model, momentum(model.parameters()), **options)
+    parameters, gradients = backward([*models, made(2)])
+    view = gradients[0].view(-1)
+    before = hvkit.traffic()
+    found = [
+        nn.utils.get_total_norm(gradients, norm_type),
+        nn.utils.clip_grad_norm_(iter(parameters), 0.01, norm_type),
+    ]
+    after = hvkit.traffic()
+    assert list(map(float, found)) == pytest.approx([float(expected)] * 2, rel=1e-12)
+    assert after.get("objects") == before.get("objects")  # nothing was joined
+    view.mul_(1.0)  # the script's, which has the clipped gradient
+    again = nn.utils.get_total_norm(gradients, norm_type)
+    assert float(again) == pytest.approx(min(0.01, float(expected)), rel=1e-3)

@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 import time
+from multiprocessing import Pipe
 
 import pytest
 from cases import MORE, cases
@@ -126,6 +127,20 @@ def test_a_rank_that_has_ended_does_not_blame_another_that_ends_because_of_it(mo
     listener.close()
     watching.join(10)
     assert not watching.is_alive()
+    assert causes == []
+
+
+def test_rank_0_that_has_ended_passes_no_other_end_on(monkeypatch):
+    causes = []
+    monkeypatch.setattr(watcher, "report", lambda **values: causes.append(values))
+    rank_0 = Hub(3, Limits(60, 1800), lambda: None, one_host=True)
+    ends = {rank: Pipe() for rank in (1, 2)}
+    rank_0._peers = {rank: own for rank, (own, _) in ends.items()}
+    rank_0.stop()
+    rank_0._end_of(1, "failed with HorovodInternalError")
+    _, other = ends[2]
+    assert channel.receive_message(other) == channel.RankEnded(0, watcher.END_OF_SCRIPT)
+    assert not other.poll()
     assert causes == []
 
 

@@ -39,7 +39,7 @@ from hvkit.frameworks.pytorch.gradients.step_report import (
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.gradient_norm import GradientsOfAllRanks
+from hvkit.frameworks.pytorch.model_parallel.gradient_norm import see_all_ranks
 from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -114,11 +114,8 @@ class DividedModels:
             self._own.add(model, {p: PartOfWhole.of(p) for p in held.values()})
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
+        see_all_ranks()
         names: dict[torch.Tensor, str] = {p: name for now in after for name, p in now.items()}
-        # Without, clip_grad_norm_ would join the parts of each gradient.
-        self._gradients = GradientsOfAllRanks(
-            names, names, mesh.get_group(), name, self._device, replaced=new
-        )
         self._script_hooks = HooksOnShards(
             {p: old for old, p in new.items()},
             lambda p: f"parameter {names[p]}",

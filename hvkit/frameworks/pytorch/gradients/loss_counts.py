@@ -63,7 +63,7 @@ class LossCounts:
         self._noted_elements = 0
         self._means: list[_Mean] = []
         self._elements = 0
-        self._ref = ref(self, _looking.discard)
+        self._ref = ref(self)
 
     def look(self, *, wanted: bool) -> None:
         """Look at the passes from now on, or only as long as shapes are of interest."""
@@ -153,7 +153,9 @@ def looks() -> bool:
 def note(roots: Any) -> None:
     """Let those look that want to, before the pass frees what autograd keeps."""
     for each in tuple(_looking):
-        if (counts := each()) is not None:
+        if (counts := each()) is None:
+            _looking.discard(each)
+        else:
             counts.note(roots)
 
 
@@ -266,7 +268,10 @@ class _Walk:
 
 
 def _mean_of(node: Any) -> tuple[Any, int] | None:
-    """Count and elements of a loss that PyTorch computes as a mean; None of other nodes."""
+    """Count and elements of a loss that PyTorch computes as a mean; None of other nodes.
+
+    The elements are those of the targets, which are as many as the losses.
+    """
     name = type(node).__name__
     by_weight = name in _BY_WEIGHT
     if not (by_weight or name in _BY_ELEMENT) or node._saved_reduction != _MEAN:

@@ -138,6 +138,7 @@ class ReportVector:
         self._report: StepReport | None = None
         self._bits = slice(4 * parameters, -_TAIL)
         self._checksums: tuple[int, int] | None = None
+        self._flags = False, _NO_CHANGES
         self._vector = np.zeros(self.length, np.float32)
 
     def encode(
@@ -173,6 +174,7 @@ class ReportVector:
             vector[self._bits] = bits
             self._checksums = checksum, shapes
         step = steps % _STEP_CYCLE
+        self._flags = nonfinite, changes
         flags = nonfinite, changes.early, changes.changed, changes.new
         vector[-_TAIL:] = *flags, step, step * step
         return vector
@@ -187,12 +189,12 @@ class ReportVector:
         # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
         # one rank's number is another one, then it is off on every rank; for steps, their squares'.
         if self._report is not None and np.abs(mean - self._vector).max() < 0.25 / size:
-            nonfinite, *changes = (bool(flag) for flag in self._vector[-_TAIL:-2])
-            return self._report, Disagreement(nonfinite=nonfinite, changes=Changes(*changes))
+            nonfinite, changes = self._flags
+            return self._report, Disagreement(nonfinite=nonfinite, changes=changes)
         values = mean.astype(np.float64)
         rows = values[: self._bits.start].reshape(4, -1)
         bits = _on_some(values[self._bits], size)
-        nonfinite, *changes = (bool(flag > 0.5 / size) for flag in values[-_TAIL:-2])
+        nonfinite, *changed = (bool(flag > 0.5 / size) for flag in values[-_TAIL:-2])
         step, square = values[-2:]
         found = StepReport(*(_indices(row > 0.5 / size) for row in rows))
         return found, Disagreement(
@@ -201,7 +203,7 @@ class ReportVector:
             steps=bool(square - step * step > 0.25 / size),
             nonfinite=nonfinite,
             shapes=bool(bits[_BITS:].any()),
-            changes=Changes(*changes),
+            changes=Changes(*changed),
         )
 
 

@@ -7,22 +7,27 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad, clip_grads_with_norm_
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from hvkit.communication.traffic import count, of_allreduce
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import note_change
 from hvkit.frameworks.pytorch.optimizers import share_overflows
 from hvkit.watch.calls import call, translated, waiting
 
-_living: WeakSet[GradientsOfAllRanks] = WeakSet()
+# In the order in which they were made, which is the same on every rank.
+_living: WeakValueDictionary[int, GradientsOfAllRanks] = WeakValueDictionary()
+_made = itertools.count()
 # The one whose model has computed last.
 _latest: weakref.ref[GradientsOfAllRanks] | None = None
 
@@ -63,10 +68,9 @@ class GradientsOfAllRanks:
         self._all = set(parameters) | self._replaced.keys()
         self._counted = set(counted)
         self._group = group
-        self._ranks = tuple(dist.get_process_group_ranks(group))
         self._name = name
-        _living.add(self)
-        _see_all_ranks()
+        _living[next(_made)] = self
+        see_all_ranks()
 
     def used(self) -> None:
         """Note that the model computes: the next norm is probably of its gradients."""
@@ -90,9 +94,7 @@ class GradientsOfAllRanks:
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm of the gradients of parameters on all ranks, in float64; a collective."""
         mine = self.own_norm(parameters, norm_type)
-        if math.isinf(norm_type):
-            return self._reduce(mine, dist.ReduceOp.MAX)
-        return self._reduce(mine**norm_type, dist.ReduceOp.SUM) ** (1 / norm_type)
+        return _norm_of_ranks(mine, norm_type, self._group, self._name)
 
     @torch.no_grad()
     def own_norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -101,16 +103,8 @@ class GradientsOfAllRanks:
         What several ranks hold counts on one of them, so that the norms of all ranks make up the
         norm of all gradients.
         """
-        gradients = [
-            p.grad
-            for p in dict.fromkeys(parameters)
-            if p.grad is not None and (p in self._counted or p not in self._all)
-        ]
-        norms = [local_part(g).double().norm(norm_type) for g in gradients]
-        if not norms:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        return whole.to(self._device)
+        held = [p for p in dict.fromkeys(parameters) if p in self._counted]
+        return _own_norm([p.grad for p in held if p.grad is not None], norm_type, self._device)
 
     def any_overflow(self, optimizer: int, scaler: Any) -> None:
         """Let a ``GradScaler`` know of overflows on all ranks; a collective.
@@ -125,14 +119,36 @@ class GradientsOfAllRanks:
         mine = torch.zeros((), dtype=torch.float32, device=device)
         for each in found:
             mine = torch.maximum(mine, each.to(device))
-        anywhere = self._reduce(mine, dist.ReduceOp.MAX)
+        anywhere = _reduce(mine, dist.ReduceOp.MAX, self._group, self._name)
         state["found_inf_per_device"] = {device: anywhere}
 
-    def _reduce(self, value: torch.Tensor, op: Any) -> torch.Tensor:
-        count("gradients", of_allreduce(value.nbytes, len(self._ranks)))
-        with call("the norm of all gradients", key=self._name), translated(), waiting(self._ranks):
-            dist.all_reduce(value, op, group=self._group)
-        return value
+
+def _own_norm(
+    gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    parts = filter(torch.Tensor.numel, map(local_part, gradients))
+    norms = [part.double().norm(norm_type) for part in parts]
+    if not norms:
+        nothing = math.inf if norm_type == -math.inf else 0.0
+        return torch.full((), nothing, dtype=torch.float64, device=device)
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return whole.to(device)
+
+
+def _norm_of_ranks(
+    mine: torch.Tensor, norm_type: float, group: dist.ProcessGroup, name: str
+) -> torch.Tensor:
+    if math.isinf(norm_type):
+        return _reduce(mine, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group, name)
+    return _reduce(mine**norm_type, dist.ReduceOp.SUM, group, name) ** (1 / norm_type)
+
+
+def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup, name: str) -> torch.Tensor:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    count("gradients", of_allreduce(value.nbytes, len(ranks)))
+    with call("the norm of all gradients", key=name), translated(), waiting(ranks):
+        dist.all_reduce(value, op, group=group)
+    return value
 
 
 def local_part(t: torch.Tensor) -> torch.Tensor:
@@ -142,11 +158,39 @@ def local_part(t: torch.Tensor) -> torch.Tensor:
 
 def of(parameters: Sequence[torch.Tensor]) -> GradientsOfAllRanks | None:
     """Those of the model that has one of these parameters; None if there is none."""
-    return next((each for each in _living if each.holds(parameters)), None)
+    return next((each for each in _models() if each.holds(parameters)), None)
+
+
+def _models() -> list[GradientsOfAllRanks]:
+    return [each for _, each in sorted(_living.items())]
+
+
+@torch.no_grad()
+def _of_all(
+    norms: Sequence[torch.Tensor], others: Sequence[torch.Tensor], norm_type: float
+) -> torch.Tensor:
+    """The norm of the gradients of some models in meshes together, and of others.
+
+    The others are shards of ``FullyShard``, or those that each rank holds.
+    """
+    shards = [each for each in others if isinstance(each, DTensor)]
+    found = [*norms]
+    if shards:
+        mine = _own_norm(shards, norm_type, shards[0].device)
+        found.append(_norm_of_ranks(mine, norm_type, shards[0].device_mesh.get_group(), "shards"))
+    if len(shards) < len(others):
+        rest = [each for each in others if not isinstance(each, DTensor)]
+        found.append(get_total_norm(rest, norm_type))
+    if len(found) == 1:
+        return found[0]
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([each.to(found[0]) for each in found]), norm_type
+    )
+    return total
 
 
 @functools.cache
-def _see_all_ranks() -> None:
+def see_all_ranks() -> None:
     """Make ``clip_grad_norm_`` see all ranks, also where a script has imported the name before.
 
     So the function itself stays, and calls another one inside.
@@ -162,21 +206,26 @@ def _see_all_ranks() -> None:
 
 def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain)
-    def get_total_norm(
+    def total_norm(
         tensors: torch.Tensor | Iterable[torch.Tensor],
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
         held = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        for model in _living:
+        norms, known = [], set()
+        for model in _models():
             parameters = model.of_gradients(held)
             # A stage whose parameters are all frozen has no gradients to recognise.
             if parameters or (not held and _latest is not None and _latest() is model):
-                return _checked(model.norm(parameters, float(norm_type)), held, error_if_nonfinite)
-        return plain(held, norm_type, error_if_nonfinite, foreach)
+                norms.append(model.norm(parameters, float(norm_type)))
+                known |= {id(p.grad) for p in parameters}
+        if not norms and not any(isinstance(each, DTensor) for each in held):
+            return plain(held, norm_type, error_if_nonfinite, foreach)
+        others = [each for each in held if id(each) not in known]
+        return _checked(_of_all(norms, others, float(norm_type)), held, error_if_nonfinite)
 
-    return get_total_norm
+    return total_norm
 
 
 def _checked(
@@ -206,16 +255,20 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         foreach: bool | None = None,
     ) -> torch.Tensor:
         held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        model = of(held)
-        if model is None:
+        models = [each for each in _models() if each.holds(held)]
+        for model in models:
+            held = model.current(held)
+        gradients = [p.grad for p in held if p.grad is not None]
+        divided = any(isinstance(each, DTensor) for each in gradients)
+        if not models and not divided:
             return plain(held, max_norm, norm_type, error_if_nonfinite, foreach)
-        held = model.current(held)
         for each in clipping_observers:
             each.before_clipping(held)
-        gradients = [p.grad for p in held if p.grad is not None]
-        total = model.norm(held, float(norm_type))
+        norms = [model.norm(held, float(norm_type)) for model in models]
+        others = [p.grad for p in held if p.grad is not None and of([p]) is None]
+        total = _of_all(norms, others, float(norm_type))
         result = _checked(total, gradients, error_if_nonfinite)
-        if any(hasattr(gradient, "to_local") for gradient in gradients):
+        if divided:
             _scale(held, max_norm, total)
         else:
             clip_grads_with_norm_(held, max_norm, total, foreach)
@@ -232,6 +285,7 @@ def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Ten
         if p.grad is not None:
             own = local_part(p.grad)
             own.mul_(factor.to(own.device, own.dtype))
+    note_change()
 
 
 def watch_overflows(gradients: GradientsOfAllRanks, optimizer: Optimizer) -> None:

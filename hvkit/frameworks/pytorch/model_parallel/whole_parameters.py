@@ -184,7 +184,7 @@ class WholeParameters:
         self._updates = self._updates if updates is None else updates
         if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
             return
-        _note_change()
+        note_change()
         with parts_alone():
             gradients = [(p.grad, division) for p, division in self._divisions.items()]
         self._others += [(g, division) for g, division in gradients if g is not None]
@@ -297,7 +297,7 @@ def _set(func: Any, t: Any, value: Any) -> None:
             t.copy_(value)
     else:
         _raw(func, (t, value), {})
-    _note_change()
+    note_change()
 
 
 def _gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -357,7 +357,7 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     for t in tensors_in(result):
         show(t, division)
     if writes(operation):
-        _note_change()
+        note_change()
     return result
 
 
@@ -383,12 +383,12 @@ def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
         if target is not None and id(target) in wholes:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
                 target.copy_(_of(target).part(wholes[id(target)]))
-            _note_change()
+            note_change()
             return target if result is wholes[id(target)] else result
         if viewed is not None:
             with torch.no_grad():
                 viewed.part.copy_(_of(viewed.part).part(cast(torch.Tensor, viewed.whole)))
-            _note_change()
+            note_change()
             viewed.at = _now(viewed.part)
             return result
     for t in divided:
@@ -436,7 +436,8 @@ def _now(part: torch.Tensor) -> tuple[int, int]:
     return _changes, part._version
 
 
-def _note_change() -> None:
+def note_change() -> None:
+    """Let views of wholes be brought up to date before they are used: parts may have changed."""
     global _changes
     _changes += 1
 
