@@ -362,6 +362,8 @@ def test_the_norm_of_gradients_of_several_models(options, norm_type):
     after = hvkit.traffic()
     assert list(map(float, found)) == pytest.approx([float(expected)] * 2, rel=1e-12)
     assert after.get("objects") == before.get("objects")  # nothing was joined
+    copies = [each.clone() for each in gradients]
     view.mul_(1.0)  # the script's, which has the clipped gradient
     again = nn.utils.get_total_norm(gradients, norm_type)
+    assert float(nn.utils.get_total_norm(copies, norm_type)) == pytest.approx(float(again))
     assert float(again) == pytest.approx(min(0.01, float(expected)), rel=1e-3)

@@ -21,7 +21,11 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from hvkit.communication.traffic import count, of_allreduce
-from hvkit.frameworks.pytorch.model_parallel.whole_parameters import note_change
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
+    division_of,
+    note_change,
+    undivided,
+)
 from hvkit.frameworks.pytorch.optimizers import share_overflows
 from hvkit.watch.calls import call, translated, waiting
 
@@ -171,22 +175,29 @@ def _of_all(
 ) -> torch.Tensor:
     """The norm of the gradients of some models in meshes together, and of others.
 
-    The others are shards of ``FullyShard``, or those that each rank holds.
+    The others are shards of ``FullyShard``, copies that answer for a whole, or those that each rank
+    holds.
     """
-    shards = [each for each in others if isinstance(each, DTensor)]
     found = [*norms]
+    shards = [each for each in others if isinstance(each, DTensor) and _is_sharded_alone(each)]
+    known = set(map(id, shards))
+    rest = [each for each in others if id(each) not in known]
     if shards:
         mine = _own_norm(shards, norm_type, shards[0].device)
         found.append(_norm_of_ranks(mine, norm_type, shards[0].device_mesh.get_group(), "shards"))
-    if len(shards) < len(others):
-        rest = [each for each in others if not isinstance(each, DTensor)]
-        found.append(get_total_norm(rest, norm_type))
+    if rest:
+        found.append(get_total_norm(undivided(rest), norm_type))
     if len(found) == 1:
         return found[0]
     total: torch.Tensor = torch.linalg.vector_norm(
         torch.stack([each.to(found[0]) for each in found]), norm_type
     )
     return total
+
+
+def _is_sharded_alone(t: torch.Tensor) -> bool:
+    division = division_of(t)
+    return division is None or division.placement is None
 
 
 @functools.cache
@@ -220,7 +231,7 @@ def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
             if parameters or (not held and _latest is not None and _latest() is model):
                 norms.append(model.norm(parameters, float(norm_type)))
                 known |= {id(p.grad) for p in parameters}
-        if not norms and not any(isinstance(each, DTensor) for each in held):
+        if not norms and all(division_of(each) is None for each in held):
             return plain(held, norm_type, error_if_nonfinite, foreach)
         others = [each for each in held if id(each) not in known]
         return _checked(_of_all(norms, others, float(norm_type)), held, error_if_nonfinite)
@@ -260,12 +271,13 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
             held = model.current(held)
         gradients = [p.grad for p in held if p.grad is not None]
         divided = any(isinstance(each, DTensor) for each in gradients)
-        if not models and not divided:
+        if not models and all(division_of(each) is None for each in gradients):
             return plain(held, max_norm, norm_type, error_if_nonfinite, foreach)
         for each in clipping_observers:
             each.before_clipping(held)
         norms = [model.norm(held, float(norm_type)) for model in models]
-        others = [p.grad for p in held if p.grad is not None and of([p]) is None]
+        rest = [p for p in held if not any(model.holds([p]) for model in models)]
+        others = [p.grad for p in rest if p.grad is not None]
         total = _of_all(norms, others, float(norm_type))
         result = _checked(total, gradients, error_if_nonfinite)
         if divided:
