@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from hvkit.communication.traffic import count, of_allreduce
+from hvkit.frameworks.pytorch.model_parallel.part_of_whole import parts_alone
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     division_of,
     note_change,
@@ -266,27 +267,40 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         foreach: bool | None = None,
     ) -> torch.Tensor:
         held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        models = [each for each in _models() if each.holds(held)]
-        for model in models:
-            held = model.current(held)
-        gradients = [p.grad for p in held if p.grad is not None]
-        divided = any(isinstance(each, DTensor) for each in gradients)
-        if not models and all(division_of(each) is None for each in gradients):
-            return plain(held, max_norm, norm_type, error_if_nonfinite, foreach)
-        for each in clipping_observers:
-            each.before_clipping(held)
-        norms = [model.norm(held, float(norm_type)) for model in models]
-        rest = [p for p in held if not any(model.holds([p]) for model in models)]
-        others = [p.grad for p in rest if p.grad is not None]
-        total = _of_all(norms, others, float(norm_type))
-        result = _checked(total, gradients, error_if_nonfinite)
-        if divided:
-            _scale(held, max_norm, total)
-        else:
-            clip_grads_with_norm_(held, max_norm, total, foreach)
-        return result
+        with parts_alone():
+            own = _clipped(held, max_norm, float(norm_type), error_if_nonfinite, foreach)
+        return plain(held, max_norm, norm_type, error_if_nonfinite, foreach) if own is None else own
 
     return clip_grad_norm_
+
+
+def _clipped(
+    held: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor | None:
+    """The norm, after clipping the gradients of these parameters; None if none is divided."""
+    models = [each for each in _models() if each.holds(held)]
+    for model in models:
+        held = model.current(held)
+    gradients = [gradient for p in held if (gradient := p.grad) is not None]
+    divided = any(isinstance(each, DTensor) for each in gradients)
+    if not models and not divided:
+        return None
+    for each in clipping_observers:
+        each.before_clipping(held)
+    norms = [model.norm(held, norm_type) for model in models]
+    rest = [p for p in held if not any(model.holds([p]) for model in models)]
+    others = [gradient for p in rest if (gradient := p.grad) is not None]
+    total = _of_all(norms, others, norm_type)
+    result = _checked(total, gradients, error_if_nonfinite)
+    if divided:
+        _scale(held, max_norm, total)
+    else:
+        clip_grads_with_norm_(held, max_norm, total, foreach)
+    return result
 
 
 @torch.no_grad()
@@ -294,8 +308,8 @@ def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Ten
     """As ``clip_grads_with_norm_``, where some gradients are divided and others are not."""
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for p in dict.fromkeys(parameters):
-        if p.grad is not None:
-            own = local_part(p.grad)
+        if (gradient := p.grad) is not None:
+            own = local_part(gradient)
             own.mul_(factor.to(own.device, own.dtype))
     note_change()
 
