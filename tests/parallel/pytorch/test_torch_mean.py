@@ -5,8 +5,9 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from nets import raised_everywhere
-from ranks import error_of
+from ranks import error_of, same_on_all_ranks
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -245,6 +246,14 @@ def test_means_of_one_process_are_not_named(capsys):
     # What a sum is multiplied with need not be one over a count.
     assert not warned(lambda model, x, y: model(x).sum() * x.mean(), capsys)
     assert not warned(lambda model, x, y: model(x).sum() * model(x).std(), capsys)
+
+
+def test_a_pass_from_an_edge_of_the_graph():
+    model = classifier()
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    loss = model(data()[hvkit.rank()][0]).sum()
+    torch.autograd.backward([get_gradient_edge(loss)])
+    assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
 
 
 def test_a_checkpointed_loss_is_not_computed_once_more():

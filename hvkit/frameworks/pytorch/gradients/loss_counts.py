@@ -77,11 +77,9 @@ class LossCounts:
     def note(self, roots: Any) -> None:
         """Look at the tensors of which the script wants gradients."""
         self._noted, self._noted_elements = [], 0
-        if not isinstance(roots, torch.Tensor):
-            if not isinstance(roots, Sequence) or len(roots) != 1:
-                return
+        if not isinstance(roots, torch.Tensor) and isinstance(roots, Sequence) and len(roots) == 1:
             roots = roots[0]
-        if roots.numel() != 1:
+        if not isinstance(roots, torch.Tensor) or roots.numel() != 1:
             return
         root = roots.grad_fn
         try:

@@ -180,12 +180,13 @@ def _of_all(
     holds.
     """
     found = [*norms]
-    shards = [each for each in others if isinstance(each, DTensor) and _is_sharded_alone(each)]
+    shards = [each for each in others if isinstance(each, DTensor) and _is_only_sharded(each)]
     known = set(map(id, shards))
     rest = [each for each in others if id(each) not in known]
-    if shards:
-        mine = _own_norm(shards, norm_type, shards[0].device)
-        found.append(_norm_of_ranks(mine, norm_type, shards[0].device_mesh.get_group(), "shards"))
+    for mesh in dict.fromkeys(each.device_mesh for each in shards):
+        of_mesh = [each for each in shards if each.device_mesh == mesh]
+        mine = _own_norm(of_mesh, norm_type, of_mesh[0].device)
+        found.append(_norm_of_ranks(mine, norm_type, mesh.get_group(), "shards"))
     if rest:
         found.append(get_total_norm(undivided(rest), norm_type))
     if len(found) == 1:
@@ -196,9 +197,11 @@ def _of_all(
     return total
 
 
-def _is_sharded_alone(t: torch.Tensor) -> bool:
+def _is_only_sharded(t: DTensor) -> bool:
+    """Whether the shards of a mesh make up a tensor, and no other axis divides it."""
     division = division_of(t)
-    return division is None or division.placement is None
+    alone = division is None or division.placement is None
+    return alone and all(each.is_shard() for each in t.placements)
 
 
 @functools.cache
