@@ -110,6 +110,34 @@ class TensorUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.time += 1
+        with torch._C.DisableTorchFunction():  # or other modes would see what is read here
+            inputs, versions, depends, of_batch = self._note_inputs(args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            changed = [t for t, v in zip(inputs, versions, strict=True) if _version_of(t) != v]
+            in_place = is_in_place(func) or getattr(func, "__self__", None) is _DATA
+            if args and in_place and isinstance(args[0], torch.Tensor):
+                changed.append(args[0])
+            for t in changed:
+                self._note_change(t, depends)
+            for t in tensors_in(out) if depends or of_batch else ():
+                if func in MAKES_NEW and not t.is_meta:
+                    continue
+                if of_batch:
+                    setattr(t, _OF_BATCH, True)
+                if not depends:
+                    continue
+                changed_in_place = any(t is each for each in inputs)
+                if not isinstance(t, nn.Parameter) and not (changed_in_place and hasattr(t, _BORN)):
+                    setattr(t, _BORN, self.time)
+                    if getattr(func, "__name__", "") in _ADDS_UP:
+                        setattr(t, _FROM, inputs)
+        return out
+
+    def _note_inputs(
+        self, args: Any, kwargs: Any
+    ) -> tuple[list[torch.Tensor], list[int], bool, bool]:
+        """The tensors that a function gets, their versions, and on what they depend."""
         inputs = tensors_in((args, kwargs))
         depends, of_batch = False, False
         for t in inputs:
@@ -125,27 +153,7 @@ class TensorUses(TorchFunctionMode):
                 depends = True
             elif (late := self._late.get(storage_of(t))) is not None:
                 self.uses.append((self.time, *late))
-        versions = list(map(_version_of, inputs))
-        out = func(*args, **(kwargs or {}))
-        changed = [t for t, v in zip(inputs, versions, strict=True) if _version_of(t) != v]
-        in_place = is_in_place(func) or getattr(func, "__self__", None) is _DATA
-        if args and in_place and isinstance(args[0], torch.Tensor):
-            changed.append(args[0])
-        for t in changed:
-            self._note_change(t, depends)
-        for t in tensors_in(out) if depends or of_batch else ():
-            if func in MAKES_NEW and not t.is_meta:
-                continue
-            if of_batch:
-                setattr(t, _OF_BATCH, True)
-            if not depends:
-                continue
-            changed_in_place = any(t is each for each in inputs)
-            if not isinstance(t, nn.Parameter) and not (changed_in_place and hasattr(t, _BORN)):
-                setattr(t, _BORN, self.time)
-                if getattr(func, "__name__", "") in _ADDS_UP:
-                    setattr(t, _FROM, inputs)
-        return out
+        return inputs, list(map(_version_of, inputs)), depends, of_batch
 
     def _note_change(self, t: torch.Tensor, depends: bool) -> None:
         number = storage_of(t)

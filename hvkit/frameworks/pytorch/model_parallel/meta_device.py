@@ -46,6 +46,8 @@ class OnMeta(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return self.device
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
         if func in _MOVES and args[0].is_meta:
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             rest = (a for a in args[1:] if not isinstance(a, torch.device | str | int))

@@ -6,7 +6,13 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    is_namedtuple_instance,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+)
 
 
 class Slot:
@@ -20,7 +26,23 @@ def storage_of(t: torch.Tensor) -> int:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of nested lists, dicts and the like, in order."""
-    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[torch.Tensor]) -> None:
+    """As PyTorch's ``tree_leaves``, which takes four times as long for the usual kinds."""
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif type(tree) in (tuple, list):
+        for each in tree:
+            _add_tensors(each, found)
+    elif type(tree) is dict:
+        for each in tree.values():
+            _add_tensors(each, found)
+    elif type(tree) in SUPPORTED_NODES or is_namedtuple_instance(tree):
+        found += (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
