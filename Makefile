@@ -42,9 +42,10 @@ ALONE := tests/cluster/test_recipes_on_hosts.py tests/cluster/test_traffic.py
 ALIKE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE TF_ENABLE_ONEDNN_OPTS=0
 GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 
-PARTS := lint unit parallel recipes
+PARTS := lint unit parallel recipes launched
+MORE := examples pages cluster spark records more-ranks docs
 
-.PHONY: run test test-all $(PARTS) launched examples pages cluster spark golden records more-ranks docs chaos bench accuracy oldest image wheels gpu-build \
+.PHONY: run test test-all $(PARTS) $(MORE) golden chaos bench accuracy oldest image wheels gpu-build \
 	nccl-operations setup machine clean-venv
 
 run: setup
@@ -57,10 +58,13 @@ test: setup
 	@times=; for part in $(PARTS); do start=$$(date +%s); \
 		$(MAKE) --no-print-directory $$part || { echo "make $$part failed" >&2; exit 1; }; \
 		times="$$times$$(printf '%5d s  %s' $$(($$(date +%s) - start)) $$part)\n"; done; \
-	printf "\n$$times"
+	printf "\n$$times$(LEFT)"
+
+LEFT = Left to \`make test-all\`: $(MORE),\nand the cases that are deselected above.\n
 
 test-all: export PYTEST_ADDOPTS := -m "not accuracy"
-test-all: PARTS += launched examples pages cluster spark records more-ranks docs
+test-all: PARTS += $(MORE)
+test-all: LEFT :=
 test-all: test
 
 lint: setup

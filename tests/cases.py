@@ -40,3 +40,25 @@ def each_once(*choices):
     longest = max(map(len, choices))
     turns = [itertools.cycle(choice) for choice in choices]
     return [tuple(map(next, turns)) for _ in range(longest)]
+
+
+def pairwise(*choices):
+    """Tuples in which each two values of two choices meet, far fewer than all products.
+
+    For choices of which two may act on each other.
+
+    Args:
+        choices: lists of values.
+    """
+    numbers = [range(len(choice)) for choice in choices]
+
+    def pairs(numbered):
+        return set(itertools.combinations(enumerate(numbered), 2))
+
+    left = set().union(*map(pairs, itertools.product(*numbers)))
+    found = []
+    while left:
+        best = max(itertools.product(*numbers), key=lambda each: len(pairs(each) & left))
+        left -= pairs(best)
+        found.append(tuple(choice[at] for choice, at in zip(choices, best, strict=True)))
+    return found

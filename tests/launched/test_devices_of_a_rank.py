@@ -1,6 +1,9 @@
 """A model whose layers a script places on several devices of each rank."""
 
+from cases import MORE
 from test_ranks_that_wait import run
+
+pytestmark = MORE
 
 # Two devices of the CPU stand for two GPUs. TensorFlow must not have started before.
 SCRIPT = """

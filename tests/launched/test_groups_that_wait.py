@@ -4,8 +4,10 @@ The scripts are started as users start them, on four ranks in two groups.
 """
 
 import pytest
-from cases import cases
+from cases import MORE
 from test_ranks_that_wait import run
+
+pytestmark = MORE
 
 TORCH = """
 import time, torch, hvkit
@@ -59,7 +61,7 @@ def test_a_group_waits_at_the_end_for_another_that_still_trains(tmp_path):
     assert "rank 3 has not reached " in said
 
 
-@pytest.mark.parametrize("framework", cases(SCRIPTS))
+@pytest.mark.parametrize("framework", SCRIPTS)
 def test_ranks_of_a_group_that_do_not_meet_are_named(framework, tmp_path):
     code = SCRIPTS[framework].format(inside="if rank == 3 and step == 4: hvkit.barrier()  # here")
     status, said, lines = run(code, tmp_path, 4)

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from cases import MORE, cases
 
 TRAIN = """
 import os, signal, sys, time
@@ -46,18 +47,16 @@ GLOO = ("hvkit", "run", "--launcher", "gloo", "-np", "2")
 LAUNCHERS = {"hvkit run": (), "mpirun": ("mpirun", "-np", "2"), "gloo": GLOO}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+@pytest.mark.parametrize("launcher", cases(LAUNCHERS))
 def test_ranks_train_and_end(tmp_path, launcher):
-    status, said, _ = run(tmp_path, launcher=launcher)
+    status, said, _ = run(tmp_path, launcher=LAUNCHERS[launcher])
     assert status == 0, said
     assert re.findall("trained (.*)", said) == ["0.7500", "0.7500"]  # the mean of x is 0.5
-    if launcher[:1] != (
-        "mpirun",
-    ):  # hvkit run leaves out what jaxlib and gloo say though all is well
+    if launcher != "mpirun":  # hvkit run leaves out what jaxlib and gloo say though all is well
         assert not re.search(r"\.cc:\d+\]|\[Gloo\]|absl::", said), said
 
 
-@pytest.mark.parametrize(("failing", "launcher"), [(0, ()), (1, ()), (0, GLOO)])
+@pytest.mark.parametrize(("failing", "launcher"), cases([(0, ()), (1, ()), (0, GLOO)]))
 def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, failing, launcher):
     inside = f"if rank == {failing} and i == 3: raise ValueError('no')"
     status, said, seconds = run(tmp_path, inside=inside, launcher=launcher)
@@ -69,6 +68,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, failing, l
     assert "Terminating process" not in said[:first]
 
 
+@MORE
 def test_a_rank_that_sleeps_is_named(tmp_path):
     status, said, _ = run(
         tmp_path,
@@ -80,6 +80,7 @@ def test_a_rank_that_sleeps_is_named(tmp_path):
     assert re.search(r"rank 1 has not reached hvkit\.batch .*train\.py", said), said
 
 
+@MORE
 @pytest.mark.parametrize("launcher", [(), GLOO], ids=["mpi", "gloo"])
 def test_a_rank_that_alone_saves_with_collectives_of_jax_is_named_and_ended(tmp_path, launcher):
     # As Orbax's save does it, with the ranks' arrays.
@@ -96,6 +97,7 @@ def test_a_rank_that_alone_saves_with_collectives_of_jax_is_named_and_ended(tmp_
     ), said
 
 
+@MORE
 @pytest.mark.parametrize("launcher", [(), GLOO], ids=["mpi", "gloo"])
 def test_a_rank_that_is_killed_is_named(tmp_path, launcher):
     inside = "if rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
@@ -104,18 +106,21 @@ def test_a_rank_that_is_killed_is_named(tmp_path, launcher):
     assert re.search("rank 1 .*(SIGKILL|killed)", said), said
 
 
+@MORE
 def test_ranks_with_other_numbers_of_steps_are_named(tmp_path):
     status, said, _ = run(tmp_path, steps="(5 if hvkit.rank() else 7)")
     assert status != 0
     assert re.search(r"rank 0 waits in hvkit\.batch .*rank 1 has ended its script", said), said
 
 
+@MORE
 def test_a_script_without_batches_is_warned_at_its_end(tmp_path):
     status, said, _ = run(tmp_path, steps=0)
     assert status == 0, said
     assert said.count("hvkit.distribute was called, but hvkit.batch never") == 1
 
 
+@MORE
 def test_a_start_after_the_first_array_is_refused_with_the_fix(tmp_path):
     status, said, _ = run(tmp_path, start='jnp.ones(1); hvkit.init("jax")')
     assert status == 1
@@ -141,6 +146,7 @@ assert (hvkit.local_rank(), hvkit.local_size()) == (rank, 3)
 """
 
 
+@MORE
 def test_collectives_without_mpi(tmp_path):
     script = tmp_path / "collectives.py"
     script.write_text(COLLECTIVES)

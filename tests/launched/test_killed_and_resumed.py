@@ -4,6 +4,8 @@ import pytest
 from cases import MORE
 from test_ranks_that_wait import run
 
+pytestmark = MORE
+
 # Each strategy trains a model of its own; all are saved after step 8. Rank 1 of the first run is
 # killed when both have said what they have.
 COMMON = """
@@ -80,7 +82,6 @@ class Run:
 """
 
 
-@MORE
 @pytest.mark.parametrize("framework", [TORCH, KERAS], ids=["torch", "keras"])
 def test_every_strategy_goes_on_as_if_nothing_had_happened(framework, tmp_path):
     seeds = "import random\nrandom.seed(1)\n"

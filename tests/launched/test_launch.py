@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from cases import MORE
 
 import hvkit
 from hvkit.errors import HostfileError, LaunchError, UsageError
@@ -42,6 +43,7 @@ def test_trained_models_come_back_as_plain_objects_that_train_on(capfd):
     assert "rank 1 has trained" in errors
 
 
+@MORE
 def test_a_killed_rank_is_named():
     def killed():
         if hvkit.rank() == 1:
@@ -60,6 +62,7 @@ def needs(module):
     return __import__(module).Only()
 
 
+@MORE
 @pytest.mark.parametrize(
     ("function", "argument", "kind", "text"),
     [

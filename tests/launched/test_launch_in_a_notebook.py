@@ -7,7 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cases import MORE
 from jupyter_client.manager import start_new_kernel
+
+pytestmark = MORE
 
 
 class Kernel:

@@ -1,7 +1,10 @@
 """A rank of a pipeline that ends, or does not come, is named. Started as users start scripts."""
 
 import pytest
+from cases import MORE
 from test_ranks_that_wait import run
+
+pytestmark = MORE
 
 SCRIPT = """
 import os, signal, time, torch, hvkit

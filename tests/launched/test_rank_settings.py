@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from cases import MORE, cases
+from cases import MORE
+
+pytestmark = MORE
 
 SUM = """
 import os, torch, hvkit
@@ -71,7 +73,7 @@ def run(script, **settings):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("variable", cases(["HVKIT_BLOCKING_WAITS", "HVKIT_OWN_COLLECTIVES"]))
+@pytest.mark.parametrize("variable", ["HVKIT_BLOCKING_WAITS", "HVKIT_OWN_COLLECTIVES"])
 def test_ranks_may_differ_in_what_they_set_for_horovod(variable):
     status, printed = run(SUM.format(variable=variable))
     assert status == 0, printed
@@ -83,7 +85,6 @@ def test_a_rank_keeps_memory_that_it_frees(start):
     assert status == 0, printed
 
 
-@MORE
 def test_a_rank_returns_memory_if_the_user_says_so():
     status, printed = run(STARTS["hvkit"] + FREED, MALLOC_TRIM_THRESHOLD_="131072")
     assert status != 0

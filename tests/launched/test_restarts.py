@@ -146,12 +146,14 @@ def test_a_run_with_faults_goes_on_as_if_nothing_had_happened(case, tmp_path):
         assert re.search(reason, line), line
 
 
+@MORE
 def test_a_script_that_always_fails_stops_with_its_error(tmp_path):
     status, _, printed = run("raise SystemExit(7)", tmp_path)
     assert status == 7, printed
     assert "gives up after restart 1 (1 of at most 1 without a newer checkpoint)" in printed
 
 
+@MORE
 def test_status_143_of_a_shell_is_no_checkpoint(tmp_path):
     command = [*HVKIT, "-np", "1", *OPTIONS, "bash", "-c", "exit 143"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -218,6 +220,7 @@ def test_sigterm_during_a_long_step_is_counted_once(tmp_path):
     assert printed.count("after SIGTERM: all ranks leave") == 1
 
 
+@MORE
 def test_a_signal_while_a_failed_run_ends_is_not_followed_by_a_restart(tmp_path):
     script = (
         "import os, signal, sys, time\n"
@@ -235,7 +238,8 @@ def test_a_signal_while_a_failed_run_ends_is_not_followed_by_a_restart(tmp_path)
     assert "hvkit: restart" not in printed
 
 
-@pytest.mark.parametrize("rank", cases([1, 0]))
+@MORE
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(rank, tmp_path):
     options = [*OPTIONS, "--stall", "15"]
     status, result, printed = run(PYTORCH, tmp_path, [(12, rank, STOP)], options=options)
@@ -245,6 +249,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(rank, tmp_path):
     assert printed.count("hvkit: restart 1 ") == 1
 
 
+@MORE
 def test_without_restarts_a_rank_that_sleeps_is_shown_where_it_is_and_ends_the_run(tmp_path):
     faults = [(12, 1, "time.sleep(1000)")]
     status, result, printed = run(PYTORCH, tmp_path, faults, options=["--stall", "12"])
@@ -263,7 +268,8 @@ FAILS_EARLY = (
 )
 
 
-@pytest.mark.parametrize(("lost", "resumed"), cases([("10", "step 5"), ("", "the beginning")]))
+@MORE
+@pytest.mark.parametrize(("lost", "resumed"), [("10", "step 5"), ("", "the beginning")])
 def test_a_restart_from_an_older_checkpoint_is_a_warning(lost, resumed, tmp_path):
     lose = f"import shutil; [shutil.rmtree(each) for each in folder.glob('step-*{lost}')]; {RAISE}"
     options = ["--max-restarts", "2"]

@@ -4,6 +4,8 @@ import pytest
 from cases import MORE
 from test_ranks_that_wait import run
 
+pytestmark = MORE
+
 # Rank 1 ends its round when rank 0 has ended its script.
 LATE = """
 import sys, time, torch
@@ -45,7 +47,6 @@ for step in range(4):
 """
 
 
-@MORE
 def test_the_agreements_of_several_models_end_in_the_same_order(tmp_path):
     status, err, _ = run(SIX_MODELS, tmp_path, 2)
     assert status == 0, err
@@ -68,7 +69,6 @@ for compression in (hvkit.PowerSGD(2), "none", "int8", hvkit.TopK(0.5)):
 """
 
 
-@MORE
 def test_one_thread_for_graphs_is_enough_in_keras(tmp_path):
     status, err, _ = run(ONE_THREAD, tmp_path, 2)
     assert status == 0, err

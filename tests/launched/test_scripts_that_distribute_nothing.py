@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from cases import MORE
+
+pytestmark = MORE
 
 DATA = """
 import hvkit

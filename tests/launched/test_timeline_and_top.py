@@ -8,13 +8,15 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from cases import MORE, cases
+from cases import MORE
 from rich.text import Text
 
 from hvkit.cli import top
 from hvkit.errors import HvkitError
 from hvkit.launching.supervision import run_status
 from hvkit.watch.spans import REDUCTION
+
+pytestmark = MORE
 
 PYTORCH = """
 import sys, time
@@ -118,7 +120,8 @@ def drawn(events, name, rank):
 
 @pytest.mark.parametrize(
     ("script", "names"),
-    cases([(PYTORCH, ("backward()", "step")), (KERAS, ["step"])], name=lambda it: it[1][0]),
+    [(PYTORCH, ("backward()", "step")), (KERAS, ["step"])],
+    ids=["torch", "keras"],
 )
 def test_a_trace_shows_the_steps_of_all_ranks_on_one_clock(tmp_path, script, names):
     events = trace(tmp_path, script)
@@ -262,7 +265,6 @@ def test_top_shows_a_run_between_two_tries_and_counts_its_steps_on(tmp_path):
             assert last.endswith(f"hvkit run {run.pid} has ended")
 
 
-@MORE
 def test_top_counts_on_the_steps_of_an_earlier_run(tmp_path):
     words = command(RESUMED, tmp_path, "Synchronous()")
     assert subprocess.run(words, capture_output=True, timeout=120).returncode != 0  # killed

@@ -111,7 +111,8 @@ def trained(model, optimizer, loss, data, batch_size, **options):
 def equals_one_process(case, optimizer=lambda: keras.optimizers.SGD(0.1), strategy=None, **way):
     make, loss, data, options = CASES[case]()
     reference = make(0)
-    expected = trained(reference, optimizer(), loss, data, 3 * hvkit.size(), **options)
+    its = optimizer(), loss, data, 3 * hvkit.size()
+    expected = trained(reference, *its, run_eagerly=True, **options)  # no graph to compile
     model, own = hvkit.distribute(
         make(hvkit.rank()), optimizer(), strategy=strategy or hvkit.Synchronous()
     )

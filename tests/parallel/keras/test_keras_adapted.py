@@ -4,14 +4,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases, each_once
+from cases import MORE, cases, each_once
 from models import LOOPS, equals_one_process, refit, regression, sgd
 from ranks import error_of, my_part, same_on_all_ranks
 
 import hvkit
 from hvkit import main_rank
 
-pytestmark = pytest.mark.two_ranks
+pytestmark = [MORE, pytest.mark.two_ranks]
 
 layers = keras.layers
 
@@ -95,6 +95,7 @@ def computed(model, data):
     return model.predict([tf.constant(inputs), np.ones((len(data), 1))], verbose=0)[0]
 
 
+@MORE
 @pytest.mark.parametrize("kind", cases(KINDS, 4))
 def test_ranks_compute_with_what_rank_0s_layer_has_learnt(kind, capsys):
     make, data = KINDS[kind]
@@ -145,6 +146,7 @@ def test_a_layer_that_has_learnt_on_another_rank_only_is_an_error(kind):
     assert f"layer {layer.name!r} has adapted to data on rank 1, but not on rank 0: adapt" in text
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_adapting_to_a_part_after_the_call_is_an_error_in_the_first_step(loop):
     lookup = layers.StringLookup()
@@ -160,6 +162,7 @@ def test_adapting_to_a_part_after_the_call_is_an_error_in_the_first_step(loop):
     assert "adapt layers to all of the data, before hvkit.shard divides it" in text
 
 
+@MORE
 def test_adapting_to_a_part_between_epochs_is_an_error_at_the_end_of_the_next():
     norm = layers.Normalization()
     norm.adapt(NUMBERS)

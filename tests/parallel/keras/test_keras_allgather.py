@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from ranks import batches, error_of, largest_difference
 
 import hvkit
@@ -80,6 +80,7 @@ def in_fit(model, optimizer, x, y, batch):
     model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
 
 
+@MORE
 @pytest.mark.parametrize(
     ("loss", "loop"),
     cases([(clip, eagerly), (simclr, in_fit), (clip, in_fit), (simclr, eagerly)], 2),

@@ -27,6 +27,7 @@ def trained(strategy, loop="function", **options):
     return weights(model), hvkit.traffic()["gradients"].bytes - before
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_one_rank_that_averages_for_all_gives_the_weights_of_a_ring(loop):
     ring, _ = trained(hvkit.Synchronous(), loop)
@@ -107,6 +108,7 @@ def test_ranks_differ_if_the_parts_are_not_sent(monkeypatch):
     assert not same_on_all_ranks(weights(model))
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(("name", "loop"), cases([("scaled", "eager"), ("adamw", "function")]))
 def test_the_state_is_saved_whole(name, loop, tmp_path):
@@ -145,6 +147,7 @@ def test_fit_with_a_sharded_optimizer_in_half_precision():
     assert all(map(np.array_equal, weights(model), weights(whole)))
 
 
+@MORE
 def test_one_rank_may_own_everything():
     def make_model():
         keras.utils.set_random_seed(0)
@@ -232,6 +235,7 @@ def test_averages_of_the_weights_are_refused():
     assert "use_ema=True" in text
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["eager", "function"]))
 def test_decoupled_momentum_that_sends_everything_is_the_mean(loop):

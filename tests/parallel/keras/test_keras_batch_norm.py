@@ -111,6 +111,7 @@ def test_frozen_layers_keep_their_statistics_bit_for_bit():
     assert same_on_all_ranks(weights(model))
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("steps", cases([5, 3, 4]))
 def test_statistics_are_alike_after_accumulated_gradients(steps):
@@ -135,6 +136,7 @@ def test_masked_entries_do_not_count_in_synchronised_layers():
     assert largest_difference(statistics(model), expected) < 1e-5
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_models_with_synchronised_layers_save_as_plain_ones(tmp_path):
     model, optimizer = distributed(batch_norm="sync")

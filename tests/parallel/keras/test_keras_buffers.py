@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import MORE
 from models import eager_tape, fit, graph_tape, local, refit, regression
 from ranks import all_but_rank_0, error_of, largest_difference, same_on_all_ranks, shared_folder
 
@@ -49,6 +50,7 @@ def said(caplog):
     return hvkit.broadcast([each for each in caplog.messages if "same on all ranks" in each])
 
 
+@MORE
 @pytest.mark.parametrize("loop", [eager_tape, graph_tape])
 def test_averaged_variables_are_those_of_one_process_if_they_are_means(loop):
     data = regression(steps=1)
@@ -64,6 +66,7 @@ def test_averaged_variables_are_those_of_one_process_if_they_are_means(loop):
     assert same_on_all_ranks([w.numpy() for w in model.weights])
 
 
+@MORE
 def test_variables_that_layers_assign_are_named_at_an_epochs_end_and_at_a_save(
     caplog, tmp_path_factory
 ):
@@ -80,6 +83,7 @@ def test_variables_that_layers_assign_are_named_at_an_epochs_end_and_at_a_save(
     assert f"scale of model of {all_but_rank_0()}" in said(caplog)[0]
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_a_callback_averages_them_so_that_nothing_is_said(caplog):
     model, optimizer = hvkit.distribute(net(0), sgd())
@@ -93,6 +97,7 @@ def test_a_callback_averages_them_so_that_nothing_is_said(caplog):
     assert same_on_all_ranks([w.numpy() for w in model.weights])
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_a_recurrent_layers_states_are_its_ranks_own(caplog):
     keras.utils.set_random_seed(0)

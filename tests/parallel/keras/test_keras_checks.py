@@ -67,6 +67,7 @@ def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_ste
         np.testing.assert_array_equal(a, b)
 
 
+@MORE
 def test_fit_raises_hvkits_own_error():
     model, optimizer = distributed()
     on_rank(1, lambda: model.set_weights(mlp(seed=7).get_weights()))
@@ -75,6 +76,7 @@ def test_fit_raises_hvkits_own_error():
     assert text.startswith(model.layers[0].kernel.path)
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases([graph_tape, eager_tape]))
 def test_one_bit_is_seen_before_the_first_update(loop):
     model, optimizer = distributed()
@@ -99,6 +101,7 @@ def test_frozen_weights_are_compared(loop):
     )
 
 
+@MORE
 @pytest.mark.parametrize("batch_norm", cases(["average", "local"]))
 def test_state_that_layers_keep_may_differ_between_ranks(batch_norm):
     def model_with_statistics(seed=0):
@@ -118,6 +121,7 @@ def test_state_that_layers_keep_may_differ_between_ranks(batch_norm):
     assert same_on_all_ranks([model.layers[-1].kernel.numpy()])
 
 
+@MORE
 def test_models_built_by_their_first_batch_train(capsys):
     model, optimizer = distributed(unbuilt, check_every=1)
     graph_tape(model, optimizer, local(regression(steps=3)))
@@ -167,6 +171,7 @@ def test_weights_changed_inside_an_epoch_are_an_error_at_its_end():
     assert ended == [0]
 
 
+@MORE
 def test_an_optimizer_changed_on_one_rank_is_an_error_at_the_end_of_the_epoch():
     model, optimizer = distributed()
     fit(model, optimizer, local(regression(steps=2)))
@@ -189,6 +194,7 @@ def test_accumulated_gradients_may_differ_between_ranks(tmp_path):
     hvkit.Checkpoint(folder, model=model, optimizer=optimizer).save(epoch=1, step=3)
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_accumulation_is_compared_where_it_is_averaged(loop):
     model = mlp()
@@ -252,6 +258,7 @@ def test_models_that_were_not_distributed_may_differ_in_a_save(tmp_path):
     hvkit.Checkpoint(folder, **parts).save(epoch=0, step=1)
 
 
+@MORE
 def test_rounding_after_the_start_is_one_warning(capsys):
     model, optimizer = distributed(check_every=1)
     data = local(regression(steps=4))
@@ -279,6 +286,7 @@ def test_the_same_work_on_all_ranks_is_one_warning_with_both_causes(loop, capsys
         assert "seed + hvkit.rank()" in logged
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(LOOPS, ["function"]))
 def test_other_data_and_equal_data_in_later_steps_are_not_the_same_work(loop, capsys):
     model, optimizer = distributed(check_every=1)
@@ -287,6 +295,7 @@ def test_other_data_and_equal_data_in_later_steps_are_not_the_same_work(loop, ca
     assert "same gradients" not in capsys.readouterr().err
 
 
+@MORE
 @pytest.mark.parametrize("factor", [0.0, float("nan")])
 def test_zero_and_infinite_gradients_are_not_the_same_work(factor, capsys):
     model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.01))

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import MORE
 from models import LOOPS, eager_tape, local, mlp, regression, weights
 from ranks import largest_difference, same_on_all_ranks
 
@@ -39,6 +40,7 @@ def updated(gradient, compression, dtype="float32"):
     return -layer.kernel.numpy()[:, 0]
 
 
+@MORE
 @pytest.mark.parametrize(("compression", "digits"), [("fp16", 11), ("bf16", 8)])
 @pytest.mark.parametrize("length", [1, 7, 1001])
 def test_means_are_right_to_the_bits_of_the_format(compression, digits, length):

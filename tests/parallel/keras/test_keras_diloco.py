@@ -15,6 +15,7 @@ import hvkit
 from hvkit.frameworks.keras.weights import agreements
 
 
+@MORE
 @pytest.mark.parametrize(
     ("loop", "overlap"),
     cases(
@@ -82,6 +83,7 @@ def test_settled_beside_an_agreement_leaves_no_trace(loop, compression):
     assert all(map(np.array_equal, *found))
 
 
+@MORE
 def test_agreements_and_other_collectives_beside_each_other():
     layers = keras.layers
     nets = [

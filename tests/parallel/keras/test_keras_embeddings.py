@@ -11,6 +11,8 @@ import hvkit
 from hvkit.frameworks.keras.gradients.averager import GradientAverager
 from hvkit.frameworks.keras.gradients.sparse import Origin, origin
 
+pytestmark = MORE
+
 
 def transformer(seed=0):
     """A text classifier: 2 classes, sequences of any length up to 10."""
@@ -28,7 +30,6 @@ def adam(factor, **options):
     return keras.optimizers.Adam(0.01 * factor, **options)
 
 
-@MORE
 def test_a_transformer_with_positions_equals_one_process():
     equals_one_process(transformer, adam, LOOPS["fit"], texts(20))
 
@@ -38,7 +39,6 @@ def test_positions_of_shape_one_by_length_equal_one_process(loop):
     equals_one_process(lambda seed: embedded(seed, True), adam, LOOPS[loop], texts(5))
 
 
-@MORE
 @pytest.mark.parametrize("loop", LOOPS)
 def test_accumulation_equals_one_process_that_accumulates(loop):
     equals_one_process(
@@ -46,7 +46,6 @@ def test_accumulation_equals_one_process_that_accumulates(loop):
     )
 
 
-@MORE
 @pytest.mark.parametrize("loop", ["fit", "function"])
 def test_one_word_per_sample_and_one_sample_per_rank_is_not_a_position(loop):
     """All ranks often have the same word; one process has several rows for it."""

@@ -160,6 +160,7 @@ def test_one_rank_that_stops_stops_all_at_the_same_step(callback, steps):
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [steps] * hvkit.size()
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_a_callback_list_stops_all_ranks_too_and_stays_as_it_is():
     model = compiled()
@@ -187,6 +188,7 @@ def test_a_function_as_a_callback_stops_all_ranks_too():
     assert hvkit.allgather(int(model.optimizer.iterations.numpy())) == [3] * hvkit.size()
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_rank_0_may_have_callbacks_that_others_lack():
     model = compiled()

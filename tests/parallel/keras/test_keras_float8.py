@@ -6,13 +6,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import LOOPS, alike, graph_tape, local, regression, sgd
 from ranks import error_of
 
 import hvkit
 
 pytestmark = [
+    MORE,
     pytest.mark.two_ranks,
     pytest.mark.skipif(
         "overwrite_with_gradient"

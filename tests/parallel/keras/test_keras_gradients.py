@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases, each_once
+from cases import MORE, cases, each_once
 from models import (
     LOOPS,
     equals_one_process,
@@ -28,6 +28,7 @@ def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)
 
 
+@MORE
 @pytest.mark.parametrize(
     ("optimizer", "loop"), cases(each_once(["Adam", "SGD"], ["function", "eager", "fit"]))
 )
@@ -86,6 +87,7 @@ def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
     assert means[2] is None
 
 
+@MORE
 @pytest.mark.parametrize("accumulate", [None, 2])
 def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang(accumulate):
     model = mlp()
@@ -161,6 +163,7 @@ def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
     assert not [text for text in warnings if "GradientAverager" in text]
 
 
+@MORE
 @pytest.mark.parametrize("compression", cases(["bf16", "none"]))
 def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
     # While tracing, TensorFlow does not know the shape of such a kernel's gradient.

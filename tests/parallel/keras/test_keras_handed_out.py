@@ -4,10 +4,13 @@ import itertools
 
 import numpy as np
 import tensorflow as tf
+from cases import MORE
 from models import alike, regression, served, tape_step
 from ranks import Busy
 
 import hvkit
+
+pytestmark = MORE
 
 
 def test_batches_go_to_the_ranks_that_have_time(tmp_path):

@@ -144,6 +144,7 @@ def each_has(rates, optimizers=1):
 CONSTANT = [RATE] * STEPS
 
 
+@MORE
 @pytest.mark.parametrize(
     ("loop", "scaling", "warmup"),
     cases(
@@ -217,6 +218,7 @@ def test_the_scheduler_callback_sets_absolute_rates():
     assert compare(sgd, fit, rates, callbacks=[scheduler], warmup=4) == each_has(rates)
 
 
+@MORE
 def test_the_scheduler_callback_reads_what_it_has_set():
     read = []
 
@@ -239,6 +241,7 @@ def test_the_plateau_callback_lowers_the_users_rate():
     assert seen == each_has(rates)
 
 
+@MORE
 @pytest.mark.parametrize(("warmup", "loop"), cases(each_once([4, 0], [graph, fit, eager])))
 def test_schedules_and_functions(loop, warmup):
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 2, 0.5, staircase=True)

@@ -5,6 +5,7 @@ import random
 import keras
 import pytest
 import tensorflow as tf
+from cases import MORE, cases
 from keras import layers
 from keras_loss_cases import (
     CASES,
@@ -45,22 +46,25 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, ["ignored class", "masked embedding"]))
 def test_losses_are_means_over_what_all_ranks_have(case):
     equals_one_process(case)
 
 
+@MORE
 @pytest.mark.parametrize("way", [each for each in WAYS if each != "fit"])
 @pytest.mark.parametrize("case", ["ignored class", "penalties"])
 def test_in_every_way_to_run_a_step(case, way):
     equals_one_process(case, **WAYS[way])
 
 
+@MORE
 @pytest.mark.parametrize("case", ["masked embedding", "two outputs"])
 def test_with_accumulated_gradients(case):
     equals_one_process(case, lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
 
 
+@MORE
 def test_with_a_divided_optimizer():
     equals_one_process(
         "masked embedding", lambda: keras.optimizers.Adam(0.01), hvkit.ShardedOptimizer()
@@ -74,7 +78,7 @@ def dataset(batches):
 
 @pytest.mark.parametrize(
     ("embeds", "eager", "by_mean"),
-    [(False, False, False), (True, True, False), (False, True, True), (True, False, True)],
+    cases([(True, False, True), (False, False, False), (True, True, False), (False, True, True)]),
 )
 def test_batches_of_other_sizes_on_each_rank(embeds, eager, by_mean):
     rows = [[4] * hvkit.size(), [6, 2, 5, 3][: hvkit.size()], [4] * hvkit.size()]
@@ -88,20 +92,21 @@ def test_batches_of_other_sizes_on_each_rank(embeds, eager, by_mean):
             first = [whether, layers.Embedding(2, 3), layers.Flatten()]
         return keras.Sequential([keras.Input((8,)), *first, layers.Dense(4)])
 
-    def fitted(model, optimizer, batches):
+    def fitted(model, optimizer, batches, eager):
         model.compile(optimizer=optimizer, loss=loss, run_eagerly=eager)
         return model.fit(dataset(batches), verbose=0).history["loss"]
 
     reference = make(0)
     loss = mean_of_all if by_mean else "mse"
-    expected = fitted(reference, keras.optimizers.SGD(0.1), whole)
+    expected = fitted(reference, keras.optimizers.SGD(0.1), whole, True)
     model, optimizer = hvkit.distribute(make(hvkit.rank()), keras.optimizers.SGD(0.1))
-    assert fitted(model, optimizer, own) == pytest.approx(expected, rel=1e-12)
+    assert fitted(model, optimizer, own, eager) == pytest.approx(expected, rel=1e-12)
     assert largest_difference(weights(model), weights(reference)) < 1e-12
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("loss", [of_all_pairs, of_own_pairs])
+@MORE
+@pytest.mark.parametrize("eager", cases([False, True]))
+@pytest.mark.parametrize("loss", cases([of_all_pairs, of_own_pairs]))
 def test_samples_that_are_gathered_in_batches_of_other_sizes(loss, eager):
     def fit(model, batches):
         return model.fit(dataset(batches), verbose=0).history["loss"]
@@ -109,15 +114,18 @@ def test_samples_that_are_gathered_in_batches_of_other_sizes(loss, eager):
     gathered_in_batches_of_other_sizes(loss, fit, run_eagerly=eager)
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@MORE
+@pytest.mark.parametrize("eager", cases([True, False]))
 def test_the_first_step_names_losses_that_are_no_means_over_samples(caplog, eager):
     names_losses_that_are_no_means(caplog, run_eagerly=eager)
 
 
+@MORE
 def test_a_factor_for_a_sum_is_named(caplog):
     names_a_factor_for_a_sum(caplog)
 
 
+@MORE
 def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
     def step(model, optimizer, loss, x, y):
         with tf.GradientTape() as tape:
@@ -128,22 +136,27 @@ def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
     names_a_mask_in_a_loop(caplog, step)
 
 
+@MORE
 def test_evaluate_with_losses_of_the_scripts_besides():
     reports_with_other_losses()
 
 
+@MORE
 def test_evaluate_names_what_it_cannot_correct(caplog):
     names_what_evaluate_cannot_correct(caplog)
 
 
+@MORE
 def test_a_loss_with_a_fixed_batch_size_trains_and_is_named(caplog):
     fixed_batches_train_and_are_named(caplog)
 
 
+@MORE
 def test_batches_of_other_rows_in_a_callback():
     train_on_batch_in_a_callback_counts_rows()
 
 
+@MORE
 def test_rows_are_those_of_the_targets():
     inputs = {
         "edges": tf.TensorSpec((None, 2), tf.float64),
@@ -165,12 +178,14 @@ def update(model, compute):
     return loss
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("case", OWN_STEPS)
+@MORE
+@pytest.mark.parametrize("eager", cases([False, True]))
+@pytest.mark.parametrize("case", cases(OWN_STEPS))
 def test_losses_of_a_step_of_the_scripts(case, eager):
     own_step_equals_one_process(OWN_STEPS[case], update, run_eagerly=eager)
 
 
+@MORE
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_function_that_is_traced_once_knows_each_steps_rows(eager):
     whole, own = uneven_batches([[4] * hvkit.size(), [6, 2, 5, 3][: hvkit.size()]] * 2)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import MORE
 from ranks import error_of, keras_in_float64, largest_difference
 
 import hvkit
@@ -21,6 +22,7 @@ def classifier():
     return keras.Sequential([keras.Input((8,)), *layers])
 
 
+@MORE
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_ranks_with_different_counts_train_the_model_of_one_process(in_graph):
     numbers = np.random.default_rng(0)

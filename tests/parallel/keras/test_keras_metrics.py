@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from cases import cases
+from cases import MORE, cases
 from models import alike, local, mlp, regression
 from ranks import error_of, largest_difference, my_part
 
@@ -83,6 +83,7 @@ def test_a_metric_with_state_in_python_is_the_mean_on_all_ranks_and_named(run_ea
     assert "keep the state in add_weight(...)" in text
 
 
+@MORE
 def test_ranks_restore_the_weights_of_the_same_epoch():
     """Each rank alone would take another one for the best."""
     metric = InPython()
@@ -108,6 +109,7 @@ def test_weights_that_a_callback_sets_at_the_end_of_fit_are_compared():
     assert "kernel of rank 1 differs from that of rank 0" in text
 
 
+@MORE
 def test_a_metric_whose_variables_are_no_sums_is_named(capsys):
     _, history = trained([Assigned(), Counted()])
     assert history["ratio"][0] == pytest.approx(0.8 * hvkit.size())
@@ -153,6 +155,7 @@ class AsInKerasGuide(keras.Sequential):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+@MORE
 def test_metrics_inside_a_dictionary_of_a_step_are_those_of_all_ranks():
     model = AsInKerasGuide(mlp().layers)
     model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.0))
@@ -185,6 +188,7 @@ def masked_mean(mean_count):
     return loss
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_a_mean_of_all_ranks_inside_a_loss_of_fit():
     data = regression(steps=6)

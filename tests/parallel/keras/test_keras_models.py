@@ -63,6 +63,7 @@ OPTIONS = {
 }
 
 
+@MORE
 @pytest.mark.parametrize(
     ("steps", "name"),
     cases(
@@ -81,6 +82,7 @@ def test_a_model_that_a_script_drops_is_freed(steps, name):
     assert [thing() for thing in dropped] == [None, None]
 
 
+@MORE
 def test_frozen_layers_stay_as_they_are():
     def make_model(seed):
         model = mlp(seed)
@@ -151,6 +153,7 @@ class Adversaries(keras.Model):
         return {"loss": loss}
 
 
+@MORE
 @pytest.mark.parametrize("built", cases([True, False]))
 def test_a_model_with_its_own_train_step_over_its_parts(built):
     keras.utils.set_random_seed(hvkit.rank())
@@ -221,6 +224,7 @@ def test_a_model_that_was_left_out_is_refused_and_named():
     assert "hvkit.distribute([encoder, decoder], optimizer)" in text
 
 
+@MORE
 def test_a_second_fit_keeps_ranks_equal():
     model = mlp(hvkit.rank())
     model, optimizer = hvkit.distribute(model, keras.optimizers.Adam(0.01))

@@ -119,6 +119,7 @@ def test_fit_numbers_steps_on_after_a_resumption_with_skipped_ones(folder, monke
         assert (f"skipped step {number}: rank 1 has" in logged) == (hvkit.rank() == 0)
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_stop_in_train_on_batch_is_hvkits_own_error():
     model, optimizer = distributed("stop", sgd())

@@ -72,6 +72,7 @@ OPTIONS = {
 
 
 # A custom loop has to scale the loss by hand; fit does it.
+@MORE
 @pytest.mark.parametrize(
     ("option", "loop"),
     cases(
@@ -139,6 +140,7 @@ PRESENT = {
 }
 
 
+@MORE
 @pytest.mark.parametrize("accumulated", [None, 2])
 @pytest.mark.parametrize("present", PRESENT)
 def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
@@ -179,6 +181,7 @@ def _tensors(gradients):
     return [None if g is None else tf.constant(g) for g in gradients]
 
 
+@MORE
 @pytest.mark.parametrize("wrapped", ["before the call", "after the call"])
 @pytest.mark.parametrize("loop", ["eager", "function"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(loop, wrapped):
@@ -269,6 +272,7 @@ def test_the_steps_that_overflow_are_those_of_one_process(compiled):
     assert same_on_all_ranks(mine)
 
 
+@MORE
 @pytest.mark.parametrize("policy", cases(["mixed_float16", "mixed_bfloat16"]))
 def test_mixed_precision_policies_in_fit(policy):
     """compile wraps the optimizer in a LossScaleOptimizer, after distribute."""

@@ -96,6 +96,7 @@ def test_fit_keeps_the_bound_and_ends_with_the_servers_weights(staleness, log):
         assert np.array_equal(start, found)
 
 
+@MORE
 def test_without_a_bound_a_fast_rank_runs_ahead(log):
     model, optimizer = served(None)
     fit_unevenly(model, optimizer, local(regression()))
@@ -116,6 +117,7 @@ def test_settled_shows_the_servers_weights_for_a_while(loop):
     assert largest_difference(settled_weights(model), agreed) > 1e-3
 
 
+@MORE
 def test_ranks_may_fit_different_numbers_of_steps():
     model, optimizer = served(1)
     data = local(regression())[: 4 + 3 * hvkit.rank()]
@@ -268,6 +270,7 @@ def test_a_step_inside_settled_is_refused():
     assert "hvkit.settled" in text
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("scaled", cases([False, True]))
 def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
@@ -279,6 +282,7 @@ def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
         assert alike(model)
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_the_callback_saves_ranks_that_have_taken_different_numbers_of_steps(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)

@@ -31,6 +31,7 @@ def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)
 
 
+@MORE
 @pytest.mark.parametrize("compiled", cases(["before", "after"]))
 def test_compile_with_xla_is_switched_off(compiled):
     model = mlp()
@@ -67,6 +68,7 @@ def test_a_function_that_xla_compiles_is_an_error_that_names_the_fix(kind):
     hvkit.barrier()
 
 
+@MORE
 def test_xla_may_compile_the_gradients_apart_from_the_update():
     def loop(model, optimizer, data):
         @tf.function(jit_compile=True)
@@ -112,6 +114,7 @@ class OwnStep(keras.Sequential):
         return {}
 
 
+@MORE
 @pytest.mark.parametrize("loop", [*LOOPS, "own train_step"])
 def test_an_update_by_an_optimizer_that_was_not_distributed_is_refused(loop):
     model = mlp()
@@ -191,6 +194,7 @@ def test_a_part_that_has_no_weights_yet_counts_as_well():
         fit(outer, optimizer, local(regression(steps=1)))
 
 
+@MORE
 def test_fit_of_the_outer_model_that_was_passed_reports_metrics_of_all_ranks(warned):
     gan, optimizers = Gan(), [sgd(), sgd()]
     hvkit.distribute(gan, optimizers)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import LOOPS, local, mlp, mse, regression, weights
 from ranks import largest_difference, same_on_all_ranks
 
@@ -24,6 +24,7 @@ def trained(compression, loop, data, **options):
     return model
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_top_k_of_everything_is_the_default(loop):
     expected = weights(trained("none", loop, regression()))
@@ -53,6 +54,7 @@ def test_ranks_are_alike_and_the_loss_falls(loop, compression, strategy):
     assert mse(y, model(x)) < 0.8 * mse(y, mlp(0)(x))
 
 
+@MORE
 @pytest.mark.parametrize("kept", [True, False])
 def test_without_the_residual_the_gradients_are_not_all_used(kept, monkeypatch):
     """The same value is largest in every step; only the residual lets the other through."""
@@ -84,6 +86,7 @@ def test_loss_scaling_goes_with_residuals():
     assert largest_difference(weights(model), weights(plain)) < 1e-6
 
 
+@MORE
 def test_agreements_on_parts_of_a_model_each_keep_what_they_have_not_sent():
     layers = [keras.layers.Dense(n, use_bias=False) for n in (640, 640, 8)]
     model = keras.Sequential([keras.Input((512,)), *layers])

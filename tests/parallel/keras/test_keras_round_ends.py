@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
+from cases import MORE, cases
 from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, regression, sgd, weights
 from ranks import error_of, largest_difference
 
@@ -19,7 +19,7 @@ from hvkit.frameworks.keras.weights.agreements import Agreement
 from hvkit.sync import rounds
 from hvkit.sync.distributed_objects import keepers_of
 
-pytestmark = pytest.mark.two_ranks
+pytestmark = [MORE, pytest.mark.two_ranks]
 
 STRATEGIES = [
     hvkit.LocalSGD(2),
@@ -30,6 +30,7 @@ STRATEGIES = [
 ]
 
 
+@MORE
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "OptimizerMap"), reason="Keras is older than this optimizer"
 )
@@ -70,6 +71,7 @@ def trained_with_a_skipped_update(schedule, loop, strategy):
     return model, optimizer
 
 
+@MORE
 @pytest.mark.parametrize("loop", ["eager", "function"])
 @pytest.mark.parametrize("strategy", [hvkit.LocalSGD(4), hvkit.DiLoCo(4, overlap=2)])
 def test_a_schedule_may_be_at_another_step_where_an_update_was_skipped(strategy, loop):
@@ -84,6 +86,7 @@ def with_rates_of_their_own(loop):
     LOOPS[loop](model, optimizer, local(regression(steps=4)))
 
 
+@MORE
 @pytest.mark.parametrize("loop", ["fit", "eager"])
 def test_rates_that_differ_are_an_error_of_hvkit(loop):
     error, text = error_of(lambda: with_rates_of_their_own(loop))
@@ -140,6 +143,7 @@ def test_weights_that_differ_before_training_are_an_error_each_time():
         assert "weight 0, kernel, of rank 1" in text
 
 
+@MORE
 @pytest.mark.parametrize("loop", ["eager", "function"])
 def test_agreements_that_have_ended_leave_no_vectors_in_memory(loop):
     model, optimizer = in_rounds(hvkit.DiLoCo(2, overlap=1))
@@ -170,6 +174,7 @@ def test_messages_name_the_step_that_the_optimizer_takes(monkeypatch):
     assert steps == [1, 3, 3, 5, 6, 8]
 
 
+@MORE
 @pytest.mark.parametrize("loop", ["fit", "function"])
 def test_a_round_is_named_by_its_optimizer(loop):
     model, optimizer = in_rounds(hvkit.LocalSGD(2))

@@ -27,6 +27,7 @@ from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_o
 import hvkit
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["eager", "function"]))
 def test_rounds_of_two_steps_are_not_synchronous(loop):
@@ -37,6 +38,7 @@ def test_rounds_of_two_steps_are_not_synchronous(loop):
     assert largest_difference(weights(model), weights(synchronous)) > 1e-2
 
 
+@MORE
 @pytest.mark.parametrize(
     ("loop", "strategy"),
     cases(itertools.product(["function", "eager"], [hvkit.LocalSGD(5), hvkit.DiLoCo(5)])),
@@ -117,6 +119,7 @@ class Seen(keras.callbacks.Callback):
         self.epochs.append((alike(self.model), weights(self.model), logs))
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_fit_validates_and_shows_callbacks_the_agreed_weights():
     data = local(regression(steps=8))
@@ -171,6 +174,7 @@ def test_early_stopping_restores_weights_that_all_ranks_hold():
     assert alike(model)
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_batch_norm_statistics_are_averaged_at_each_agreement():
     layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
@@ -184,6 +188,7 @@ def test_batch_norm_statistics_are_averaged_at_each_agreement():
     assert alike(model)
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_an_overflow_on_one_rank_does_not_shift_its_rounds(loop):
@@ -228,6 +233,7 @@ def test_a_round_sends_the_weights_once(loop, compression, width):
     assert alike(model)
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(LOOPS))
 def test_the_default_sends_gradients(loop):
     model, optimizer = in_rounds(hvkit.Synchronous())
@@ -277,6 +283,7 @@ def test_contradictions_are_refused():
     assert "was not passed" in text
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_an_error_in_fit_leaves_each_rank_its_own_weights():
     class Fails(keras.callbacks.Callback):
@@ -298,6 +305,7 @@ def test_an_error_in_fit_leaves_each_rank_its_own_weights():
         assert alike(model)
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
@@ -309,6 +317,7 @@ def test_variables_that_are_updated_in_turn_have_their_own_rounds(loop):
     assert alike(model)
 
 
+@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_looking_leaves_agreed_weights_alone_while_others_are_in_a_round(loop):

@@ -42,6 +42,7 @@ def test_weights_that_the_script_sets_before_fit_are_no_training():
     assert all(map(np.array_equal, weights(model), chosen))
 
 
+@MORE
 def test_weights_that_the_script_sets_between_two_fits_are_where_the_next_begins():
     model, optimizer = in_rounds(hvkit.DiLoCo(4, overlap=2), keras.optimizers.SGD(0.0))
     fit(model, optimizer, local(regression(steps=6)))
@@ -50,6 +51,7 @@ def test_weights_that_the_script_sets_between_two_fits_are_where_the_next_begins
     assert all(np.allclose(w, 1) for w in weights(model))
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_weights_that_the_script_sets_after_a_round_in_which_it_has_looked_are_no_training(loop):
     model, optimizer = in_rounds(hvkit.DiLoCo(4, 1.0, 0.0), keras.optimizers.SGD(0.05))
@@ -110,6 +112,7 @@ def distance_from(value, model):
     return largest_difference(weights(model), [np.full_like(w, value) for w in weights(model)])
 
 
+@MORE
 @pytest.mark.parametrize(
     ("strategy", "epoch", "eager"),
     cases(
@@ -158,6 +161,7 @@ def test_a_checkpoint_holds_what_a_callback_before_it_has_set(strategy, tmp_path
     assert distance_from(0.25, resumed) < 1e-6
 
 
+@MORE
 @pytest.mark.parametrize(
     "strategy", cases([hvkit.ParameterServer(2), hvkit.ElasticAveraging(3), hvkit.LocalSGD(3)])
 )
@@ -191,6 +195,7 @@ def test_a_run_whose_ranks_are_never_alike_can_go_back(strategy, tmp_path_factor
     assert alike(model)
 
 
+@MORE
 def test_rounds_before_a_checkpoint_of_another_strategy_are_forgotten(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     data = local(regression(steps=4))
@@ -229,6 +234,7 @@ def test_a_callback_that_sets_other_weights_on_one_rank_is_an_error(value):
     assert expected in text
 
 
+@MORE
 def test_weights_that_one_rank_sets_between_two_fits_are_found():
     model, optimizer = in_rounds(hvkit.LocalSGD(2))
     data = local(regression(steps=4))
@@ -240,6 +246,7 @@ def test_weights_that_one_rank_sets_between_two_fits_are_found():
     assert "weight 0, kernel, set between two rounds, of rank 1 differs" in text
 
 
+@MORE
 def test_ranks_that_round_differently_between_two_fits_become_alike():
     model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0), keras.optimizers.SGD(0.05))
     data = local(regression(steps=4))
@@ -250,6 +257,7 @@ def test_ranks_that_round_differently_between_two_fits_become_alike():
     assert alike(model)
 
 
+@MORE
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_a_round_after_an_error_begins_with_what_the_script_has_set(loop, monkeypatch):
     """The ranks make weights the same that they have set before ``fit``, which has failed."""
@@ -279,6 +287,7 @@ def test_a_round_after_an_error_begins_with_what_the_script_has_set(loop, monkey
     assert 1e-3 < largest_difference(trained, chosen) < 1
 
 
+@MORE
 @pytest.mark.parametrize("strategy", [hvkit.LocalSGD(8), hvkit.ParameterServer(2)])
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
 def test_looking_leaves_variables_beside_the_model_alone(strategy, loop):

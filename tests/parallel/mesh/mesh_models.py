@@ -505,10 +505,11 @@ class MixtureBlock(nn.Module):
 
 
 class MixtureNet(nn.Module):
-    def __init__(self, experts, count=4, chosen=2, width=16):
+    def __init__(self, experts, count=4, chosen=2, width=16, layers=2):
         super().__init__()
         self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(MixtureBlock(width, experts, count, chosen) for _ in range(4))
+        blocks = (MixtureBlock(width, experts, count, chosen) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 64)
 
     def forward(self, ids):

@@ -26,13 +26,13 @@ def of_this_rank(data, together=2):
     return [[t[number::count] for t in batch] for batch in data]
 
 
-def tokens(steps=20, rows=16, length=16):
+def tokens(steps=5, rows=16, length=16):
     generator = torch.Generator().manual_seed(1)
     shape = steps, 2, rows, length
     return list(torch.randint(0, 64, shape, generator=generator))
 
 
-def vectors(steps=20, rows=16, shape=(20,)):
+def vectors(steps=5, rows=16, shape=(20,)):
     generator = torch.Generator().manual_seed(1)
     return [
         (
@@ -43,7 +43,7 @@ def vectors(steps=20, rows=16, shape=(20,)):
     ]
 
 
-def images(steps=20, rows=16):
+def images(steps=5, rows=16):
     return vectors(steps, rows, (1, 8, 8))
 
 
@@ -52,7 +52,7 @@ def cross_entropy(outputs, targets):
 
 
 def train(model, optimizer, data, loss_of=cross_entropy, norms=(1.0,)):
-    """Twenty steps as a user writes them; the losses and norms."""
+    """Steps as a user writes them; the losses and norms."""
     found = []
     for x, y in data:
         optimizer.zero_grad()

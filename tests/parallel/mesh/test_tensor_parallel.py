@@ -116,7 +116,7 @@ def furthest(found, model, largest):
 )
 def test_weights_are_those_of_one_process(make, batch, share):
     reference = make().double()
-    batches = [batch() for _ in range(20)]
+    batches = [batch() for _ in range(4)]
     model, plan, placements = divided(reference, batches[0])
     assert plan.share == pytest.approx(share, abs=0.005)
     sizes = [sum(p.numel() for p in each.parameters()) for each in (model, reference)]
@@ -155,7 +155,7 @@ def test_embeddings_and_projections(vocab, tied, padding, words):
     if words and (tied or vocab % 2):
         words = {"embed": "colwise", "project": "rowwise"}
     reference = Language(vocab, tied=tied, padding_idx=padding).double()
-    batches = [torch.cat([ids(), torch.full((1, 8), vocab - 1)]) for _ in range(20)]
+    batches = [torch.cat([ids(), torch.full((1, 8), vocab - 1)]) for _ in range(4)]
     batches[0][0, 0] = 1
     model, plan, placements = divided(reference, batches[0], words=words)
     assert ("project" in plan.divisions) == (words is None or "project" in words)
@@ -192,7 +192,7 @@ class WithLoss(Language):
 )
 def test_a_loss_of_divided_logits(options):
     reference = WithLoss(**options).double()
-    batches = [ids() for _ in range(20)]
+    batches = [ids() for _ in range(4)]
     model, plan, placements = divided(reference, batches[0])
     divided_up_to_the_loss = not plan.divisions["project"].by_itself
     assert divided_up_to_the_loss == ("returns" not in options)
