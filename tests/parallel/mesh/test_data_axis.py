@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import GPT
 from mesh_training import (
     adamw,
@@ -22,7 +23,7 @@ from torch import nn
 import hvkit
 from hvkit.communication.division import divide
 
-pytestmark = pytest.mark.skipif(hvkit.size() < 4, reason="two pipelines are four ranks")
+pytestmark = [MORE, pytest.mark.skipif(hvkit.size() < 4, reason="two pipelines are four ranks")]
 
 SMALL = functools.partial(GPT, layers=4)
 

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import GPT
 from mesh_training import adamw, difference, distributed, of_this_rank, tokens, train, whole_state
 from ranks import shared_folder
 
 import hvkit
+
+pytestmark = MORE
 
 
 def deferred(seed, **options):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import CNN, GPT, Encoder, Llama
 from mesh_training import (
     adamw,
@@ -24,6 +25,8 @@ from hvkit.frameworks.pytorch.model_parallel import division
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.mesh import SCHEDULES
 from hvkit.watch.spans import observe
+
+pytestmark = MORE
 
 LARGER = {"width": 64, "vocab": 128}
 MODELS = {

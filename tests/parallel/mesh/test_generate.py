@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import GPT
 from mesh_training import (
     adamw,
@@ -19,7 +20,7 @@ from torch import nn
 
 import hvkit
 
-pytestmark = pytest.mark.skipif(hvkit.size() != 2, reason="for two ranks")
+pytestmark = [MORE, pytest.mark.skipif(hvkit.size() != 2, reason="for two ranks")]
 
 
 class Translator(nn.Module):

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from cases import MORE, cases
 from mesh_models import CNN, GPT
 from mesh_training import (
     adamw,
@@ -28,8 +29,8 @@ def folder(tmp_path_factory):
     return shared_folder(tmp_path_factory)
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", cases(["GPipe", "1F1B"]))
+@pytest.mark.parametrize("name", cases(MODELS))
 def test_a_resumed_run_is_the_undisturbed_run(name, schedule, folder):
     make, data_of = MODELS[name]
     data = of_this_rank(data_of(8))
@@ -56,6 +57,7 @@ def test_a_resumed_run_is_the_undisturbed_run(name, schedule, folder):
         assert difference(whole_state(model), undisturbed) == 0.0
 
 
+@MORE
 def test_a_file_is_that_of_the_plain_model(folder):
     data = of_this_rank(tokens(3))
     model, optimizer = distributed(GPT(layers=4))
@@ -73,6 +75,7 @@ def test_a_file_is_that_of_the_plain_model(folder):
             assert torch.equal(t, expected[name])
 
 
+@MORE
 def test_a_run_goes_on_in_another_mesh_and_in_none(folder):
     data = tokens(9)
     meshes = [

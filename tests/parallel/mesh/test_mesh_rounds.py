@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from cases import MORE
 from mesh_models import CNN, GPT
 from mesh_training import (
     adamw,
@@ -21,7 +22,7 @@ from ranks import error_of, shared_folder
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel.mesh_keeper import MeshKeeper
 
-pytestmark = pytest.mark.skipif(hvkit.size() < 4, reason="two pipelines are four ranks")
+pytestmark = [MORE, pytest.mark.skipif(hvkit.size() < 4, reason="two pipelines are four ranks")]
 
 make_gpt = functools.partial(GPT, layers=4)
 DILOCO = hvkit.DiLoCo(every=4)

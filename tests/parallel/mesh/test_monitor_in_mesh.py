@@ -6,11 +6,14 @@ import keras
 import numpy as np
 import pytest
 import torch
+from cases import MORE
 from mesh_models import GPT
 from mesh_training import MICROBATCHES, adamw, cross_entropy, of_this_rank, tokens
 from ranks import shared_folder
 
 import hvkit
+
+pytestmark = MORE
 
 MESHES = {
     "pipeline": {"mesh": hvkit.Mesh(pipeline=2), "microbatches": MICROBATCHES},

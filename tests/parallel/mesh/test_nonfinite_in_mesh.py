@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import GPT
 from mesh_training import (
     MICROBATCHES,
@@ -20,6 +21,8 @@ from ranks import error_of
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel.gradient_norm import local_part
 from hvkit.watch.calls import of_run
+
+pytestmark = MORE
 
 MESHES = {
     "pipeline": {"mesh": hvkit.Mesh(pipeline=2), "microbatches": MICROBATCHES},

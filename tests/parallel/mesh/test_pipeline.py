@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
+from cases import MORE, cases
 from mesh_models import CNN, GPT, EncoderDecoder, PassesTwo, ResNet, UNet
 from mesh_training import (
     MICROBATCHES,
@@ -33,16 +35,10 @@ MODELS = {
 }
 
 
-def each_schedule():
-    """Every schedule with every model; first those of two models, of different kinds of cuts."""
-    for schedule in SCHEDULES:
-        for name in MODELS:
-            first = name in ("tied GPT", "U-Net")
-            marks = [] if first else [pytest.mark.every_combination]
-            yield pytest.param(name, schedule, marks=marks, id=f"{name}-{schedule}")
+FIRST = [("tied GPT", "GPipe"), ("tied GPT", "1F1B"), ("U-Net", "GPipe")]
 
 
-@pytest.mark.parametrize(("name", "schedule"), each_schedule())
+@pytest.mark.parametrize(("name", "schedule"), cases(itertools.product(MODELS, SCHEDULES), FIRST))
 def test_it_trains_the_model_of_one_process(name, schedule):
     make, data_of = MODELS[name]
     # Each schedule takes its own path from the second batch on.
@@ -52,6 +48,7 @@ def test_it_trains_the_model_of_one_process(name, schedule):
     assert norms < 1e-12
 
 
+@MORE
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_float32_differs_no_more_than_micro_batches_do(schedule):
     """The control is one process that trains in micro-batches, beside one that does not."""
@@ -75,6 +72,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
+@MORE
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_results_of_two_levels_pass_by_a_cut(schedule):
     found = differences(UNet, images(6), schedule=schedule, stages=["below"])

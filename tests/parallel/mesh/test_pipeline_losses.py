@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import GPT, SMALL, PassesTwo
 from mesh_training import (
     both,
@@ -23,6 +24,8 @@ from ranks import error_of
 from torch.nn import functional as F
 
 import hvkit
+
+pytestmark = MORE
 
 
 def test_the_model_computes_its_loss_itself():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import MLP, SMALL, Masked, PassesTwo, Recurrent
 from mesh_training import (
     adamw,
@@ -19,6 +20,8 @@ from torch import nn
 
 import hvkit
 from hvkit.errors import RanksDisagreeError
+
+pytestmark = MORE
 
 
 def test_a_model_that_takes_time_before_the_batch_is_refused():

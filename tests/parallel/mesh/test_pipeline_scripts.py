@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import CNN, GPT, SMALL, Encoder, Masked, PassesTwo, Recurrent
 from mesh_training import (
     InMicroBatches,
@@ -27,6 +28,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hvkit
+
+pytestmark = MORE
 
 
 def sgd(model):

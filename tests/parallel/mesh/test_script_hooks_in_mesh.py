@@ -3,11 +3,14 @@
 import functools
 
 import pytest
+from cases import MORE
 from mesh_models import GPT
 from mesh_training import MICROBATCHES, differences, tokens
 from torch.autograd.graph import register_multi_grad_hook
 
 import hvkit
+
+pytestmark = MORE
 
 DATA = hvkit.size() // 2
 MESHES = {

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from cases import MORE, cases
 from mesh_models import CNN, GPT, MLP, Block, EncoderDecoder, UNet
 from mesh_training import (
     adamw,
@@ -50,13 +51,14 @@ class PatchTransformer(nn.Module):
 ALONE = hvkit.Mesh(shard=2) if hvkit.size() == 2 else hvkit.Mesh(shard=2, data=2)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", cases([True, False]))
 def test_it_trains_the_model_of_one_process(tied):
     make = functools.partial(GPT, layers=4, tied=tied)
     found = differences(make, tokens(), mesh=ALONE, microbatches=None, together=1)
     assert max(found) < 1e-11
 
 
+@MORE
 def test_a_model_without_parts_and_parameters_kept_from_before():
     """All weights are gathered together, and clipping gets what the script has listed early."""
     reference = MLP()
@@ -105,6 +107,7 @@ def test_shards_of_divided_layers():
     assert max(differences(make, tokens(), mesh=mesh, microbatches=None)) < 1e-11
 
 
+@MORE
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="came with PyTorch 2.9")
 def test_muon_orthogonalises_whole_matrices(monkeypatch):
     """In float64: PyTorch iterates in bfloat16, and rounding leads the weights 1e-2 apart."""
@@ -168,6 +171,7 @@ def test_refusals():
     assert "batch norm keeps statistics" in message
 
 
+@MORE
 def test_ranks_that_call_another_number_of_times_are_named():
     model, optimizer = distributed(MLP(), mesh=ALONE, microbatches=None)
     data = of_this_rank(vectors(2), 1)
@@ -224,6 +228,7 @@ def test_functional_calls_are_refused():
     assert "functional_call gives the model in a mesh another 0.weight" in message
 
 
+@MORE
 def test_a_function_that_is_compiled_around_the_model_trains_it():
     reference = MLP()
     model = copy.deepcopy(reference)
@@ -244,6 +249,7 @@ def test_a_function_that_is_compiled_around_the_model_trains_it():
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
+@MORE
 @pytest.mark.parametrize("mean", [False, True])
 def test_losses_over_other_numbers_are_named(mean, capsys):
     main_rank._logged.clear()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import MORE, cases, pairwise
 from mesh_models import CNN, GPT, Encoder
 from mesh_training import (
     adamw,
@@ -45,7 +46,7 @@ if hvkit.size() == 4:
         "shard 4": {"mesh": hvkit.Mesh(shard=4), "microbatches": None},
         "DiLoCo": {"mesh": PIPELINE, "strategy": hvkit.DiLoCo(every=2)},
     }
-make_gpt = functools.partial(GPT, layers=4, dropout=0.1)
+make_gpt = functools.partial(GPT, layers=hvkit.size(), dropout=0.1)
 MODELS = {
     "GPT": (make_gpt, tokens),
     "CNN": (CNN, images),
@@ -86,7 +87,7 @@ def assert_equal(found, expected):
 RESUMED = [(mesh, "GPT") for mesh in MESHES] + [("pipeline", "CNN"), ("tensor", "encoder")]
 
 
-@pytest.mark.parametrize(("mesh", "name"), RESUMED)
+@pytest.mark.parametrize(("mesh", "name"), cases(RESUMED))
 def test_a_resumed_run_is_the_undisturbed_run(mesh, name, folder):
     make, data_of = MODELS[name]
     data = data_for(mesh, 6, data_of)
@@ -130,9 +131,10 @@ def assert_same(found, expected):
         assert found == expected
 
 
-@pytest.mark.parametrize("trained_before", [0, 1])
-@pytest.mark.parametrize("later", MESHES)
-@pytest.mark.parametrize("earlier", ["pipeline", "tensor", "shard"])
+@pytest.mark.parametrize(
+    ("earlier", "later", "trained_before"),
+    cases(pairwise(["pipeline", "tensor", "shard"], list(MESHES), [0, 1]), first=2),
+)
 def test_any_mesh_reads_what_another_has_written(earlier, later, trained_before, folder):
     model, optimizer, checkpoint = begin(folder, earlier)
     train(model, optimizer, data_for(earlier, 2))
@@ -148,7 +150,7 @@ def test_any_mesh_reads_what_another_has_written(earlier, later, trained_before,
     assert difference(whole_state(model), expected[0] if expected else {}) == 0.0
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", cases(MESHES))
 def test_joined_files_are_those_of_a_checkpoint_that_is_not_sharded(mesh, folder, monkeypatch):
     monkeypatch.setattr(joining, "_LARGE", 1024)
     model, optimizer, sharded = begin(folder / "sharded", mesh, Net)
@@ -186,7 +188,7 @@ class Net(GPT):
     """Tied weights, a buffer, and a state that is no tensor."""
 
     def __init__(self):
-        super().__init__(layers=4, dropout=0.1)
+        super().__init__(layers=hvkit.size(), dropout=0.1)
         self.register_buffer("seen", torch.arange(5))
 
     def get_extra_state(self):
@@ -200,6 +202,7 @@ def sent():
     return sum(each.bytes for each in hvkit.traffic().values())
 
 
+@MORE
 def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
     mesh = "pipeline x tensor" if hvkit.size() == 4 else "tensor"
     model, optimizer, checkpoint = begin(folder, mesh)
@@ -221,6 +224,7 @@ def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
     assert not (at / "model.pt").exists()
 
 
+@MORE
 def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(folder, monkeypatch):
     model, optimizer, checkpoint = begin(folder, "pipeline")
     data = data_for("pipeline", 2)
@@ -267,6 +271,7 @@ def test_a_kill_at_any_moment_leaves_the_earlier_checkpoint(folder, monkeypatch)
     assert checkpoint.restore().step == 2
 
 
+@MORE
 def test_ranks_that_do_not_agree_about_it_are_told(folder):
     model, _, _ = begin(folder, "pipeline")
     checkpoint = hvkit.Checkpoint(folder, model=model, sharded=hvkit.rank() == 1)
@@ -290,6 +295,7 @@ def test_a_damaged_part_is_found(folder):
     assert checkpoint.restore().step == 1
 
 
+@MORE
 def test_a_model_that_no_rank_holds_reads_its_part(folder, monkeypatch):
     model, optimizer, checkpoint = begin(folder, "pipeline")
     data = data_for("pipeline", 4)
@@ -310,6 +316,7 @@ def test_a_model_that_no_rank_holds_reads_its_part(folder, monkeypatch):
     assert_equal(own_of(model, optimizer), undisturbed)
 
 
+@MORE
 def test_a_model_without_weights_is_not_saved(folder):
     with hvkit.deferred_init():
         model = make_gpt()
@@ -320,6 +327,7 @@ def test_a_model_without_weights_is_not_saved(folder):
         assert "no weights before its first batch" in text
 
 
+@MORE
 def test_wrong_arguments(folder):
     model = torch.nn.Linear(2, 2)
     for wrong in ({"background": True}, {"replicas": 1}):

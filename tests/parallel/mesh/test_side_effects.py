@@ -4,12 +4,15 @@ import functools
 
 import pytest
 import torch
+from cases import MORE
 from mesh_training import both, differences, of_this_rank, train, vectors, whole_state
 from ranks import error_of
 from torch import nn
 from torch.nn import functional as F
 
 import hvkit
+
+pytestmark = MORE
 
 
 def layers(count):

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from cases import MORE, cases
 from mesh_models import GPT, MLP, Encoder, Experts, Llama, MixtureNet
 from mesh_training import (
     adamw,
@@ -57,7 +58,7 @@ def loss_of(outputs, targets):
     return outputs.mean() if outputs.dim() == 1 else cross_entropy(outputs, targets)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS))
 def test_it_trains_the_model_of_one_process(name):
     make, data_of, _ = MODELS[name]
     weights, losses, norms = differences(
@@ -68,7 +69,7 @@ def test_it_trains_the_model_of_one_process(name):
     assert norms < 1e-11
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS))
 def test_each_rank_holds_a_part(name):
     make, data_of, part = MODELS[name]
     whole = sum(p.numel() for p in make().parameters())
@@ -106,6 +107,7 @@ class OfMode(Scored):
         return super().forward(ids) if self.training else self.evaluate(self, ids)
 
 
+@MORE
 @pytest.mark.parametrize(
     ("evaluate", "words"),
     [(GPT.forward, 32), (lambda m, x: GPT.forward(m, x) + m.wte.weight.sum(), 64)],
@@ -125,6 +127,7 @@ def test_a_vocabulary_that_evaluation_uses_otherwise(evaluate, words):
     assert torch.allclose(model.eval()(x), reference.eval()(x), atol=1e-12)
 
 
+@MORE
 def test_a_plan_in_words():
     make = functools.partial(GPT, layers=4, tied=False)
     plan = {"h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise"}
@@ -133,6 +136,7 @@ def test_a_plan_in_words():
     assert max(found) < 1e-11
 
 
+@MORE
 def test_dropout_is_the_same_on_both_ranks():
     torch.manual_seed(hvkit.rank())
     make = functools.partial(GPT, layers=2, dropout=0.2)
@@ -144,6 +148,7 @@ def test_dropout_is_the_same_on_both_ranks():
     assert torch.equal(together[0], together[1])
 
 
+@MORE
 def test_a_hook_of_one_rank_alone():
     """It needs whole activations, which the other ranks would not join."""
     found = []
@@ -162,6 +167,7 @@ def test_a_hook_of_one_rank_alone():
     assert len(found) > 4 or hvkit.rank()
 
 
+@MORE
 def test_a_file_is_that_of_the_plain_model(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     data = tokens(6)
@@ -188,6 +194,7 @@ def test_a_file_is_that_of_the_plain_model(tmp_path_factory):
     )
 
 
+@MORE
 def test_a_resumed_run_is_the_undisturbed_run(tmp_path_factory):
     """With dropout, whose numbers both ranks draw together."""
     folder = shared_folder(tmp_path_factory)
@@ -210,6 +217,7 @@ def test_a_resumed_run_is_the_undisturbed_run(tmp_path_factory):
         assert difference(whole_state(model), undisturbed) == 0.0
 
 
+@MORE
 def test_a_model_that_is_one_layer():
     reference = nn.Linear(20, 10)
     model = copy.deepcopy(reference)
@@ -238,12 +246,14 @@ class Recomputed(nn.Module):
         return self.last(x)
 
 
+@MORE
 def test_blocks_that_are_computed_again_between_the_layers_of_a_pair(monkeypatch):
     monkeypatch.setattr(streams, "SMALLEST", 1 << 40)  # no stream: pairs reach over blocks
     apart = differences(Recomputed, vectors(), mesh=hvkit.Mesh(tensor=2), microbatches=None)
     assert max(apart) < 1e-11
 
 
+@MORE
 def test_lines_of_a_script_see_whole_experts():
     reference = MixtureNet("module in turns")
     model = copy.deepcopy(reference)
@@ -269,6 +279,7 @@ def test_lines_of_a_script_see_whole_experts():
     assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(*seen, strict=True))
 
 
+@MORE
 def test_experts_that_are_called_in_another_way_than_in_the_first_call():
     class WithMask(Experts):
         def forward(self, x, places, weights, mask=None):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from cases import MORE, pairwise
 from mesh_models import CNN, GPT, MLP, Encoder, LearntInside, Llama, ResNet, SkipNet, gpt_of_conv1d
 from ranks import error_of, same_on_all_ranks
 from torch import nn
@@ -22,7 +23,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import whole_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
 
-pytestmark = pytest.mark.usefixtures("torch_distributed")
+pytestmark = [MORE, pytest.mark.usefixtures("torch_distributed")]
 
 
 def ids(batch=4, length=8):
@@ -147,10 +148,12 @@ class Language(nn.Module):
         return self.project(self.norm(self.embed(x)))
 
 
-@pytest.mark.parametrize("words", [None, {"embed": "rowwise"}, {"embed": "colwise"}])
-@pytest.mark.parametrize("padding", [None, 1, -1])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("vocab", [64, 65])
+@pytest.mark.parametrize(
+    ("vocab", "tied", "padding", "words"),
+    pairwise(
+        [64, 65], [True, False], [None, 1, -1], [None, {"embed": "rowwise"}, {"embed": "colwise"}]
+    ),
+)
 def test_embeddings_and_projections(vocab, tied, padding, words):
     if words and (tied or vocab % 2):
         words = {"embed": "colwise", "project": "rowwise"}

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from cases import MORE
 from mesh_models import GPT
 from mesh_training import (
     cross_entropy,
@@ -153,6 +154,7 @@ def test_lines_in_the_loop(layout):
     assert max(apart(layout, after=in_loop)) < 1e-12
 
 
+@MORE
 @each_layout
 def test_penalties_in_the_loss(layout):
     weights, losses = apart(layout, penalty=in_loss)
@@ -161,11 +163,13 @@ def test_penalties_in_the_loss(layout):
     assert losses < 1e-12 or "pipeline" in layout
 
 
+@MORE
 @each_layout
 def test_an_optimizer_of_the_scripts_own(layout):
     assert max(apart(layout, make_after=Momentum)) < 1e-12
 
 
+@MORE
 @each_layout
 def test_hooks_that_were_there_before(layout):
     def prepare(model):
@@ -175,6 +179,7 @@ def test_hooks_that_were_there_before(layout):
     assert max(apart(layout, prepare)) < 1e-12
 
 
+@MORE
 @each_layout
 def test_hooks_on_gradients_that_are_complete(layout):
     def change(p):
@@ -242,6 +247,7 @@ def test_what_one_process_refuses_is_refused(divided):
         p[0].zero_()
 
 
+@MORE
 def test_gradients_of_gradients(divided):
     model, p, whole = divided
     x, y = tokens(1)[0]
@@ -267,6 +273,7 @@ class Pairs(nn.Module):
         return self.layers(x)
 
 
+@MORE
 def test_a_penalty_on_gradients_is_that_of_one_process():
     """Its gradients go back through the exchanges of a backward pass."""
     models = Pairs().double(), Pairs().double()
