@@ -94,7 +94,7 @@ KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 more-ranks: setup
 	$(call RANKS,3) $(FIRST) tests/parallel $(addprefix --ignore=,$(KERAS_PIPELINE) $(ON_TWO_OR_FOUR))
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
-	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(FIRST) tests/parallel/groups $(MESHES) $(KERAS_PIPELINE)
+	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) tests/parallel/groups $(MESHES) $(KERAS_PIPELINE)
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
 	$(call RANKS,3) tests/jax/test_jax_equals_one_process.py
 	$(call RANKS,4) tests/jax/test_jax_meshes.py

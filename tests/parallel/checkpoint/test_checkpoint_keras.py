@@ -71,6 +71,7 @@ def run_loop(folder, seed, until, save_at=None):
     return state(net, optimizer), net
 
 
+@MORE
 def test_a_resumed_custom_loop_is_the_one_that_was_never_stopped(folder):
     whole, _ = run_loop(folder, 1, until=10, save_at=1)
     resumed, net = run_loop(folder, 2, until=10)
@@ -203,6 +204,7 @@ def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped
     assert equal(resumed, unbroken(make_data))
 
 
+@MORE
 def test_the_callback_may_be_in_a_callback_list(folder):
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
     net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
@@ -249,6 +251,7 @@ def unknown_length():
     return dataset().filter(lambda x, y: True)
 
 
+@MORE
 @pytest.mark.parametrize(
     ("make_data", "at_once", "fit_options", "batches"),
     cases(
@@ -281,6 +284,7 @@ def test_a_resumed_fit_takes_the_steps_that_are_left(
 ORDERS = {"last": 3, "first": 0, "in between": 2}
 
 
+@MORE
 @pytest.mark.parametrize("place", cases(ORDERS, 2))
 @pytest.mark.parametrize("ends", ["killed", "at its end"])
 def test_a_checkpoint_holds_what_the_next_epoch_begins_with(folder, place, ends):
@@ -365,6 +369,7 @@ class Shuffled(keras.utils.PyDataset):
         random.shuffle(self.order)
 
 
+@MORE
 def test_a_sharded_pydataset_continues_in_its_own_order(folder):
     def run(seed, name):
         net, optimizer = hvkit.distribute(model(seed), keras.optimizers.SGD(0.001))
@@ -384,6 +389,7 @@ def test_a_sharded_pydataset_continues_in_its_own_order(folder):
     assert equal(run(2, "a"), whole)
 
 
+@MORE
 def test_accumulated_gradients_stay_with_their_rank(folder):
     def run(seed, stop, name):
         optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
@@ -403,6 +409,7 @@ def test_accumulated_gradients_stay_with_their_rank(folder):
     assert equal(run(2, 8, "stopped"), whole)
 
 
+@MORE
 def test_the_callback_saves_after_a_number_of_steps(folder):
     run_fit(folder, 1, 1, every=2)
     found = sorted(path.name for path in folder.glob("step-*"))
@@ -429,6 +436,7 @@ def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
     assert float(other_scaled.inner_optimizer.learning_rate) == pytest.approx(0.01)
 
 
+@MORE
 def test_saving_disturbs_no_random_state(folder):
     net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
     checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)

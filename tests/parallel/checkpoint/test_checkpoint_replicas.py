@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import MORE
 from hosts import as_if_on, begin, state, train
 
 import hvkit
@@ -25,6 +26,7 @@ def names(folder):
     return sorted(path.name for path in folder.glob("*/step-*"))
 
 
+@MORE
 @several
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("lost", ["directory", "newest", "nothing"])

@@ -195,6 +195,7 @@ def test_saving_does_not_change_the_training(run, folder, past):
     assert all(map(np.array_equal, past.undisturbed(run), saving))
 
 
+@MORE
 @pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
 def test_without_what_the_strategy_keeps_the_run_would_differ(lost, past, monkeypatch):
     undisturbed, saved = past.undisturbed(TorchRun), past.saved(TorchRun, 8)
@@ -242,6 +243,7 @@ def test_the_epoch_callback_saves_each_ranks_own_weights(folder):
     assert all(map(np.array_equal, found, own))
 
 
+@MORE
 def test_the_callback_counts_steps_whose_update_one_rank_skips(folder):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0)
@@ -319,6 +321,7 @@ def train_by(run, steps):
         run.optimizer.step()
 
 
+@MORE
 @RUNS
 def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
     first = run(folder, 1, hvkit.ParameterServer(None))
@@ -344,6 +347,7 @@ def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
         assert all(map(np.array_equal, second.weights()[:2], saved[:2]))
 
 
+@MORE
 @RUNS
 def test_a_resumed_server_holds_also_weights_that_train_later(run, folder):
     first = run(folder, 1, hvkit.ParameterServer(None))

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import MORE
 from nets import arrays
 from ranks import same_on_all_ranks
 from torch import nn
@@ -81,6 +82,7 @@ CASES = {
 }
 
 
+@MORE
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("save_at", [3, 4, 5, 7])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(case, save_at, folder):

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import MORE
 from ranks import error_of, shared_folder
 
 import hvkit
@@ -27,6 +28,7 @@ AFTER = {
 }
 
 
+@MORE
 @pytest.mark.parametrize("kind", AFTER)
 @pytest.mark.parametrize("method", ["cache", "snapshot"])
 def test_every_sample_is_read_in_every_epoch_from_files_that_are_cached(kind, method, file):

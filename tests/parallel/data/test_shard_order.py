@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import MORE
 from ranks import error_of
 from torch.utils.data import (
     DataLoader,
@@ -82,6 +83,7 @@ def loader(kind, rank, batch):
     return DataLoader(DATA, batch, **SAMPLERS[kind](rank))
 
 
+@MORE
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [(kind, 8) for kind in SAMPLERS] + [(kind, None) for kind in SAMPLERS if kind != "lazy"],

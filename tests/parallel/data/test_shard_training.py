@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
+from cases import MORE
 from ranks import largest_difference, same_on_all_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -90,6 +91,7 @@ def fits_like_one_process(make):
     assert largest_difference(model.get_weights(), reference) < 1e-5
 
 
+@MORE
 def test_fit_on_a_batched_pipeline_trains_the_weights_of_one_process():
     def make(batch):
         data = tf.data.Dataset.from_tensor_slices(samples())
@@ -103,6 +105,7 @@ def test_fit_on_a_pydataset_trains_the_weights_of_one_process():
     fits_like_one_process(Batches)
 
 
+@MORE
 @pytest.mark.two_ranks
 def test_a_pydataset_that_shuffles_itself_is_in_the_order_of_one_process():
     fits_like_one_process(ShuffledByNumpy)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import MORE
 from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
 from models import fit, local, mlp, mse, weights
 from ranks import largest_difference, same_on_all_ranks
@@ -19,6 +20,7 @@ import hvkit
 pytestmark = pytest.mark.two_ranks
 
 
+@MORE
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gradients_of_local_layers_stay_on_their_rank(scaled):
     model = mlp(0)
@@ -98,6 +100,7 @@ def test_callbacks_of_fit():
     assert history.history["lr"] == pytest.approx([first, 0.1, 0.1])
 
 
+@MORE
 def test_momentum_follows_the_rate():
     """As if SGD were written with the rate inside its velocity, of which the rate is a factor."""
     x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
@@ -152,6 +155,7 @@ def test_batch_norm_over_all_ranks():
     assert largest_difference(found, expected) < 1e-5
 
 
+@MORE
 @pytest.mark.parametrize("name", ["model.keras", "model.h5"])
 def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path, name):
     model = mlp(0)
@@ -169,6 +173,7 @@ def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path, name):
     assert largest_difference(weights(loaded), of_one_process()) < 1e-5
 
 
+@MORE
 def test_a_model_that_was_saved_before_it_trained_is_loaded(tmp_path):
     model = mlp(0)
     model.compile(
@@ -181,6 +186,7 @@ def test_a_model_that_was_saved_before_it_trained_is_loaded(tmp_path):
     assert largest_difference(weights(loaded), of_one_process()) < 1e-5
 
 
+@MORE
 def test_overflows_are_skipped_on_all_ranks():
     model = mlp(0)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
@@ -297,6 +303,7 @@ def test_a_model_that_is_loaded_on_one_rank_is_sent_to_those_that_have_made_it(i
     assert largest_difference(weights(model), weights(mlp(0))) == 0
 
 
+@MORE
 def test_sums_that_hold_no_rates_are_not_corrected():
     def trained(correction):
         x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
@@ -327,6 +334,7 @@ class OfTheScript(keras.optimizers.Adam):
         return cls(**config)
 
 
+@MORE
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("scaled", [True, False])
 def test_copies_of_an_optimizer_average(copied, scaled):
@@ -337,6 +345,7 @@ def test_copies_of_an_optimizer_average(copied, scaled):
     assert largest_difference(found, of_one_process()) < 1e-5
 
 
+@MORE
 def test_copies_of_the_scripts_own_optimizer_average():
     first = hvd.DistributedOptimizer(OfTheScript(0.01))
     found = of_all_ranks(OfTheScript.from_config(first.get_config()))
@@ -376,6 +385,7 @@ def test_an_optimizer_that_averages_is_not_pickled():
     assert float(alone.learning_rate) == 0.5
 
 
+@MORE
 def test_what_is_accumulated_is_not_broadcast():
     """The callback sends the optimizer's variables after the first of two passes."""
     optimizer = hvd.DistributedOptimizer(
@@ -419,6 +429,7 @@ def test_the_hook_of_sessions_is_there():
     )
 
 
+@MORE
 def test_a_model_of_horovods_beside_one_of_hvkits_is_not_warned_of(monkeypatch):
     def warn(optimizer):
         raise AssertionError(optimizer)

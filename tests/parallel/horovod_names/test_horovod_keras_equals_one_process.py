@@ -8,7 +8,7 @@ import horovod.tensorflow.keras as hvd
 import keras
 import pytest
 import tensorflow as tf
-from cases import cases, each_once
+from cases import MORE, cases, each_once
 from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
 from models import LOOPS, embedded, local, mlp, mse, texts, weights, with_state
 from ranks import largest_difference, same_on_all_ranks
@@ -22,6 +22,7 @@ def test_the_optimizer_averages(loop, optimizer):
     assert largest_difference(found, of_one_process(make, loop=LOOPS[loop])) < 1e-5
 
 
+@MORE
 @pytest.mark.parametrize(
     ("names", "optimizer"),
     cases(each_once(["horovod.keras", "horovod.tensorflow"], ["clipped", "decayed", "averaged"])),
@@ -32,12 +33,14 @@ def test_optimizers_with_more_than_an_update(names, optimizer):
     assert largest_difference(found, of_one_process(make)) < 1e-5
 
 
+@MORE
 def test_gradients_are_added_on_request():
     found = of_all_ranks(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum))
     expected = of_one_process(lambda: keras.optimizers.SGD(0.01 * hvd.size()))
     assert largest_difference(found, expected) < 1e-5
 
 
+@MORE
 @pytest.mark.parametrize(
     "options",
     cases(
@@ -72,6 +75,7 @@ def test_rows_of_embeddings(sparse_as_dense):
     assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"], embedded, data)) < 1e-5
 
 
+@MORE
 @pytest.mark.parametrize(
     ("loop", "mean"),
     cases(itertools.product(LOOPS, [True, False]), [("fit", False), ("eager", True)]),
