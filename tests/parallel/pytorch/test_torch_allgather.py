@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import MORE
 from nets import raised_everywhere
 from torch import nn
 from torch.nn import functional as F
@@ -82,6 +83,7 @@ def test_shapes_may_differ_and_the_gradient_is_a_sum_over_ranks(dtype):
     assert torch.equal(z.grad, torch.full_like(z, (rank + 1) ** 2 * sum(range(1, SIZE + 1))))
 
 
+@MORE
 def test_a_number_goes_through_and_a_compiled_model_may_gather():
     layer = nn.Linear(3, 1)
     function = torch.compile(

@@ -5,6 +5,7 @@ Here on "meta", where nothing can be computed. hvkit's own tensors name their de
 
 import pytest
 import torch
+from cases import MORE
 from nets import arrays, local, mlp, regression, train
 
 import hvkit
@@ -41,6 +42,7 @@ def _trained(way, device):
             return arrays(model.state_dict().values()) if hvkit.is_main() else []
 
 
+@MORE
 @pytest.mark.parametrize("way", WAYS)
 def test_it_changes_nothing(way, torch_distributed):
     default, elsewhere = (_trained(WAYS[way], device) for device in ("cpu", "meta"))

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from cases import MORE
 from nets import arrays, local, mlp, raised_everywhere, regression
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
@@ -323,6 +324,7 @@ def test_a_step_without_a_gradient_is_an_error():
         optimizer.step()
 
 
+@MORE
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "options",

@@ -4,6 +4,7 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
+from cases import cases, pairwise
 from nets import raised_everywhere
 from ranks import error_of, same_on_all_ranks
 from torch import nn
@@ -269,9 +270,17 @@ def test_a_checkpointed_loss_is_not_computed_once_more():
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("loss_of", [MEANS[n] for n in ("ignored", "masked", "rows")])
-@pytest.mark.parametrize("last", [4, 6, 7])
-@pytest.mark.parametrize("options", [{}, STRATEGIES["accumulated"], STRATEGIES["fully"]])
+@pytest.mark.parametrize(
+    ("loss_of", "last", "options"),
+    cases(
+        pairwise(
+            [MEANS[n] for n in ("ignored", "masked", "rows")],
+            [4, 6, 7],
+            [{}, STRATEGIES["accumulated"], STRATEGIES["fully"]],
+        ),
+        first=3,
+    ),
+)
 def test_a_shorter_last_batch_on_one_rank_is_named_in_any_step(loss_of, last, options, capsys):
     main_rank._logged.clear()
     model = classifier()

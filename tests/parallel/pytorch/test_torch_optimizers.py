@@ -60,6 +60,7 @@ def test_compiled_steps(step, make):
         compare(make, after=SETTERS["OneCycleLR"], warmup=4, step=step)
 
 
+@MORE
 @pytest.mark.usefixtures("_not_compiled_before")
 @pytest.mark.parametrize("step", [compiled_method, compiled_function])
 def test_a_compiled_step_is_compiled_once(step):
@@ -161,6 +162,7 @@ class Fails(torch.optim.SGD):
         raise MemoryError(f"at {float(self.param_groups[0]['lr']):g}")
 
 
+@MORE
 @pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
 @pytest.mark.parametrize("where", ["update", "closure", "hook"])
 @pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
@@ -304,6 +306,7 @@ def test_an_optimizer_that_lowers_its_rate_itself_lowers_the_users(lr, in_place)
     assert seen == pytest.approx([RATE / 2, RATE / 4, RATE / 8], rel=1e-6)
 
 
+@MORE
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_the_step_length_of_lbfgs_is_never_scaled(line_search, warmup, capfd):

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cases import MORE
 from nets import arrays, local, mean_over_ranks, mlp, regression, train, train_with_closure
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
@@ -80,6 +81,7 @@ def test_a_shorter_last_accumulation_is_reduced_by_the_step():
     assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
 
 
+@MORE
 def test_a_compiled_function_may_call_backward():
     def steps(model, optimizer, data):
         @torch.compile(backend="eager")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import MORE
 from nets import arrays, distributed, local, mlp, raised_everywhere, regression, train
 from ranks import error_of, same_on_all_ranks
 from torch import nn
@@ -137,6 +138,7 @@ def test_an_optimizer_inside_the_one_that_was_passed_may_step():
     assert same_on_all_ranks(arrays(model.parameters()))
 
 
+@MORE
 def test_a_compiled_step_of_the_optimizer_that_was_passed_goes_on():
     model, optimizer = distributed()
     step = torch.compile(optimizer.step, backend="eager")

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from cases import pairwise
 from nets import alike, arrays, local, mlp, regression, sgd, train
 from ranks import error_of, largest_difference
 from torch import nn
@@ -62,11 +63,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("kind", ["normalised", "two", "stored"])
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-def test_a_hook_changes_the_mean_over_ranks(options, kind, before):
-    passes = [1] if options == STRATEGIES["fully"] and kind != "stored" else [1, 2]
+@pytest.mark.parametrize(
+    ("strategy", "kind", "before"),
+    pairwise(list(STRATEGIES), ["normalised", "two", "stored"], [True, False]),
+)
+def test_a_hook_changes_the_mean_over_ranks(strategy, kind, before):
+    options = STRATEGIES[strategy]
+    passes = [1] if strategy == "fully" and kind != "stored" else [1, 2]
     for number in passes:
         reference, model = mlp().double(), mlp().double()
         hook(reference, kind)
@@ -76,7 +79,7 @@ def test_a_hook_changes_the_mean_over_ranks(options, kind, before):
         model, optimizer = hvkit.distribute(model, sgd(model.parameters()), **options)
         if not before:
             hook(model, kind)
-        train_in_passes(model, optimizer, local(double()), number, to_none="Fully" in str(options))
+        train_in_passes(model, optimizer, local(double()), number, to_none=strategy == "fully")
         with hvkit.settled(model):
             state = model.state_dict() if hvkit.is_main() else {}
         for name, value in state.items():
