@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import cases
 from flax import nnx
 from jax_styles import batches, own_rows
 
@@ -60,7 +61,7 @@ def folder(tmp_path):
     return hvkit.broadcast(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.FullyShard()], ids=str)
+@pytest.mark.parametrize("strategy", cases([hvkit.Synchronous(), hvkit.FullyShard()]))
 def test_a_resumed_run_ends_with_the_same_bits(strategy, folder):
     undisturbed = Training(strategy)
     undisturbed.train(4)

@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from cases import cases
 from flax import nnx
 from jax_styles import FEATURES, NNX, STYLES, WIDTH, Equinox, Linen, parts, require_close
 
@@ -19,14 +20,14 @@ def alone(style):
     return _alone[style]
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+@pytest.mark.parametrize("style", cases(STYLES, 2, name=lambda style: style.__name__))
 def test_ranks_train_the_model_of_one_process(style):
     model = style(optax.sgd(0.05), hvkit.Synchronous())
     require_close(model, model.train(), *alone(style))
 
 
 @pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)
-@pytest.mark.parametrize("style", [NNX, Linen, Equinox], ids=lambda style: style.__name__)
+@pytest.mark.parametrize("style", cases([NNX, Linen, Equinox], name=lambda style: style.__name__))
 def test_divided_states_and_weights_change_nothing_but_memory(style, strategy):
     model = style(optax.sgd(0.05), strategy)
     require_close(model, model.train(), *alone(style))

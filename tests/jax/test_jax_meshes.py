@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import optax
 import pytest
+from cases import MORE, cases
 from flax import nnx
 from jax_styles import NNX, STYLES, batches, own_rows, parts, require_close
 from keras import layers
@@ -43,7 +44,7 @@ CASES = [(NNX, mesh) for mesh in MESHES] + [
 
 
 @pytest.mark.parametrize(
-    ("style", "mesh"), CASES, ids=[f"{style.__name__} {mesh}" for style, mesh in CASES]
+    ("style", "mesh"), cases(CASES, 2, name=lambda case: f"{case[0].__name__} {case[1]}")
 )
 def test_a_divided_model_trains_as_in_one_process(style, mesh):
     alone = style(optax.sgd(0.05), mesh=mesh)
@@ -53,6 +54,7 @@ def test_a_divided_model_trains_as_in_one_process(style, mesh):
     assert parts(model.tree()) == mesh.tensor * mesh.shard
 
 
+@MORE
 @pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
 def test_a_monitor_counts_the_samples_of_a_rank(mesh, tmp_path):
     monitor = hvkit.Monitor(hvkit.broadcast(tmp_path))
@@ -70,6 +72,7 @@ def test_the_optimizer_s_state_is_divided_as_the_weights_or_further(mesh):
     assert parts(nnx.state(model.optimizer)) == hvkit.size()
 
 
+@MORE
 def test_multi_steps_keeps_its_methods_and_takes_a_value():
     plateau = optax.contrib.reduce_on_plateau()
     chosen = optax.MultiSteps(optax.chain(optax.sgd(0.1), plateau), every_k_schedule=2)
@@ -82,6 +85,7 @@ def test_multi_steps_keeps_its_methods_and_takes_a_value():
     assert parts(state.acc_grads) == hvkit.size()
 
 
+@MORE
 def test_keras_fits_a_divided_model():
     mesh = MESHES[0]
     random = np.random.default_rng(0)
@@ -108,6 +112,7 @@ def test_keras_fits_a_divided_model():
     assert parts([v.value for v in model.optimizer.variables]) == mesh.tensor
 
 
+@MORE
 def test_kernels_of_attention_are_divided_by_heads():
     hvkit.distribute({"w": jax.numpy.ones((4, 4))}, optax.sgd(0.1), mesh=MESHES[0])
     heads = 2 * hvkit.size()
@@ -118,6 +123,7 @@ def test_kernels_of_attention_are_divided_by_heads():
     assert [each.index(("tensor",)) for each in placed] == [1, 0, 1]
 
 
+@MORE
 def test_a_checkpoint_of_a_mesh_resumes_without_one(tmp_path, monkeypatch):
     folder = hvkit.broadcast(tmp_path)
     saved = NNX(optax.adam(1e-3), hvkit.Synchronous(), MESHES[0])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import MORE, cases
 from flax import nnx
 
 import hvkit
@@ -88,7 +89,7 @@ def average(anchor, mean, velocity):
     return mean, velocity
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", cases([4, 1]))
 def test_local_sgd_averages_weights_after_each_round(every):
     model, optimizer = hvkit.distribute(*made(hvkit.rank()), strategy=hvkit.LocalSGD(every=every))
     assert all_alike(model)
@@ -109,6 +110,7 @@ def test_local_sgd_averages_weights_after_each_round(every):
             np.testing.assert_array_equal(mine, before)
 
 
+@MORE
 def test_diloco_takes_an_outer_step_with_the_mean_change():
     lr, momentum = 0.7, 0.9
 

@@ -7,6 +7,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from cases import MORE, cases
 from keras import layers
 
 import hvkit
@@ -65,17 +66,17 @@ def weights(model):
     return [np.asarray(gathered(v.value)) for v in model.weights]
 
 
+MODELS = {
+    "mlp": (mlp, lambda: keras.optimizers.Adam(1e-3), 1e-6),
+    "built in fit": (lambda: mlp(built=False), lambda: keras.optimizers.Adam(1e-3), 1e-6),
+    "cnn": (cnn, lambda: keras.optimizers.SGD(0.05), 1e-5),
+}
+
+
 @pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.FullyShard()], ids=str)
-@pytest.mark.parametrize(
-    ("make", "optimizer", "bound"),
-    [
-        (mlp, lambda: keras.optimizers.Adam(1e-3), 1e-6),
-        (lambda: mlp(built=False), lambda: keras.optimizers.Adam(1e-3), 1e-6),
-        (cnn, lambda: keras.optimizers.SGD(0.05), 1e-5),
-    ],
-    ids=["mlp", "built in fit", "cnn"],
-)
-def test_fit_trains_the_model_of_one_process(make, optimizer, bound, strategy):
+@pytest.mark.parametrize("name", cases(MODELS))
+def test_fit_trains_the_model_of_one_process(name, strategy):
+    make, optimizer, bound = MODELS[name]
     keras.utils.set_random_seed(0)
     alone, expected = fitted(make(), optimizer())
     keras.utils.set_random_seed(0 if hvkit.rank() == 0 else 7)  # ranks begin with rank 0's
@@ -88,7 +89,7 @@ def test_fit_trains_the_model_of_one_process(make, optimizer, bound, strategy):
     assert largest.size // largest.addressable_data(0).size == (hvkit.size() if divided else 1)
 
 
-@pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)
+@pytest.mark.parametrize("strategy", cases([hvkit.FullyShard(), hvkit.ShardedOptimizer()]))
 def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(strategy):
     model, _ = fitted(mlp(), keras.optimizers.Adam(1e-3), strategy)
     moments = [v for v in model.optimizer.variables if "momentum" in v.path and v.value.size > 100]
@@ -136,6 +137,7 @@ def test_updates_multiply_the_rate_and_warm_up_and_the_user_s_rate_stays():
     assert float(optimizer.learning_rate) == pytest.approx(0.02)
 
 
+@MORE
 def test_averages_that_ranks_divide_become_the_weights_of_one_process():
     keras.utils.set_random_seed(0)
     alone, _ = fitted(mlp(), keras.optimizers.SGD(0.05, use_ema=True))
@@ -146,6 +148,7 @@ def test_averages_that_ranks_divide_become_the_weights_of_one_process():
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
+@MORE
 def test_a_checkpoint_resumes_fit_with_the_same_bits(tmp_path):
     folder = hvkit.broadcast(tmp_path)
     x, y = map(part, data())
@@ -179,6 +182,7 @@ class StopAfter(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@MORE
 def test_fit_resumes_in_the_middle_of_an_epoch(tmp_path):
     folder = hvkit.broadcast(tmp_path)
     x, y = map(part, data())
@@ -235,6 +239,7 @@ def test_what_each_rank_assigns_needs_no_other_rank_and_is_compared_later(monkey
         model.fit(x, y, batch_size=4, verbose=0)
 
 
+@MORE
 def test_rank_0_alone_writes_the_files_of_callbacks_and_all_ranks_stop_together(tmp_path, capsys):
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -261,6 +266,7 @@ def test_rank_0_alone_writes_the_files_of_callbacks_and_all_ranks_stop_together(
     assert len(states.fit(x, y, callbacks=[best], verbose=0).epoch) == 1
 
 
+@MORE
 def test_other_models_stay_a_rank_s_own():
     model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
     if hvkit.is_main():
@@ -279,6 +285,7 @@ def test_other_models_stay_a_rank_s_own():
         later.train_on_batch(x[:4], y[:4])
 
 
+@MORE
 def test_ranks_with_other_numbers_of_batches_are_named():
     x, y = data()
     model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
@@ -296,6 +303,7 @@ def by_batches(rows, size):
     return (tuple(each[i:end] for each in rows) for i, end in itertools.pairwise(ends))
 
 
+@MORE
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("generator", [False, True])
 def test_ranks_may_have_other_numbers_of_batches_to_evaluate(generator, steps):
@@ -338,6 +346,7 @@ def test_a_rank_without_rows_has_the_metrics_of_the_others():
     assert model.predict(x[:rows], batch_size=4, verbose=0).shape == (rows, 4)
 
 
+@MORE
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_a_rank_that_stops_to_evaluate_is_named(method, monkeypatch):
     class Stop(keras.callbacks.Callback):
@@ -385,6 +394,7 @@ def test_an_array_of_which_a_rank_has_a_part_says_how_to_return_it():
         host_copy(hvkit.batch(np.ones((2, 2))))
 
 
+@MORE
 def test_a_loop_of_the_script_s_own_divides_what_its_optimizer_builds():
     model, optimizer = hvkit.distribute(
         mlp(), keras.optimizers.Adam(1e-3), strategy=hvkit.ShardedOptimizer()
@@ -394,6 +404,7 @@ def test_a_loop_of_the_script_s_own_divides_what_its_optimizer_builds():
     assert moments[0].size // moments[0].addressable_data(0).size == hvkit.size()
 
 
+@MORE
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_monitor_records_the_means_of_the_steps_of_fit(tmp_path, steps, monkeypatch):
     monkeypatch.setattr(batches, "_checks", [])  # of this model alone

@@ -3,10 +3,13 @@
 import keras
 import numpy as np
 import pytest
+from cases import MORE
 from keras import layers
 
 import hvkit
 from hvkit import main_rank
+
+pytestmark = MORE
 
 
 def mlp(*before):

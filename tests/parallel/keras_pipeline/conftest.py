@@ -3,6 +3,7 @@ import os
 
 import keras
 import pytest
+from cases import cases
 from ranks import keras_in_float64
 
 import hvkit
@@ -24,7 +25,7 @@ def _cleared():
     keras.backend.clear_session()
 
 
-@pytest.fixture(params=["float32", "float64"])
+@pytest.fixture(params=cases(["float64", "float32"]))
 def precision(request):
     """The largest relative difference from one process."""
     with keras_in_float64() if request.param == "float64" else contextlib.nullcontext():

@@ -2,6 +2,7 @@
 
 import keras
 import pytest
+from cases import MORE
 from ranks import error_of
 from stages import (
     MESH,
@@ -19,6 +20,8 @@ from stages import (
 
 import hvkit
 from hvkit.communication.collectives import gather
+
+pytestmark = MORE
 
 
 def test_rank_0_says_where_it_has_cut(capfd):

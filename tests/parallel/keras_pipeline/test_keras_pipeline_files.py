@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+from cases import MORE
 from ranks import error_of, shared_folder
 from stages import (
     MESH,
@@ -21,6 +22,8 @@ from stages import (
 
 import hvkit
 from hvkit.communication.collectives import gather
+
+pytestmark = MORE
 
 
 def test_callbacks_save_the_whole_model_and_stop_all_ranks(tmp_path_factory):

@@ -5,6 +5,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+from cases import MORE, cases
 from keras import ops
 from ranks import error_of, keras_in_float64, largest_difference
 from stages import (
@@ -32,7 +33,7 @@ import hvkit
 from hvkit.communication.collectives import gather
 
 
-@pytest.mark.parametrize("make", [cnn, residual])
+@pytest.mark.parametrize("make", cases([cnn, residual]))
 def test_fit_trains_the_model_of_one_process(make, precision):
     equals_one_process(make, bound=precision)
 
@@ -54,6 +55,7 @@ def test_each_rank_holds_the_weights_and_the_state_of_its_stage_only():
     assert both.tolist() == [model.count_params(), 2 * model.count_params()]
 
 
+@MORE
 def test_a_model_without_weights_is_built_in_parts():
     def make(**_):
         layers = keras.layers
@@ -74,6 +76,7 @@ def test_a_model_without_weights_is_built_in_parts():
         assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
+@MORE
 def test_regularisation_of_all_stages_is_in_the_loss_and_the_gradients(precision):
     l2 = keras.regularizers.L2(0.05)
     model, _ = equals_one_process(residual, bound=precision, regularizer=l2)
@@ -85,6 +88,7 @@ def test_regularisation_of_all_stages_is_in_the_loss_and_the_gradients(precision
     assert abs(shown - expected) < 1e-5 * expected
 
 
+@MORE
 @one_pipeline
 def test_batch_norm_keeps_the_statistics_of_micro_batches():
     with keras_in_float64():
@@ -108,6 +112,7 @@ def freeze(*names):
     return change
 
 
+@MORE
 @pytest.mark.parametrize(
     "names", [["branch", "last"], ["first", "branch"], ["last", "out"]], ids=" ".join
 )
@@ -116,6 +121,7 @@ def test_frozen_layers_stay_as_they_are(names):
         equals_one_process(residual, bound=1e-12, change=freeze(*names))
 
 
+@MORE
 def test_a_frozen_first_stage_counts_steps_all_the_same():
     def change(model):
         for layer in model.layers:
@@ -131,6 +137,7 @@ def test_a_frozen_first_stage_counts_steps_all_the_same():
     assert int(model.optimizer.iterations) == 3
 
 
+@MORE
 def test_a_first_stage_without_weights():
     def make(**_):
         layers = keras.layers
@@ -142,11 +149,13 @@ def test_a_first_stage_without_weights():
         equals_one_process(make, bound=1e-12)
 
 
+@MORE
 def test_an_uneven_last_batch():
     with keras_in_float64():
         equals_one_process(residual, samples=PER_ROW + 3, bound=1e-12)
 
 
+@MORE
 def test_evaluation_before_training():
     alone = built(residual)
     x, y = data(alone, PER_ROW + 2)
@@ -161,6 +170,7 @@ def test_evaluation_before_training():
     assert largest_difference(whole(model), alone.get_weights()) < 1e-6
 
 
+@MORE
 @one_pipeline
 @pytest.mark.parametrize("samples", [1, 3])
 def test_batches_of_fewer_samples_than_micro_batches(samples):
@@ -168,6 +178,7 @@ def test_batches_of_fewer_samples_than_micro_batches(samples):
         equals_one_process(residual, samples=samples, bound=1e-12)
 
 
+@MORE
 @one_pipeline
 def test_single_batches():
     alone = built(residual)
@@ -183,6 +194,7 @@ def test_single_batches():
     assert abs(model.test_on_batch(x, y) - np.mean((expected - y) ** 2)) < 1e-5
 
 
+@MORE
 @on_tensorflow  # Keras has them there only
 @pytest.mark.parametrize("steps", [1, 3])
 def test_several_steps_per_execution(steps):
@@ -192,6 +204,7 @@ def test_several_steps_per_execution(steps):
         )
 
 
+@MORE
 def test_a_mean_by_weights_is_that_of_all_rows():
     reduction = "mean_with_sample_weight"
     with keras_in_float64():
@@ -209,6 +222,7 @@ def test_a_mean_by_weights_is_that_of_all_rows():
         assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
+@MORE
 @one_pipeline
 def test_weights_of_samples_count_in_the_whole_batch():
     with keras_in_float64():
@@ -222,6 +236,7 @@ def test_weights_of_samples_count_in_the_whole_batch():
         assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
+@MORE
 @one_pipeline
 def test_masks_travel_with_their_tensors_and_embeddings_get_gradients_of_rows():
     def make():
@@ -244,6 +259,7 @@ def test_masks_travel_with_their_tensors_and_embeddings_get_gradients_of_rows():
         assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
+@MORE
 @on_tensorflow  # PyTorch's draws from one generator of the process
 @one_pipeline
 def test_dropout_is_that_of_one_process():
@@ -262,6 +278,7 @@ def test_dropout_is_that_of_one_process():
         assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
+@MORE
 @one_pipeline
 def test_several_inputs_and_outputs_in_dicts():
     def make(**_):

@@ -5,6 +5,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+from cases import MORE
 from keras import ops
 from ranks import error_of, keras_in_float64, largest_difference, same_on_all_ranks
 from stages import (
@@ -28,6 +29,8 @@ from stages import (
 
 import hvkit
 from hvkit.communication.collectives import gather
+
+pytestmark = MORE
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from cases import MORE, cases
 from keras import layers
 from keras_loss_cases import (
     CASES,
@@ -35,21 +36,22 @@ from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, ["ignored class", "masked embedding"]))
 def test_losses_are_means_over_what_all_ranks_have(case, caplog):
     main_rank._logged.clear()
     equals_one_process(case)
     assert not any("the loss is a mean over" in each for each in caplog.messages)
 
 
+@MORE
 def test_with_a_divided_optimizer():
     equals_one_process(
         "masked embedding", lambda: keras.optimizers.Adam(0.01), hvkit.ShardedOptimizer()
     )
 
 
-@pytest.mark.parametrize("by_mean", [False, True])
-@pytest.mark.parametrize("accumulated", [None, 2])
+@pytest.mark.parametrize("by_mean", cases([False, True]))
+@pytest.mark.parametrize("accumulated", cases([None, 2]))
 def test_batches_of_other_sizes_on_each_rank(accumulated, by_mean, caplog):
     rows = [[6, 2, 5, 3][: hvkit.size()], [4] * hvkit.size(), [6, 2, 5, 3][: hvkit.size()]]
     whole, own = uneven_batches(rows)
@@ -95,6 +97,7 @@ class MixedIn(layers.Layer):
         return x + keras.ops.mean(rows, axis=0)
 
 
+@MORE
 def test_samples_that_a_layer_gathers_before_a_loss_with_weights(monkeypatch):
     rows = [[6, 2, 5, 3][: hvkit.size()]] * 3
     whole, own = ([(x, y, y[:, 0] ** 2) for x, y in batches] for batches in uneven_batches(rows))
@@ -167,14 +170,17 @@ def test_sums_of_weights_that_arrive_with_the_gradients(penalised, loss_weights,
     assert started == [False, True, True, False, True]
 
 
+@MORE
 def test_the_first_step_names_losses_that_are_no_means_over_samples(caplog):
     names_losses_that_are_no_means(caplog)
 
 
+@MORE
 def test_a_factor_for_a_sum_is_named(caplog):
     names_a_factor_for_a_sum(caplog)
 
 
+@MORE
 def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
     def step(model, optimizer, loss, x, y):
         model.zero_grad()
@@ -185,6 +191,7 @@ def test_a_mask_in_a_loop_of_the_scripts_is_named(caplog):
     names_a_mask_in_a_loop(caplog, step)
 
 
+@MORE
 def test_evaluate_with_losses_of_the_scripts_besides():
     reports_with_other_losses()
 
@@ -193,10 +200,12 @@ def test_evaluate_names_what_it_cannot_correct(caplog):
     names_what_evaluate_cannot_correct(caplog)
 
 
+@MORE
 def test_a_loss_with_a_fixed_batch_size_trains_and_is_named(caplog):
     fixed_batches_train_and_are_named(caplog)
 
 
+@MORE
 def test_batches_of_other_rows_in_a_callback():
     train_on_batch_in_a_callback_counts_rows()
 
@@ -214,7 +223,7 @@ def update(model, compute):
     return loss
 
 
-@pytest.mark.parametrize("case", OWN_STEPS)
+@pytest.mark.parametrize("case", cases(OWN_STEPS))
 def test_losses_of_a_step_of_the_scripts(case):
     own_step_equals_one_process(OWN_STEPS[case], update)
 
