@@ -78,7 +78,7 @@ unit: setup
 
 parallel: setup
 	$(call RANKS,2) tests/parallel
-	$(call RANKS,2) tests/jax
+	$(call RANKS,2) tests/parallel/jax
 	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch tests/parallel/keras_pipeline
 
 # On three ranks the cases of `make test`, and of meshes those of pipelines: every combination runs on
@@ -96,8 +96,8 @@ more-ranks: setup
 	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
 	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) tests/parallel/groups $(MESHES) $(KERAS_PIPELINE)
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
-	$(call RANKS,3) tests/jax/test_jax_equals_one_process.py
-	$(call RANKS,4) tests/jax/test_jax_meshes.py
+	$(call RANKS,3) tests/parallel/jax/test_jax_equals_one_process.py
+	$(call RANKS,4) tests/parallel/jax/test_jax_meshes.py
 	$(call RANKS,2) $(FIRST) --without-averaging \
 		tests/parallel/horovod_names/test_horovod_keras_equals_one_process.py \
 		tests/parallel/pytorch/test_torch_equals_one_process.py \
