@@ -2,7 +2,6 @@
 
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hvkit.build.toolchain import Compiler, Mpi, Toolchain
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """hvkit's cache, empty, and a claim on packages that no other test has."""
     folder = tmp_path / "cache"
     monkeypatch.setattr("hvkit.build.installer.claim_of_environment", lambda: str(tmp_path))
@@ -23,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def toolchain(tmp_path: Path) -> Toolchain:
+def toolchain(tmp_path):
     """Both frameworks, and an Open MPI of the system."""
     return Toolchain(
         frameworks=(
@@ -36,7 +35,7 @@ def toolchain(tmp_path: Path) -> Toolchain:
 
 
 @pytest.fixture
-def abi(tmp_path: Path) -> Abi:
+def abi(tmp_path):
     """The facts of a wheel that fits ``toolchain`` and this Python."""
     return Abi(
         horovod=VERSION,
@@ -51,7 +50,7 @@ def abi(tmp_path: Path) -> Abi:
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+def script(tmp_path, monkeypatch):
     """Write shell scripts into the only folder on PATH; returns each one's path."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -59,7 +58,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     # The search for mpicxx goes on in the folder of this Python.
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python" / "python"))
 
-    def write(name: str, body: str = "") -> Path:
+    def write(name, body=""):
         path = folder / name
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(0o755)

@@ -92,21 +92,21 @@ EXCERPTS = {
 
 
 @pytest.mark.parametrize(("output", "meaning", "remedy"), EXCERPTS.values(), ids=EXCERPTS)
-def test_known_failure(output: str, meaning: str, remedy: str) -> None:
+def test_known_failure(output, meaning, remedy):
     message = str(explain(output, "compiling Horovod failed"))
     assert message.startswith("compiling Horovod failed: ")
     assert meaning in message.splitlines()[0]
     assert remedy in message.splitlines()[-1]
 
 
-def test_matching_lines_are_shown_once_and_at_most_five() -> None:
+def test_matching_lines_are_shown_once_and_at_most_five():
     output = "\n".join(["noise"] * 9 + [f"{n % 7}: No space left on device" for n in range(99)])
     lines = str(explain(output, "x")).splitlines()
     shown = [line for line in lines if line.startswith("    ")]
     assert shown == [f"    {n}: No space left on device" for n in range(5)]
 
 
-def test_unknown_failure_shows_the_first_errors_and_the_log() -> None:
+def test_unknown_failure_shows_the_first_errors_and_the_log():
     output = "[ 10%] Building\nops.cc:7:1: error: 'x' was not declared\nnote: here\nmake: done"
     assert str(explain(output, "compiling Horovod failed", Path("/logs/a.log"))).splitlines() == [
         "compiling Horovod failed",
@@ -115,14 +115,14 @@ def test_unknown_failure_shows_the_first_errors_and_the_log() -> None:
     ]
 
 
-def test_the_library_that_nvcc_cannot_link_is_the_line_shown() -> None:
+def test_the_library_that_nvcc_cannot_link_is_the_line_shown():
     output, _, _ = EXCERPTS["toolkit that nvcc cannot link with"]
     assert str(explain(output, "x")).splitlines()[1:-1] == [
         "    /usr/bin/ld: cannot find -lcudart_static: No such file or directory"
     ]
 
 
-def test_cmakes_message_is_shown_rather_than_the_place() -> None:
+def test_cmakes_message_is_shown_rather_than_the_place():
     output = (
         "-- Detecting CXX compile features - done\n"
         "CMake Error at /usr/share/cmake-3.25/Modules/FindPackage.cmake:230 (message):\n"
@@ -147,12 +147,12 @@ def test_cmakes_message_is_shown_rather_than_the_place() -> None:
     ]
 
 
-def test_output_without_any_error_line_is_shown_from_its_end() -> None:
+def test_output_without_any_error_line_is_shown_from_its_end():
     output = "\n".join(f"line {n}" for n in range(20))
     assert "    line 19" in str(explain(output, "failed")).splitlines()
 
 
-def test_cmakes_notes_on_good_machines_are_not_causes() -> None:
+def test_cmakes_notes_on_good_machines_are_not_causes():
     output = (
         "-- Could not find CCache. Consider installing CCache to speed up compilation.\n"
         "-- Could NOT find CUDAToolkit (missing: CUDAToolkit_INCLUDE_DIRS)\n"
@@ -174,13 +174,11 @@ def test_cmakes_notes_on_good_machines_are_not_causes() -> None:
         ("note: [ 50%] in the middle", None),
     ],
 )
-def test_percent(line: str, percent: int | None) -> None:
+def test_percent(line, percent):
     assert percent_in(line) == percent
 
 
-def test_a_line_every_ten_per_cent_and_never_backwards(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_line_every_ten_per_cent_and_never_backwards(capsys):
     progress = BuildProgress()
     with progress.bar:
         for percent in (1, 9, 10, 12, 5, 11, 31, 39, 100, 100):

@@ -5,10 +5,7 @@ import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -37,7 +34,7 @@ FILES = {hunk.file for patch in find_patches(PATCHES) for hunk in read_hunks(pat
 
 
 @pytest.fixture
-def original(tmp_path: Path) -> Path:
+def original(tmp_path):
     """The files that the patches and their conditions read, as upstream made them."""
     root = tmp_path / f"horovod-{VERSION}"
     with tarfile.open(ARCHIVE) as package:
@@ -48,31 +45,29 @@ def original(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def patched(original: Path, toolchain: Toolchain) -> Path:
+def patched(original, toolchain):
     apply_patches(PATCHES, original, toolchain)
     return original
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_patch_says_what_it_changes_why_and_what_the_cause_is(name: str) -> None:
+def test_every_patch_says_what_it_changes_why_and_what_the_cause_is(name):
     reasons, _ = split_reasons(PATCHES / name)
     assert re.fullmatch(r"What: .+\n\nWhy: .+\n\nUpstream: .+", reasons, re.DOTALL)
 
 
-def test_every_condition_is_that_of_a_patch() -> None:
+def test_every_condition_is_that_of_a_patch():
     assert set(CONDITIONS) <= set(NAMES)
 
 
 @needs_source
-def test_all_patches_fit_the_official_source(original: Path, toolchain: Toolchain) -> None:
+def test_all_patches_fit_the_official_source(original, toolchain):
     # The toolchain's TensorFlow has no headers at all, so every patch applies.
     assert apply_patches(PATCHES, original, toolchain) == NAMES
 
 
 @needs_source
-def test_patches_fit_where_tensorflow_has_xla_headers(
-    original: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patches_fit_where_tensorflow_has_xla_headers(original, toolchain, monkeypatch):
     monkeypatch.setitem(CONDITIONS, "02-no-xla-ops.patch", lambda toolchain, source: False)
     applied = apply_patches(PATCHES, original, toolchain)
     assert applied == [name for name in NAMES if name not in CONDITIONS]
@@ -80,13 +75,13 @@ def test_patches_fit_where_tensorflow_has_xla_headers(
 
 
 @needs_source
-def test_a_second_application_is_refused(patched: Path, toolchain: Toolchain) -> None:
+def test_a_second_application_is_refused(patched, toolchain):
     with pytest.raises(BuildError, match=r"patch 01-cxx17.patch, CMakeLists.txt: hunk 1 expects"):
         apply_patches(PATCHES, patched, toolchain)
 
 
 @needs_source
-def test_mpirun_gets_long_options_with_two_dashes(patched: Path) -> None:
+def test_mpirun_gets_long_options_with_two_dashes(patched):
     for launcher in ("horovod/runner/mpi_run.py", "horovod/spark/mpi_run.py"):
         text = (patched / launcher).read_text()
         assert "--mca " in text
@@ -94,7 +89,7 @@ def test_mpirun_gets_long_options_with_two_dashes(patched: Path) -> None:
 
 
 @needs_source
-def test_patched_python_still_compiles(patched: Path) -> None:
+def test_patched_python_still_compiles(patched):
     for file in {file for file in FILES if file.endswith(".py")}:
         compile((patched / file).read_text(), file, "exec")
 
@@ -108,21 +103,19 @@ def test_patched_python_still_compiles(patched: Path) -> None:
         (b"MPI_Allreduce ncclAllReduce", [True, False, True]),
     ],
 )
-def test_horovodrun_reads_in_the_libraries_what_they_were_built_with(
-    patched: Path, held: bytes | None, built: list[bool | None]
-) -> None:
+def test_horovodrun_reads_in_the_libraries_what_they_were_built_with(patched, held, built):
     if held:
         (patched / "horovod/torch/mpi_lib_v2.cpython-311.so").write_bytes(held)
     util = patched / "horovod/common/util.py"
     # Of its package, only what the patches change is here.
     code = re.sub(r"^from horovod.*$", "", util.read_text(), flags=re.MULTILINE)
-    scope: dict[str, Any] = {"__file__": str(util)}
+    scope = {"__file__": str(util)}
     exec(code, scope)
     assert [scope[f"{name}_built"]() for name in ("mpi", "gloo", "nccl")] == built
 
 
 @needs_source
-def test_horovodrun_reads_comments_blank_lines_and_max_slots(patched: Path, tmp_path: Path) -> None:
+def test_horovodrun_reads_comments_blank_lines_and_max_slots(patched, tmp_path):
     parse = _parse_host_files(patched)
     hostfile = tmp_path / "hosts"
     hostfile.write_text(
@@ -133,27 +126,27 @@ def test_horovodrun_reads_comments_blank_lines_and_max_slots(patched: Path, tmp_
 
 @needs_source
 @pytest.mark.parametrize("line", ["node1", "node1 max_slots=4", "node1 slots=four"])
-def test_horovodrun_names_a_host_without_slots(patched: Path, tmp_path: Path, line: str) -> None:
+def test_horovodrun_names_a_host_without_slots(patched, tmp_path, line):
     hostfile = tmp_path / "hosts"
     hostfile.write_text(f"{line}\n")
     with pytest.raises(ValueError, match=f"'{line}' names no slots: write `node1 slots=N`"):
         _parse_host_files(patched)(str(hostfile))
 
 
-def _parse_host_files(source: Path) -> Callable[[str], str]:
-    scope: dict[str, Any] = {}
+def _parse_host_files(source):
+    scope = {}
     exec((source / "horovod/runner/common/util/hosts.py").read_text(), scope)
-    function: Callable[[str], str] = scope["parse_host_files"]
+    function = scope["parse_host_files"]
     return function
 
 
 @needs_source
-def test_horovod_without_gpus_refuses_a_tensor_on_one(patched: Path) -> None:
+def test_horovod_without_gpus_refuses_a_tensor_on_one(patched):
     text = (patched / "horovod/torch/mpi_ops.py").read_text()
     function = re.search(r"def _check_function.*?(?=\n\n\n)", text, re.DOTALL)
     assert function is not None
     library = SimpleNamespace(allreduce=None)
-    scope: dict[str, Any] = {"mpi_lib": library, "rocm_built": lambda: False}
+    scope = {"mpi_lib": library, "rocm_built": lambda: False}
     exec(function[0], scope)
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda: True)
     on_cpu = SimpleNamespace(is_cuda=False, device="cpu", is_contiguous=lambda: True)
@@ -172,9 +165,7 @@ class TestCuda:
     """CMake looks for CUDA in builds for GPUs only."""
 
     @pytest.mark.parametrize(("operations", "called"), [("", False), ("NCCL", True)])
-    def test_nvcc_is_called_for_gpu_operations_only(
-        self, patched: Path, tmp_path: Path, operations: str, called: bool
-    ) -> None:
+    def test_nvcc_is_called_for_gpu_operations_only(self, patched, tmp_path, operations, called):
         calls = tmp_path / "calls"
         nvcc = _program(tmp_path / "bin" / "nvcc", f'echo "$*" >> {calls}; exit 1')
         text = (patched / "CMakeLists.txt").read_text()
@@ -188,8 +179,8 @@ class TestCuda:
 
     @pytest.mark.parametrize(("operations", "expected"), [("", "FALSE"), ("NCCL", "TRUE")])
     def test_pytorch_for_cuda_makes_no_build_for_gpus(
-        self, patched: Path, tmp_path: Path, operations: str, expected: str
-    ) -> None:
+        self, patched, tmp_path, operations, expected
+    ):
         # PyTorch's answers beside a CUDA toolkit.
         answers = 'case "$2" in *CUDA_HOME*) echo "2.13.0;True;False;True";; *) echo x;; esac'
         python = _program(tmp_path / "bin" / "python", answers)
@@ -203,14 +194,14 @@ class TestCuda:
         assert f"built for CUDA: {expected}, {kind}" in output
 
 
-def _program(path: Path, body: str) -> Path:
+def _program(path, body):
     path.parent.mkdir()
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
     return path
 
 
-def _configure(folder: Path, commands: str, **environ: str) -> str:
+def _configure(folder, commands, **environ):
     """Run CMake on a project of these commands, and return its output."""
     folder.mkdir()
     (folder / "CMakeLists.txt").write_text(
@@ -233,7 +224,7 @@ class TestXlaHeaders:
     """TensorFlow's headers decide whether the XLA ops are compiled."""
 
     @pytest.fixture
-    def root(self, tmp_path: Path) -> Path:
+    def root(self, tmp_path):
         (tmp_path / XLA_OPS).parent.mkdir(parents=True)
         (tmp_path / XLA_OPS).write_text(
             '#include <cuda.h>\n#include "tensorflow/xla.h"\n#include "../common/common.h"\n'
@@ -241,25 +232,23 @@ class TestXlaHeaders:
         return tmp_path
 
     @pytest.fixture
-    def header(self, tmp_path: Path) -> Path:
+    def header(self, tmp_path):
         path = tmp_path / "tensorflow" / "include" / "tensorflow" / "xla.h"
         path.parent.mkdir(parents=True)
         return path
 
-    def test_all_there(self, root: Path, header: Path, toolchain: Toolchain) -> None:
+    def test_all_there(self, root, header, toolchain):
         header.write_text("")
         assert not tensorflow_lacks_xla_headers(toolchain, root)
 
-    def test_one_missing(self, root: Path, toolchain: Toolchain) -> None:
+    def test_one_missing(self, root, toolchain):
         assert tensorflow_lacks_xla_headers(toolchain, root)
 
-    def test_one_missing_behind_another(
-        self, root: Path, header: Path, toolchain: Toolchain
-    ) -> None:
+    def test_one_missing_behind_another(self, root, header, toolchain):
         header.write_text('#include "highwayhash/arch_specific.h"\n')
         assert tensorflow_lacks_xla_headers(toolchain, root)
 
-    def test_no_tensorflow(self, root: Path, toolchain: Toolchain) -> None:
+    def test_no_tensorflow(self, root, toolchain):
         alone = Toolchain(toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""))
         assert not tensorflow_lacks_xla_headers(alone, root)
 
@@ -291,7 +280,7 @@ AFTER = "project(x)\n# with sums\nset(STANDARD 17)\nset(EXTENSIONS OFF)\n\n++ th
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "CMakeLists.txt").write_text(BEFORE)
@@ -300,16 +289,14 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def patches(tmp_path: Path) -> Path:
+def patches(tmp_path):
     folder = tmp_path / "patches"
     folder.mkdir()
     (folder / "1-standard.patch").write_text(PATCH)
     return folder
 
 
-def test_replaces_the_lines_of_every_hunk(
-    patches: Path, source: Path, toolchain: Toolchain
-) -> None:
+def test_replaces_the_lines_of_every_hunk(patches, source, toolchain):
     assert apply_patches(patches, source, toolchain) == ["1-standard.patch"]
     assert (source / "CMakeLists.txt").read_text() == AFTER
     assert (source / "setup.py").read_text() == "# end"
@@ -326,14 +313,14 @@ def test_replaces_the_lines_of_every_hunk(
     ],
 )
 def test_changed_source_names_the_patch_the_file_and_the_hunk(
-    patches: Path, source: Path, toolchain: Toolchain, text: str, problem: str
-) -> None:
+    patches, source, toolchain, text, problem
+):
     (source / "CMakeLists.txt").write_bytes(text.encode())
     with pytest.raises(BuildError, match=f"patch 1-standard.patch, CMakeLists.txt: {problem}"):
         apply_patches(patches, source, toolchain)
 
 
-def test_missing_file_names_the_patch(patches: Path, source: Path, toolchain: Toolchain) -> None:
+def test_missing_file_names_the_patch(patches, source, toolchain):
     (source / "setup.py").unlink()
     message = r"patch 1-standard.patch, setup.py: hunk 1 is for a file that is not in the source"
     with pytest.raises(BuildError, match=message):
@@ -352,9 +339,7 @@ def test_missing_file_names_the_patch(patches: Path, source: Path, toolchain: To
         (PATCH[: PATCH.index("--- a/")], "", "1-standard.patch: not a text with reasons and"),
     ],
 )
-def test_damaged_patch_is_refused(
-    patches: Path, source: Path, toolchain: Toolchain, old: str, new: str, problem: str
-) -> None:
+def test_damaged_patch_is_refused(patches, source, toolchain, old, new, problem):
     file = patches / "1-standard.patch"
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(BuildError, match=problem):
@@ -362,8 +347,8 @@ def test_damaged_patch_is_refused(
 
 
 def test_patches_apply_in_order_and_as_their_conditions_say(
-    patches: Path, source: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    patches, source, toolchain, monkeypatch
+):
     second = "What: back.\n\n--- a/setup.py\n+++ b/setup.py\n@@ -1 +1,2 @@\n+setup()\n # end\n"
     (patches / "2-setup.patch").write_text(second)
     monkeypatch.setitem(CONDITIONS, "2-setup.patch", lambda toolchain, source: False)
@@ -377,12 +362,12 @@ def test_patches_apply_in_order_and_as_their_conditions_say(
     assert (source / "setup.py").read_text() == "setup()\n# end"
 
 
-def test_no_patches_at_all_is_an_error(tmp_path: Path) -> None:
+def test_no_patches_at_all_is_an_error(tmp_path):
     with pytest.raises(BuildError, match=f"no patches of Horovod in {tmp_path}"):
         patches_digest(tmp_path)
 
 
-def test_digest_follows_the_diff_and_not_the_reasons(patches: Path) -> None:
+def test_digest_follows_the_diff_and_not_the_reasons(patches):
     file = patches / "1-standard.patch"
     before, text = patches_digest(patches), file.read_text()
     file.write_text(text.replace("the second standard", "another"))

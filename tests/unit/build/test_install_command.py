@@ -11,19 +11,19 @@ from hvkit.errors import BuildError
 
 
 @pytest.fixture
-def passed(monkeypatch: pytest.MonkeyPatch) -> list[BuildOptions]:
+def passed(monkeypatch):
     """The options that reach the installer."""
-    options: list[BuildOptions] = []
+    options = []
     monkeypatch.setattr(command, "install_horovod", options.append)
     return options
 
 
-def test_defaults(passed: list[BuildOptions]) -> None:
+def test_defaults(passed):
     assert cli.main(["install-horovod"]) == 0
     assert passed == [BuildOptions(without=[], gpu="auto")]
 
 
-def test_all_options(passed: list[BuildOptions]) -> None:
+def test_all_options(passed):
     line = "install-horovod --force --jobs 3 --without tensorflow --gpu nccl --wheel-dir out"
     assert cli.main(line.split()) == 0
     assert passed == [BuildOptions(True, 3, ["tensorflow"], "nccl", Path("out"))]
@@ -39,9 +39,7 @@ def test_all_options(passed: list[BuildOptions]) -> None:
         ("install-horovd", "install-horovod"),
     ],
 )
-def test_wrong_arguments_are_named(
-    passed: list[BuildOptions], capsys: pytest.CaptureFixture[str], line: str, complaint: str
-) -> None:
+def test_wrong_arguments_are_named(passed, capsys, line, complaint):
     with pytest.raises(SystemExit) as caught:
         cli.main(line.split())
     assert caught.value.code == 2
@@ -49,10 +47,8 @@ def test_wrong_arguments_are_named(
     assert passed == []
 
 
-def test_failure_is_one_message_and_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(options: BuildOptions) -> None:
+def test_failure_is_one_message_and_status_1(monkeypatch, capsys):
+    def fail(options):
         raise BuildError("no C++ compiler")
 
     monkeypatch.setattr(command, "install_horovod", fail)
@@ -60,7 +56,7 @@ def test_failure_is_one_message_and_status_1(
     assert capsys.readouterr().err == "hvkit: no C++ compiler\n"
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])
     assert caught.value.code == 0

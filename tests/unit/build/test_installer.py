@@ -5,42 +5,38 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from subprocess import PIPE
 
 import pytest
 from fake_wheels import wheel_of
 
 from hvkit.build import BuildOptions, install_horovod, installer, ready_wheels, wheel_cache
-from hvkit.build.abi import Abi
 from hvkit.build.cuda import Toolkit
-from hvkit.build.toolchain import Toolchain
-from hvkit.build.wheel_cache import Key
 from hvkit.errors import BuildError
 
 
 class Machine:
     """A machine that records builds and installations instead of making them."""
 
-    def __init__(self, toolchain: Toolchain, abi: Abi, folder: Path) -> None:
+    def __init__(self, toolchain, abi, folder):
         self.toolchain = toolchain
         self.abi = abi
         self.folder = folder
-        self.version: str | None = None
-        self.done: list[str] = []
+        self.version = None
+        self.done = []
 
-    def build(self, toolchain: Toolchain, key: Key, jobs: int) -> Path:
+    def build(self, toolchain, key, jobs):
         self.done.append("build")
         return wheel_cache.store_wheel(wheel_of(self.abi, self.folder, key.version), key)
 
-    def install(self, wheel: Path) -> None:
+    def install(self, wheel):
         self.done.append("install")
         self.version = wheel.name.split("-")[1]
 
-    def check(self, toolchain: Toolchain) -> None:
+    def check(self, toolchain):
         self.done.append("check")
 
-    def run(self, options: BuildOptions | None = None) -> list[str]:
+    def run(self, options=None):
         """Run the command and return the steps that it took."""
         self.done = []
         install_horovod(options or BuildOptions())
@@ -48,9 +44,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(
-    toolchain: Toolchain, abi: Abi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Machine:
+def machine(toolchain, abi, tmp_path, monkeypatch):
     stand_in = Machine(toolchain, abi, tmp_path)
     monkeypatch.setattr(installer, "find_toolchain", lambda without: stand_in.toolchain)
     toolkits = {"auto": None, "none": None, "nccl": Toolkit(tmp_path, "13.0")}
@@ -62,45 +56,43 @@ def machine(
     return stand_in
 
 
-def test_first_call_builds_installs_and_checks(machine: Machine) -> None:
+def test_first_call_builds_installs_and_checks(machine):
     assert machine.run() == ["build", "install", "check"]
 
 
-def test_second_call_does_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_call_does_nothing(machine, capsys):
     machine.run()
     assert machine.run() == []
     assert "is installed already" in capsys.readouterr().out
 
 
-def test_other_environment_takes_the_cached_wheel(machine: Machine) -> None:
+def test_other_environment_takes_the_cached_wheel(machine):
     machine.run()
     machine.version = None
     assert machine.run() == ["install", "check"]
 
 
 @pytest.mark.parametrize("version", ["0.28.1", "0.28.1+hvkit000000000000", "0.21.0"])
-def test_horovod_of_another_build_is_replaced(machine: Machine, version: str) -> None:
+def test_horovod_of_another_build_is_replaced(machine, version):
     machine.run()
     machine.version = version
     assert machine.run() == ["install", "check"]
 
 
-def test_changed_framework_rebuilds(machine: Machine) -> None:
+def test_changed_framework_rebuilds(machine):
     machine.run()
     machine.toolchain = replace(machine.toolchain, frameworks=machine.toolchain.frameworks[:1])
     assert machine.run() == ["build", "install", "check"]
 
 
-def test_builds_with_and_without_nccl_are_kept_apart(machine: Machine) -> None:
+def test_builds_with_and_without_nccl_are_kept_apart(machine):
     machine.run()
     assert machine.run(BuildOptions(gpu="nccl")) == ["build", "install", "check"]
     assert machine.run(BuildOptions(gpu="none")) == ["install", "check"]
     assert machine.run(BuildOptions(gpu="nccl")) == ["install", "check"]
 
 
-def test_it_waits_for_another_process_that_installs_into_this_python(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_waits_for_another_process_that_installs_into_this_python(machine, monkeypatch):
     holds = (
         "import sys; from hvkit.host.process_lock import claim\n"
         f"print(claim({installer.claim_of_environment()!r}), flush=True); sys.stdin.read()"
@@ -109,9 +101,9 @@ def test_it_waits_for_another_process_that_installs_into_this_python(
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "True\n"
-        said: list[str] = []
+        said = []
 
-        def announce(text: str) -> None:
+        def announce(text):
             said.append(text)
             other.communicate()
 
@@ -121,14 +113,12 @@ def test_it_waits_for_another_process_that_installs_into_this_python(
     assert "another process is installing Horovod into this Python; waiting" in said
 
 
-def test_force_rebuilds(machine: Machine) -> None:
+def test_force_rebuilds(machine):
     machine.run()
     assert machine.run(BuildOptions(force=True)) == ["build", "install", "check"]
 
 
-def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(machine, tmp_path):
     machine.run()
     folder = tmp_path / "a" / "b"
     assert machine.run(BuildOptions(wheel_dir=folder)) == []
@@ -137,8 +127,8 @@ def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(
     assert listed["name"] == wheel.name == f"horovod-{machine.version}-cp311-cp311-linux_x86_64.whl"
 
 
-def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(*arguments: object) -> Path:
+def test_full_disk_is_explained(machine, monkeypatch):
+    def fill(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
 
     monkeypatch.setattr(installer, "build", fill)
@@ -146,19 +136,15 @@ def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatc
         machine.run()
 
 
-def test_a_cache_that_cannot_be_written_is_named_before_the_build(
-    machine: Machine, cache: Path
-) -> None:
+def test_a_cache_that_cannot_be_written_is_named_before_the_build(machine, cache):
     cache.touch()
     with pytest.raises(BuildError, match=rf"{cache}, cannot be written to .*set HVKIT_CACHE_DIR"):
         machine.run()
     assert machine.done == []
 
 
-def test_failed_build_leaves_the_installed_horovod(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> Path:
+def test_failed_build_leaves_the_installed_horovod(machine, monkeypatch):
+    def fail(*arguments):
         raise BuildError("compiling Horovod failed")
 
     monkeypatch.setattr(installer, "build", fail)
@@ -169,12 +155,12 @@ def test_failed_build_leaves_the_installed_horovod(
 
 
 @pytest.fixture
-def pytorch_only(toolchain: Toolchain) -> Toolchain:
+def pytorch_only(toolchain):
     return replace(toolchain, frameworks=toolchain.frameworks[:1])
 
 
 @pytest.fixture
-def horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def horovod(tmp_path, monkeypatch):
     """A stand-in for horovod.torch; returns its file."""
     module = tmp_path / "site" / "horovod" / "torch" / "__init__.py"
     module.parent.mkdir(parents=True)
@@ -184,16 +170,16 @@ def horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return module
 
 
-def test_working_horovod(pytorch_only: Toolchain, horovod: Path) -> None:
+def test_working_horovod(pytorch_only, horovod):
     installer.check(pytorch_only)
 
 
-def test_failed_import_is_shown(pytorch_only: Toolchain, horovod: Path) -> None:
+def test_failed_import_is_shown(pytorch_only, horovod):
     horovod.write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
     with pytest.raises(BuildError, match=r"(?s)importing it failed.*libmpi\.so\.40: cannot open"):
         installer.check(pytorch_only)
 
 
-def test_missing_engine_is_named(pytorch_only: Toolchain, horovod: Path, tmp_path: Path) -> None:
+def test_missing_engine_is_named(pytorch_only, horovod, tmp_path):
     with pytest.raises(BuildError, match=r"horovod\.torch was built without nccl"):
         installer.check(replace(pytorch_only, cuda=Toolkit(tmp_path, "13.0")))

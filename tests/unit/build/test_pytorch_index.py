@@ -30,43 +30,39 @@ FORBIDDEN = Output(
 class Pip:
     """Pip on a machine without a GPU: its output for its own index and with PyTorch's."""
 
-    def __init__(self, own: Output | None, with_cpu_index: Output | None) -> None:
+    def __init__(self, own, with_cpu_index):
         self.own, self.with_cpu_index = own, with_cpu_index
         self.calls = 0
 
-    def __call__(self, command: list[str], timeout: float) -> Output | None:
+    def __call__(self, command, timeout):
         self.calls += 1
         return self.with_cpu_index if CPU_INDEX in command else self.own
 
 
-def options(
-    monkeypatch: pytest.MonkeyPatch, pip: Pip, gpu: str = "auto", has_gpu: bool = False
-) -> list[str]:
+def options(monkeypatch, pip, gpu="auto", has_gpu=False):
     monkeypatch.setattr(pytorch_index, "run", pip)
     monkeypatch.setattr(pytorch_index, "has_nvidia_gpu", lambda: has_gpu)
     return pip_options("2.13.0", gpu)
 
 
-def test_without_a_gpu_pytorchs_index_of_cpu_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_pytorchs_index_of_cpu_builds(monkeypatch):
     pip = Pip(CUDA_ONLY, BOTH)
     assert options(monkeypatch, pip) == ["--extra-index-url", CPU_INDEX]
 
 
-def test_with_a_gpu_pips_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_pips_default(monkeypatch):
     pip = Pip(CUDA_ONLY, BOTH)
     assert options(monkeypatch, pip, has_gpu=True) == []
     assert options(monkeypatch, pip, gpu="nccl") == []
     assert pip.calls == 0
 
 
-def test_gpu_none_counts_as_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_none_counts_as_a_machine_without_a_gpu(monkeypatch):
     pip = Pip(CUDA_ONLY, BOTH)
     assert options(monkeypatch, pip, "none", has_gpu=True) == ["--extra-index-url", CPU_INDEX]
 
 
-def test_pips_own_settings_suffice_where_they_offer_a_cpu_build(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pips_own_settings_suffice_where_they_offer_a_cpu_build(monkeypatch, capsys):
     pip = Pip(BOTH, None)
     assert options(monkeypatch, pip) == []
     assert pip.calls == 1
@@ -83,15 +79,13 @@ def test_pips_own_settings_suffice_where_they_offer_a_cpu_build(
     ],
     ids=["unreachable", "forbidden", "another version", "slow"],
 )
-def test_index_that_cannot_be_used_is_named_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: Output, reason: str
-) -> None:
+def test_index_that_cannot_be_used_is_named_with_the_reason(monkeypatch, capsys, output, reason):
     assert options(monkeypatch, Pip(CUDA_ONLY, output)) == []
     warning = capsys.readouterr().err
     assert f"({reason}" in warning
     assert warning.endswith("installing pip's default PyTorch, which may include 6 GB of CUDA\n")
 
 
-def test_constraints_pin_pytorch() -> None:
+def test_constraints_pin_pytorch():
     constraints = Path(__file__).parents[3] / "constraints.txt"
     assert "torch==" in constraints.read_text()

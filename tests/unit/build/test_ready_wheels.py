@@ -12,11 +12,9 @@ import sys
 import sysconfig
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from fake_wheels import wheel_of
@@ -24,16 +22,16 @@ from fake_wheels import wheel_of
 from hvkit import cli
 from hvkit.build import BuildOptions, installer, ready_wheels
 from hvkit.build import abi as abi_module
-from hvkit.build.abi import Abi, Machine, misfits
+from hvkit.build.abi import Machine, misfits
 from hvkit.build.frameworks import Framework
-from hvkit.build.toolchain import Mpi, Toolchain
+from hvkit.build.toolchain import Mpi
 from hvkit.build.wheel_file import facts_of, join
 from hvkit.build.wheel_place import require_place
 from hvkit.errors import BuildError
 
 
 @pytest.fixture
-def machine(toolchain: Toolchain, tmp_path: Path) -> Machine:
+def machine(toolchain, tmp_path):
     """The machine that ``abi`` fits, with a system's Open MPI."""
     folder = tmp_path / "mpi" / "lib"
     folder.mkdir(parents=True)
@@ -42,25 +40,25 @@ def machine(toolchain: Toolchain, tmp_path: Path) -> Machine:
     return Machine(toolchain.frameworks, mpi, None, {"LD_LIBRARY_PATH": str(folder)})
 
 
-def installed(machine: Machine, **versions: str) -> Machine:
+def installed(machine, **versions):
     """The same machine with other frameworks."""
     return replace(
         machine, frameworks=tuple(Framework(n, v, Path("/")) for n, v in versions.items())
     )
 
 
-def test_a_fitting_wheel_has_no_misfit(abi: Abi, machine: Machine) -> None:
+def test_a_fitting_wheel_has_no_misfit(abi, machine):
     assert misfits(abi, machine) == []
 
 
-def other_mpi(machine: Machine) -> Machine:
+def other_mpi(machine):
     elsewhere = machine.mpi.library_dir.parent / "mpich"
     elsewhere.mkdir()
     (elsewhere / "libmpi.so.12").touch()
     return replace(machine, mpi=Mpi(elsewhere, "MPICH", "5.0.2", elsewhere))
 
 
-def mpi_behind_another(machine: Machine) -> Machine:
+def mpi_behind_another(machine):
     elsewhere = machine.mpi.library_dir.parent / "second"
     elsewhere.mkdir()
     (elsewhere / "libmpi.so.40").touch()
@@ -83,9 +81,7 @@ def mpi_behind_another(machine: Machine) -> Machine:
         (lambda m: replace(m, environ={}), "it would not find Open MPI .*LD_LIBRARY_PATH to"),
     ],
 )
-def test_another_machine_is_named_as_the_reason(
-    abi: Abi, machine: Machine, change: Callable[[Machine], Machine], reason: str
-) -> None:
+def test_another_machine_is_named_as_the_reason(abi, machine, change, reason):
     assert re.search(reason, " ".join(misfits(abi, change(machine))))
 
 
@@ -99,14 +95,12 @@ def test_another_machine_is_named_as_the_reason(
         ({"cuda": "13.0"}, "it is built for NCCL"),
     ],
 )
-def test_another_wheel_is_refused_with_the_reason(
-    abi: Abi, machine: Machine, change: dict[str, Any], reason: str
-) -> None:
+def test_another_wheel_is_refused_with_the_reason(abi, machine, change, reason):
     (found,) = misfits(replace(abi, **change), machine)
     assert reason in found
 
 
-def wheels_apart(abi: Abi, folder: Path, pytorch: str = "2.13.0") -> None:
+def wheels_apart(abi, folder, pytorch="2.13.0"):
     """Fill a folder with a wheel for each framework."""
     for name, version, module in (
         ("pytorch", pytorch, "torch"),
@@ -121,7 +115,7 @@ def wheels_apart(abi: Abi, folder: Path, pytorch: str = "2.13.0") -> None:
         ready_wheels.add(wheel, folder)
 
 
-def test_wheels_made_apart_are_installed_as_one(abi: Abi, machine: Machine, tmp_path: Path) -> None:
+def test_wheels_made_apart_are_installed_as_one(abi, machine, tmp_path):
     wheels_apart(abi, tmp_path / "wheels")
     (choice,), refused = ready_wheels.choices(str(tmp_path / "wheels"), machine)
     assert refused == []
@@ -139,14 +133,14 @@ def test_wheels_made_apart_are_installed_as_one(abi: Abi, machine: Machine, tmp_
     assert json.loads((target / "horovod/metadata.json").read_text())["pytorch"] == "2.13.0"
 
 
-def test_a_wheel_may_lie_in_the_folder_already(abi: Abi, machine: Machine, tmp_path: Path) -> None:
+def test_a_wheel_may_lie_in_the_folder_already(abi, machine, tmp_path):
     wheel = wheel_of(abi, tmp_path, "0.28.1+hvkit1")
     assert ready_wheels.add(wheel, tmp_path) == wheel
     (choice,), _ = ready_wheels.choices(str(tmp_path), machine)
     assert [one.name for one in choice.wheels] == [wheel.name]
 
 
-def test_the_same_minor_version_comes_first(abi: Abi, machine: Machine, tmp_path: Path) -> None:
+def test_the_same_minor_version_comes_first(abi, machine, tmp_path):
     for version in ("2.12.1", "2.13.1", "2.14.0"):
         wheels_apart(abi, tmp_path / "wheels", version)
     found, _ = ready_wheels.choices(str(tmp_path / "wheels"), installed(machine, pytorch="2.13.0"))
@@ -155,7 +149,7 @@ def test_the_same_minor_version_comes_first(abi: Abi, machine: Machine, tmp_path
 
 
 @contextmanager
-def serving(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
+def serving(handler):
     """A server on this host; yields its port."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -166,7 +160,7 @@ def serving(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Itera
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[str]:
+def served(tmp_path):
     """The URL of the folder ``wheels``."""
     (tmp_path / "wheels").mkdir()
     folder = str(tmp_path / "wheels")
@@ -174,9 +168,7 @@ def served(tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def test_a_changed_file_behind_a_url_is_refused(
-    abi: Abi, machine: Machine, served: str, tmp_path: Path
-) -> None:
+def test_a_changed_file_behind_a_url_is_refused(abi, machine, served, tmp_path):
     wheels_apart(abi, tmp_path / "wheels")
     (choice,), _ = ready_wheels.choices(served, machine)
     kept = ready_wheels.fetch(choice.wheels[0], served, tmp_path)
@@ -189,14 +181,9 @@ def test_a_changed_file_behind_a_url_is_refused(
 
 @pytest.mark.parametrize(
     ("installed", "left_out"),
-    [
-        ("pytorch", [""]),
-        ("pytorch tensorflow", ["--without tensorflow", "--without pytorch"]),
-    ],
+    [("pytorch", [""]), ("pytorch tensorflow", ["--without tensorflow", "--without pytorch"])],
 )
-def test_make_builds_a_wheel_for_each_framework_that_is_installed(
-    tmp_path: Path, installed: str, left_out: list[str]
-) -> None:
+def test_make_builds_a_wheel_for_each_framework_that_is_installed(tmp_path, installed, left_out):
     shutil.copy(Path(__file__).parents[3] / "Makefile", tmp_path)
     for name in ("setup.py", "constraints.txt"):
         (tmp_path / name).touch()
@@ -216,7 +203,7 @@ def test_make_builds_a_wheel_for_each_framework_that_is_installed(
     ]
 
 
-NO_ENTRIES: list[Any] = [
+NO_ENTRIES = [
     {"name": "../horovod-1-a-b-c.whl"},
     {"name": 3},
     {"abi": {"frameworks": {"jax": "1"}}},
@@ -227,9 +214,7 @@ NO_ENTRIES: list[Any] = [
 ]
 
 
-def test_an_entry_of_another_version_is_refused_alone_and_kept(
-    abi: Abi, machine: Machine, tmp_path: Path
-) -> None:
+def test_an_entry_of_another_version_is_refused_alone_and_kept(abi, machine, tmp_path):
     folder = tmp_path / "wheels"
     wheels_apart(abi, folder)
     index = folder / ready_wheels.INDEX
@@ -255,9 +240,7 @@ def test_an_entry_of_another_version_is_refused_alone_and_kept(
 @pytest.mark.parametrize(
     "index", [b"{}", b"<html>\xff\xfe", b"[" * 100_000], ids=["{}", "page", "["]
 )
-def test_behind_a_damaged_index_horovod_is_built(
-    steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], index: bytes
-) -> None:
+def test_behind_a_damaged_index_horovod_is_built(steps, tmp_path, capsys, index):
     (tmp_path / "wheels.json").write_bytes(index)
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         installer.install_horovod(BuildOptions(wheels=str(tmp_path)))
@@ -273,9 +256,7 @@ def test_behind_a_damaged_index_horovod_is_built(
     assert steps == []
 
 
-def test_a_folder_that_cannot_be_filled_is_refused_before_the_build(
-    steps: list[str], tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_filled_is_refused_before_the_build(steps, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="no wheel can be written there"):
         installer.install_horovod(BuildOptions(wheel_dir=tmp_path / "file" / "wheels"))
@@ -285,9 +266,9 @@ def test_a_folder_that_cannot_be_filled_is_refused_before_the_build(
 class Answers(http.server.BaseHTTPRequestHandler):
     """Answers as the first folder of the path says."""
 
-    asked: ClassVar[list[tuple[str, str | None]]] = []
+    asked = []
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.asked.append((self.path, self.headers.get("Authorization")))
         kind = self.path.split("/")[1]
         if kind == "garbage":
@@ -305,21 +286,19 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"[]")
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         """Print nothing."""
 
 
 @pytest.fixture
-def answers() -> Iterator[tuple[int, list[tuple[str, str | None]]]]:
+def answers():
     """The port of a server, and what it was asked for."""
     with serving(Answers) as port:
         Answers.asked.clear()
         yield port, Answers.asked
 
 
-def test_a_server_leads_to_https_only_and_its_faults_are_named(
-    answers: tuple[int, list[Any]], machine: Machine
-) -> None:
+def test_a_server_leads_to_https_only_and_its_faults_are_named(answers, machine):
     for kind, why in (
         ("plain", r"leads to http://wheels\.example\.com/wheels\.json\?\.\.\., which is not https"),
         ("cut", "more expected"),
@@ -331,11 +310,8 @@ def test_a_server_leads_to_https_only_and_its_faults_are_named(
 
 
 def test_a_password_and_a_signature_reach_the_server_and_no_message(
-    answers: tuple[int, list[Any]],
-    machine: Machine,
-    steps: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    answers, machine, steps, capsys
+):
     port, asked = answers
     given = f"http://ann:s%40cret@127.0.0.1:{port}/moved/a b/?sig=a%2Bb"
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
@@ -361,9 +337,7 @@ def test_a_password_and_a_signature_reach_the_server_and_no_message(
         ("--wheel-dir", "https://example.com", "must be a folder of this machine, got 'https"),
     ],
 )
-def test_other_places_are_refused(
-    option: str, place: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_places_are_refused(option, place, complaint, capsys):
     with pytest.raises(SystemExit):
         cli.main(["install-horovod", option, place])
     printed = capsys.readouterr().err
@@ -372,17 +346,15 @@ def test_other_places_are_refused(
 
 
 @pytest.fixture
-def steps(
-    toolchain: Toolchain, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> list[str]:
+def steps(toolchain, machine, monkeypatch, tmp_path):
     """What the installer does on ``machine``, with stand-ins for pip, ranks and the compiler."""
-    taken: list[str] = []
+    taken = []
 
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    def run(command, **options):
         taken.append("self-test")
         return subprocess.CompletedProcess(command, 1, "", "hvkit: undefined symbol")
 
-    def no_compiler(without: object) -> Toolchain:
+    def no_compiler(without):
         taken.append("build")
         raise BuildError("no C++ compiler")
 
@@ -397,8 +369,8 @@ def steps(
 
 
 def test_a_wheel_that_fails_its_self_test_is_not_installed_and_horovod_built(
-    abi: Abi, steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    abi, steps, tmp_path, capsys
+):
     ready_wheels.add(wheel_of(abi, tmp_path / "built", "0.28.1+x"), tmp_path / "wheels")
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         installer.install_horovod(BuildOptions(wheels=str(tmp_path / "wheels")))
@@ -407,9 +379,7 @@ def test_a_wheel_that_fails_its_self_test_is_not_installed_and_horovod_built(
     assert "its self-test fails: hvkit: undefined symbol" in shown
 
 
-def test_nothing_is_installed_of_wheels_that_do_not_fit(
-    abi: Abi, steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_installed_of_wheels_that_do_not_fit(abi, steps, tmp_path, capsys):
     other = replace(abi, frameworks={**abi.frameworks, "tensorflow": "2.20.0"})
     ready_wheels.add(wheel_of(other, tmp_path / "built", "0.28.1+x"), tmp_path / "wheels")
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
@@ -418,7 +388,7 @@ def test_nothing_is_installed_of_wheels_that_do_not_fit(
     assert "it is for TensorFlow 2.20.0, and 2.21.0 is installed" in capsys.readouterr().out
 
 
-def test_the_tag_is_that_of_the_oldest_c_library_that_will_do() -> None:
+def test_the_tag_is_that_of_the_oldest_c_library_that_will_do():
     here = sysconfig.get_platform().rpartition("-")[2]
     old = "NEEDED libmpi.so.40\n 0x1 0x00 05 GLIBC_2.14\n 0x1 0x00 04 GLIBCXX_3.4.21\n"
     assert abi_module._platform(old) == f"manylinux_2_17_{here}"

@@ -1,18 +1,14 @@
 """Facts of a machine without problems; environments and programs with problems."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
-from prepared import Environment, make_environment
+from prepared import make_environment
 
 GIB = 1024**3
 OPEN_MPI = {"flavour": "Open MPI", "version": "5.0.11"}
 LAUNCHER = {**OPEN_MPI, "program": "/opt/venv/bin/mpirun", "on_path": True, "_first_line": None}
 
 
-def library(framework: str, built_for: str) -> dict[str, Any]:
+def library(framework, built_for):
     return {
         "framework": framework,
         "built_for": built_for,
@@ -24,7 +20,7 @@ def library(framework: str, built_for: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def healthy() -> dict[str, Any]:
+def healthy():
     """Facts of a machine without problems."""
     return {
         "format": 1,
@@ -82,16 +78,16 @@ def healthy() -> dict[str, Any]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Environment:
+def environment(tmp_path):
     """An environment like this one, from which a test may remove parts."""
     return make_environment(tmp_path / "environment")
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Callable[[str, str], Path]:
+def program(tmp_path):
     """Write a shell script into the folder ``bin`` of the test; returns its path."""
 
-    def write(name: str, body: str) -> Path:
+    def write(name, body):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{body}\n")

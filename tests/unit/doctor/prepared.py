@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ class Report:
     status: int
     contents: dict[str, Any]
 
-    def fix_of(self, what: str) -> str:
+    def fix_of(self, what):
         """The fix of the one problem whose description contains ``what``."""
         problems = self.contents["problems"]
         found = [one["fix"] for one in problems if what in one["what"]]
         assert len(found) == 1, f"not one problem {what!r} among {problems}"
         return str(found[0])
 
-    def problems_of_software(self) -> list[str]:
+    def problems_of_software(self):
         """The problems, except those of the host that runs the tests."""
         own = ("/dev/shm", "there is no /dev/shm", "the hostname", "a process may lock")
         problems = (one["what"] for one in self.contents["problems"])
@@ -43,18 +42,16 @@ class Environment:
     folder: Path
 
     @property
-    def python(self) -> Path:
+    def python(self):
         """Its interpreter."""
         return self.folder / "bin" / "python"
 
     @property
-    def packages(self) -> Path:
+    def packages(self):
         """The folder of its packages."""
         return self.folder / Path(sysconfig.get_path("platlib")).relative_to(sys.prefix)
 
-    def doctor(
-        self, *before: str, path: str | None = None, environ: Mapping[str, str] | None = None
-    ) -> Report:
+    def doctor(self, *before, path=None, environ=None):
         """Run ``hvkit doctor`` there, without the self-test, behind the words ``before``."""
         own_path = os.pathsep.join([str(self.folder / "bin"), *rest_of_path()])
         done = subprocess.run(
@@ -70,7 +67,7 @@ class Environment:
         return Report(done.returncode, json.loads(done.stdout))
 
 
-def make_environment(folder: Path) -> Environment:
+def make_environment(folder):
     """An environment like this one."""
     made = Environment(folder)
     subprocess.run(
@@ -84,14 +81,14 @@ def make_environment(folder: Path) -> Environment:
     return made
 
 
-def _link(things: Iterable[Path], folder: Path) -> None:
+def _link(things, folder):
     for thing in things:
         place = folder / thing.name
         if not place.exists():
             place.symlink_to(thing)
 
 
-def rest_of_path() -> list[str]:
+def rest_of_path():
     """The folders of PATH, without this environment's."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     in_environment = sys.prefix != sys.base_prefix

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cases import cases
-from prepared import Environment, rest_of_path
+from prepared import rest_of_path
 
 from hvkit.communication.engines import built_for
 
@@ -19,12 +19,12 @@ Program = Callable[[str, str], Path]
 NO_HOST = "nowhere.invalid"
 
 
-def without_horovod(environment: Environment) -> None:
+def without_horovod(environment):
     for place in environment.packages.glob("horovod*"):
         place.unlink()
 
 
-def test_a_complete_environment_has_no_problems(environment: Environment) -> None:
+def test_a_complete_environment_has_no_problems(environment):
     report = environment.doctor()
     assert report.problems_of_software() == []
     assert report.status == (1 if report.contents["problems"] else 0)
@@ -38,7 +38,7 @@ def test_a_complete_environment_has_no_problems(environment: Environment) -> Non
         assert library["mpi"]["version"] == report.contents["mpi"]["version"]
 
 
-def test_no_horovod(environment: Environment) -> None:
+def test_no_horovod(environment):
     without_horovod(environment)
     report = environment.doctor()
     assert report.status == 1
@@ -46,7 +46,7 @@ def test_no_horovod(environment: Environment) -> None:
     assert report.fix_of("Horovod is not installed").startswith("`hvkit install-horovod`")
 
 
-def test_no_horovod_and_nothing_to_build_one_with(environment: Environment) -> None:
+def test_no_horovod_and_nothing_to_build_one_with(environment):
     without_horovod(environment)
     nothing = environment.folder / "nothing"
     nothing.mkdir()
@@ -56,7 +56,7 @@ def test_no_horovod_and_nothing_to_build_one_with(environment: Environment) -> N
 
 
 @pytest.mark.skipif(len(built_for()) < 2, reason="Horovod is not built for both frameworks here")
-def test_horovod_without_torch(environment: Environment) -> None:
+def test_horovod_without_torch(environment):
     horovod = environment.packages / "horovod"
     original = horovod.resolve()
     horovod.unlink()
@@ -72,7 +72,7 @@ def test_horovod_without_torch(environment: Environment) -> None:
 
 
 @pytest.mark.parametrize("first", cases([True, False]), ids=["the other first", "the other last"])
-def test_two_mpis_on_path(environment: Environment, program: Program, first: bool) -> None:
+def test_two_mpis_on_path(environment, program, first):
     other = program("mpirun", "echo 'mpirun (Open MPI) 3.1.6'").parent
     own = [str(environment.folder / "bin"), *rest_of_path()]
     folders = [str(other), *own] if first else [*own, str(other)]
@@ -89,7 +89,7 @@ def test_two_mpis_on_path(environment: Environment, program: Program, first: boo
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the hostname of a process")
-def test_a_hostname_that_does_not_resolve(environment: Environment) -> None:
+def test_a_hostname_that_does_not_resolve(environment):
     command = ["unshare", "--uts", "sh", "-c", f'hostname {NO_HOST}; exec "$@"', "sh"]
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this container forbids changing the hostname")
@@ -101,7 +101,7 @@ def test_a_hostname_that_does_not_resolve(environment: Environment) -> None:
     assert re.match(rf"put the line `[\d.]+ {NO_HOST}` into /etc/hosts", fix)
 
 
-def test_a_library_that_does_not_load_is_a_problem(environment: Environment) -> None:
+def test_a_library_that_does_not_load_is_a_problem(environment):
     horovod = environment.packages / "horovod"
     original = horovod.resolve()
     horovod.unlink()
@@ -114,7 +114,7 @@ def test_a_library_that_does_not_load_is_a_problem(environment: Environment) -> 
     assert any("does not load" in what for what in report.problems_of_software())
 
 
-def test_the_changes_since_horovod_was_built_are_named(environment: Environment) -> None:
+def test_the_changes_since_horovod_was_built_are_named(environment):
     (metadata,) = environment.packages.glob("horovod-*.dist-info")
     text = (metadata / "METADATA").read_text()
     metadata.unlink()
@@ -139,7 +139,7 @@ def test_the_changes_since_horovod_was_built_are_named(environment: Environment)
     assert report.problems_of_software() == []
 
 
-def test_values_of_variables_are_not_in_the_report(environment: Environment) -> None:
+def test_values_of_variables_are_not_in_the_report(environment):
     secret = "hunter2"
     variables = {
         "OMPI_MCA_x": secret,
@@ -153,7 +153,7 @@ def test_values_of_variables_are_not_in_the_report(environment: Environment) -> 
     assert "TOKEN" not in str(report.contents)
 
 
-def test_the_home_directory_is_a_tilde(environment: Environment) -> None:
+def test_the_home_directory_is_a_tilde(environment):
     report = environment.doctor(environ={"HOME": str(environment.folder)})
     assert report.contents["python"] == "~/bin/python"
     assert str(environment.folder) not in str(report.contents)

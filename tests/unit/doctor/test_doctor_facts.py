@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
-import pytest
-
 from hvkit.doctor.facts import (
     infiniband,
     own_addresses,
@@ -20,7 +18,7 @@ from hvkit.host.gpus import Gpu, gpus
 Program = Callable[[str, str], Path]
 
 
-def test_gpus_as_nvidia_smi_lists_them(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_as_nvidia_smi_lists_them(program, monkeypatch):
     rows = "0, NVIDIA H200, 143771, 580.65.06\n1, NVIDIA GB10, [N/A], 580.65.06"
     path = program("nvidia-smi", f'echo "$*" > "$0.arguments"; echo "{rows}"')
     monkeypatch.setenv("PATH", f"{path.parent}:/bin:/usr/bin")
@@ -35,9 +33,7 @@ def test_gpus_as_nvidia_smi_lists_them(program: Program, monkeypatch: pytest.Mon
     )
 
 
-def test_an_nvidia_smi_that_fails_is_quoted(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_nvidia_smi_that_fails_is_quoted(program, monkeypatch):
     path = program("nvidia-smi", "echo 'NVIDIA-SMI has failed because x'; echo more; exit 9")
     monkeypatch.setenv("PATH", str(path.parent))
     assert gpus().failure == "NVIDIA-SMI has failed because x"
@@ -48,7 +44,7 @@ def test_an_nvidia_smi_that_fails_is_quoted(
 class TestControlGroups:
     """The tightest limit counts."""
 
-    def test_version_2(self, tmp_path: Path) -> None:
+    def test_version_2(self, tmp_path):
         inner = tmp_path / "job" / "step"
         inner.mkdir(parents=True)
         (tmp_path / "own").write_text("0::/job/step\n")
@@ -58,7 +54,7 @@ class TestControlGroups:
         (inner.parent / "memory.max").write_text("1073741824\n")
         assert allowance(tmp_path, tmp_path / "own") == Allowance(1.5, 1024**3)
 
-    def test_version_1(self, tmp_path: Path) -> None:
+    def test_version_1(self, tmp_path):
         own = tmp_path / "own"
         own.write_text("4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n1:name=systemd:/\n")
         for controller, name, value in (
@@ -72,25 +68,25 @@ class TestControlGroups:
         (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
         assert allowance(tmp_path, own).cpus is None
 
-    def test_without_any(self, tmp_path: Path) -> None:
+    def test_without_any(self, tmp_path):
         assert allowance(tmp_path, tmp_path / "own") == Allowance(None, None)
 
 
-def test_size_of_shared_memory(tmp_path: Path) -> None:
+def test_size_of_shared_memory(tmp_path):
     found = shared_memory(tmp_path)
     assert found is not None
     assert 0 < found["free"] <= found["size"]
     assert shared_memory(tmp_path / "not there") is None
 
 
-def test_infiniband_is_a_folder_of_devices(tmp_path: Path) -> None:
+def test_infiniband_is_a_folder_of_devices(tmp_path):
     assert not infiniband(tmp_path / "not there")
     assert not infiniband(tmp_path)
     (tmp_path / "mlx5_0").mkdir()
     assert infiniband(tmp_path)
 
 
-def test_a_resolver_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_does_not_answer_is_given_up(monkeypatch):
     release = Event()
     monkeypatch.setattr("hvkit.doctor.facts._SECONDS_TO_RESOLVE", 0.05)
     monkeypatch.setattr("hvkit.doctor.facts.addresses_of", lambda name: [release.wait(60)])
@@ -98,7 +94,7 @@ def test_a_resolver_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyP
     release.set()
 
 
-def test_threads_are_shown_and_other_values_never() -> None:
+def test_threads_are_shown_and_other_values_never():
     environ = {
         "OMP_NUM_THREADS": "4,2",
         "MKL_NUM_THREADS": "my password",
@@ -110,7 +106,7 @@ def test_threads_are_shown_and_other_values_never() -> None:
     assert setting_names(environ) == ["CUDA_VISIBLE_DEVICES", "OMPI_MCA_btl"]
 
 
-def test_a_shell_that_is_a_rank_is_recognised_by_its_environment() -> None:
+def test_a_shell_that_is_a_rank_is_recognised_by_its_environment():
     assert rank_of({}) is None
     assert rank_of({"OMPI_COMM_WORLD_SIZE": "2"}) == "one of 2, started by mpirun"
     assert "'two'" in (rank_of({"OMPI_COMM_WORLD_SIZE": "two"}) or "")

@@ -22,20 +22,20 @@ MPICH = {
 GPU = {"index": 0, "name": "NVIDIA H200", "memory": 150754820096, "driver": "535.1"}
 
 
-def part(name: str, **values: Any) -> Change:
+def part(name, **values):
     """Change a part of the facts."""
     return lambda facts: facts | {name: facts[name] | values}
 
 
-def fact(**values: Any) -> Change:
+def fact(**values):
     """Change facts."""
     return lambda facts: facts | values
 
 
-def all_of(*changes: Change) -> Change:
+def all_of(*changes):
     """Change facts several times."""
 
-    def change(facts: Facts) -> Facts:
+    def change(facts):
         for each in changes:
             facts = each(facts)
         return facts
@@ -43,10 +43,10 @@ def all_of(*changes: Change) -> Change:
     return change
 
 
-def library(number: int, **values: Any) -> Change:
+def library(number, **values):
     """Change a library of Horovod's."""
 
-    def change(facts: Facts) -> Facts:
+    def change(facts):
         libraries = list(facts["horovod"]["libraries"])
         libraries[number] = libraries[number] | values
         return part("horovod", libraries=libraries)(facts)
@@ -54,28 +54,28 @@ def library(number: int, **values: Any) -> Change:
     return change
 
 
-def launcher(**values: Any) -> Change:
+def launcher(**values):
     """Change the launcher."""
     return lambda facts: facts | {"launchers": [facts["launchers"][0] | values]}
 
 
-def launchers(*others: dict[str, Any]) -> Change:
+def launchers(*others):
     """Add launchers after the first."""
     return lambda facts: facts | {"launchers": [*facts["launchers"], *others]}
 
 
-def gpus(count: int, **values: Any) -> Change:
+def gpus(count, **values):
     """Add GPUs."""
     return fact(gpus=[GPU | {"index": number} for number in range(count)], **values)
 
 
-def unmet(package: str, requirement: str, installed: str | None) -> Change:
+def unmet(package, requirement, installed):
     """Add a requirement that is not met."""
     one = {"package": package, "requirement": requirement, "installed": installed}
     return fact(_unmet=[one])
 
 
-def self_test(error: str | None, *errors_of_results: str | None) -> Change:
+def self_test(error, *errors_of_results):
     """Add the results of a self-test."""
     results = [
         {"framework": f"framework{number}", "command": "mpirun x", "error": each}
@@ -84,18 +84,18 @@ def self_test(error: str | None, *errors_of_results: str | None) -> Change:
     return fact(self_test={"launcher": "Open MPI 5.0.11", "error": error, "results": results})
 
 
-def test_a_healthy_machine_has_no_findings(healthy: Facts) -> None:
+def test_a_healthy_machine_has_no_findings(healthy):
     assert findings(healthy) == {"problems": [], "notes": []}
 
 
-def test_the_package_index_leaves_out_what_a_build_is_for(healthy: Facts) -> None:
+def test_the_package_index_leaves_out_what_a_build_is_for(healthy):
     healthy["horovod"]["libraries"][0]["built_for"] = "2.13.0+cu130"
     assert findings(healthy)["problems"] == []
     healthy["versions"]["torch"] = "2.13.0+cpu"
     assert "2.13.0+cu130, but 2.13.0+cpu" in findings(healthy)["problems"][0]["what"]
 
 
-PROBLEMS: dict[str, tuple[Change, str, str]] = {
+PROBLEMS = {
     "no framework": (
         part("versions", torch=None, tensorflow=None),
         "neither PyTorch nor TensorFlow",
@@ -116,11 +116,7 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
         "keras 3.15.1 needs numpy, but it is not installed",
         "pip install 'numpy'",
     ),
-    "no Horovod": (
-        fact(horovod=None),
-        "Horovod is not installed",
-        "^`hvkit install-horovod`$",
-    ),
+    "no Horovod": (fact(horovod=None), "Horovod is not installed", "^`hvkit install-horovod`$"),
     "no Horovod, no compiler": (
         fact(horovod=None, _cannot_build="no C++ compiler: none on PATH. Install g++"),
         "Horovod is not installed",
@@ -224,7 +220,7 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
     ),
 }
 
-NOTES: dict[str, tuple[Change, str, str]] = {
+NOTES = {
     "other build": (
         part("horovod", fits=False, differences=["mpi: Open MPI 4.1.4 -> Open MPI 5.0.11"]),
         r"hvkit would build this Horovod differently now "
@@ -250,11 +246,7 @@ NOTES: dict[str, tuple[Change, str, str]] = {
         r"Horovod uses Open MPI 5\.0\.11, but .*5\.0\.12",
         "hvkit install-horovod",
     ),
-    "MPI not on PATH": (
-        launcher(on_path=False),
-        "not on PATH",
-        "activate",
-    ),
+    "MPI not on PATH": (launcher(on_path=False), "not on PATH", "activate"),
     "one MPI twice": (
         lambda facts: launchers(facts["launchers"][0] | {"program": "/usr/bin/mpirun"})(facts),
         "the same MPI is on PATH in several folders",
@@ -322,9 +314,7 @@ NOTES: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize(("change", "what", "fix"), PROBLEMS.values(), ids=PROBLEMS)
-def test_a_problem_is_found_with_its_fix(
-    healthy: Facts, change: Change, what: str, fix: str
-) -> None:
+def test_a_problem_is_found_with_its_fix(healthy, change, what, fix):
     found = findings(change(healthy))
     assert found["notes"] == []
     (problem,) = found["problems"]
@@ -333,7 +323,7 @@ def test_a_problem_is_found_with_its_fix(
 
 
 @pytest.mark.parametrize(("change", "what", "fix"), NOTES.values(), ids=NOTES)
-def test_a_note_is_found_with_its_fix(healthy: Facts, change: Change, what: str, fix: str) -> None:
+def test_a_note_is_found_with_its_fix(healthy, change, what, fix):
     found = findings(change(healthy))
     assert found["problems"] == []
     (note,) = found["notes"]
@@ -346,12 +336,7 @@ def test_a_note_is_found_with_its_fix(healthy: Facts, change: Change, what: str,
     [("problems", rules.PROBLEMS, PROBLEMS), ("notes", rules.NOTES, NOTES)],
     ids=["problems", "notes"],
 )
-def test_every_rule_has_a_case(
-    healthy: Facts,
-    severity: str,
-    table: tuple[rules.Rule, ...],
-    cases: dict[str, tuple[Change, str, str]],
-) -> None:
+def test_every_rule_has_a_case(healthy, severity, table, cases):
     # Only a case shows that the names in a rule's condition and sentences exist.
     found = [findings(change(healthy))[severity] for change, _, _ in cases.values()]
     sentences = [one["what"] for each in found for one in each]
@@ -359,22 +344,22 @@ def test_every_rule_has_a_case(
     assert [each for each in patterns if not re.search(f"(?m)^{each}$", "\n".join(sentences))] == []
 
 
-def test_a_limit_of_cpus_is_no_finding_as_ranks_keep_to_it(healthy: Facts) -> None:
+def test_a_limit_of_cpus_is_no_finding_as_ranks_keep_to_it(healthy):
     limited = healthy | {"cores": {"usable": 64, "host": 64, "limit": 1.5}}
     assert findings(limited) == {"problems": [], "notes": []}
 
 
-def test_problems_and_notes_are_found_together(healthy: Facts) -> None:
+def test_problems_and_notes_are_found_together(healthy):
     no_ssh = {"client": None, "server": None, "running": False}
     found = findings(healthy | {"addresses": [], "ssh": no_ssh, "_launched": "x"})
     assert {severity: len(some) for severity, some in found.items()} == {"problems": 1, "notes": 2}
 
 
-def test_findings_about_one_variable_stand_together(healthy: Facts) -> None:
+def test_findings_about_one_variable_stand_together(healthy):
     threads = {"OMP_NUM_THREADS": "64", "MKL_NUM_THREADS": "?", "NUMEXPR_NUM_THREADS": "9"}
     notes = findings(healthy | {"threads": threads})["notes"]
     assert [re.split("[ =]", one["what"])[0] for one in notes] == list(threads)
 
 
-def test_a_self_test_that_passed_is_no_finding(healthy: Facts) -> None:
+def test_a_self_test_that_passed_is_no_finding(healthy):
     assert findings(self_test(None, None)(healthy)) == {"problems": [], "notes": []}

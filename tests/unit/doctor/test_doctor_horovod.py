@@ -30,12 +30,12 @@ MISSING = "int not_anywhere(); int horovod_init() { return not_anywhere(); }\n"
 
 
 @pytest.fixture
-def compiled(tmp_path: Path) -> Compile:
+def compiled(tmp_path):
     """Compile C++ into a library, which may lack symbols."""
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
 
-    def build(source: str) -> Path:
+    def build(source):
         file = tmp_path / "mpi_lib.so"
         command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(file)]
         text = f'extern "C" {{\n{source}}}\n'
@@ -45,7 +45,7 @@ def compiled(tmp_path: Path) -> Compile:
     return build
 
 
-def load(file: Path) -> "subprocess.CompletedProcess[str]":
+def load(file):
     return subprocess.run(
         [sys.executable, "-I", load_library.__file__, str(file)],
         capture_output=True,
@@ -55,7 +55,7 @@ def load(file: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_features_and_the_mpi_that_is_loaded(compiled: Compile) -> None:
+def test_features_and_the_mpi_that_is_loaded(compiled):
     done = load(compiled(BUILT + MPI))
     assert done.returncode == 0
     assert json.loads(done.stdout.removeprefix("hvkit:")) == {
@@ -64,14 +64,14 @@ def test_features_and_the_mpi_that_is_loaded(compiled: Compile) -> None:
     }
 
 
-def test_a_symbol_that_is_missing_is_named_before_it_is_used(compiled: Compile) -> None:
+def test_a_symbol_that_is_missing_is_named_before_it_is_used(compiled):
     done = load(compiled(BUILT + MPI + MISSING))
     assert done.returncode == 1
     assert done.stdout == ""
     assert "undefined symbol: not_anywhere" in done.stderr
 
 
-def test_a_library_that_crashes_ends_its_own_process_only(compiled: Compile) -> None:
+def test_a_library_that_crashes_ends_its_own_process_only(compiled):
     crash = "__attribute__((constructor)) void crash() { __builtin_trap(); }\n"
     assert load(compiled(BUILT + MPI + crash)).returncode < 0
 
@@ -85,7 +85,7 @@ def test_a_library_that_crashes_ends_its_own_process_only(compiled: Compile) -> 
         (Output(1), "it does not load"),
     ],
 )
-def test_the_error_of_a_library_that_does_not_load(output: Output, why: str) -> None:
+def test_the_error_of_a_library_that_does_not_load(output, why):
     assert library_from("torch", "2.13.0", output) == {
         "framework": "torch",
         "built_for": "2.13.0",
@@ -96,7 +96,7 @@ def test_the_error_of_a_library_that_does_not_load(output: Output, why: str) -> 
     }
 
 
-def test_changes_between_builds_hide_the_users_values() -> None:
+def test_changes_between_builds_hide_the_users_values():
     before = {"mpi": "MPICH 4.2.0", "CXXFLAGS": "-DKEY=secret", "gpu": "none"}
     now = {"mpi": "Open MPI 5.0.11", "gpu": "none"}
     assert changes(before, now) == ["mpi: MPICH 4.2.0 -> Open MPI 5.0.11", "CXXFLAGS"]

@@ -18,7 +18,7 @@ from hvkit.doctor.report import json_report, show
 Facts = dict[str, Any]
 
 
-def self_test(*results: dict[str, Any]) -> dict[str, Any]:
+def self_test(*results):
     return {
         "launcher": "Open MPI 5.0.11",
         "error": None,
@@ -29,7 +29,7 @@ def self_test(*results: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def result(framework: str, **values: Any) -> dict[str, Any]:
+def result(framework, **values):
     empty = {"command": "mpirun x", "error": None, "output": [], "seconds": None, "bandwidth": None}
     return {"framework": framework, **empty, **values}
 
@@ -46,17 +46,15 @@ FAILED = self_test(
 )
 
 
-ON_TERMINAL: dict[str, Any] = {"force_terminal": True, "color_system": "standard"}
+ON_TERMINAL = {"force_terminal": True, "color_system": "standard"}
 
 
-def without_colours(text: str) -> list[str]:
+def without_colours(text):
     """The lines of a text, without colours and without blanks at their ends."""
     return [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()]
 
 
-def text_of(
-    facts: Facts, test: dict[str, Any] | None, verbose: bool = False, **options: Any
-) -> str:
+def text_of(facts, test, verbose=False, **options):
     screen = io.StringIO()
     report = json_report(facts | {"self_test": test})
     show(report, Console(file=screen, **options), verbose=verbose)
@@ -64,7 +62,7 @@ def text_of(
 
 
 @pytest.fixture
-def bad(healthy: Facts) -> Facts:
+def bad(healthy):
     """A machine with many problems at once."""
     gpu = {"name": "NVIDIA H200", "memory": 141 * 1024**3, "driver": "535.1"}
     return healthy | {
@@ -88,20 +86,18 @@ def bad(healthy: Facts) -> Facts:
 
 
 class TestText:
-    def test_is_one_screen(self, healthy: Facts, bad: Facts) -> None:
+    def test_is_one_screen(self, healthy, bad):
         assert text_of(healthy, PASSED).count("\n") < 45
         assert text_of(bad, FAILED).count("\n") < 45
 
-    def test_is_plain_unless_on_a_terminal(self, bad: Facts) -> None:
+    def test_is_plain_unless_on_a_terminal(self, bad):
         plain = text_of(bad, FAILED)
         assert "\x1b" not in plain
         coloured = text_of(bad, FAILED, width=1000, **ON_TERMINAL)
         assert "\x1b[1;31mproblem:" in coloured
         assert without_colours(coloured) == [line.rstrip() for line in plain.splitlines()]
 
-    def test_a_terminal_gets_lines_that_fit_and_go_on_below_their_beginning(
-        self, bad: Facts
-    ) -> None:
+    def test_a_terminal_gets_lines_that_fit_and_go_on_below_their_beginning(self, bad):
         lines = without_colours(text_of(bad, FAILED, width=60, **ON_TERMINAL))
         assert max(map(len, lines)) <= 60
         number = next(n for n, line in enumerate(lines) if line.startswith("packages"))
@@ -109,19 +105,19 @@ class TestText:
         assert lines[number + 1][:start].isspace()
         assert not lines[number + 1][start].isspace()
 
-    def test_values_are_aligned(self, healthy: Facts) -> None:
+    def test_values_are_aligned(self, healthy):
         lines = text_of(healthy, PASSED).splitlines()
         start = lines[0].index("node1")
         rows = lines[:-1]
         assert all(line[start - 2 : start] == "  " and line[start] != " " for line in rows)
 
-    def test_bandwidth_is_shown_with_its_measurement(self, healthy: Facts) -> None:
+    def test_bandwidth_is_shown_with_its_measurement(self, healthy):
         assert (
             "passed on 2 ranks started by Open MPI 5.0.11; allreduce of 64 MiB float32 in host "
             "memory: 50 ms (median of 9), 1.34 GB/s per rank"
         ) in text_of(healthy, PASSED)
 
-    def test_a_failed_self_test_shows_its_last_lines(self, healthy: Facts) -> None:
+    def test_a_failed_self_test_shows_its_last_lines(self, healthy):
         text = text_of(healthy, FAILED)
         assert "problem: the self-test of torch failed: it ended with status 3\n" in text
         last = ["line of torch", *"1234567"]
@@ -131,7 +127,7 @@ class TestText:
         assert "line of tensorflow" not in text
         assert text.endswith("2 problems, no notes\n")
 
-    def test_what_ranks_set_is_one_line_and_with_reasons_on_request(self, healthy: Facts) -> None:
+    def test_what_ranks_set_is_one_line_and_with_reasons_on_request(self, healthy):
         settings = (("A", "one"), ("B", "two"), ("C", "two"))
         ranks = [{"variable": name, "value": "1", "reason": why} for name, why in settings]
         facts = healthy | {"set_by_ranks": ranks, "threads": {"OMP_NUM_THREADS": "2"}}
@@ -145,17 +141,17 @@ class TestText:
         assert lines[1].strip() == "B=1, C=1: two"
         assert "set by each rank" not in text_of(healthy, None)
 
-    def test_brackets_are_shown_as_they_are(self, healthy: Facts) -> None:
+    def test_brackets_are_shown_as_they_are(self, healthy):
         assert "[red]host" in text_of(healthy | {"hostname": "[red]host"}, None)
 
-    def test_gpus_and_interfaces_are_summed_up(self, bad: Facts) -> None:
+    def test_gpus_and_interfaces_are_summed_up(self, bad):
         text = text_of(bad, None)
         assert "8 x NVIDIA H200, 141 GiB, driver 535.1, CUDA 12.0" in text
         assert "veth3 10.0.3.1, 26 more; ssh: none" in text
 
 
 class TestJson:
-    def test_every_key_is_described(self, healthy: Facts) -> None:
+    def test_every_key_is_described(self, healthy):
         described = json_report.__doc__ or ""
         contents = json_report(healthy | {"self_test": PASSED})
         parts = ("horovod", "platform", "cores", "memory", "shared_memory", "limits", "ssh")
@@ -165,29 +161,23 @@ class TestJson:
         for keys in (contents, *nested):
             assert [key for key in keys if f"``{key}``" not in described] == []
 
-    def test_findings_are_problems_and_notes(self, bad: Facts) -> None:
+    def test_findings_are_problems_and_notes(self, bad):
         contents = json_report(bad | {"self_test": FAILED})
         for severity in ("problems", "notes"):
             assert contents[severity]
             assert all(one.keys() == {"what", "fix"} for one in contents[severity])
 
-    def test_facts_for_the_findings_alone_are_left_out(self, healthy: Facts) -> None:
+    def test_facts_for_the_findings_alone_are_left_out(self, healthy):
         assert "_first_line" not in str(json_report(healthy))
         assert not [key for key in json_report(healthy) if key.startswith("_")]
 
-    def test_is_what_json_can_hold(self, healthy: Facts) -> None:
+    def test_is_what_json_can_hold(self, healthy):
         contents = json_report(healthy | {"self_test": PASSED})
         assert json.loads(json.dumps(contents)) == contents
 
 
 @pytest.mark.parametrize(("hostname", "status"), [("resolves", 0), ("does not", 1)])
-def test_the_exit_status_is_1_for_problems(
-    healthy: Facts,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    hostname: str,
-    status: int,
-) -> None:
+def test_the_exit_status_is_1_for_problems(healthy, monkeypatch, capsys, hostname, status):
     # A note does not count.
     facts = healthy | {"ssh": {"client": None, "server": None, "running": False}}
     found = facts if hostname == "resolves" else facts | {"addresses": []}
@@ -199,7 +189,7 @@ def test_the_exit_status_is_1_for_problems(
     assert last == f"{'1 problem' if status else 'no problems'}, 1 note"
 
 
-def test_frameworks_are_not_imported() -> None:
+def test_frameworks_are_not_imported():
     code = (
         "import sys; from hvkit.doctor.report import examine; examine(False); "
         "print([m for m in ('torch', 'tensorflow', 'keras', 'horovod') if m in sys.modules])"
@@ -220,22 +210,20 @@ def test_frameworks_are_not_imported() -> None:
         ("an annual banner", "an annual banner"),
     ],
 )
-def test_home_and_user_are_hidden(monkeypatch: pytest.MonkeyPatch, text: str, shown: str) -> None:
+def test_home_and_user_are_hidden(monkeypatch, text, shown):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
     monkeypatch.setattr(report, "_user", lambda: "ann")
     assert report.without_user({"a": [text], "b": 3}) == {"a": [shown], "b": 3}
 
 
 @pytest.mark.parametrize("home", [Path("/"), None])
-def test_a_user_without_a_home_or_a_name_hides_nothing(
-    monkeypatch: pytest.MonkeyPatch, home: Path | None
-) -> None:
-    def find_home() -> Path:
+def test_a_user_without_a_home_or_a_name_hides_nothing(monkeypatch, home):
+    def find_home():
         if home is None:
             raise RuntimeError("Could not determine home directory.")
         return home
 
-    def find_user() -> str:
+    def find_user():
         raise KeyError("getpwuid(): uid not found: 12345")
 
     monkeypatch.setattr(Path, "home", find_home)

@@ -39,11 +39,11 @@ Program = Callable[[str, str], Path]
         ("", None),
     ],
 )
-def test_launchers_and_libraries_name_their_mpi(text: str, mpi: MpiVersion | None) -> None:
+def test_launchers_and_libraries_name_their_mpi(text, mpi):
     assert identify(text) == mpi
 
 
-def test_every_mpi_on_path_is_found_once(program: Program, tmp_path: Path) -> None:
+def test_every_mpi_on_path_is_found_once(program, tmp_path):
     mpirun = program("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
     alias = tmp_path / "alias"
@@ -70,7 +70,7 @@ def test_every_mpi_on_path_is_found_once(program: Program, tmp_path: Path) -> No
     ]
 
 
-def test_versions_of_compilers(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_compilers(program, monkeypatch):
     folder = program(
         "g++", "echo 'g++ (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022'"
     ).parent
@@ -84,11 +84,11 @@ class TestPackages:
     """Packages of an environment that has no others."""
 
     @pytest.fixture
-    def install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def install(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         monkeypatch.setattr(software, "folder_of", lambda module: None)
 
-        def write(name: str, version: str, *requirements: str) -> None:
+        def write(name, version, *requirements):
             folder = tmp_path / f"{name}-{version}.dist-info"
             folder.mkdir()
             lines = [f"Name: {name}", f"Version: {version}"]
@@ -97,7 +97,7 @@ class TestPackages:
 
         return write
 
-    def test_requirements_that_are_not_met(self, install: Callable[..., None]) -> None:
+    def test_requirements_that_are_not_met(self, install):
         install("numpy", "1.26.4")
         install("mpi4py", "4.1.2")
         install("hvkit", "0.1.0", "mpi4py>=4.2", "numpy")
@@ -124,9 +124,7 @@ class TestPackages:
             ("cuda_like = '12.8'", None),
         ],
     )
-    def test_cuda_of_pytorch(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, cuda: str | None
-    ) -> None:
+    def test_cuda_of_pytorch(self, tmp_path, monkeypatch, line, cuda):
         folder = tmp_path / "torch"
         folder.mkdir()
         (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")

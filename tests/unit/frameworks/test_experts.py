@@ -98,11 +98,7 @@ def test_biases_and_gates_in_turns(inner):
 
 
 def test_a_parameter_for_each_weight():
-    assert placements(Own()) == {
-        "gate": Placement(1),
-        "up": Placement(1),
-        "down": Placement(2),
-    }
+    assert placements(Own()) == {"gate": Placement(1), "up": Placement(1), "down": Placement(2)}
 
 
 def test_as_many_rows_for_each_expert():

@@ -5,28 +5,26 @@ Here all of these are errors.
 """
 
 from functools import cache
-from typing import Any
 
-from jsonschema import Draft202012Validator
 from resource_definitions import METADATA, problems_of, read_definition, strict
 
 # Kubernetes and the operator check these in code; the resource definition only describes them.
 _AMOUNTS = {"propertyNames": {"enum": ["cpu", "memory", "nvidia.com/gpu"]}}
 
 
-def problems(document: Any) -> list[str]:
+def problems(document):
     """The problems of an MPIJob; empty if it is valid."""
     return problems_of(_validator(), document)
 
 
 @cache
-def _validator() -> Draft202012Validator:
+def _validator():
     schema = read_definition("kubeflow.org_mpijobs", "v2beta1")
     _complete(schema)
     return strict(schema)
 
 
-def _complete(schema: dict[str, Any]) -> None:
+def _complete(schema):
     """Add to the schema the rules that it only describes in words."""
     top = schema["properties"]
     top["apiVersion"]["const"] = "kubeflow.org/v2beta1"

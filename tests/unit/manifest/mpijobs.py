@@ -1,7 +1,5 @@
 """MPIJobs for tests."""
 
-from typing import Any
-
 import yaml
 
 from hvkit.manifest.fields import HvkitRun, Size, cpus, memory, volume
@@ -12,16 +10,9 @@ SIZE = Size.of(8, 4)
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
 
-def job(
-    *,
-    size: Size = SIZE,
-    command: tuple[str, ...] = COMMAND,
-    variables: dict[str, str] | None = None,
-    run_options: tuple[str, ...] = (),
-    **changes: Any,
-) -> str:
+def job(*, size=SIZE, command=COMMAND, variables=None, run_options=(), **changes):
     """A job of 8 ranks on 2 workers as text, everything else at its default."""
-    defaults: dict[str, Any] = {
+    defaults = {
         "image": "hvkit:1",
         "name": "mnist",
         "namespace": None,
@@ -45,7 +36,7 @@ def job(
     return manifest({**defaults, **changes}, run)
 
 
-def full_job() -> str:
+def full_job():
     """A job with every option set."""
     return job(
         namespace="teaching",
@@ -65,13 +56,13 @@ def full_job() -> str:
     )
 
 
-def read(job: str) -> dict[str, Any]:
+def read(job):
     """The document as a cluster reads it from the YAML text."""
-    document: dict[str, Any] = yaml.safe_load(job)
+    document = yaml.safe_load(job)
     return document
 
 
-def container(document: dict[str, Any], replica: str) -> dict[str, Any]:
+def container(document, replica):
     """The only container of the launcher or of a worker."""
     replicas = document["spec"]["mpiReplicaSpecs"][replica]
     (found,) = replicas["template"]["spec"]["containers"]

@@ -4,9 +4,7 @@ A cluster silently drops unknown fields. Here they are errors.
 """
 
 import gzip
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
@@ -30,29 +28,29 @@ METADATA = {
 _DATA = Path(__file__).parent / "data"
 
 
-def read_definition(name: str, version: str) -> dict[str, Any]:
+def read_definition(name, version):
     """The schema of a resource, from the file of its definition."""
     with gzip.open(_DATA / f"{name}.yaml.gz") as file:
         definition = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (found,) = (v for v in definition["spec"]["versions"] if v["name"] == version)
-    schema: dict[str, Any] = found["schema"]["openAPIV3Schema"]
+    schema = found["schema"]["openAPIV3Schema"]
     return schema
 
 
-def strict(schema: dict[str, Any]) -> Draft202012Validator:
+def strict(schema):
     """A validator that refuses unknown fields and repeated entries as well."""
     _close(schema)
     validator = extend(Draft202012Validator, {"x-kubernetes-list-map-keys": _refuse_repeated})
     return validator(schema)
 
 
-def problems_of(validator: Draft202012Validator, document: Any) -> list[str]:
+def problems_of(validator, document):
     """The problems of a document; empty if it is valid."""
     errors = sorted(validator.iter_errors(document), key=lambda error: error.json_path)
     return [f"{error.json_path}: {error.message}" for error in errors]
 
 
-def _close(schema: dict[str, Any]) -> None:
+def _close(schema):
     """Forbid unknown fields at any depth."""
     free = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
     if schema.get("type") == "object" and not free:
@@ -64,9 +62,7 @@ def _close(schema: dict[str, Any]) -> None:
             _close(schema[below])
 
 
-def _refuse_repeated(
-    validator: Any, keys: list[str], items: Any, schema: dict[str, Any]
-) -> Iterator[ValidationError]:
+def _refuse_repeated(validator, keys, items, schema):
     """Require list entries to differ in the keys by which the cluster merges them."""
     defaults = {
         key: schema["items"]["properties"][key].get("default")

@@ -15,14 +15,14 @@ MPIJOB = "manifest mpijob --image hvkit:1 -np 8 --slots 4"
 SLURM = "manifest slurm -np 8 --slots 4"
 
 
-def written(capsys: pytest.CaptureFixture[str], line: str) -> str:
+def written(capsys, line):
     assert cli.main(shlex.split(line)) == 0
     output = capsys.readouterr()
     assert output.err == ""
     return output.out
 
 
-def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_mpijob_with_all_options(capsys):
     line = (
         f"{MPIJOB} --gpus 1 --name digits --namespace ml --cpus 500m --memory 4Gi --shm-size 1Gi "
         "--env A=1 --env B='x y' --launcher-cpus 2 --launcher-memory 2Gi --retries 2 "
@@ -43,15 +43,11 @@ def test_an_mpijob_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert {"/data", "/out"} <= {mount["mountPath"] for mount in mounts}
     assert launcher["env"] == [{"name": "A", "value": "1"}, {"name": "B", "value": "x y"}]
     assert launcher["resources"]["limits"] == {"cpu": "2", "memory": "2Gi"}
-    assert worker["resources"]["limits"] == {
-        "cpu": "2000m",
-        "memory": "16Gi",
-        "nvidia.com/gpu": 4,
-    }
+    assert worker["resources"]["limits"] == {"cpu": "2000m", "memory": "16Gi", "nvidia.com/gpu": 4}
     assert worker["image"] == launcher["image"] == "hvkit:1"
 
 
-def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_with_all_options(capsys):
     line = (
         f"{SLURM} --gpus 1 --cpus 2 --memory 4G --time 1:00:00 --partition a,b --account c "
         "--name d --sbatch=--qos=high --sbatch=--exclusive --env A=1 --env B='x y' --prefix "
@@ -80,9 +76,7 @@ def test_a_script_with_all_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("system", ["mpijob --image a", "slurm"])
-def test_hvkit_run_gets_no_options_by_default(
-    capsys: pytest.CaptureFixture[str], system: str
-) -> None:
+def test_hvkit_run_gets_no_options_by_default(capsys, system):
     text = written(capsys, f"manifest {system} -np 8 --slots 4 python train.py")
     for option in ("-x", "--lost-after", "--prefix", "--timestamps", "--log-dir", "--show"):
         assert option not in text.replace("\n", " ").split()
@@ -152,9 +146,7 @@ def test_hvkit_run_gets_no_options_by_default(
         (f"{SLURM} python '\udcff'", "must be text in UTF-8"),
     ],
 )
-def test_wrong_arguments_are_named_and_nothing_is_written(
-    capsys: pytest.CaptureFixture[str], line: str, complaint: str
-) -> None:
+def test_wrong_arguments_are_named_and_nothing_is_written(capsys, line, complaint):
     with pytest.raises(SystemExit) as caught:
         cli.main(shlex.split(line))
     assert caught.value.code == 2
@@ -164,9 +156,7 @@ def test_wrong_arguments_are_named_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("system", ["mpijob --image a", "slurm"])
-def test_slots_that_stay_idle_are_mentioned(
-    capsys: pytest.CaptureFixture[str], system: str
-) -> None:
+def test_slots_that_stay_idle_are_mentioned(capsys, system):
     assert cli.main(shlex.split(f"manifest {system} -np 7 --slots 4 python train.py")) == 0
     assert capsys.readouterr().err == (
         "hvkit: note: 7 ranks on 2 x 4 slots; idle slots on the last host: 1, with the resources "
@@ -174,7 +164,7 @@ def test_slots_that_stay_idle_are_mentioned(
     )
 
 
-def test_no_framework_is_imported() -> None:
+def test_no_framework_is_imported():
     code = (
         "import sys; from hvkit import cli; cli.main(sys.argv[1:]); "
         "print(sorted({'torch', 'tensorflow', 'keras', 'horovod'} & sys.modules.keys()))"

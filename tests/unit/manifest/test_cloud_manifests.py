@@ -7,7 +7,7 @@ import copy
 import json
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ CHOSEN_BY_US = ("Environment", "environment_variables", "inputs", "outputs", "no
 
 
 @cache
-def validators() -> dict[str, Draft202012Validator]:
+def validators():
     """The schema of each kind of document."""
     found = {}
     for kind, file in (("TrainingRuntime", "trainingruntimes"), ("TrainJob", "trainjobs")):
@@ -70,7 +70,7 @@ def validators() -> dict[str, Draft202012Validator]:
     return found
 
 
-def problems(documents: list[Any], kinds: tuple[str, ...]) -> list[str]:
+def problems(documents, kinds):
     return [
         problem
         for document, kind in zip(documents, kinds, strict=True)
@@ -98,12 +98,12 @@ SYSTEMS = [
 Read = Callable[[str], list[Any]]
 
 
-def written(capsys: pytest.CaptureFixture[str], line: str) -> str:
+def written(capsys, line):
     assert cli.main(shlex.split(f"{line} {COMMAND}")) == 0
     return capsys.readouterr().out
 
 
-def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def fields(value, path=()):
     """The path of every named field whose name the system chooses."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, below in items:
@@ -114,15 +114,13 @@ def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from fields(below, (*path, key))
 
 
-def test_sagemaker_takes_hundreds_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sagemaker_takes_hundreds_of_hosts(capsys):
     documents = [json.loads(written(capsys, SAGEMAKER.replace("-np 8", "-np 2048")))]
     assert problems(documents, ("sagemaker_create_training_job",)) == []
 
 
 @pytest.mark.parametrize(("line", "read", "kinds"), SYSTEMS)
-def test_the_text_is_valid_and_with_any_other_field_it_is_not(
-    capsys: pytest.CaptureFixture[str], line: str, read: Read, kinds: tuple[str, ...]
-) -> None:
+def test_the_text_is_valid_and_with_any_other_field_it_is_not(capsys, line, read, kinds):
     documents = read(written(capsys, line))
     assert problems(documents, kinds) == []
     paths = list(fields(documents))
@@ -142,9 +140,7 @@ def test_the_text_is_valid_and_with_any_other_field_it_is_not(
     assert accepted == []
 
 
-def test_a_trainjob_starts_hvkit_run_in_the_launcher_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_trainjob_starts_hvkit_run_in_the_launcher_alone(capsys):
     runtime, job = yaml.safe_load_all(written(capsys, TRAINJOB))
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "digits"
     assert runtime["metadata"]["namespace"] == job["metadata"]["namespace"] == "ml"
@@ -177,9 +173,7 @@ def test_a_trainjob_starts_hvkit_run_in_the_launcher_alone(
     assert of_node["resources"]["limits"] == {"cpu": "2000m", "memory": "16Gi", "nvidia.com/gpu": 4}
 
 
-def test_sagemaker_starts_the_same_on_every_host_and_ranks_by_slots(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sagemaker_starts_the_same_on_every_host_and_ranks_by_slots(capsys):
     request = json.loads(written(capsys, SAGEMAKER.replace("-np 8", "-np 7")))
     algorithm = request["AlgorithmSpecification"]
     assert algorithm["ContainerArguments"] == shlex.split(
@@ -198,7 +192,7 @@ def test_sagemaker_starts_the_same_on_every_host_and_ranks_by_slots(
     assert request["Environment"] == {"RATE": "1e-3"}
 
 
-def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_azure_starts_one_command_on_each_rank(capsys):
     words = [
         *("train.py", "${{inputs.data}}/a b", "--out=${{outputs.model}}", "two words", ""),
         "${{outputs.model}} $(rm) ${{inputs.data}}",
@@ -235,10 +229,7 @@ def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str
         (f"{SAGEMAKER} --spot 26:00:00 --time 27:00:00", "raise --spot or lower --time"),
         (SAGEMAKER.replace("--security-group sg-1", ""), "belong together: give both or neither"),
         (f"{AZUREML} --slots 3", "must be a multiple of --slots, such as 9"),
-        (
-            f"{AZUREML} a.py '${{{{inputs.mnist}}}}'",
-            "names no folder of this job (${{",
-        ),
+        (f"{AZUREML} a.py '${{{{inputs.mnist}}}}'", "names no folder of this job (${{"),
         (f"{AZUREML} --output model=x", "argument --output: a name is used twice"),
         (f"{AZUREML} --identity me", "argument --identity: must be user (whoever submits"),
         (f"{AZUREML} --prefix", "unrecognized arguments: --prefix"),
@@ -246,9 +237,7 @@ def test_azure_starts_one_command_on_each_rank(capsys: pytest.CaptureFixture[str
         (f"{AZUREML} --compute 'a b'", "argument --compute: must be 1 to 255 letters"),
     ],
 )
-def test_what_a_system_would_refuse_is_refused_here(
-    capsys: pytest.CaptureFixture[str], line: str, complaint: str
-) -> None:
+def test_what_a_system_would_refuse_is_refused_here(capsys, line, complaint):
     with pytest.raises(SystemExit) as caught:
         cli.main(shlex.split(f"{line} {COMMAND}"))
     assert caught.value.code == 2

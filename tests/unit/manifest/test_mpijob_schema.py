@@ -1,8 +1,6 @@
 """The document is a valid MPIJob; with another name or type of any field it is not."""
 
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from mpijob_schema import problems
@@ -11,7 +9,7 @@ from mpijobs import full_job, job, read
 Path = tuple[str | int, ...]
 
 
-def nodes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def nodes(value, path=()):
     """Every value in a document with its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, below in items:
@@ -32,28 +30,28 @@ LEAVES = [
 AMOUNTS = [path for path, _ in NODES if "limits" in path[:-1] or path[-1] == "sizeLimit"]
 
 
-def dotted(path: Path) -> str:
+def dotted(path):
     return ".".join(map(str, path))
 
 
-def parent(document: Any, path: Path) -> Any:
+def parent(document, path):
     for key in path[:-1]:
         document = document[key]
     return document
 
 
 @pytest.mark.parametrize("document", [read(job()), FULL], ids=["minimal", "full"])
-def test_the_document_is_valid(document: dict[str, Any]) -> None:
+def test_the_document_is_valid(document):
     assert problems(document) == []
 
 
-def test_there_are_fields_to_rename() -> None:
+def test_there_are_fields_to_rename():
     assert len(FIELDS) > 80
     assert len(LEAVES) > 50
 
 
 @pytest.mark.parametrize("path", FIELDS, ids=dotted)
-def test_a_misspelt_field_is_invalid(path: Path) -> None:
+def test_a_misspelt_field_is_invalid(path):
     document = copy.deepcopy(FULL)
     fields = parent(document, path)
     fields[f"{path[-1]}s"] = fields.pop(path[-1])
@@ -61,7 +59,7 @@ def test_a_misspelt_field_is_invalid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", LEAVES, ids=dotted)
-def test_a_value_of_another_type_is_invalid(path: Path) -> None:
+def test_a_value_of_another_type_is_invalid(path):
     document = copy.deepcopy(FULL)
     place = parent(document, path)
     place[path[-1]] = 7 if isinstance(place[path[-1]], str | bool) else "7"
@@ -69,13 +67,13 @@ def test_a_value_of_another_type_is_invalid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", AMOUNTS, ids=dotted)
-def test_a_malformed_amount_is_invalid(path: Path) -> None:
+def test_a_malformed_amount_is_invalid(path):
     document = copy.deepcopy(FULL)
     parent(document, path)[path[-1]] = "4 GB"
     assert problems(document) != []
 
 
-def test_a_repeated_variable_is_invalid() -> None:
+def test_a_repeated_variable_is_invalid():
     document = copy.deepcopy(FULL)
     replica = document["spec"]["mpiReplicaSpecs"]["Launcher"]
     variables = replica["template"]["spec"]["containers"][0]["env"]

@@ -5,7 +5,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -18,16 +17,9 @@ SIZE = Size.of(8, 4)
 COMMAND = ("python", "recipes/mnist_torch.py", "--epochs", "2")
 
 
-def job(
-    *,
-    size: Size = SIZE,
-    command: tuple[str, ...] = COMMAND,
-    variables: dict[str, str] | None = None,
-    run_options: tuple[str, ...] = (),
-    **changes: Any,
-) -> str:
+def job(*, size=SIZE, command=COMMAND, variables=None, run_options=(), **changes):
     """The script of a job of 8 ranks on 2 hosts, everything else at its default."""
-    defaults: dict[str, Any] = {
+    defaults = {
         "name": "mnist",
         "gpus": None,
         "cpus": None,
@@ -43,7 +35,7 @@ def job(
     return slurm_job.script({**defaults, **changes}, run)
 
 
-def options(job: str) -> dict[str, str]:
+def options(job):
     """The script's options as Slurm reads them: up to the first command."""
     first, *lines = job.splitlines()
     assert first == "#!/bin/bash"
@@ -57,7 +49,7 @@ def options(job: str) -> dict[str, str]:
     return found
 
 
-def test_by_default_it_requests_hosts_and_ranks_and_nothing_else() -> None:
+def test_by_default_it_requests_hosts_and_ranks_and_nothing_else():
     assert options(job()) == {
         "job-name": "mnist",
         "nodes": "2",
@@ -66,7 +58,7 @@ def test_by_default_it_requests_hosts_and_ranks_and_nothing_else() -> None:
     }
 
 
-def test_a_host_gets_the_resources_of_all_its_slots() -> None:
+def test_a_host_gets_the_resources_of_all_its_slots():
     requested = options(
         job(
             gpus=1,
@@ -92,9 +84,7 @@ def test_a_host_gets_the_resources_of_all_its_slots() -> None:
     ("ranks", "slots", "nodes", "per_node"),
     [(7, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (9, 4, 3, 4)],
 )
-def test_there_are_as_few_hosts_as_possible(
-    ranks: int, slots: int, nodes: int, per_node: int
-) -> None:
+def test_there_are_as_few_hosts_as_possible(ranks, slots, nodes, per_node):
     requested = options(job(size=Size.of(ranks, slots), gpus=2))
     assert requested["ntasks"] == str(ranks)
     assert requested["nodes"] == str(nodes)
@@ -102,19 +92,19 @@ def test_there_are_as_few_hosts_as_possible(
     assert requested["gres"] == f"gpu:{2 * per_node}"
 
 
-def test_with_restarts_the_job_outlives_a_host_and_gets_sigterm_before_its_end() -> None:
+def test_with_restarts_the_job_outlives_a_host_and_gets_sigterm_before_its_end():
     script = job(max_restarts=3)
     assert "#SBATCH --no-kill\n" in script
     assert "#SBATCH --signal=B:TERM@60\n" in script
     assert "--no-kill" not in job()
 
 
-def test_programs_of_this_python_come_first_on_path() -> None:
+def test_programs_of_this_python_come_first_on_path():
     folder = Path(sys.executable).parent
     assert f'export PATH={folder}:"$PATH"\n' in job()
 
 
-def executed(job: str, folder: Path) -> list[str]:
+def executed(job, folder):
     """The arguments that ``hvkit`` gets when bash runs the script."""
     fake = folder / "hvkit"
     fake.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n", encoding="utf-8")
@@ -132,14 +122,14 @@ def executed(job: str, folder: Path) -> list[str]:
     return ran.stdout.decode().split("\0")[:-1]
 
 
-def test_further_sbatch_options_come_last() -> None:
+def test_further_sbatch_options_come_last():
     script = job(sbatch=["--qos=high", "--exclusive", "--constraint=a&b"])
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert lines[-3:] == ["#SBATCH --qos=high", "#SBATCH --exclusive", "#SBATCH --constraint=a&b"]
     assert len(lines) == len(options(job())) + 3
 
 
-def test_options_that_the_script_has_already_are_refused() -> None:
+def test_options_that_the_script_has_already_are_refused():
     with pytest.raises(ValueError, match="--sbatch --nodes=3: the script already has --nodes=2"):
         job(sbatch=["--nodes=3"])
     with pytest.raises(
@@ -149,11 +139,11 @@ def test_options_that_the_script_has_already_are_refused() -> None:
     assert "#SBATCH --gres=x:1\n" in job(sbatch=["--gres=x:1"])
 
 
-def test_it_runs_hvkit_run_in_the_allocation(tmp_path: Path) -> None:
+def test_it_runs_hvkit_run_in_the_allocation(tmp_path):
     assert executed(job(), tmp_path) == ["run", "-np", "8", *COMMAND]
 
 
-def test_hvkit_run_gets_variables_and_options_unchanged(tmp_path: Path) -> None:
+def test_hvkit_run_gets_variables_and_options_unchanged(tmp_path):
     value = "a b $HOME `id` ' \" \\ \n#SBATCH --nodes=9 = *"
     changed = job(variables={"A": value, "B": ""}, run_options=("--prefix", "--log-dir=my logs"))
     passed_on = ["-x", f"A={value}", "-x", "B=", "--prefix", "--log-dir=my logs"]
@@ -167,9 +157,7 @@ WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")),
 @example(["", "a b", "$HOME", "`id`", "'", '"', "\\", "a\n#SBATCH --nodes=9\n", "*", "~", "!!"])
 @settings(max_examples=25)
 @given(words=WORDS)
-def test_words_of_the_command_reach_it_unchanged(
-    tmp_path_factory: pytest.TempPathFactory, words: list[str]
-) -> None:
+def test_words_of_the_command_reach_it_unchanged(tmp_path_factory, words):
     folder = tmp_path_factory.mktemp("programs")
     assert executed(job(command=("python", *words)), folder) == [
         "run",
@@ -183,7 +171,7 @@ def test_words_of_the_command_reach_it_unchanged(
 
 @given(words=WORDS)
 @settings(max_examples=25)
-def test_bash_accepts_it(words: list[str]) -> None:
+def test_bash_accepts_it(words):
     script = job(command=("python", *words), gpus=1, time="1:00:00")
     checked = subprocess.run(
         ["bash", "-n"], input=script.encode(), capture_output=True, check=False, timeout=60
@@ -192,7 +180,7 @@ def test_bash_accepts_it(words: list[str]) -> None:
     assert checked.stderr == b""
 
 
-def test_it_ends_at_the_first_error() -> None:
+def test_it_ends_at_the_first_error():
     lines = [line for line in job().splitlines() if not line.startswith("#")]
     assert lines[0] == "set -euo pipefail"
     assert lines[-1].startswith("exec hvkit run ")

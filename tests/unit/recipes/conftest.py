@@ -20,7 +20,7 @@ def no_data_at_hand(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def contents() -> dict[str, bytes]:
+def contents():
     """Four files like MNIST's, uncompressed, with 30 training and 20 test images."""
     random = np.random.default_rng(0)
     arrays = (
@@ -33,7 +33,7 @@ def contents() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def folder(tmp_path, contents) -> Path:
+def folder(tmp_path, contents):
     """A folder with the four files, gzipped."""
     place = tmp_path / "files"
     place.mkdir()
