@@ -1,15 +1,18 @@
-"""An empty cache, stand-in programs on PATH, and a toolchain."""
+"""An empty cache, stand-in programs on PATH, a toolchain, and a machine that wheels may fit."""
 
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from hvkit.build.abi import Abi
+from hvkit.build import installer
+from hvkit.build.abi import Abi, Machine
 from hvkit.build.frameworks import Framework
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Compiler, Mpi, Toolchain
+from hvkit.errors import BuildError
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +68,35 @@ def script(tmp_path, monkeypatch):
         return path
 
     return write
+
+
+@pytest.fixture
+def machine(toolchain, tmp_path):
+    """The machine that ``abi`` fits, with a system's Open MPI."""
+    folder = tmp_path / "mpi" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libmpi.so.40").touch()
+    mpi = Mpi(folder.parent / "bin" / "mpirun", "Open MPI", "5.0.11", folder)
+    return Machine(toolchain.frameworks, mpi, None, {"LD_LIBRARY_PATH": str(folder)})
+
+
+@pytest.fixture
+def steps(machine, monkeypatch):
+    """What the installer does on ``machine``, where self-tests fail and there is no compiler."""
+    taken = []
+
+    def run(command, **options):
+        taken.append("self-test")
+        return subprocess.CompletedProcess(command, 1, "", "hvkit: undefined symbol")
+
+    def no_compiler(without):
+        taken.append("build")
+        raise BuildError("no C++ compiler")
+
+    monkeypatch.setattr(installer, "find_launching_mpi", lambda: machine.mpi)
+    monkeypatch.setattr(installer, "this_machine", lambda *_: machine)
+    monkeypatch.setattr(installer, "installed_abi", lambda: None)
+    monkeypatch.setattr(installer, "install", lambda wheel: taken.append("install"))
+    monkeypatch.setattr(installer.subprocess, "run", run)
+    monkeypatch.setattr(installer, "find_toolchain", no_compiler)
+    return taken

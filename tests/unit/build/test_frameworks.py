@@ -24,32 +24,27 @@ def installed(monkeypatch):
     return packages
 
 
-def test_versions_keep_their_local_part(installed):
-    installed["torch"] = "2.13.0+cu130"
-    (found,) = find_frameworks()
-    assert (found.name, found.version, found.module) == ("pytorch", "2.13.0+cu130", "torch")
+@pytest.mark.parametrize(
+    ("package", "version", "found"),
+    [
+        ("torch", "2.13.0+cu130", "PyTorch 2.13.0+cu130"),
+        ("tensorflow", "2.21.0", "TensorFlow 2.21.0"),
+        ("tf-nightly", "2.21.0", "TensorFlow 2.21.0"),
+    ],
+)
+def test_frameworks_under_any_name_with_their_whole_version(installed, package, version, found):
+    installed[package] = version
+    assert [str(each) for each in find_frameworks()] == [found]
 
 
-@pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu", "tf-nightly"])
-def test_tensorflow_under_any_name(installed, package):
-    installed[package] = "2.21.0"
-    assert [str(found) for found in find_frameworks()] == ["TensorFlow 2.21.0"]
-
-
-def test_without_leaves_one_out(installed):
-    installed.update({"torch": "2.13.0", "tensorflow": "2.21.0"})
-    assert [found.name for found in find_frameworks({"tensorflow"})] == ["pytorch"]
-
-
-def test_none_installed(installed):
+def test_none_or_all_left_out_is_an_error(installed):
     with pytest.raises(BuildError, match=r"no framework installed.*`pip install torch`"):
         find_frameworks()
-
-
-def test_all_left_out(installed):
-    installed["torch"] = "2.13.0"
-    with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 left out by --without"):
-        find_frameworks({"pytorch"})
+    installed.update({"torch": "2.13.0", "tensorflow": "2.21.0"})
+    (found,) = find_frameworks({"tensorflow"})
+    assert (found.name, found.module) == ("pytorch", "torch")
+    with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 and TensorFlow .* left out by --witho"):
+        find_frameworks({"pytorch", "tensorflow"})
 
 
 @pytest.mark.parametrize(
@@ -58,6 +53,7 @@ def test_all_left_out(installed):
         ("cuda: Optional[str] = '13.0'", "13.0"),
         ("cuda = '12.1'", "12.1"),
         ("cuda: Optional[str] = None", None),
+        ("cuda_like = '12.8'", None),
     ],
 )
 def test_cuda_of_pytorch_is_read_from_its_record(tmp_path, line, cuda):
@@ -66,10 +62,3 @@ def test_cuda_of_pytorch_is_read_from_its_record(tmp_path, line, cuda):
         f"__all__ = ['cuda', 'hip']\n__version__ = '2.13.0'\n{line}\nhip = '6.0'\n"
     )
     assert Framework("pytorch", "2.13.0", tmp_path).cuda == cuda
-
-
-def test_tensorflow_for_cpus_has_no_cuda(tmp_path):
-    file = tmp_path / "tensorflow" / "python" / "platform" / "build_info.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("build_info = OrderedDict([('is_cuda_build', False)])\n")
-    assert Framework("tensorflow", "2.21.0", tmp_path).cuda is None

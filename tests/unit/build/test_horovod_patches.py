@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import tarfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from hvkit.build import builder
+from hvkit.build.frameworks import Framework
 from hvkit.build.horovod_patches import (
     CONDITIONS,
     PATCHES,
@@ -29,41 +31,41 @@ from hvkit.host.cache import cache_dir
 # Read before the tests' own cache replaces the user's.
 ARCHIVE = cache_dir() / "source" / builder.ARCHIVE
 needs_source = pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no {ARCHIVE}")
+NO_COMPILER = Compiler(("false",), "")
 NAMES = [patch.name for patch in find_patches(PATCHES)]
 FILES = {hunk.file for patch in find_patches(PATCHES) for hunk in read_hunks(patch)}
 
 
-@pytest.fixture
-def original(tmp_path):
+@pytest.fixture(scope="module")
+def official(tmp_path_factory):
     """The files that the patches and their conditions read, as upstream made them."""
-    root = tmp_path / f"horovod-{VERSION}"
+    folder = tmp_path_factory.mktemp("official")
     with tarfile.open(ARCHIVE) as package:
         package.extraction_filter = getattr(tarfile, "data_filter", None)
-        files = [package.getmember(f"{root.name}/{file}") for file in {XLA_OPS, *FILES}]
-        package.extractall(tmp_path, files)
-    return root
+        root = f"horovod-{VERSION}"
+        package.extractall(folder, [package.getmember(f"{root}/{f}") for f in {XLA_OPS, *FILES}])
+    return folder / root
 
 
 @pytest.fixture
-def patched(original, toolchain):
-    apply_patches(PATCHES, original, toolchain)
-    return original
+def original(official, tmp_path):
+    return shutil.copytree(official, tmp_path / "horovod")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_patch_says_what_it_changes_why_and_what_the_cause_is(name):
-    reasons, _ = split_reasons(PATCHES / name)
-    assert re.fullmatch(r"What: .+\n\nWhy: .+\n\nUpstream: .+", reasons, re.DOTALL)
+@pytest.fixture(scope="module")
+def patched(official, tmp_path_factory):
+    """Not to be changed. This TensorFlow has no headers at all, so every patch applies."""
+    folder = tmp_path_factory.mktemp("patched") / "horovod"
+    without_headers = Toolchain((Framework("tensorflow", "2.21.0", folder),), None, NO_COMPILER)
+    assert apply_patches(PATCHES, shutil.copytree(official, folder), without_headers) == NAMES
+    return folder
 
 
-def test_every_condition_is_that_of_a_patch():
+def test_every_patch_has_its_reasons_and_every_condition_its_patch():
+    for name in NAMES:
+        reasons, _ = split_reasons(PATCHES / name)
+        assert re.fullmatch(r"What: .+\n\nWhy: .+\n\nUpstream: .+", reasons, re.DOTALL), name
     assert set(CONDITIONS) <= set(NAMES)
-
-
-@needs_source
-def test_all_patches_fit_the_official_source(original, toolchain):
-    # The toolchain's TensorFlow has no headers at all, so every patch applies.
-    assert apply_patches(PATCHES, original, toolchain) == NAMES
 
 
 @needs_source
@@ -103,41 +105,41 @@ def test_patched_python_still_compiles(patched):
         (b"MPI_Allreduce ncclAllReduce", [True, False, True]),
     ],
 )
-def test_horovodrun_reads_in_the_libraries_what_they_were_built_with(patched, held, built):
+def test_horovodrun_reads_in_the_libraries_what_they_were_built_with(
+    patched, tmp_path, held, built
+):
+    util = tmp_path / "horovod/common/util.py"
+    for file in (util, tmp_path / "horovod/torch/mpi_lib_v2.cpython-311.so"):
+        file.parent.mkdir(parents=True)
     if held:
-        (patched / "horovod/torch/mpi_lib_v2.cpython-311.so").write_bytes(held)
-    util = patched / "horovod/common/util.py"
+        file.write_bytes(held)
     # Of its package, only what the patches change is here.
-    code = re.sub(r"^from horovod.*$", "", util.read_text(), flags=re.MULTILINE)
+    text = (patched / "horovod/common/util.py").read_text()
     scope = {"__file__": str(util)}
-    exec(code, scope)
+    exec(re.sub(r"^from horovod.*$", "", text, flags=re.MULTILINE), scope)
     assert [scope[f"{name}_built"]() for name in ("mpi", "gloo", "nccl")] == built
 
 
-@needs_source
-def test_horovodrun_reads_comments_blank_lines_and_max_slots(patched, tmp_path):
-    parse = _parse_host_files(patched)
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text(
-        "# two hosts\n\nnode1 max_slots=8 slots=2  # big\nnode2\tslots = 1 max-slots=3\n"
-    )
-    assert parse(str(hostfile)) == "node1:2,node2:1"
-
-
-@needs_source
-@pytest.mark.parametrize("line", ["node1", "node1 max_slots=4", "node1 slots=four"])
-def test_horovodrun_names_a_host_without_slots(patched, tmp_path, line):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=f"'{line}' names no slots: write `node1 slots=N`"):
-        _parse_host_files(patched)(str(hostfile))
-
-
-def _parse_host_files(source):
+@pytest.fixture
+def hosts_of(patched, tmp_path):
+    """What horovodrun reads in a hostfile of this text."""
     scope = {}
-    exec((source / "horovod/runner/common/util/hosts.py").read_text(), scope)
-    function = scope["parse_host_files"]
-    return function
+    exec((patched / "horovod/runner/common/util/hosts.py").read_text(), scope)
+
+    def parse(text):
+        (tmp_path / "hosts").write_text(text)
+        return scope["parse_host_files"](str(tmp_path / "hosts"))
+
+    return parse
+
+
+@needs_source
+def test_horovodrun_reads_comments_blank_lines_and_max_slots(hosts_of):
+    hosts = hosts_of("# two\n\nnode1 max_slots=8 slots=2  # big\nnode2\tslots = 1 max-slots=3\n")
+    assert hosts == "node1:2,node2:1"
+    for line in ("node1", "node1 max_slots=4", "node1 slots=four"):
+        with pytest.raises(ValueError, match=f"'{line}' names no slots: write `node1 slots=N`"):
+            hosts_of(f"{line}\n")
 
 
 @needs_source
@@ -159,39 +161,41 @@ def test_horovod_without_gpus_refuses_a_tensor_on_one(patched):
     assert scope["_check_function"](lambda tensor: "allreduce", on_gpu) == "allreduce"
 
 
+needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on PATH")
+
+
 @needs_source
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on PATH")
-class TestCuda:
-    """CMake looks for CUDA in builds for GPUs only."""
+@needs_cmake
+@pytest.mark.parametrize(("operations", "called"), [("", False), ("NCCL", True)])
+def test_cmake_calls_nvcc_for_gpu_operations_only(patched, tmp_path, operations, called):
+    calls = tmp_path / "calls"
+    nvcc = _program(tmp_path / "bin" / "nvcc", f'echo "$*" >> {calls}; exit 1')
+    text = (patched / "CMakeLists.txt").read_text()
+    start, end = text.index("if(DEFINED ENV{HOROVOD_CUDA_HOME})"), text.index("macro(ADD_CUDA)")
+    _configure(
+        tmp_path / "project",
+        f"set(HOROVOD_GPU_OPERATIONS {operations})\n{text[start:end]}",
+        PATH=f"{nvcc.parent}:{os.environ['PATH']}",
+    )
+    assert calls.exists() is called
 
-    @pytest.mark.parametrize(("operations", "called"), [("", False), ("NCCL", True)])
-    def test_nvcc_is_called_for_gpu_operations_only(self, patched, tmp_path, operations, called):
-        calls = tmp_path / "calls"
-        nvcc = _program(tmp_path / "bin" / "nvcc", f'echo "$*" >> {calls}; exit 1')
-        text = (patched / "CMakeLists.txt").read_text()
-        start, end = text.index("if(DEFINED ENV{HOROVOD_CUDA_HOME})"), text.index("macro(ADD_CUDA)")
-        _configure(
-            tmp_path / "project",
-            f"set(HOROVOD_GPU_OPERATIONS {operations})\n{text[start:end]}",
-            PATH=f"{nvcc.parent}:{os.environ['PATH']}",
-        )
-        assert calls.exists() is called
 
-    @pytest.mark.parametrize(("operations", "expected"), [("", "FALSE"), ("NCCL", "TRUE")])
-    def test_pytorch_for_cuda_makes_no_build_for_gpus(
-        self, patched, tmp_path, operations, expected
-    ):
-        # PyTorch's answers beside a CUDA toolkit.
-        answers = 'case "$2" in *CUDA_HOME*) echo "2.13.0;True;False;True";; *) echo x;; esac'
-        python = _program(tmp_path / "bin" / "python", answers)
-        output = _configure(
-            tmp_path / "project",
-            f"set(HOROVOD_GPU_OPERATIONS {operations})\nset(PY_EXE {python})\n"
-            f"include({patched / 'cmake/Modules/FindPytorch.cmake'})\n"
-            'message(STATUS "built for CUDA: ${Pytorch_CUDA}, ${Pytorch_EXT}")\n',
-        )
-        kind = {"FALSE": "CppExtension", "TRUE": "CUDAExtension"}[expected]
-        assert f"built for CUDA: {expected}, {kind}" in output
+@needs_source
+@needs_cmake
+@pytest.mark.parametrize(
+    ("operations", "built_for"), [("", "FALSE, CppExtension"), ("NCCL", "TRUE, CUDAExtension")]
+)
+def test_pytorch_for_cuda_makes_no_build_for_gpus(patched, tmp_path, operations, built_for):
+    # PyTorch's answers beside a CUDA toolkit.
+    answers = 'case "$2" in *CUDA_HOME*) echo "2.13.0;True;False;True";; *) echo x;; esac'
+    python = _program(tmp_path / "bin" / "python", answers)
+    output = _configure(
+        tmp_path / "project",
+        f"set(HOROVOD_GPU_OPERATIONS {operations})\nset(PY_EXE {python})\n"
+        f"include({patched / 'cmake/Modules/FindPytorch.cmake'})\n"
+        'message(STATUS "built for CUDA: ${Pytorch_CUDA}, ${Pytorch_EXT}")\n',
+    )
+    assert f"built for CUDA: {built_for}" in output
 
 
 def _program(path, body):
@@ -220,37 +224,28 @@ def _configure(folder, commands, **environ):
     return done.stdout
 
 
-class TestXlaHeaders:
-    """TensorFlow's headers decide whether the XLA ops are compiled."""
-
-    @pytest.fixture
-    def root(self, tmp_path):
-        (tmp_path / XLA_OPS).parent.mkdir(parents=True)
-        (tmp_path / XLA_OPS).write_text(
-            '#include <cuda.h>\n#include "tensorflow/xla.h"\n#include "../common/common.h"\n'
-        )
-        return tmp_path
-
-    @pytest.fixture
-    def header(self, tmp_path):
-        path = tmp_path / "tensorflow" / "include" / "tensorflow" / "xla.h"
-        path.parent.mkdir(parents=True)
-        return path
-
-    def test_all_there(self, root, header, toolchain):
-        header.write_text("")
-        assert not tensorflow_lacks_xla_headers(toolchain, root)
-
-    def test_one_missing(self, root, toolchain):
-        assert tensorflow_lacks_xla_headers(toolchain, root)
-
-    def test_one_missing_behind_another(self, root, header, toolchain):
-        header.write_text('#include "highwayhash/arch_specific.h"\n')
-        assert tensorflow_lacks_xla_headers(toolchain, root)
-
-    def test_no_tensorflow(self, root, toolchain):
-        alone = Toolchain(toolchain.frameworks[:1], toolchain.mpi, Compiler(("false",), ""))
-        assert not tensorflow_lacks_xla_headers(alone, root)
+@pytest.mark.parametrize(
+    ("header", "frameworks", "lacking"),
+    [
+        ("", 2, False),
+        (None, 2, True),
+        ('#include "highwayhash/arch_specific.h"\n', 2, True),  # one behind another
+        (None, 1, False),  # no TensorFlow
+    ],
+)
+def test_tensorflows_headers_decide_on_the_xla_ops(
+    toolchain, tmp_path, header, frameworks, lacking
+):
+    (tmp_path / XLA_OPS).parent.mkdir(parents=True)
+    (tmp_path / XLA_OPS).write_text(
+        '#include <cuda.h>\n#include "tensorflow/xla.h"\n#include "../common/common.h"\n'
+    )
+    path = tmp_path / "tensorflow" / "include" / "tensorflow" / "xla.h"
+    path.parent.mkdir(parents=True)
+    if header is not None:
+        path.write_text(header)
+    found = replace(toolchain, frameworks=toolchain.frameworks[:frameworks])
+    assert tensorflow_lacks_xla_headers(found, tmp_path) is lacking
 
 
 PATCH = """\
@@ -353,10 +348,8 @@ def test_patches_apply_in_order_and_as_their_conditions_say(
     (patches / "2-setup.patch").write_text(second)
     monkeypatch.setitem(CONDITIONS, "2-setup.patch", lambda toolchain, source: False)
     assert apply_patches(patches, source, toolchain) == ["1-standard.patch"]
-    assert (source / "setup.py").read_text() == "# end"
-
-    (source / "CMakeLists.txt").write_text(BEFORE)
-    (source / "setup.py").write_text("setup()\n# end")
+    for file, text in (("CMakeLists.txt", BEFORE), ("setup.py", "setup()\n# end")):
+        (source / file).write_text(text)
     monkeypatch.setitem(CONDITIONS, "2-setup.patch", lambda toolchain, source: True)
     assert apply_patches(patches, source, toolchain) == ["1-standard.patch", "2-setup.patch"]
     assert (source / "setup.py").read_text() == "setup()\n# end"

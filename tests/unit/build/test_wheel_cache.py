@@ -17,81 +17,57 @@ from hvkit.build.wheel_cache import Key, cpu_features, key_of
 NOTHING = {}
 
 
-def without_tensorflow(found):
-    return replace(found, frameworks=found.frameworks[:1])
-
-
-def newer_pytorch(found):
+def changed_pytorch(found):
     pytorch, tensorflow = found.frameworks
-    return replace(found, frameworks=(replace(pytorch, version="2.14.0+cpu"), tensorflow))
-
-
-def newer_mpi(found):
-    return replace(found, mpi=replace(found.mpi, version="5.0.11"))
-
-
-def mpich(found):
-    return replace(found, mpi=replace(found.mpi, flavour="MPICH"))
-
-
-def mpi_elsewhere(found):
-    return replace(found, mpi=replace(found.mpi, library_dir=Path("/usr/local/lib")))
-
-
-def newer_compiler(found):
-    return replace(found, compiler=Compiler(("/usr/bin/c++",), "c++ 13.1.0"))
-
-
-def compiler_flags(found):
-    return replace(found, compiler=Compiler(("/usr/bin/c++", "-m64"), found.compiler.version))
-
-
-def for_nccl(found):
-    return replace(found, cuda=Toolkit(Path("/usr/local/cuda"), "13.0"))
+    return {"frameworks": (replace(pytorch, version="2.14.0+cpu"), tensorflow)}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        without_tensorflow,
-        newer_pytorch,
-        newer_mpi,
-        mpich,
-        mpi_elsewhere,
-        newer_compiler,
-        compiler_flags,
-        for_nccl,
+        lambda found: {"frameworks": found.frameworks[:1]},
+        changed_pytorch,
+        lambda found: {"mpi": replace(found.mpi, version="5.0.11")},
+        lambda found: {"mpi": replace(found.mpi, flavour="MPICH")},
+        lambda found: {"mpi": replace(found.mpi, library_dir=Path("/usr/local/lib"))},
+        lambda found: {"compiler": Compiler(("/usr/bin/c++",), "c++ 13.1.0")},
+        lambda found: {"compiler": Compiler(("/usr/bin/c++", "-m64"), found.compiler.version)},
+        lambda found: {"cuda": Toolkit(Path("/usr/local/cuda"), "13.0")},
     ],
 )
 def test_each_part_of_the_toolchain_changes_the_key(toolchain, change):
     before = key_of(toolchain, NOTHING)
-    assert key_of(change(toolchain), NOTHING).digest != before.digest
+    assert key_of(replace(toolchain, **change(toolchain)), NOTHING).digest != before.digest
 
 
-def test_cuda_version_changes_the_key_and_where_its_toolkit_lies_does_not(toolchain):
+def test_cuda_version_changes_the_key_and_where_programs_lie_does_not(toolchain):
     def key(home, version):
         return key_of(replace(toolchain, cuda=Toolkit(Path(home), version)), NOTHING)
 
     assert key("/usr/local/cuda", "13.0") == key("/home/me/.cache/hvkit/cuda/13.0", "13.0")
     assert key("/usr/local/cuda", "13.0").digest != key("/usr/local/cuda", "13.1").digest
-
-
-def test_the_machines_toolkit_does_not_count_in_a_build_without_gpus(toolchain):
-    environ = {"CUDA_HOME": "/opt/cuda", "HOROVOD_CUDA_HOME": "/opt/cuda"}
-    assert key_of(toolchain, environ) == key_of(toolchain, NOTHING)
+    moved = replace(toolchain, compiler=Compiler(("/opt/c++",), toolchain.compiler.version))
+    assert key_of(moved, NOTHING) == key_of(toolchain, NOTHING)
 
 
 @pytest.mark.parametrize(
-    "variable", ["HOROVOD_DEBUG", "HOROVOD_BUILD_ARCH_FLAGS", "CXXFLAGS", "HOROVOD_NCCL_HOME"]
+    ("variable", "counts"),
+    [
+        ("HOROVOD_DEBUG", True),
+        ("HOROVOD_BUILD_ARCH_FLAGS", True),
+        ("CXXFLAGS", True),
+        ("HOROVOD_NCCL_HOME", True),
+        # The machine's toolkit does not count in a build without GPUs.
+        ("CUDA_HOME", False),
+        ("HOROVOD_CUDA_HOME", False),
+        # Options of the run, not of the build.
+        ("HOROVOD_FUSION_THRESHOLD", False),
+        ("HOME", False),
+    ],
 )
-def test_build_options_in_the_environment_change_the_key(toolchain, variable):
+def test_build_options_in_the_environment_change_the_key(toolchain, variable, counts):
     before = key_of(toolchain, NOTHING)
-    assert key_of(toolchain, {variable: "1"}).digest != before.digest
-
-
-def test_run_time_options_in_the_environment_do_not(toolchain):
-    environ = {"HOROVOD_FUSION_THRESHOLD": "1", "HOROVOD_RANK": "0", "HOME": "/"}
-    assert key_of(toolchain, environ) == key_of(toolchain, NOTHING)
+    assert (key_of(toolchain, {variable: "1"}).digest != before.digest) is counts
 
 
 @pytest.mark.parametrize(
@@ -106,11 +82,6 @@ def test_source_patches_and_cpu_change_the_key(toolchain, monkeypatch, name, val
     before = key_of(toolchain, NOTHING)
     monkeypatch.setattr(wheel_cache, name, value)
     assert key_of(toolchain, NOTHING).digest != before.digest
-
-
-def test_where_the_compiler_lies_does_not_matter(toolchain):
-    moved = replace(toolchain, compiler=Compiler(("/opt/c++",), toolchain.compiler.version))
-    assert key_of(moved, NOTHING) == key_of(toolchain, NOTHING)
 
 
 def test_version_is_horovods_with_the_digest_as_local_part(toolchain):
@@ -136,19 +107,12 @@ def wheel(tmp_path):
     return path
 
 
-def test_empty_cache_has_nothing():
+def test_stored_wheel_is_found_under_its_key_only_with_its_ingredients(wheel):
     assert wheel_cache.find_wheel(KEY) is None
-
-
-def test_stored_wheel_is_found_under_its_key_only(wheel):
     stored = wheel_cache.store_wheel(wheel, KEY)
     assert stored.read_bytes() == b"wheel"
     assert wheel_cache.find_wheel(KEY) == stored
     assert wheel_cache.find_wheel(OTHER) is None
-
-
-def test_ingredients_are_stored_beside_the_wheel(wheel):
-    stored = wheel_cache.store_wheel(wheel, KEY)
     assert json.loads(stored.with_suffix(".json").read_text()) == KEY.ingredients
 
 
@@ -164,12 +128,7 @@ def test_nothing_half_written_is_left(wheel, monkeypatch):
     assert not list(wheel_cache.wheels_dir().glob("**/*.whl"))
 
 
-def test_free_lock_does_not_wait():
-    with wheel_cache.lock(KEY, when_waiting=lambda: pytest.fail("waited")):
-        pass
-
-
-def test_held_lock_is_waited_for():
+def test_held_lock_is_waited_for_unless_it_is_another_wheels():
     waited = []
     held = (wheel_cache.wheels_dir() / f"{KEY.digest}.lock").open("w")
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -178,14 +137,14 @@ def test_held_lock_is_waited_for():
         waited.append(True)
         held.close()
 
+    with wheel_cache.lock(OTHER, when_waiting=lambda: pytest.fail("another wheel's lock")):
+        pass
     # Releases the lock in any case: a fault then fails this test instead of hanging it.
     late = threading.Timer(5, held.close)
     late.start()
     with wheel_cache.lock(KEY, when_waiting=release):
         late.cancel()
         assert waited == [True]
-    with wheel_cache.lock(OTHER, when_waiting=lambda: pytest.fail("another wheel's lock")):
-        pass
 
 
 def test_lock_is_exclusive_while_held():
