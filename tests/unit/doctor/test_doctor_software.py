@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +15,6 @@ from hvkit.doctor.software import (
     versions,
 )
 from hvkit.launching.launchers import MpiVersion, identify
-
-Program = Callable[[str, str], Path]
 
 
 @pytest.mark.parametrize(
@@ -52,21 +48,9 @@ def test_every_mpi_on_path_is_found_once(program, tmp_path):
     beside.mkdir()
     (beside / "mpiexec").symlink_to(program("broken", "echo no home >&2; exit 1"))
     path = os.pathsep.join(["", str(tmp_path / "not there"), str(mpirun.parent), str(alias)])
-    assert mpi_launchers(path, str(beside)) == [
-        {
-            "flavour": "Open MPI",
-            "version": "4.1.4",
-            "program": str(mpirun),
-            "on_path": True,
-            "_first_line": None,
-        },
-        {
-            "flavour": None,
-            "version": None,
-            "program": str(beside / "mpiexec"),
-            "on_path": False,
-            "_first_line": "no home",
-        },
+    assert [tuple(each.values()) for each in mpi_launchers(path, str(beside))] == [
+        ("Open MPI", "4.1.4", str(mpirun), True, None),
+        (None, None, str(beside / "mpiexec"), False, "no home"),
     ]
 
 
@@ -80,53 +64,43 @@ def test_versions_of_compilers(program, monkeypatch):
     assert compilers() == {"c++": "12.2.0", "cmake": "3.31.6", "nvcc": "13.0"}
 
 
-class TestPackages:
-    """Packages of an environment that has no others."""
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """The folder of packages of an environment that has no others."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(software, "folder_of", lambda module: None)
+    return tmp_path
 
-    @pytest.fixture
-    def install(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        monkeypatch.setattr(software, "folder_of", lambda module: None)
 
-        def write(name, version, *requirements):
-            folder = tmp_path / f"{name}-{version}.dist-info"
-            folder.mkdir()
-            lines = [f"Name: {name}", f"Version: {version}"]
-            lines += [f"Requires-Dist: {one}" for one in requirements]
-            (folder / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines]) + "\n")
-
-        return write
-
-    def test_requirements_that_are_not_met(self, install):
-        install("numpy", "1.26.4")
-        install("mpi4py", "4.1.2")
-        install("hvkit", "0.1.0", "mpi4py>=4.2", "numpy")
-        install("keras", "3.3.0", "numpy", "absl-py", "optree; extra == 'more'")
-        install(
-            "tensorflow_cpu", "2.21.0", "keras>=3.12.0", "numpy>=1.26", "x; python_version < '3'"
-        )
-        assert [tuple(one.values()) for one in unmet_requirements()] == [
-            ("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
-            ("keras 3.3.0", "absl-py", None),
-            ("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
-        ]
-        assert versions()["tensorflow"] == "2.21.0"
-        assert versions()["torch"] is None
-        assert versions()["mpi4py"] == "4.1.2"
-        assert tensorflows() == ["tensorflow-cpu 2.21.0"]
-
-    @pytest.mark.parametrize(
-        ("line", "cuda"),
-        [
-            ("cuda: Optional[str] = '13.0'", "13.0"),
-            ("cuda = '12.8'", "12.8"),
-            ("cuda: Optional[str] = None", None),
-            ("cuda_like = '12.8'", None),
-        ],
-    )
-    def test_cuda_of_pytorch(self, tmp_path, monkeypatch, line, cuda):
-        folder = tmp_path / "torch"
+def test_requirements_that_are_not_met(packages):
+    for name, version, *requirements in (
+        ("numpy", "1.26.4"),
+        ("mpi4py", "4.1.2"),
+        ("hvkit", "0.1.0", "mpi4py>=4.2", "numpy"),
+        ("keras", "3.3.0", "numpy", "absl-py", "optree; extra == 'more'"),
+        ("tensorflow_cpu", "2.21.0", "keras>=3.12.0", "numpy>=1.26", "x; python_version < '3'"),
+    ):
+        folder = packages / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
-        monkeypatch.setattr(software, "folder_of", lambda module: folder)
-        assert torch_cuda() == cuda
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {one}" for one in requirements]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    assert [tuple(one.values()) for one in unmet_requirements()] == [
+        ("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
+        ("keras 3.3.0", "absl-py", None),
+        ("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
+    ]
+    found = versions()
+    assert (found["tensorflow"], found["torch"], found["mpi4py"]) == ("2.21.0", None, "4.1.2")
+    assert tensorflows() == ["tensorflow-cpu 2.21.0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"), [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda_like = '12.8'", None)]
+)
+def test_cuda_of_pytorch(tmp_path, monkeypatch, line, cuda):
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
+    monkeypatch.setattr(software, "folder_of", lambda module: folder)
+    assert torch_cuda() == cuda
