@@ -1,7 +1,5 @@
 """Which layers can be divided among ranks, and why others cannot."""
 
-import re
-
 import pytest
 import torch
 from mesh_models import (
@@ -16,14 +14,11 @@ from mesh_models import (
     gpt_of_conv1d,
 )
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor import streams
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import agreed, prove
 
@@ -218,20 +213,6 @@ def test_what_one_mode_alone_divides_along_the_sequence_stays_whole():
     assert agreed(model, plan, other).streams == ()
 
 
-def test_how_parameters_are_divided():
-    def dims(model, x):
-        found = placements_of(model, plan_of(model, x))
-        return {name: (each.dim, each.parts) for name, each in found.items()}
-
-    of_block = {n: d for n, d in dims(gpt_of_conv1d(), IDS).items() if n.startswith("h.0.attn")}
-    products = {"c_attn.weight": (1, 3), "c_attn.bias": (0, 3), "c_proj.weight": (0, 1)}
-    assert of_block == {f"h.0.attn.{name}": dim for name, dim in products.items()}
-    of_layer = dims(Encoder(), WORDS)
-    assert of_layer[f"{LAYERS}.0.self_attn.in_proj_weight"] == (0, 3)
-    assert of_layer[f"{LAYERS}.0.self_attn.out_proj.weight"] == (1, 1)
-    assert f"{LAYERS}.0.self_attn.out_proj.bias" not in of_layer
-
-
 @pytest.mark.parametrize(
     "between",
     [
@@ -415,53 +396,3 @@ def test_a_forward_that_cannot_be_followed_needs_an_empty_plan():
         plan_around(lambda m, x: torch.from_numpy(x.detach().numpy()))
     assert prove(around(None), (), {}, 2, {}).divisions == {}
     assert prove(MLP(), (), {}, 1).divisions == {}
-
-
-def test_a_plan_in_words():
-    words = {"h.*.mlp.0": "colwise", "h.0.mlp.2": RowwiseParallel(), "*.c_attn": ColwiseParallel()}
-    plan = plan_of(GPT(), IDS, words=words)
-    assert plan.divisions == {
-        "h.0.mlp.0": COLUMN,
-        "h.1.mlp.0": COLUMN,
-        "h.0.mlp.2": ROW,
-        "h.0.attn.c_attn": Division("column", 3),
-        "h.1.attn.c_attn": Division("column", 3),
-    }
-    assert plan.whole["h.1.mlp.2"] == "plan= does not name it"
-
-
-@pytest.mark.parametrize(
-    ("words", "error", "text"),
-    [
-        ({"h.*.mlp.9": "colwise"}, ValueError, "there are: wte, wpe, h.0.attn.c_attn, "),
-        ({"ln_f": "colwise"}, ValueError, "'ln_f': ...} names no linear layer or emb"),
-        ({"h.0.mlp.0": "columns"}, TypeError, "'columns'}: a layer is divided by 'colwise'"),
-        ({"h.0.mlp.0": ColwiseParallel(output_layouts=Replicate())}, ValueError, "layouts of its"),
-        ({"lm_head": "colwise"}, ValueError, "in the same way: add 'wte': 'rowwise'"),
-        ({"lm_head": "rowwise", "wte": "rowwise"}, ValueError, "same way: add 'wte': 'colwise'"),
-    ],
-)
-def test_words_that_fit_no_layer(words, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        plan_of(GPT(), IDS, words=words)
-
-
-def test_words_for_lengths_that_ranks_cannot_divide():
-    with pytest.raises(ValueError, match="its 20 inputs are no multiple of 3"):
-        plan_of(MLP(), X, 3, {"0": "rowwise"})
-    with pytest.raises(ValueError, match="its 32 outputs are no multiple of 3"):
-        plan_of(MLP(), X, 3, {"0": "colwise"})
-
-
-def test_words_that_would_mix_up_shares():
-    def forward(m, x):
-        a, b = (m.first(x) * m.other(x)).chunk(2, -1)
-        return m.last(a + b)
-
-    gated = Net(forward, first=nn.Linear(20, 16), other=nn.Linear(20, 16), last=nn.Linear(8, 4))
-    plan = plan_of(gated, X, words={"first": "colwise", "other": "colwise"})
-    assert set(plan.divisions) == {"first", "other"}
-    with pytest.raises(ValueError, match="divides first and leaves other whole"):
-        plan_of(gated, X, words={"first": "colwise"})
-    with pytest.raises(ValueError, match=r"cannot divide project: encoder\.layers\.0"):
-        plan_of(Encoder(), WORDS, words={"project": "colwise"})

@@ -179,15 +179,3 @@ def test_embeddings_and_projections_of_one_weight():
     assert plan.divisions == of_words
     of_weights = {"words.weight": Placement(0), "project.bias": Placement(0)}
     assert placements_of(model, plan) == of_weights
-
-
-def test_a_plan_in_words_for_embeddings():
-    plan = plan_of(Words(tied=False), {"words": "rowwise", "places": "colwise"})
-    assert plan.divisions == {"words": ROWS, "places": FEATURES}
-    plan = plan_of(Words(), {"words": "colwise", "project": "rowwise"})
-    assert plan.divisions == {"words": FEATURES, "project": ROW}
-    both = {"words": "rowwise", "project": "colwise"}
-    with pytest.raises(ValueError, match="cannot divide words: sparse=True is about"):
-        plan_of(Words(sparse=True), both)
-    with pytest.raises(ValueError, match="cannot divide words: its 13 inputs are no multiple of 2"):
-        plan_of(Words(13, tied=False), {"words": "rowwise"})
