@@ -17,51 +17,47 @@ NO_HOROVOD = "ERROR: No matching distribution found for horovod==0.28.1"
 
 
 @pytest.mark.parametrize(
-    ("output", "meaning", "remedy"),
+    ("output", "meaning"),
     [
-        ("/usr/bin/ld: final link failed: No space left on device", "the disk is full", "TMPDIR"),
-        ("c++: fatal error: Killed signal terminated program cc1plus", "of memory", "--jobs 1"),
-        ("No CMAKE_CXX_COMPILER could be found.", "C++ compiler does not work", "apt install g++"),
+        ("/usr/bin/ld: final link failed: No space left on device", "the disk is full"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "ran out of memory"),
+        ("No CMAKE_CXX_COMPILER could be found.", "the C++ compiler does not work"),
         (
             "-- Could NOT find MPI_CXX (missing: MPI_CXX_WORKS)\n"
             f"{MODULES}/FindPackageHandleStandardArgs.cmake:230 (message):\n"
             "  Could NOT find MPI (missing: MPI_CXX_FOUND)",
             "the MPI compiler wrapper exists, but cannot compile a program",
-            "openmpi",
         ),
-        ("  Could NOT find NCCL (missing: NCCL_INC)", "NCCL was not found", "HOROVOD_NCCL_HOME"),
-        ("#error -- unsupported GNU version! gcc", "too new for this CUDA toolkit", "CXX"),
-        (NVCC_CANNOT_LINK, "the CUDA toolkit is incomplete", "--gpu none"),
+        ("  Could NOT find NCCL (missing: NCCL_INCLUDE_DIR NCCL_LIBRARY)", "NCCL was not found"),
+        ("#error -- unsupported GNU version! gcc versions later", "too new for this CUDA toolkit"),
+        (NVCC_CANNOT_LINK, "the CUDA toolkit is incomplete"),
         (
             f"{MODULES}/FindPackageHandleStandardArgs.cmake:230 (message):\n"
             '  Could NOT find CUDAToolkit (missing: CUDA_CUDART) (found version "13.0")\n'
             "Call Stack (most recent call first):\n  cmake/upstream/FindCUDAToolkit.cmake:700 (x)",
             "the CUDA toolkit is incomplete",
-            "--gpu none",
         ),
         (
             "CMake Error at horovod/torch/CMakeLists.txt:21 (message):\n  Horovod build with GPU "
             "support was requested but this PyTorch installation does not support CUDA.",
             "the installed PyTorch is the CPU version",
-            "--without pytorch",
         ),
-        ("  Could NOT find Pytorch (missing: x)", "cannot be imported", "import torch"),
-        ("/venv/bin/python: No module named pip", "this Python has no pip", "ensurepip"),
-        ("THESE PACKAGES DO NOT MATCH THE HASHES", "not the official one", "pip config list"),
+        ("  Could NOT find Pytorch (missing: Pytorch_VERSION)", "installed but cannot be imported"),
+        ("/venv/bin/python: No module named pip", "this Python has no pip"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM", "is not the official one"),
         (
             "WARNING: Retrying (Retry(total=4)): Failed to establish a new connection\n"
             f"ERROR: Could not find a version that satisfies the requirement\n{NO_HOROVOD}",
             "pip cannot reach the package index",
-            "proxy",
         ),
-        (NO_HOROVOD, "the package index does not have the package", "PIP_NO_INDEX"),
+        (NO_HOROVOD, "the package index does not have the package"),
     ],
 )
-def test_known_failure(output, meaning, remedy):
-    message = str(explain(output, "compiling Horovod failed"))
-    assert message.startswith("compiling Horovod failed: ")
-    assert meaning in message.splitlines()[0]
-    assert remedy in message.splitlines()[-1]
+def test_known_failure(output, meaning):
+    first, *_, last = str(explain(output, "compiling Horovod failed")).splitlines()
+    assert first.startswith("compiling Horovod failed: ")
+    assert meaning in first
+    assert last.startswith("What to do: ")
 
 
 CMAKE = """\

@@ -166,9 +166,8 @@ def other_generators():
 
 
 INITIALISERS = [
-    *(nn.init.xavier_normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.ones_),
-    *(nn.init.kaiming_uniform_, nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.eye_),
-    *(nn.init.zeros_, partial(nn.init.sparse_, sparsity=0.3), partial(nn.init.constant_, val=3.0)),
+    *(nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_, nn.init.eye_),
+    *(nn.init.orthogonal_, nn.init.zeros_, partial(nn.init.sparse_, sparsity=0.3)),
 ]
 ENCODER_LAYER = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "batch_first": True}
 MODELS = {
