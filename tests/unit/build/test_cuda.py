@@ -8,7 +8,6 @@ import pytest
 from hvkit.build import cuda
 from hvkit.build.cuda import (
     Toolkit,
-    complete_wheels,
     fetch_toolkit,
     has_nvidia_gpu,
     read_toolkit,
@@ -245,21 +244,13 @@ def test_a_toolkit_of_wheels_is_fetched_once(pip, cache, tmp_path):
     toolkit = Toolkit(cache / "cuda" / "13.0", "13.0")
     for _ in range(2):
         fetch_toolkit(toolkit)
+    # Links of libraries' plain names are relative: the folder has moved.
     assert toolkit.missing == []
     (arguments,) = pip
     assert "nvidia-cuda-nvcc==13.0.*" in arguments
     assert [path.name for path in toolkit.home.parent.iterdir()] == ["13.0"]
     fetch_toolkit(Toolkit(tmp_path / "cuda", "13.0"))  # the system's
     assert len(pip) == 1
-
-
-def test_libraries_of_wheels_get_their_plain_names(tmp_path):
-    library = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
-    library.parent.mkdir(parents=True)
-    library.write_text("cudart")
-    home = complete_wheels(tmp_path)
-    assert (home / "lib64" / "libcudart.so").read_text() == "cudart"
-    assert (home / "lib64").readlink() == Path("lib")  # Relative: the folder moves later.
 
 
 def test_wheels_that_lack_something_are_named(cache, monkeypatch):

@@ -77,12 +77,6 @@ def test_patches_fit_where_tensorflow_has_xla_headers(original, toolchain, monke
 
 
 @needs_source
-def test_a_second_application_is_refused(patched, toolchain):
-    with pytest.raises(BuildError, match=r"patch 01-cxx17.patch, CMakeLists.txt: hunk 1 expects"):
-        apply_patches(PATCHES, patched, toolchain)
-
-
-@needs_source
 def test_mpirun_gets_long_options_with_two_dashes(patched):
     for launcher in ("horovod/runner/mpi_run.py", "horovod/spark/mpi_run.py"):
         text = (patched / launcher).read_text()
