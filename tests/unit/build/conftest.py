@@ -1,20 +1,22 @@
-"""An empty cache, stand-in programs on PATH, and a toolchain."""
+"""An empty cache, stand-in programs on PATH, a toolchain, and a machine that wheels may fit."""
 
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hvkit.build.abi import Abi
+from hvkit.build import installer
+from hvkit.build.abi import Abi, Machine
 from hvkit.build.frameworks import Framework
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Compiler, Mpi, Toolchain
+from hvkit.errors import BuildError
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """hvkit's cache, empty, and a claim on packages that no other test has."""
     folder = tmp_path / "cache"
     monkeypatch.setattr("hvkit.build.installer.claim_of_environment", lambda: str(tmp_path))
@@ -23,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def toolchain(tmp_path: Path) -> Toolchain:
+def toolchain(tmp_path):
     """Both frameworks, and an Open MPI of the system."""
     return Toolchain(
         frameworks=(
@@ -36,7 +38,7 @@ def toolchain(tmp_path: Path) -> Toolchain:
 
 
 @pytest.fixture
-def abi(tmp_path: Path) -> Abi:
+def abi(tmp_path):
     """The facts of a wheel that fits ``toolchain`` and this Python."""
     return Abi(
         horovod=VERSION,
@@ -51,7 +53,7 @@ def abi(tmp_path: Path) -> Abi:
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+def script(tmp_path, monkeypatch):
     """Write shell scripts into the only folder on PATH; returns each one's path."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -59,10 +61,42 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     # The search for mpicxx goes on in the folder of this Python.
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python" / "python"))
 
-    def write(name: str, body: str = "") -> Path:
+    def write(name, body=""):
         path = folder / name
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(0o755)
         return path
 
     return write
+
+
+@pytest.fixture
+def machine(toolchain, tmp_path):
+    """The machine that ``abi`` fits, with a system's Open MPI."""
+    folder = tmp_path / "mpi" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libmpi.so.40").touch()
+    mpi = Mpi(folder.parent / "bin" / "mpirun", "Open MPI", "5.0.11", folder)
+    return Machine(toolchain.frameworks, mpi, None, {"LD_LIBRARY_PATH": str(folder)})
+
+
+@pytest.fixture
+def steps(machine, monkeypatch):
+    """What the installer does on ``machine``, where self-tests fail and there is no compiler."""
+    taken = []
+
+    def run(command, **options):
+        taken.append("self-test")
+        return subprocess.CompletedProcess(command, 1, "", "hvkit: undefined symbol")
+
+    def no_compiler(without):
+        taken.append("build")
+        raise BuildError("no C++ compiler")
+
+    monkeypatch.setattr(installer, "find_launching_mpi", lambda: machine.mpi)
+    monkeypatch.setattr(installer, "this_machine", lambda *_: machine)
+    monkeypatch.setattr(installer, "installed_abi", lambda: None)
+    monkeypatch.setattr(installer, "install", lambda wheel: taken.append("install"))
+    monkeypatch.setattr(installer.subprocess, "run", run)
+    monkeypatch.setattr(installer, "find_toolchain", no_compiler)
+    return taken

@@ -1,12 +1,11 @@
 """Wheels of Horovod without Horovod."""
 
 import zipfile
-from pathlib import Path
 
-from hvkit.build.abi import FILE, Abi
+from hvkit.build.abi import FILE
 
 
-def wheel_of(abi: Abi, folder: Path, version: str, **libraries: bytes) -> Path:
+def wheel_of(abi, folder, version, **libraries):
     """Write a wheel with these facts, and libraries by the folder that they are in."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"horovod-{version}-cp311-cp311-{abi.platform}.whl"

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from hvkit.build import builder
-from hvkit.build.toolchain import Toolchain
 from hvkit.build.wheel_cache import Key
 from hvkit.errors import BuildError
 
@@ -30,7 +29,7 @@ sys.exit(1)
 
 
 @pytest.fixture
-def setup_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def setup_py(tmp_path, monkeypatch):
     """The setup.py that the build will run."""
     root = tmp_path / "root"
     root.mkdir()
@@ -42,9 +41,7 @@ def setup_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root / "setup.py"
 
 
-def test_wheel_goes_into_the_cache_and_the_log_is_kept(
-    setup_py: Path, toolchain: Toolchain, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wheel_goes_into_the_cache_and_the_log_is_kept(setup_py, toolchain, cache, capsys):
     setup_py.write_text(WORKS)
     wheel = builder.build(toolchain, KEY, jobs=3)
     assert wheel == cache / "wheels" / f"horovod-{KEY.version}-cp311-x-x.whl"
@@ -55,9 +52,7 @@ def test_wheel_goes_into_the_cache_and_the_log_is_kept(
     assert "hvkit: compiling Horovod: 50%" in shown
 
 
-def test_failure_shows_the_error_and_names_the_log(
-    setup_py: Path, toolchain: Toolchain, cache: Path
-) -> None:
+def test_failure_shows_the_error_and_names_the_log(setup_py, toolchain, cache):
     setup_py.write_text(FAILS)
     with pytest.raises(BuildError) as caught:
         builder.build(toolchain, KEY, jobs=1)
@@ -70,9 +65,7 @@ def test_failure_shows_the_error_and_names_the_log(
     assert not list(cache.glob("wheels/*.whl"))
 
 
-def test_too_little_disk_is_an_error_before_anything_is_done(
-    setup_py: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_is_an_error_before_anything_is_done(setup_py, toolchain, monkeypatch):
     usage = SimpleNamespace(free=100 * 1024**2)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     with pytest.raises(BuildError, match=r"has 100 MiB free, the build needs .*TMPDIR"):
@@ -83,52 +76,39 @@ CONTENT = b"the official package"
 
 
 @pytest.fixture
-def official(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-
-
-@pytest.fixture
-def downloads(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def downloads(monkeypatch):
     """Files that a stand-in for pip's index serves, one per download."""
-    served: list[bytes] = []
+    served = []
 
-    def download(arguments: list[str], summary: str) -> None:
+    def download(arguments, summary):
         if not served:
             raise BuildError(f"{summary}: pip cannot reach the package index")
         folder = Path(arguments[arguments.index("--dest") + 1])
         (folder / builder.ARCHIVE).write_bytes(served.pop())
 
+    monkeypatch.setattr(builder, "SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(builder, "run_pip", download)
     return served
 
 
-def test_downloaded_once_then_from_the_cache(official: None, downloads: list[bytes]) -> None:
+def test_the_source_is_downloaded_once_and_a_damaged_copy_replaced(downloads):
     downloads.append(CONTENT)
     first = builder.fetch_source()
     assert first.read_bytes() == CONTENT
     assert builder.fetch_source() == first
-    assert downloads == []
-
-
-def test_damaged_copy_in_the_cache_is_replaced(official: None, downloads: list[bytes]) -> None:
-    downloads.append(CONTENT)
-    builder.fetch_source().write_bytes(b"damaged")
+    first.write_bytes(b"damaged")
     downloads.append(CONTENT)
     assert builder.fetch_source().read_bytes() == CONTENT
 
 
-def test_foreign_file_is_refused_and_not_kept(
-    official: None, downloads: list[bytes], cache: Path
-) -> None:
+def test_foreign_file_is_refused_and_not_kept(downloads, cache):
     downloads.append(b"foreign")
     with pytest.raises(BuildError, match=r"is not the official Horovod 0\.28\.1: its SHA-256"):
         builder.fetch_source()
     assert not (cache / "source" / builder.ARCHIVE).exists()
 
 
-def test_without_an_index_the_error_names_the_path_for_the_package(
-    official: None, downloads: list[bytes], cache: Path
-) -> None:
+def test_without_an_index_the_error_names_the_path_for_the_package(downloads, cache):
     place = cache / "source" / builder.ARCHIVE
     with pytest.raises(
         BuildError, match=f"cannot reach the package index\nWithout an index: put .* {place}"
@@ -138,7 +118,7 @@ def test_without_an_index_the_error_names_the_path_for_the_package(
     assert builder.fetch_source() == place
 
 
-def test_unpack_returns_the_root(tmp_path: Path) -> None:
+def test_unpack_returns_the_root(tmp_path):
     inside = tmp_path / "setup.py"
     inside.write_text("")
     archive = tmp_path / builder.ARCHIVE
@@ -153,7 +133,7 @@ GIB = 1024**3
 @pytest.mark.parametrize(
     ("cores", "memory", "jobs"), [(8, 64 * GIB, 8), (8, 7 * GIB, 3), (8, GIB, 1), (1, 64 * GIB, 1)]
 )
-def test_default_jobs(monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, jobs: int) -> None:
+def test_default_jobs(monkeypatch, cores, memory, jobs):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr(builder, "free_memory", lambda: memory)
     assert builder.default_jobs() == jobs

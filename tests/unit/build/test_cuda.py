@@ -1,7 +1,6 @@
 """The toolkit chosen for a build for NCCL, on prepared machines."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from hvkit.build import cuda
 from hvkit.build.cuda import (
     Toolkit,
-    complete_wheels,
     fetch_toolkit,
     has_nvidia_gpu,
     read_toolkit,
@@ -19,12 +17,10 @@ from hvkit.build.cuda import (
 from hvkit.build.frameworks import Framework
 from hvkit.errors import BuildError
 
-Script = Callable[..., Path]
-
 LIBRARIES = ("libcudart.so", "libcudart_static.a")
 
 
-def make_toolkit(home: Path, version: str = "13.0", libraries: str = "lib64") -> Path:
+def make_toolkit(home, version="13.0", libraries="lib64"):
     """A toolkit with an nvcc that cannot compile; returns the nvcc."""
     for file in ("include/cuda_runtime.h", *(f"{libraries}/{name}" for name in LIBRARIES)):
         (home / file).parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +41,7 @@ def make_toolkit(home: Path, version: str = "13.0", libraries: str = "lib64") ->
 
 
 @pytest.fixture(autouse=True)
-def machine(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+def machine(script, tmp_path, monkeypatch):
     """A machine without a toolkit and without a GPU."""
     monkeypatch.setattr(cuda, "DEFAULT_HOME", str(tmp_path / "usr" / "local" / "cuda"))
     monkeypatch.setattr(cuda, "has_nvidia_gpu", lambda: False)
@@ -55,280 +51,230 @@ def machine(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     """A GPU."""
     monkeypatch.setattr(cuda, "has_nvidia_gpu", lambda: True)
 
 
-def pytorch(folder: Path, built_for: str | None) -> Framework:
+def pytorch(folder, built_for="13.0"):
     """A PyTorch whose version does not show what it is built for."""
     (folder / "torch").mkdir()
     (folder / "torch" / "version.py").write_text(
         f"__version__ = '2.13.0'\ncuda: Optional[str] = {built_for!r}\nhip: Optional[str] = None\n"
     )
-    return Framework("pytorch", "2.13.0", folder)
+    return [Framework("pytorch", "2.13.0", folder)]
 
 
-class TestReading:
-    """nvcc itself prints where its toolkit is."""
-
-    def test_script_in_a_general_folder(self, machine: Script, tmp_path: Path) -> None:
-        nvcc = make_toolkit(tmp_path / "cuda-13.0")
-        script = machine("nvcc", f'exec {nvcc} "$@"')
-        assert read_toolkit(str(script)) == Toolkit(tmp_path / "cuda-13.0", "13.0")
-
-    def test_link_elsewhere(self, machine: Script, tmp_path: Path) -> None:
-        nvcc = make_toolkit(tmp_path / "cuda-12.8", "12.8")
-        link = machine("nvcc")
-        link.unlink()
-        link.symlink_to(nvcc)
-        assert read_toolkit(str(link)) == Toolkit(tmp_path / "cuda-12.8", "12.8")
-
-    def test_folder_of_links_to_a_toolkit_that_lies_elsewhere(self, tmp_path: Path) -> None:
-        nvcc = make_toolkit(tmp_path / "usr" / "lib" / "nvidia-cuda-toolkit")
-        home = tmp_path / "usr" / "lib" / "cuda"
-        home.mkdir()
-        for folder in ("bin", "include", "lib64"):
-            (home / folder).symlink_to(nvcc.parent.parent / folder)
-        (nvcc.parent.parent / "include").rename(tmp_path / "usr" / "include")
-        (home / "include").unlink()
-        (home / "include").symlink_to(tmp_path / "usr" / "include")
-        assert read_toolkit(str(home / "bin" / "nvcc")) == Toolkit(home, "13.0")
-
-    def test_nvcc_that_fails_after_printing_its_folder(
-        self, machine: Script, tmp_path: Path
-    ) -> None:
-        script = machine("nvcc", f'{make_toolkit(tmp_path / "cuda")} "$@"; exit 1')
-        assert read_toolkit(str(script)) == Toolkit(tmp_path / "cuda", "13.0")
-
-    def test_other_programs_are_not_nvcc(self, machine: Script, tmp_path: Path) -> None:
-        assert read_toolkit(str(machine("nvcc", "echo not found; exit 127"))) is None
-        assert read_toolkit(str(tmp_path / "nowhere" / "nvcc")) is None
-
-    def test_all_toolkits_of_the_machine_once_each_the_users_first(
-        self, machine: Script, tmp_path: Path
-    ) -> None:
-        local = tmp_path / "usr" / "local"
-        mine, path, default = tmp_path / "mine", tmp_path / "other", local / "cuda-13.0"
-        make_toolkit(mine, "12.6")
-        machine("nvcc", f'exec {make_toolkit(path, "12.8")} "$@"')
-        make_toolkit(default)
-        (local / "cuda").symlink_to(default)
-        environ = {"CUDA_HOME": str(mine), "PATH": os.environ["PATH"]}
-        assert [found.home for found in system_toolkits(environ)] == [mine, path, default]
+def tensorflow(folder, info):
+    file = folder / "tensorflow" / "python" / "platform" / "build_info.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"build_info = OrderedDict([{info}, ('x', 1)])\n")
+    return [Framework("tensorflow", "2.21.0", folder)]
 
 
-class TestMissing:
-    """A toolkit is complete if Horovod can be compiled and linked with it."""
-
-    def test_nothing_is_missing(self, tmp_path: Path) -> None:
-        make_toolkit(tmp_path / "cuda")
-        assert Toolkit(tmp_path / "cuda", "13.0").missing == []
-
-    def test_files_below_targets(self, tmp_path: Path) -> None:
-        home = tmp_path / "cuda"
-        make_toolkit(home)
-        target = home / "targets" / "x86_64-linux"
-        target.mkdir(parents=True)
-        (home / "include").rename(target / "include")
-        (home / "lib64").rename(target / "lib")
-        assert Toolkit(home, "13.0").missing == []
-
-    def test_libraries_outside_the_linkers_search_path(self, tmp_path: Path) -> None:
-        make_toolkit(tmp_path / "cuda", libraries="lib")
-        assert Toolkit(tmp_path / "cuda", "13.0").missing == list(LIBRARIES)
-
-    @pytest.mark.parametrize("file", LIBRARIES)
-    def test_library_missing(self, tmp_path: Path, file: str) -> None:
-        make_toolkit(tmp_path / "cuda")
-        (tmp_path / "cuda" / "lib64" / file).unlink()
-        assert Toolkit(tmp_path / "cuda", "13.0").missing == [file]
+def test_nvcc_is_read_behind_a_script_also_if_that_fails(machine, tmp_path):
+    home = tmp_path / "cuda-13.0"
+    nvcc = make_toolkit(home)
+    for line in (f'exec {nvcc} "$@"', f'{nvcc} "$@"; exit 1'):
+        assert read_toolkit(str(machine("nvcc", line))) == Toolkit(home, "13.0")
 
 
-class TestChoice:
-    """``--gpu`` and the machine decide."""
+def test_nvcc_is_read_behind_a_link(machine, tmp_path):
+    nvcc = make_toolkit(tmp_path / "cuda-12.8", "12.8")
+    link = machine("nvcc")
+    link.unlink()
+    link.symlink_to(nvcc)
+    assert read_toolkit(str(link)) == Toolkit(tmp_path / "cuda-12.8", "12.8")
 
-    def test_auto_without_a_gpu_leaves_cuda_out_also_where_a_toolkit_is(
-        self, machine: Script, tmp_path: Path
-    ) -> None:
-        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda")} "$@"')
-        assert toolkit_for("auto", [pytorch(tmp_path, "13.0")]) is None
 
-    @pytest.mark.usefixtures("gpu")
-    def test_none_leaves_cuda_out_on_a_machine_with_a_gpu(self, tmp_path: Path) -> None:
-        environ = {"HOROVOD_GPU_OPERATIONS": "MPI"}
-        assert toolkit_for("none", [pytorch(tmp_path, "13.0")], environ) is None
+def test_a_folder_of_links_is_a_toolkit(tmp_path):
+    nvcc = make_toolkit(tmp_path / "usr" / "lib" / "nvidia-cuda-toolkit")
+    home = tmp_path / "usr" / "lib" / "cuda"
+    home.mkdir()
+    (nvcc.parent.parent / "include").rename(tmp_path / "usr" / "include")
+    (home / "include").symlink_to(tmp_path / "usr" / "include")
+    for folder in ("bin", "lib64"):
+        (home / folder).symlink_to(nvcc.parent.parent / folder)
+    assert read_toolkit(str(home / "bin" / "nvcc")) == Toolkit(home, "13.0")
 
-    @pytest.mark.usefixtures("gpu")
-    def test_auto_with_a_gpu_takes_the_systems_toolkit(
-        self, machine: Script, tmp_path: Path
-    ) -> None:
-        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda")} "$@"')
-        found = toolkit_for("auto", [pytorch(tmp_path, "13.0")])
-        assert found == Toolkit(tmp_path / "cuda", "13.0")
 
-    def test_without_a_toolkit_wheels_provide_one(self, tmp_path: Path, cache: Path) -> None:
-        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
-        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
+def test_other_programs_are_not_nvcc(machine, tmp_path):
+    assert read_toolkit(str(machine("nvcc", "echo not found; exit 127"))) is None
+    assert read_toolkit(str(tmp_path / "nowhere" / "nvcc")) is None
+
+
+def test_all_toolkits_of_the_machine_are_found_once_each_the_users_first(machine, tmp_path):
+    local = tmp_path / "usr" / "local"
+    mine, path, default = tmp_path / "mine", tmp_path / "other", local / "cuda-13.0"
+    make_toolkit(mine, "12.6")
+    machine("nvcc", f'exec {make_toolkit(path, "12.8")} "$@"')
+    make_toolkit(default)
+    (local / "cuda").symlink_to(default)
+    environ = {"CUDA_HOME": str(mine), "PATH": os.environ["PATH"]}
+    assert [found.home for found in system_toolkits(environ)] == [mine, path, default]
+
+
+def test_files_below_targets_make_a_toolkit_complete(tmp_path):
+    home = tmp_path / "cuda"
+    make_toolkit(home)
+    target = home / "targets" / "x86_64-linux"
+    target.mkdir(parents=True)
+    (home / "include").rename(target / "include")
+    (home / "lib64").rename(target / "lib")
+    assert Toolkit(home, "13.0").missing == []
+
+
+def test_libraries_that_the_linker_does_not_find_are_missing(tmp_path):
+    make_toolkit(tmp_path / "cuda")
+    assert Toolkit(tmp_path / "cuda", "13.0").missing == []
+    (tmp_path / "cuda" / "lib64" / LIBRARIES[0]).unlink()
+    assert Toolkit(tmp_path / "cuda", "13.0").missing == [LIBRARIES[0]]
+    make_toolkit(tmp_path / "other", libraries="lib")
+    assert Toolkit(tmp_path / "other", "13.0").missing == list(LIBRARIES)
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_gpu", "built_for", "on_path", "chosen"),
+    [
+        ("auto", False, "13.0", "13.0", None),
+        ("auto", True, "13.0", "13.0", "on path"),
+        ("none", True, "13.0", "13.0", None),
+        ("nccl", False, "13.0", None, "wheels"),
+        ("nccl", False, "13.0", "13.2", "wheels"),
+        # NVIDIA's wheels have no nvcc before CUDA 13, so a near version is used.
+        ("nccl", False, "12.8", "12.4", "on path"),
+    ],
+)
+def test_the_choice_and_the_machine_decide(
+    machine, tmp_path, cache, monkeypatch, choice, has_gpu, built_for, on_path, chosen
+):
+    monkeypatch.setattr(cuda, "has_nvidia_gpu", lambda: has_gpu)
+    if on_path:
+        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", on_path)} "$@"')
+    found = toolkit_for(choice, pytorch(tmp_path, built_for))
+    assert (
+        found
+        == {
+            None: None,
+            "on path": Toolkit(tmp_path / "cuda", on_path),
+            "wheels": Toolkit(cache / "cuda" / built_for, built_for),
+        }[chosen]
+    )
+    if chosen == "wheels":
         assert str(found) == "CUDA 13.0 (NVIDIA's wheels)"
 
-    def test_wheels_replace_a_toolkit_without_libraries(
-        self, machine: Script, tmp_path: Path, cache: Path
-    ) -> None:
-        nvcc = make_toolkit(tmp_path / "cuda")
-        (tmp_path / "cuda" / "lib64" / "libcudart.so").unlink()
-        machine("nvcc", f'exec {nvcc} "$@"')
-        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
-        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
 
-    def test_wheels_replace_a_toolkit_of_another_version(
-        self, machine: Script, tmp_path: Path, cache: Path
-    ) -> None:
-        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "13.2")} "$@"')
-        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
-        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
-
-    def test_one_of_several_toolkits_fits(self, machine: Script, tmp_path: Path) -> None:
-        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "12.4")} "$@"')
-        make_toolkit(tmp_path / "usr" / "local" / "cuda-13.0")
-        found = toolkit_for("nccl", [pytorch(tmp_path, "13.0")])
-        assert found == Toolkit(tmp_path / "usr" / "local" / "cuda-13.0", "13.0")
-
-    def test_before_cuda_13_a_near_version_is_used_as_wheels_have_no_nvcc(
-        self, machine: Script, tmp_path: Path
-    ) -> None:
-        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "12.4")} "$@"')
-        found = toolkit_for("nccl", [pytorch(tmp_path, "12.8")])
-        assert found == Toolkit(tmp_path / "cuda", "12.4")
-
-    def test_before_cuda_13_no_fitting_toolkit_is_an_error(
-        self, machine: Script, tmp_path: Path
-    ) -> None:
-        machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "13.0")} "$@"')
-        broken = make_toolkit(tmp_path / "mine", "12.8")
-        (tmp_path / "mine" / "include" / "cuda_runtime.h").unlink()
-        environ = {"CUDA_HOME": str(broken.parent.parent), "PATH": os.environ["PATH"]}
-        with pytest.raises(BuildError) as caught:
-            toolkit_for("nccl", [pytorch(tmp_path, "12.8")], environ)
-        assert str(caught.value).startswith(
-            "a build for NCCL is not possible: there is no toolkit for CUDA 12.8 "
-            f"(CUDA 12.8 in {tmp_path}/mine has no cuda_runtime.h; "
-            f"CUDA 13.0 in {tmp_path}/cuda is another version). Install CUDA 12.8 and set CUDA_HOME"
-        )
-
-    @pytest.mark.usefixtures("gpu")
-    def test_auto_builds_without_nccl_where_it_must_and_prints_why(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert toolkit_for("auto", [pytorch(tmp_path, "12.8")]) is None
-        printed = capsys.readouterr().out
-        assert (
-            "this build is without NCCL: there is no toolkit for CUDA 12.8 (no nvcc at all)"
-            in printed
-        )
-        assert "go through the host's memory" in printed
-
-    def test_pytorch_for_cpus_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 is a build for CPUs.*--without"):
-            toolkit_for("nccl", [pytorch(tmp_path, None)])
-
-    def test_tensorflow_alone_sets_the_version_too(self, tmp_path: Path, cache: Path) -> None:
-        file = tmp_path / "tensorflow" / "python" / "platform" / "build_info.py"
-        file.parent.mkdir(parents=True)
-        file.write_text("build_info = OrderedDict([('cuda_version', '13.1.0'), ('x', 1)])\n")
-        found = toolkit_for("nccl", [Framework("tensorflow", "2.22.0", tmp_path)])
-        assert found == Toolkit(cache / "cuda" / "13.1", "13.1")
-
-    def test_tensorflow_for_cpus_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(BuildError, match=r"TensorFlow 2\.21\.0 cannot use GPUs"):
-            toolkit_for("nccl", [Framework("tensorflow", "2.21.0", tmp_path)])
-
-    @pytest.mark.parametrize("name", ["HOROVOD_GPU_OPERATIONS", "HOROVOD_GPU_ALLREDUCE"])
-    def test_horovods_own_variable_counts_as_nccl(
-        self, tmp_path: Path, cache: Path, name: str
-    ) -> None:
-        environ = {name: "NCCL", "HOROVOD_GPU": "CUDA"}
-        found = toolkit_for("auto", [pytorch(tmp_path, "13.0")], environ)
-        assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
-
-    def test_other_operations_on_gpus_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(BuildError, match=r"HOROVOD_GPU_OPERATIONS=MPI in the environment"):
-            toolkit_for("auto", [pytorch(tmp_path, "13.0")], {"HOROVOD_GPU_OPERATIONS": "MPI"})
+def test_wheels_replace_a_toolkit_without_libraries(machine, tmp_path, cache):
+    machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda")} "$@"')
+    (tmp_path / "cuda" / "lib64" / "libcudart.so").unlink()
+    assert toolkit_for("nccl", pytorch(tmp_path)) == Toolkit(cache / "cuda" / "13.0", "13.0")
 
 
-class TestWheels:
-    """A toolkit assembled from NVIDIA's wheels."""
+def test_one_of_several_toolkits_fits(machine, tmp_path):
+    machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "12.4")} "$@"')
+    right = tmp_path / "usr" / "local" / "cuda-13.0"
+    make_toolkit(right)
+    assert toolkit_for("nccl", pytorch(tmp_path)) == Toolkit(right, "13.0")
 
-    @pytest.fixture
-    def pip(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        """Calls of pip, each of which leaves the files of the real wheels."""
-        calls: list[list[str]] = []
 
-        def run(arguments: list[str], summary: str) -> None:
-            calls.append(arguments)
-            home = Path(arguments[arguments.index("--target") + 1], "nvidia", "cu13")
-            make_toolkit(home, libraries="lib")
-            (home / "lib" / "libcudart.so").rename(home / "lib" / "libcudart.so.13")
+def test_before_cuda_13_no_fitting_toolkit_is_an_error(machine, tmp_path):
+    machine("nvcc", f'exec {make_toolkit(tmp_path / "cuda", "13.0")} "$@"')
+    make_toolkit(tmp_path / "mine", "12.8")
+    (tmp_path / "mine" / "include" / "cuda_runtime.h").unlink()
+    environ = {"CUDA_HOME": str(tmp_path / "mine"), "PATH": os.environ["PATH"]}
+    with pytest.raises(BuildError) as caught:
+        toolkit_for("nccl", pytorch(tmp_path, "12.8"), environ)
+    assert str(caught.value).startswith(
+        "a build for NCCL is not possible: there is no toolkit for CUDA 12.8 "
+        f"(CUDA 12.8 in {tmp_path}/mine has no cuda_runtime.h; "
+        f"CUDA 13.0 in {tmp_path}/cuda is another version). Install CUDA 12.8 and set CUDA_HOME"
+    )
 
-        monkeypatch.setattr(cuda, "run_pip", run)
-        return calls
 
-    def test_is_fetched_once(self, pip: list[list[str]], cache: Path) -> None:
-        toolkit = Toolkit(cache / "cuda" / "13.0", "13.0")
+@pytest.mark.usefixtures("gpu")
+def test_auto_builds_without_nccl_where_it_must_and_prints_why(tmp_path, capsys):
+    assert toolkit_for("auto", pytorch(tmp_path, "12.8")) is None
+    assert (
+        "this build is without NCCL: there is no toolkit for CUDA 12.8 (no nvcc at all)"
+    ) in capsys.readouterr().out
+
+
+def test_tensorflow_alone_sets_the_version_too(tmp_path, cache):
+    found = toolkit_for("nccl", tensorflow(tmp_path, "('cuda_version', '13.1.0')"))
+    assert found == Toolkit(cache / "cuda" / "13.1", "13.1")
+
+
+def test_frameworks_for_cpus_are_named(tmp_path):
+    with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 is a build for CPUs.*--without"):
+        toolkit_for("nccl", pytorch(tmp_path, None))
+    with pytest.raises(BuildError, match=r"TensorFlow 2\.21\.0 cannot use GPUs"):
+        toolkit_for("nccl", tensorflow(tmp_path, "('is_cuda_build', False)"))
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_GPU_OPERATIONS", "HOROVOD_GPU_ALLREDUCE"])
+def test_horovods_own_variable_counts_as_nccl(tmp_path, cache, name):
+    environ = {name: "NCCL", "HOROVOD_GPU": "CUDA"}
+    found = toolkit_for("auto", pytorch(tmp_path), environ)
+    assert found == Toolkit(cache / "cuda" / "13.0", "13.0")
+
+
+def test_other_operations_on_gpus_are_refused_in_a_build_that_may_be_for_gpus(tmp_path):
+    environ, frameworks = {"HOROVOD_GPU_OPERATIONS": "MPI"}, pytorch(tmp_path)
+    with pytest.raises(BuildError, match=r"HOROVOD_GPU_OPERATIONS=MPI in the environment"):
+        toolkit_for("auto", frameworks, environ)
+    assert toolkit_for("none", frameworks, environ) is None
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Calls of pip, each of which leaves the files of the real wheels."""
+    calls = []
+
+    def run(arguments, summary):
+        calls.append(arguments)
+        home = Path(arguments[arguments.index("--target") + 1], "nvidia", "cu13")
+        make_toolkit(home, libraries="lib")
+        (home / "lib" / "libcudart.so").rename(home / "lib" / "libcudart.so.13")
+
+    monkeypatch.setattr(cuda, "run_pip", run)
+    return calls
+
+
+def test_a_toolkit_of_wheels_is_fetched_once(pip, cache, tmp_path):
+    toolkit = Toolkit(cache / "cuda" / "13.0", "13.0")
+    for _ in range(2):
         fetch_toolkit(toolkit)
-        fetch_toolkit(toolkit)
-        assert toolkit.missing == []
-        (arguments,) = pip
-        assert "nvidia-cuda-nvcc==13.0.*" in arguments
-        assert [path.name for path in toolkit.home.parent.iterdir()] == ["13.0"]
-
-    def test_libraries_get_their_plain_names(self, tmp_path: Path) -> None:
-        (tmp_path / "nvidia" / "cu13" / "lib").mkdir(parents=True)
-        (tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13").write_text("cudart")
-        home = complete_wheels(tmp_path)
-        assert (home / "lib64" / "libcudart.so").read_text() == "cudart"
-        assert (home / "lib64").readlink() == Path("lib")  # Relative: the folder moves later.
-
-    def test_a_system_toolkit_is_left_alone(self, pip: list[list[str]], tmp_path: Path) -> None:
-        fetch_toolkit(Toolkit(tmp_path / "cuda", "13.0"))
-        assert pip == []
-
-    def test_wheels_that_lack_something_are_named(
-        self, cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def run(arguments: list[str], summary: str) -> None:
-            Path(arguments[arguments.index("--target") + 1], "nvidia", "cu14", "lib").mkdir(
-                parents=True
-            )
-
-        monkeypatch.setattr(cuda, "run_pip", run)
-        with pytest.raises(BuildError, match=r"wheels for CUDA 14\.0 have no nvcc, cuda_runtime"):
-            fetch_toolkit(Toolkit(cache / "cuda" / "14.0", "14.0"))
+    # Links of libraries' plain names are relative: the folder has moved.
+    assert toolkit.missing == []
+    (arguments,) = pip
+    assert "nvidia-cuda-nvcc==13.0.*" in arguments
+    assert [path.name for path in toolkit.home.parent.iterdir()] == ["13.0"]
+    fetch_toolkit(Toolkit(tmp_path / "cuda", "13.0"))  # the system's
+    assert len(pip) == 1
 
 
-class TestGpu:
-    """Whether there is a GPU."""
+def test_wheels_that_lack_something_are_named(cache, monkeypatch):
+    def run(arguments, summary):
+        target = Path(arguments[arguments.index("--target") + 1])
+        (target / "nvidia" / "cu14" / "lib").mkdir(parents=True)
 
-    @pytest.fixture
-    def devices(self, tmp_path: Path) -> Path:
-        """/dev, with devices that are not GPUs."""
-        folder = tmp_path / "dev"
-        folder.mkdir()
-        (folder / "nvidiactl").touch()
-        (folder / "null").touch()
-        return folder
+    monkeypatch.setattr(cuda, "run_pip", run)
+    with pytest.raises(BuildError, match=r"wheels for CUDA 14\.0 have no nvcc, cuda_runtime"):
+        fetch_toolkit(Toolkit(cache / "cuda" / "14.0", "14.0"))
 
-    def test_none(self, devices: Path) -> None:
-        assert not has_nvidia_gpu(devices)
 
-    def test_nvidia_smi_lists_one(self, machine: Script, devices: Path) -> None:
-        machine("nvidia-smi", "echo 'GPU 0: NVIDIA L4 (UUID: GPU-1)'")
-        assert has_nvidia_gpu(devices)
-
-    def test_nvidia_smi_without_gpus(self, machine: Script, devices: Path) -> None:
-        machine("nvidia-smi", "echo 'No devices were found'; exit 6")
-        assert not has_nvidia_gpu(devices)
-
-    def test_device_of_a_container_without_nvidia_smi(self, devices: Path) -> None:
-        (devices / "nvidia1").touch()
-        assert has_nvidia_gpu(devices)
+@pytest.mark.parametrize(
+    ("nvidia_smi", "device", "found"),
+    [
+        (None, "nvidiactl", False),
+        ("echo 'GPU 0: NVIDIA L4 (UUID: GPU-1)'", "nvidiactl", True),
+        ("echo 'No devices were found'; exit 6", "nvidiactl", False),
+        (None, "nvidia1", True),  # as in a container without nvidia-smi
+    ],
+)
+def test_whether_there_is_a_gpu(machine, tmp_path, nvidia_smi, device, found):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / device).touch()
+    if nvidia_smi:
+        machine("nvidia-smi", nvidia_smi)
+    assert has_nvidia_gpu(tmp_path / "dev") is found

@@ -11,11 +11,11 @@ from hvkit.errors import BuildError
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def installed(monkeypatch):
     """Packages and their versions; tests fill it."""
-    packages: dict[str, str] = {}
+    packages = {}
 
-    def distribution(name: str) -> SimpleNamespace:
+    def distribution(name):
         if name not in packages:
             raise metadata.PackageNotFoundError(name)
         return SimpleNamespace(version=packages[name], locate_file=lambda path: Path("/site"))
@@ -24,32 +24,27 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return packages
 
 
-def test_versions_keep_their_local_part(installed: dict[str, str]) -> None:
-    installed["torch"] = "2.13.0+cu130"
-    (found,) = find_frameworks()
-    assert (found.name, found.version, found.module) == ("pytorch", "2.13.0+cu130", "torch")
+@pytest.mark.parametrize(
+    ("package", "version", "found"),
+    [
+        ("torch", "2.13.0+cu130", "PyTorch 2.13.0+cu130"),
+        ("tensorflow", "2.21.0", "TensorFlow 2.21.0"),
+        ("tf-nightly", "2.21.0", "TensorFlow 2.21.0"),
+    ],
+)
+def test_frameworks_under_any_name_with_their_whole_version(installed, package, version, found):
+    installed[package] = version
+    assert [str(each) for each in find_frameworks()] == [found]
 
 
-@pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu", "tf-nightly"])
-def test_tensorflow_under_any_name(installed: dict[str, str], package: str) -> None:
-    installed[package] = "2.21.0"
-    assert [str(found) for found in find_frameworks()] == ["TensorFlow 2.21.0"]
-
-
-def test_without_leaves_one_out(installed: dict[str, str]) -> None:
-    installed.update({"torch": "2.13.0", "tensorflow": "2.21.0"})
-    assert [found.name for found in find_frameworks({"tensorflow"})] == ["pytorch"]
-
-
-def test_none_installed(installed: dict[str, str]) -> None:
+def test_none_or_all_left_out_is_an_error(installed):
     with pytest.raises(BuildError, match=r"no framework installed.*`pip install torch`"):
         find_frameworks()
-
-
-def test_all_left_out(installed: dict[str, str]) -> None:
-    installed["torch"] = "2.13.0"
-    with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 left out by --without"):
-        find_frameworks({"pytorch"})
+    installed.update({"torch": "2.13.0", "tensorflow": "2.21.0"})
+    (found,) = find_frameworks({"tensorflow"})
+    assert (found.name, found.module) == ("pytorch", "torch")
+    with pytest.raises(BuildError, match=r"PyTorch 2\.13\.0 and TensorFlow .* left out by --witho"):
+        find_frameworks({"pytorch", "tensorflow"})
 
 
 @pytest.mark.parametrize(
@@ -58,20 +53,12 @@ def test_all_left_out(installed: dict[str, str]) -> None:
         ("cuda: Optional[str] = '13.0'", "13.0"),
         ("cuda = '12.1'", "12.1"),
         ("cuda: Optional[str] = None", None),
+        ("cuda_like = '12.8'", None),
     ],
 )
-def test_cuda_of_pytorch_is_read_from_its_record(
-    tmp_path: Path, line: str, cuda: str | None
-) -> None:
+def test_cuda_of_pytorch_is_read_from_its_record(tmp_path, line, cuda):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(
         f"__all__ = ['cuda', 'hip']\n__version__ = '2.13.0'\n{line}\nhip = '6.0'\n"
     )
     assert Framework("pytorch", "2.13.0", tmp_path).cuda == cuda
-
-
-def test_tensorflow_for_cpus_has_no_cuda(tmp_path: Path) -> None:
-    file = tmp_path / "tensorflow" / "python" / "platform" / "build_info.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("build_info = OrderedDict([('is_cuda_build', False)])\n")
-    assert Framework("tensorflow", "2.21.0", tmp_path).cuda is None

@@ -1,4 +1,4 @@
-"""The steps of the installation, with stand-ins for the compiler and for pip."""
+"""The command and the steps of the installation, with stand-ins for the compiler and for pip."""
 
 import errno
 import json
@@ -11,96 +11,77 @@ from subprocess import PIPE
 import pytest
 from fake_wheels import wheel_of
 
+from hvkit import cli
 from hvkit.build import BuildOptions, install_horovod, installer, ready_wheels, wheel_cache
-from hvkit.build.abi import Abi
 from hvkit.build.cuda import Toolkit
-from hvkit.build.toolchain import Toolchain
-from hvkit.build.wheel_cache import Key
 from hvkit.errors import BuildError
 
 
-class Machine:
-    """A machine that records builds and installations instead of making them."""
+class Computer:
+    """Records builds and installations instead of making them."""
 
-    def __init__(self, toolchain: Toolchain, abi: Abi, folder: Path) -> None:
-        self.toolchain = toolchain
-        self.abi = abi
-        self.folder = folder
-        self.version: str | None = None
-        self.done: list[str] = []
+    def __init__(self, toolchain, abi, folder):
+        self.toolchain, self.abi, self.folder = toolchain, abi, folder
+        self.version = None
+        self.done = []
 
-    def build(self, toolchain: Toolchain, key: Key, jobs: int) -> Path:
+    def build(self, toolchain, key, jobs):
         self.done.append("build")
         return wheel_cache.store_wheel(wheel_of(self.abi, self.folder, key.version), key)
 
-    def install(self, wheel: Path) -> None:
+    def install(self, wheel):
         self.done.append("install")
         self.version = wheel.name.split("-")[1]
 
-    def check(self, toolchain: Toolchain) -> None:
-        self.done.append("check")
-
-    def run(self, options: BuildOptions | None = None) -> list[str]:
+    def run(self, **options):
         """Run the command and return the steps that it took."""
         self.done = []
-        install_horovod(options or BuildOptions())
+        install_horovod(BuildOptions(**options))
         return self.done
 
 
 @pytest.fixture
-def machine(
-    toolchain: Toolchain, abi: Abi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Machine:
-    stand_in = Machine(toolchain, abi, tmp_path)
-    monkeypatch.setattr(installer, "find_toolchain", lambda without: stand_in.toolchain)
+def computer(toolchain, abi, tmp_path, monkeypatch):
+    stand_in = Computer(toolchain, abi, tmp_path)
     toolkits = {"auto": None, "none": None, "nccl": Toolkit(tmp_path, "13.0")}
-    monkeypatch.setattr(installer, "toolkit_for", lambda choice, frameworks: toolkits[choice])
-    monkeypatch.setattr(installer, "build", stand_in.build)
-    monkeypatch.setattr(installer, "installed_version", lambda: stand_in.version)
-    monkeypatch.setattr(installer, "install", stand_in.install)
-    monkeypatch.setattr(installer, "check", stand_in.check)
+    for name, replaced in {
+        "find_toolchain": lambda without: stand_in.toolchain,
+        "toolkit_for": lambda choice, frameworks: toolkits[choice],
+        "build": stand_in.build,
+        "installed_version": lambda: stand_in.version,
+        "install": stand_in.install,
+        "check": lambda toolchain: stand_in.done.append("check"),
+    }.items():
+        monkeypatch.setattr(installer, name, replaced)
     return stand_in
 
 
-def test_first_call_builds_installs_and_checks(machine: Machine) -> None:
-    assert machine.run() == ["build", "install", "check"]
+ALL = ["build", "install", "check"]
 
 
-def test_second_call_does_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    machine.run()
-    assert machine.run() == []
+def test_the_second_call_does_nothing(computer, capsys):
+    assert computer.run() == ALL
+    assert computer.run() == []
     assert "is installed already" in capsys.readouterr().out
 
 
-def test_other_environment_takes_the_cached_wheel(machine: Machine) -> None:
-    machine.run()
-    machine.version = None
-    assert machine.run() == ["install", "check"]
+@pytest.mark.parametrize("version", [None, "0.28.1", "0.28.1+hvkit000000000000", "0.21.0"])
+def test_the_cached_wheel_replaces_horovod_of_another_build_or_none(computer, version):
+    computer.run()
+    computer.version = version
+    assert computer.run() == ["install", "check"]
 
 
-@pytest.mark.parametrize("version", ["0.28.1", "0.28.1+hvkit000000000000", "0.21.0"])
-def test_horovod_of_another_build_is_replaced(machine: Machine, version: str) -> None:
-    machine.run()
-    machine.version = version
-    assert machine.run() == ["install", "check"]
+def test_what_changes_the_build_or_forces_it_rebuilds(computer):
+    computer.run()
+    assert computer.run(force=True) == ALL
+    assert computer.run(gpu="nccl") == ALL
+    assert computer.run(gpu="none") == ["install", "check"]
+    computer.toolchain = replace(computer.toolchain, frameworks=computer.toolchain.frameworks[:1])
+    assert computer.run() == ALL
 
 
-def test_changed_framework_rebuilds(machine: Machine) -> None:
-    machine.run()
-    machine.toolchain = replace(machine.toolchain, frameworks=machine.toolchain.frameworks[:1])
-    assert machine.run() == ["build", "install", "check"]
-
-
-def test_builds_with_and_without_nccl_are_kept_apart(machine: Machine) -> None:
-    machine.run()
-    assert machine.run(BuildOptions(gpu="nccl")) == ["build", "install", "check"]
-    assert machine.run(BuildOptions(gpu="none")) == ["install", "check"]
-    assert machine.run(BuildOptions(gpu="nccl")) == ["install", "check"]
-
-
-def test_it_waits_for_another_process_that_installs_into_this_python(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_waits_for_another_process_that_installs_into_this_python(computer, monkeypatch):
     holds = (
         "import sys; from hvkit.host.process_lock import claim\n"
         f"print(claim({installer.claim_of_environment()!r}), flush=True); sys.stdin.read()"
@@ -109,91 +90,119 @@ def test_it_waits_for_another_process_that_installs_into_this_python(
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "True\n"
-        said: list[str] = []
+        said = []
 
-        def announce(text: str) -> None:
+        def announce(text):
             said.append(text)
             other.communicate()
 
         with monkeypatch.context() as patched:
             patched.setattr(installer, "announce", announce)
-            assert machine.run() == ["build", "install", "check"]
+            assert computer.run() == ALL
     assert "another process is installing Horovod into this Python; waiting" in said
 
 
-def test_force_rebuilds(machine: Machine) -> None:
-    machine.run()
-    assert machine.run(BuildOptions(force=True)) == ["build", "install", "check"]
-
-
-def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(
-    machine: Machine, tmp_path: Path
-) -> None:
-    machine.run()
+def test_wheel_dir_gets_the_wheel_also_when_it_is_installed_already(computer, tmp_path):
+    computer.run()
     folder = tmp_path / "a" / "b"
-    assert machine.run(BuildOptions(wheel_dir=folder)) == []
+    assert computer.run(wheel_dir=folder) == []
     (wheel,) = folder.glob("*.whl")
     (listed,) = json.loads((folder / ready_wheels.INDEX).read_text())
-    assert listed["name"] == wheel.name == f"horovod-{machine.version}-cp311-cp311-linux_x86_64.whl"
+    assert (
+        listed["name"] == wheel.name == f"horovod-{computer.version}-cp311-cp311-linux_x86_64.whl"
+    )
 
 
-def test_full_disk_is_explained(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(*arguments: object) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
-
-    monkeypatch.setattr(installer, "build", fill)
-    with pytest.raises(BuildError, match=r"the disk is full: .*'/tmp/x'.*TMPDIR"):
-        machine.run()
-
-
-def test_a_cache_that_cannot_be_written_is_named_before_the_build(
-    machine: Machine, cache: Path
-) -> None:
-    cache.touch()
-    with pytest.raises(BuildError, match=rf"{cache}, cannot be written to .*set HVKIT_CACHE_DIR"):
-        machine.run()
-    assert machine.done == []
-
-
-def test_failed_build_leaves_the_installed_horovod(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> Path:
-        raise BuildError("compiling Horovod failed")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/tmp/x"),
+            r"the disk is full: .*'/tmp/x'.*TMPDIR",
+        ),
+        (BuildError("compiling Horovod failed"), "compiling"),
+    ],
+)
+def test_failed_build_is_explained_and_leaves_the_installed_horovod(
+    computer, monkeypatch, error, message
+):
+    def fail(*arguments):
+        raise error
 
     monkeypatch.setattr(installer, "build", fail)
-    machine.version = "0.28.1"
-    with pytest.raises(BuildError, match="compiling"):
-        machine.run()
-    assert machine.version == "0.28.1"
+    computer.version = "0.28.1"
+    with pytest.raises(BuildError, match=message):
+        computer.run()
+    assert computer.version == "0.28.1"
 
 
-@pytest.fixture
-def pytorch_only(toolchain: Toolchain) -> Toolchain:
-    return replace(toolchain, frameworks=toolchain.frameworks[:1])
+def test_a_cache_that_cannot_be_written_is_named_before_the_build(computer, cache):
+    cache.touch()
+    with pytest.raises(BuildError, match=rf"{cache}, cannot be written to .*set HVKIT_CACHE_DIR"):
+        computer.run()
+    assert computer.done == []
 
 
-@pytest.fixture
-def horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for horovod.torch; returns its file."""
+def test_the_installed_horovod_is_imported_and_must_have_the_engines(
+    toolchain, tmp_path, monkeypatch
+):
     module = tmp_path / "site" / "horovod" / "torch" / "__init__.py"
     module.parent.mkdir(parents=True)
     (module.parent.parent / "__init__.py").touch()
     module.write_text("print('noise')\nmpi_built = lambda: True\nnccl_built = lambda: 0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    return module
-
-
-def test_working_horovod(pytorch_only: Toolchain, horovod: Path) -> None:
-    installer.check(pytorch_only)
-
-
-def test_failed_import_is_shown(pytorch_only: Toolchain, horovod: Path) -> None:
-    horovod.write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
-    with pytest.raises(BuildError, match=r"(?s)importing it failed.*libmpi\.so\.40: cannot open"):
-        installer.check(pytorch_only)
-
-
-def test_missing_engine_is_named(pytorch_only: Toolchain, horovod: Path, tmp_path: Path) -> None:
+    of_pytorch = replace(toolchain, frameworks=toolchain.frameworks[:1])
+    installer.check(of_pytorch)
     with pytest.raises(BuildError, match=r"horovod\.torch was built without nccl"):
-        installer.check(replace(pytorch_only, cuda=Toolkit(tmp_path, "13.0")))
+        installer.check(replace(of_pytorch, cuda=Toolkit(tmp_path, "13.0")))
+    module.write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
+    with pytest.raises(BuildError, match=r"(?s)importing it failed.*libmpi\.so\.40: cannot open"):
+        installer.check(of_pytorch)
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """The options that reach the installer."""
+    options = []
+    monkeypatch.setattr("hvkit.cli.installation.install_horovod", options.append)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("", BuildOptions(without=[])),
+        (
+            "--force --jobs 3 --without tensorflow --gpu nccl --wheel-dir out",
+            BuildOptions(True, 3, ["tensorflow"], "nccl", Path("out")),
+        ),
+    ],
+)
+def test_the_command_passes_its_options_on(passed, line, options):
+    assert cli.main(["install-horovod", *line.split()]) == 0
+    assert passed == [options]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--jobs 0", "must be a positive integer, got '0'"),
+        ("--without mxnet", "'mxnet' (choose from"),
+        ("--gpu rccl", "'rccl' (choose from"),
+    ],
+)
+def test_wrong_arguments_are_named(passed, capsys, line, complaint):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["install-horovod", *line.split()])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+    assert passed == []
+
+
+def test_failure_is_one_message_and_status_1(monkeypatch, capsys):
+    def fail(options):
+        raise BuildError("no C++ compiler")
+
+    monkeypatch.setattr("hvkit.cli.installation.install_horovod", fail)
+    assert cli.main(["install-horovod"]) == 1
+    assert capsys.readouterr().err == "hvkit: no C++ compiler\n"

@@ -1,7 +1,5 @@
 """The pip options that `make` installs PyTorch with, from a stand-in for pip's output."""
 
-from pathlib import Path
-
 import pytest
 
 from hvkit.build import pytorch_index
@@ -27,49 +25,32 @@ FORBIDDEN = Output(
 )
 
 
-class Pip:
-    """Pip on a machine without a GPU: its output for its own index and with PyTorch's."""
+@pytest.fixture
+def options(monkeypatch):
+    """The options, where pip prints this for its own index, and this with PyTorch's."""
 
-    def __init__(self, own: Output | None, with_cpu_index: Output | None) -> None:
-        self.own, self.with_cpu_index = own, with_cpu_index
-        self.calls = 0
+    def call(own, with_cpu_index, gpu="auto", has_gpu=False):
+        def pip(command, timeout):
+            found = with_cpu_index if CPU_INDEX in command else own
+            assert found is not None, f"{command} was not to run"
+            return found
 
-    def __call__(self, command: list[str], timeout: float) -> Output | None:
-        self.calls += 1
-        return self.with_cpu_index if CPU_INDEX in command else self.own
+        monkeypatch.setattr(pytorch_index, "run", pip)
+        monkeypatch.setattr(pytorch_index, "has_nvidia_gpu", lambda: has_gpu)
+        return pip_options("2.13.0", gpu)
 
-
-def options(
-    monkeypatch: pytest.MonkeyPatch, pip: Pip, gpu: str = "auto", has_gpu: bool = False
-) -> list[str]:
-    monkeypatch.setattr(pytorch_index, "run", pip)
-    monkeypatch.setattr(pytorch_index, "has_nvidia_gpu", lambda: has_gpu)
-    return pip_options("2.13.0", gpu)
+    return call
 
 
-def test_without_a_gpu_pytorchs_index_of_cpu_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    pip = Pip(CUDA_ONLY, BOTH)
-    assert options(monkeypatch, pip) == ["--extra-index-url", CPU_INDEX]
+@pytest.mark.parametrize(("gpu", "has_gpu"), [("auto", False), ("none", True)])
+def test_without_a_gpu_pytorchs_index_of_cpu_builds(options, gpu, has_gpu):
+    assert options(CUDA_ONLY, BOTH, gpu, has_gpu) == ["--extra-index-url", CPU_INDEX]
 
 
-def test_with_a_gpu_pips_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    pip = Pip(CUDA_ONLY, BOTH)
-    assert options(monkeypatch, pip, has_gpu=True) == []
-    assert options(monkeypatch, pip, gpu="nccl") == []
-    assert pip.calls == 0
-
-
-def test_gpu_none_counts_as_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pip = Pip(CUDA_ONLY, BOTH)
-    assert options(monkeypatch, pip, "none", has_gpu=True) == ["--extra-index-url", CPU_INDEX]
-
-
-def test_pips_own_settings_suffice_where_they_offer_a_cpu_build(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pip = Pip(BOTH, None)
-    assert options(monkeypatch, pip) == []
-    assert pip.calls == 1
+def test_with_a_gpu_or_where_it_offers_a_cpu_build_pips_default(options, capsys):
+    assert options(None, None, has_gpu=True) == []
+    assert options(None, None, gpu="nccl") == []
+    assert options(BOTH, None) == []
     assert capsys.readouterr().err == ""
 
 
@@ -83,15 +64,8 @@ def test_pips_own_settings_suffice_where_they_offer_a_cpu_build(
     ],
     ids=["unreachable", "forbidden", "another version", "slow"],
 )
-def test_index_that_cannot_be_used_is_named_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: Output, reason: str
-) -> None:
-    assert options(monkeypatch, Pip(CUDA_ONLY, output)) == []
+def test_index_that_cannot_be_used_is_named_with_the_reason(options, capsys, output, reason):
+    assert options(CUDA_ONLY, output) == []
     warning = capsys.readouterr().err
     assert f"({reason}" in warning
     assert warning.endswith("installing pip's default PyTorch, which may include 6 GB of CUDA\n")
-
-
-def test_constraints_pin_pytorch() -> None:
-    constraints = Path(__file__).parents[3] / "constraints.txt"
-    assert "torch==" in constraints.read_text()

@@ -5,16 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from hvkit.doctor import load_library
 from hvkit.doctor.horovod import changes, library_from
 from hvkit.host.commands import Output
-
-Compile = Callable[[str], Path]
 
 BUILT = "".join(
     f"int horovod_{name}_built() {{ return {int(name in ('mpi', 'nccl'))}; }}\n"
@@ -30,50 +26,37 @@ MISSING = "int not_anywhere(); int horovod_init() { return not_anywhere(); }\n"
 
 
 @pytest.fixture
-def compiled(tmp_path: Path) -> Compile:
-    """Compile C++ into a library, which may lack symbols."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None
+def load(tmp_path):
+    """Compile C++ into a library, which may lack symbols, and load it."""
 
-    def build(source: str) -> Path:
+    def run(source):
         file = tmp_path / "mpi_lib.so"
+        compiler = shutil.which("c++") or shutil.which("g++")
         command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(file)]
         text = f'extern "C" {{\n{source}}}\n'
         subprocess.run(command, input=text, text=True, check=True, timeout=120)
-        return file
+        command = [sys.executable, "-I", load_library.__file__, str(file)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    return build
-
-
-def load(file: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-I", load_library.__file__, str(file)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run
 
 
-def test_features_and_the_mpi_that_is_loaded(compiled: Compile) -> None:
-    done = load(compiled(BUILT + MPI))
+def test_features_and_the_mpi_that_is_loaded(load):
+    done = load(BUILT + MPI)
     assert done.returncode == 0
-    assert json.loads(done.stdout.removeprefix("hvkit:")) == {
-        "features": ["mpi", "nccl"],
-        "mpi": "Open MPI v5.0.11, package: x",
-    }
+    found = {"features": ["mpi", "nccl"], "mpi": "Open MPI v5.0.11, package: x"}
+    assert json.loads(done.stdout.removeprefix("hvkit:")) == found
 
 
-def test_a_symbol_that_is_missing_is_named_before_it_is_used(compiled: Compile) -> None:
-    done = load(compiled(BUILT + MPI + MISSING))
-    assert done.returncode == 1
-    assert done.stdout == ""
+def test_a_symbol_that_is_missing_is_named_before_it_is_used(load):
+    done = load(BUILT + MPI + MISSING)
+    assert (done.returncode, done.stdout) == (1, "")
     assert "undefined symbol: not_anywhere" in done.stderr
 
 
-def test_a_library_that_crashes_ends_its_own_process_only(compiled: Compile) -> None:
+def test_a_library_that_crashes_ends_its_own_process_only(load):
     crash = "__attribute__((constructor)) void crash() { __builtin_trap(); }\n"
-    assert load(compiled(BUILT + MPI + crash)).returncode < 0
+    assert load(BUILT + MPI + crash).returncode < 0
 
 
 @pytest.mark.parametrize(
@@ -85,7 +68,7 @@ def test_a_library_that_crashes_ends_its_own_process_only(compiled: Compile) -> 
         (Output(1), "it does not load"),
     ],
 )
-def test_the_error_of_a_library_that_does_not_load(output: Output, why: str) -> None:
+def test_the_error_of_a_library_that_does_not_load(output, why):
     assert library_from("torch", "2.13.0", output) == {
         "framework": "torch",
         "built_for": "2.13.0",
@@ -96,7 +79,7 @@ def test_the_error_of_a_library_that_does_not_load(output: Output, why: str) -> 
     }
 
 
-def test_changes_between_builds_hide_the_users_values() -> None:
+def test_changes_between_builds_hide_the_users_values():
     before = {"mpi": "MPICH 4.2.0", "CXXFLAGS": "-DKEY=secret", "gpu": "none"}
     now = {"mpi": "Open MPI 5.0.11", "gpu": "none"}
     assert changes(before, now) == ["mpi: MPICH 4.2.0 -> Open MPI 5.0.11", "CXXFLAGS"]

@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,32 +16,31 @@ from hvkit.doctor.software import (
 )
 from hvkit.launching.launchers import MpiVersion, identify
 
-Program = Callable[[str, str], Path]
+INTEL = "Intel(R) MPI Library"
 
 
 @pytest.mark.parametrize(
     ("text", "mpi"),
     [
-        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to", MpiVersion("Open MPI", "5.0.11")),
-        ("mpirun (Open MPI) 4.1.4", MpiVersion("Open MPI", "4.1.4")),
-        ("mpiexec (OpenRTE) 4.1.4", MpiVersion("Open MPI", "4.1.4")),
-        ("Open MPI v5.0.11, package: Open MPI x, ident: 5.0.11", MpiVersion("Open MPI", "5.0.11")),
-        ("HYDRA build details:\n    Version:      4.2.0\n", MpiVersion("MPICH", "4.2.0")),
-        ("MPICH Version:      4.2.0\nMPICH Release date: x", MpiVersion("MPICH", "4.2.0")),
-        (
-            "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024 (id: x)",
-            MpiVersion("Intel MPI", "2021.13"),
-        ),
-        ("Intel(R) MPI Library 2021.13 for Linux* OS", MpiVersion("Intel MPI", "2021.13")),
-        ("something else 1.0", None),
-        ("", None),
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to", "Open MPI 5.0.11"),
+        ("mpiexec (OpenRTE) 4.1.4", "Open MPI 4.1.4"),
+        ("Open MPI v5.0.11, package: Open MPI x, ident: 5.0.11", "Open MPI 5.0.11"),
+        ("HYDRA build details:\n    Version:      4.2.0\n", "MPICH 4.2.0"),
+        ("MPICH Version:      4.2.0\nMPICH Release date: x", "MPICH 4.2.0"),
+        (f"{INTEL} for Linux* OS, Version 2021.13 Build 2024 (id: x)", "Intel MPI 2021.13"),
+        (f"{INTEL} 2021.13 for Linux* OS", "Intel MPI 2021.13"),
     ],
 )
-def test_launchers_and_libraries_name_their_mpi(text: str, mpi: MpiVersion | None) -> None:
-    assert identify(text) == mpi
+def test_launchers_and_libraries_name_their_mpi(text, mpi):
+    assert identify(text) == MpiVersion(*mpi.rsplit(" ", 1))
 
 
-def test_every_mpi_on_path_is_found_once(program: Program, tmp_path: Path) -> None:
+def test_other_programs_are_no_mpi():
+    assert identify("something else 1.0") is None
+    assert identify("") is None
+
+
+def test_every_mpi_on_path_is_found_once(program, tmp_path):
     mpirun = program("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
     alias = tmp_path / "alias"
@@ -52,25 +49,13 @@ def test_every_mpi_on_path_is_found_once(program: Program, tmp_path: Path) -> No
     beside.mkdir()
     (beside / "mpiexec").symlink_to(program("broken", "echo no home >&2; exit 1"))
     path = os.pathsep.join(["", str(tmp_path / "not there"), str(mpirun.parent), str(alias)])
-    assert mpi_launchers(path, str(beside)) == [
-        {
-            "flavour": "Open MPI",
-            "version": "4.1.4",
-            "program": str(mpirun),
-            "on_path": True,
-            "_first_line": None,
-        },
-        {
-            "flavour": None,
-            "version": None,
-            "program": str(beside / "mpiexec"),
-            "on_path": False,
-            "_first_line": "no home",
-        },
+    assert [tuple(each.values()) for each in mpi_launchers(path, str(beside))] == [
+        ("Open MPI", "4.1.4", str(mpirun), True, None),
+        (None, None, str(beside / "mpiexec"), False, "no home"),
     ]
 
 
-def test_versions_of_compilers(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_compilers(program, monkeypatch):
     folder = program(
         "g++", "echo 'g++ (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022'"
     ).parent
@@ -80,55 +65,40 @@ def test_versions_of_compilers(program: Program, monkeypatch: pytest.MonkeyPatch
     assert compilers() == {"c++": "12.2.0", "cmake": "3.31.6", "nvcc": "13.0"}
 
 
-class TestPackages:
-    """Packages of an environment that has no others."""
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """The folder of packages of an environment that has no others."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(software, "folder_of", lambda module: None)
+    return tmp_path
 
-    @pytest.fixture
-    def install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-        monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        monkeypatch.setattr(software, "folder_of", lambda module: None)
 
-        def write(name: str, version: str, *requirements: str) -> None:
-            folder = tmp_path / f"{name}-{version}.dist-info"
-            folder.mkdir()
-            lines = [f"Name: {name}", f"Version: {version}"]
-            lines += [f"Requires-Dist: {one}" for one in requirements]
-            (folder / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines]) + "\n")
-
-        return write
-
-    def test_requirements_that_are_not_met(self, install: Callable[..., None]) -> None:
-        install("numpy", "1.26.4")
-        install("mpi4py", "4.1.2")
-        install("hvkit", "0.1.0", "mpi4py>=4.2", "numpy")
-        install("keras", "3.3.0", "numpy", "absl-py", "optree; extra == 'more'")
-        install(
-            "tensorflow_cpu", "2.21.0", "keras>=3.12.0", "numpy>=1.26", "x; python_version < '3'"
-        )
-        assert [tuple(one.values()) for one in unmet_requirements()] == [
-            ("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
-            ("keras 3.3.0", "absl-py", None),
-            ("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
-        ]
-        assert versions()["tensorflow"] == "2.21.0"
-        assert versions()["torch"] is None
-        assert versions()["mpi4py"] == "4.1.2"
-        assert tensorflows() == ["tensorflow-cpu 2.21.0"]
-
-    @pytest.mark.parametrize(
-        ("line", "cuda"),
-        [
-            ("cuda: Optional[str] = '13.0'", "13.0"),
-            ("cuda = '12.8'", "12.8"),
-            ("cuda: Optional[str] = None", None),
-            ("cuda_like = '12.8'", None),
-        ],
-    )
-    def test_cuda_of_pytorch(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, cuda: str | None
-    ) -> None:
-        folder = tmp_path / "torch"
+def test_requirements_that_are_not_met(packages):
+    for name, version, *requirements in (
+        ("numpy", "1.26.4"),
+        ("mpi4py", "4.1.2"),
+        ("hvkit", "0.1.0", "mpi4py>=4.2", "numpy"),
+        ("keras", "3.3.0", "numpy", "absl-py", "optree; extra == 'more'"),
+        ("tensorflow_cpu", "2.21.0", "keras>=3.12.0", "numpy>=1.26", "x; python_version < '3'"),
+    ):
+        folder = packages / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
-        monkeypatch.setattr(software, "folder_of", lambda module: folder)
-        assert torch_cuda() == cuda
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {one}" for one in requirements]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    assert [tuple(one.values()) for one in unmet_requirements()] == [
+        ("hvkit 0.1.0", "mpi4py>=4.2", "4.1.2"),
+        ("keras 3.3.0", "absl-py", None),
+        ("tensorflow-cpu 2.21.0", "keras>=3.12.0", "3.3.0"),
+    ]
+    found = versions()
+    assert (found["tensorflow"], found["torch"], found["mpi4py"]) == ("2.21.0", None, "4.1.2")
+    assert tensorflows() == ["tensorflow-cpu 2.21.0"]
+
+
+def test_cuda_of_pytorch(tmp_path, monkeypatch):
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip = None\n")
+    monkeypatch.setattr(software, "folder_of", lambda module: folder)
+    assert torch_cuda() == "13.0"

@@ -8,6 +8,11 @@ from hvkit.frameworks.pytorch.model_parallel.cut_places import Result
 from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run
 
 
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.chunk(2, dim=1)
+
+
 class Net(nn.Module):
     """Three layers, of which the first and the second are put together in some way."""
 
@@ -21,14 +26,13 @@ class Net(nn.Module):
         return self.third(self.together(self, self.first(x)))
 
 
-class Halves(nn.Module):
-    def forward(self, x):
-        return x.chunk(2, dim=1)
+def places_in(model):
+    found = dry_run(model, (torch.ones(2, 4),), {}, torch.device("cpu"))
+    return {place.module: place for place in found.places}
 
 
 def places_of(together):
-    found = dry_run(Net(together), (torch.ones(2, 4),), {}, torch.device("cpu"))
-    return {place.module: place for place in found.places}
+    return places_in(Net(together))
 
 
 def test_what_a_module_has_returned_may_pass_by_a_cut():
@@ -46,17 +50,15 @@ def test_the_number_among_several_results_counts():
     assert places_of(one_half_later)["second"].beside == (Result("halves", 1),)
 
 
-class Activated(nn.Sequential):
+def activated():
     """Its last module changes in place, and returns, what the one before has returned."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
 
 
 class Skips(nn.Module):
     def __init__(self):
         super().__init__()
-        self.down, self.below, self.up = Activated(), Activated(), nn.Linear(4, 4)
+        self.down, self.below, self.up = activated(), activated(), nn.Linear(4, 4)
 
     def forward(self, x):
         down = self.down(x)
@@ -64,9 +66,7 @@ class Skips(nn.Module):
 
 
 def test_what_passes_by_is_the_result_of_the_module_after_all_changes_in_place():
-    found = dry_run(Skips(), (torch.ones(2, 4),), {}, torch.device("cpu"))
-    beside = {place.module: place.beside for place in found.places}
-    assert beside["below"] == (Result("down", 0),)
+    assert places_in(Skips())["below"].beside == (Result("down", 0),)
 
 
 def doubled_before(net, x):
@@ -74,19 +74,14 @@ def doubled_before(net, x):
     return net.second(x) + doubled
 
 
-def a_part(net, x):
-    part = x[:, :1]
-    return net.second(x) + part
-
-
-def changed_in_place(net, x):
-    x.mul_(2)
-    return net.second(x) + x
-
-
 def changed_through_a_view(net, x):
     x[:, 0] = 1
     return net.second(x) + x
+
+
+def a_part(net, x):
+    part = x[:, :1]
+    return net.second(x) + part
 
 
 def called_twice(net, x):
@@ -104,7 +99,7 @@ def halves_of_one_memory(net, x):
     [
         doubled_before,
         a_part,
-        changed_in_place,
+        lambda net, x: net.second(x.mul_(2)) + x,
         changed_through_a_view,
         called_twice,
         halves_of_one_memory,

@@ -79,16 +79,11 @@ class ForEach(nn.Module):
         return torch.bmm(F.gelu(torch.bmm(x, self.up)), self.down).view(-1, WIDTH)
 
 
-@pytest.mark.parametrize("ways", [2, 4])
-@pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("inner", [24, WIDTH, WIDTH // 2])
-def test_gates_and_what_they_multiply_by_in_one_parameter(inner, loops, ways):
-    found = placements(Experts(4, WIDTH, inner, loops), ways=ways)
-    assert found == {"gate_up": Placement(1, 2), "down": Placement(2)}
-
-
-@pytest.mark.parametrize("inner", [24, WIDTH, WIDTH // 2])
-def test_biases_and_gates_in_turns(inner):
+def test_gates_and_what_they_multiply_by_in_one_parameter(inner):
+    expected = {"gate_up": Placement(1, 2), "down": Placement(2)}
+    for loops, ways in ((False, 2), (True, 4)):
+        assert placements(Experts(4, WIDTH, inner, loops), ways=ways) == expected
     assert placements(ExpertsInTurns(4, WIDTH, inner)) == {
         "gate_up": Placement(2),
         "gate_up_bias": Placement(1),
@@ -97,15 +92,9 @@ def test_biases_and_gates_in_turns(inner):
     }
 
 
-def test_a_parameter_for_each_weight():
-    assert placements(Own()) == {
-        "gate": Placement(1),
-        "up": Placement(1),
-        "down": Placement(2),
-    }
-
-
-def test_as_many_rows_for_each_expert():
+def test_parameters_for_each_weight_and_as_many_rows_for_each_expert():
+    of_own = {"gate": Placement(1), "up": Placement(1), "down": Placement(2)}
+    assert placements(Own()) == of_own
     assert placements(ForEach(), count=5) == {"up": Placement(2), "down": Placement(1)}
 
 
@@ -178,30 +167,33 @@ def test_lengths_that_ranks_cannot_divide():
     assert reason(Experts(4, WIDTH), ways=5) == why
 
 
-def test_a_parameter_or_buffer_beside_the_experts():
-    experts = Own(change=lambda self, h: h * self.scale)
-    experts.scale = nn.Parameter(torch.ones(24))
-    assert reason(experts) == "it computes with its experts and with scale"
-    experts = Own()
-    experts.register_buffer("counts", torch.zeros(4))
-    assert reason(experts) == "it has buffers beside its experts"
+def around(m, x, *routes):
+    return m.gate(x)
+
+
+def with_a_penalty(m, x, *routes):
+    return m.experts(x, *routes) + m.experts.gate.norm()
 
 
 def test_experts_that_are_used_otherwise():
-    penalty = lambda m, x, *routes: m.experts(x, *routes) + m.experts.gate.norm()  # noqa: E731
-    assert reason(Own(), use=penalty) == "its parameters are also used in norm()"
-    around = lambda m, x, *routes: m.gate(x)  # noqa: E731
+    assert reason(Own(), use=with_a_penalty) == "its parameters are also used in norm()"
     assert reason(Own(), use=around) == "the forward does not call it"
-    shared = Own()
-    shared.up = nn.Parameter(torch.randn(4, 24, WIDTH))
-    model = nn.Sequential(Routed(shared), Routed(Own()))
-    model[1].experts.up = shared.up
+    scaled = Own(change=lambda self, h: h * self.scale)
+    scaled.scale = nn.Parameter(torch.ones(24))
+    assert reason(scaled) == "it computes with its experts and with scale"
+    counting = Own()
+    counting.register_buffer("counts", torch.zeros(4))
+    assert reason(counting) == "it has buffers beside its experts"
+    model = nn.Sequential(Routed(Own()), Routed(Own()))
+    model[1].experts.up = model[0].experts.up
     plan = prove(model, (torch.ones(ROWS, WIDTH),), {}, 2)
     assert plan.whole["0.experts"] == "it shares a parameter with 1.experts"
 
 
 def test_what_experts_get_is_whole():
-    use = lambda m, x, *routes: m.experts(m.gate.weight.new_ones(1) * m.first(x), *routes)  # noqa: E731
+    def use(m, x, *routes):
+        return m.experts(m.gate.weight.new_ones(1) * m.first(x), *routes)
+
     model = Routed(Own(), use=use)
     model.first = nn.Linear(WIDTH, WIDTH)
     plan = prove(model, (torch.ones(ROWS, WIDTH),), {}, 2)

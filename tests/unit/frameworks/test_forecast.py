@@ -22,17 +22,8 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages, plan
 
 
 def stages(rank_of, of_parameter, saved, given):
-    return Stages(
-        cuts=(),
-        rank_of=rank_of,
-        of_parameter=of_parameter,
-        of_buffer={},
-        of_module={},
-        flops=(),
-        nbytes=(),
-        saved=saved,
-        given=given,
-    )
+    empty = {"cuts": (), "of_buffer": {}, "of_module": {}, "flops": (), "nbytes": ()}
+    return Stages(rank_of=rank_of, of_parameter=of_parameter, saved=saved, given=given, **empty)
 
 
 @pytest.mark.parametrize(
@@ -44,22 +35,20 @@ def test_the_bubble(ranks, per_rank, microbatches, share):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "per_rank", "by_rank"),
+    ("schedule", "per_rank", "microbatches", "by_rank"),
     [
-        ("GPipe", 1, [8, 8, 8, 8]),
-        ("1F1B", 1, [4, 3, 2, 1]),
-        ("Interleaved1F1B", 2, [11, 9, 7, 5]),
-        ("LoopedBFS", 2, [16, 16, 16, 16]),
-        ("ZBVZeroBubble", 2, [18, 18, 18, 18]),
+        ("GPipe", 1, 8, [8, 8, 8, 8]),
+        ("1F1B", 1, 8, [4, 3, 2, 1]),
+        ("1F1B", 1, 2, [2, 2, 2, 1]),
+        ("Interleaved1F1B", 2, 8, [11, 9, 7, 5]),
+        ("Interleaved1F1B", 2, 4, [8, 8, 7, 5]),
+        ("LoopedBFS", 2, 8, [16, 16, 16, 16]),
+        ("ZBVZeroBubble", 2, 8, [18, 18, 18, 18]),
     ],
 )
-def test_micro_batches_that_are_under_way_at_once(schedule, per_rank, by_rank):
-    assert [kept_at_once(schedule, 4, rank, per_rank, 8) for rank in range(4)] == by_rank
-
-
-def test_no_more_micro_batches_are_under_way_than_there_are():
-    assert kept_at_once("1F1B", 4, 0, 1, 2) == 2
-    assert kept_at_once("Interleaved1F1B", 4, 0, 2, 4) == 8
+def test_micro_batches_that_are_under_way_at_once(schedule, per_rank, microbatches, by_rank):
+    found = [kept_at_once(schedule, 4, rank, per_rank, microbatches) for rank in range(4)]
+    assert found == by_rank
 
 
 def test_a_rank_holds_its_parameters_and_what_micro_batches_leave():
@@ -85,17 +74,12 @@ def test_of_several_stages_the_largest_count_first():
     assert [each.activations for each in found] == [2 * 5 + 2 * 9, 2 * 7 + 3]
 
 
-def adam_of_others(parameters):
-    """One that looks at values."""
-
-    class Clipped(torch.optim.Adam):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    assert float(p.grad.norm()) < 1e9
-            super().step(closure)
-
-    return Clipped(parameters)
+class LooksAtValues(torch.optim.Adam):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert float(p.grad.norm()) < 1e9
+        super().step(closure)
 
 
 OPTIMIZERS = {
@@ -110,13 +94,9 @@ OPTIMIZERS = {
 }
 
 
-def parameters():
-    return [nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(7))]
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_is_what_a_step_makes(name):
-    held = parameters()
+    held = [nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(7))]
     optimizer = OPTIMIZERS[name](held)
     before = torch.get_rng_state()
     found = state_bytes(optimizer, {p: p.shape for p in held})
@@ -132,7 +112,7 @@ def test_the_state_of_an_optimizer_is_what_a_step_makes(name):
 
 def test_the_state_of_an_optimizer_that_looks_at_values_is_measured_on_small_ones():
     held = [nn.Parameter(torch.randn(60, 80))]
-    found = state_bytes(adam_of_others(held), {p: p.shape for p in held})
+    found = state_bytes(LooksAtValues(held), {p: p.shape for p in held})
     # The count of steps, of 4 bytes, is scaled as well.
     assert found[held[0]] == pytest.approx(2 * held[0].nbytes, rel=0.05)
 
@@ -166,17 +146,11 @@ def test_ranks_on_one_gpu_share_it():
 RANKS = [RankForecast((0,), 412_000_000, 412_000_000, 824_000_000, 96_000_000, 0)] * 2
 
 
-def test_a_line_for_each_rank():
+def test_a_line_for_each_rank_of_different_stages():
     memories = [Memory(1, 24_000_000_000)] * 2
-    assert table(RANKS, memories, (0, 1), "AdamW") == (
-        "stage 0 on rank 0: 412 MB weights + 412 gradients + 824 AdamW + 96 activations = 1.74 GB "
-        "of 24 GB\n"
-        "    stage 0 on rank 1: 412 MB weights + 412 gradients + 824 AdamW + 96 activations = "
-        "1.74 GB of 24 GB"
-    )
-
-
-def test_large_numbers_are_whole_and_small_ones_have_three_digits():
+    sums = "412 MB weights + 412 gradients + 824 AdamW + 96 activations = 1.74 GB of 24 GB"
+    lines = [f"stage 0 on rank {rank}: {sums}" for rank in range(2)]
+    assert table(RANKS, memories, (0, 1), "AdamW") == "\n    ".join(lines)
     found = RankForecast((0,), 2_020_400_000, 20_240_000, 0, 412, 0).described("SGD")
     assert found == "2020 MB weights + 20.2 gradients + 0.000412 activations = 2.04 GB"
 

@@ -1,13 +1,16 @@
 """Makes the recipes' shared modules importable as ``common``, and provides files like MNIST's."""
 
+import functools
 import gzip
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from idx_files import NAMES, idx
-from local_server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 
@@ -20,7 +23,7 @@ def no_data_at_hand(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def contents() -> dict[str, bytes]:
+def contents():
     """Four files like MNIST's, uncompressed, with 30 training and 20 test images."""
     random = np.random.default_rng(0)
     arrays = (
@@ -33,7 +36,7 @@ def contents() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def folder(tmp_path, contents) -> Path:
+def folder(tmp_path, contents):
     """A folder with the four files, gzipped."""
     place = tmp_path / "files"
     place.mkdir()
@@ -44,8 +47,18 @@ def folder(tmp_path, contents) -> Path:
 
 @pytest.fixture
 def server(folder, monkeypatch):
-    """Serves ``folder``."""
+    """Serves ``folder`` at ``url``; ``requests`` holds the requested paths."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    running = Server(folder)
-    yield running
-    running.stop()
+    requests = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            requests.append(self.path)
+
+    handler = functools.partial(Handler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{running.server_port}/"
+        yield SimpleNamespace(url=url, requests=requests)
+        running.shutdown()

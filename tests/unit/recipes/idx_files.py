@@ -10,7 +10,7 @@ NAMES = (
 )
 
 
-def idx(values: np.ndarray) -> bytes:
+def idx(values):
     """``values`` as the content of an IDX file."""
     shape = np.array(values.shape, ">u4").tobytes()
     return bytes([0, 0, 8, values.ndim]) + shape + values.astype(np.uint8).tobytes()

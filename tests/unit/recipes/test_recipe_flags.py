@@ -18,42 +18,6 @@ def test_defaults_suit_every_recipe():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--batch-size", "0"], "--batch-size: must be a positive whole number, got '0'"),
-        (["--batch-size", "1.5"], "--batch-size: must be a positive whole number, got '1.5'"),
-        (["--test-batch-size", "-1"], "--test-batch-size: must be a positive whole number"),
-        (["--epochs", "none"], "--epochs: must be a positive whole number, got 'none'"),
-        (["--log-interval", "0"], "--log-interval: must be a positive whole number"),
-        (["--lr", "0"], "--lr: must be a positive number, got '0'"),
-        (["--lr", "inf"], "--lr: must be a positive number, got 'inf'"),
-        (["--lr", "nan"], "--lr: must be a positive number, got 'nan'"),
-        (["--momentum", "1"], "--momentum: must be a number from 0 to below 1, got '1'"),
-        (["--seed", "-3"], "--seed: must be a whole number from 0 to 2147483647, got '-3'"),
-        (["--dataset", "cifar"], "--dataset: invalid choice: 'cifar'"),
-        (["--dataset", "digits", "--data-dir", "x"], "does not read --data-dir x"),
-        (["--strategy", "ring"], "--strategy: must be one of Centralized, "),
-        (["--strategy", "diloco"], "--strategy: diloco: "),
-        (["--strategy", "DiLoCo:every=0"], "every must be at least 1, got 0"),
-        (["--strategy", "DiLoCo:every=five"], "every must be an int, got 'five'"),
-        (["--strategy", "DiLoCo:every=5,lr=1"], "unexpected keyword argument 'lr'"),
-        (["--strategy", "DiLoCo:5"], "settings are key=value, got '5'"),
-        (["--compression", "fp8"], "must be one of none, fp16, bf16, int8, PowerSGD, TopK"),
-        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
-        (["--learning-rate", "3"], "unrecognized arguments: --learning-rate 3"),
-        (["--mesh", "pipeline=2"], "unrecognized arguments: --mesh pipeline=2"),
-    ],
-)
-def test_a_wrong_flag_is_an_error_that_names_the_value_and_what_is_accepted(
-    arguments, complaint, capsys
-):
-    with pytest.raises(SystemExit) as end:
-        flags(*arguments)
-    assert end.value.code == 2
-    assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("text", "strategy"),
     [
         ("Synchronous", hvkit.Synchronous()),
@@ -83,24 +47,11 @@ def test_a_mesh_is_the_lengths_of_its_axes():
     assert in_meshes("--mesh", "data=1, tensor=-1").mesh == hvkit.Mesh(data=1, tensor=-1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["pipe=2"], "each of the axes data, shard, pipeline, tensor at most once, as in"),
-        (["pipeline=two"], "got 'pipeline=two'"),
-        (["pipeline"], "got 'pipeline'"),
-        (["pipeline=2,pipeline=2"], "got 'pipeline=2'"),
-        (["pipeline=0"], "pipeline of a Mesh must be a positive number of ranks"),
-    ],
-)
-def test_a_wrong_mesh_is_an_error_that_names_the_axes(arguments, complaint, capsys):
-    with pytest.raises(SystemExit) as end:
-        in_meshes("--mesh", *arguments)
-    assert end.value.code == 2
-    assert complaint in capsys.readouterr().err
+def gpt_flags(*arguments):
+    return common.parse_gpt_flags("A recipe.", arguments)
 
 
-@pytest.mark.parametrize("parse", [in_meshes, lambda *words: common.parse_gpt_flags("", words)])
+@pytest.mark.parametrize("parse", [in_meshes, gpt_flags])
 def test_microbatches_need_a_pipeline(parse, capsys):
     assert parse("--mesh", "pipeline=2", "--microbatches", "4").microbatches == 4
     with pytest.raises(SystemExit):
@@ -108,17 +59,11 @@ def test_microbatches_need_a_pipeline(parse, capsys):
     assert "--microbatches 4 needs a pipeline: add --mesh pipeline=2" in capsys.readouterr().err
 
 
-def test_heads_of_the_gpt_divide_its_width(capsys):
-    with pytest.raises(SystemExit):
-        common.parse_gpt_flags("", ["--width", "64", "--heads", "3"])
-    assert "--heads must divide --width, got 3 heads" in capsys.readouterr().err
-
-
 def test_a_dry_run_is_one_epoch():
     assert flags("--dry-run", "--epochs", "5").epochs == 1
 
 
-RESNET50 = ("--synthetic", "--model", "resnet50")
+RESNET50 = "--synthetic --model resnet50"
 
 
 def cnn_flags(*arguments):
@@ -132,51 +77,73 @@ def test_defaults_train_resnet20_with_augmentation():
 
 
 def test_defaults_of_the_throughput_are_imagenets_images():
-    chosen = cnn_flags(*RESNET50)
+    chosen = cnn_flags(*RESNET50.split())
     assert (chosen.image_size, chosen.classes) == (224, 1000)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("parse", "line", "complaint"),
     [
-        (["--dataset", "mnist"], "--dataset: invalid choice: 'mnist'"),
-        (["--model", "resnet101"], "--model: invalid choice: 'resnet101'"),
-        (["--model", "resnet50"], "add --synthetic, or use --model resnet20"),
-        (["--warmup-epochs", "-1"], "--warmup-epochs: must be a whole number from 0, got '-1'"),
-        (["--weight-decay", "-1"], "--weight-decay: must be a number from 0, got '-1'"),
-        (["--precision", "half"], "--precision: invalid choice: 'half'"),
-        (
-            ["--compression", "float16"],
-            "--compression: must be one of none, fp16, bf16, int8, PowerSGD, TopK, got 'float16'",
-        ),
-        (["--rounds", "3"], "--rounds needs --synthetic"),
-        (["--image-size", "64"], "--image-size needs --synthetic"),
-        ([*RESNET50, "--epochs", "3"], "--epochs has no effect with --synthetic"),
-        ([*RESNET50, "--no-augment"], "--no-augment has no effect with --synthetic"),
-        ([*RESNET50, "--data-dir", "x"], "--data-dir has no effect with --synthetic"),
-        ([*RESNET50, "--output-dir", "x"], "--output-dir has no effect with --synthetic"),
-        ([*RESNET50, "--checkpoint-dir", "x"], "--checkpoint-dir has no effect with --synthetic"),
-        ([*RESNET50, "--rounds", "0"], "--rounds: must be a positive whole number, got '0'"),
+        (flags, "--batch-size 0", "--batch-size: must be a positive whole number, got '0'"),
+        (flags, "--batch-size 1.5", "--batch-size: must be a positive whole number, got '1.5'"),
+        (flags, "--test-batch-size -1", "--test-batch-size: must be a positive whole number"),
+        (flags, "--epochs none", "--epochs: must be a positive whole number, got 'none'"),
+        (flags, "--log-interval 0", "--log-interval: must be a positive whole number"),
+        (flags, "--lr 0", "--lr: must be a positive number, got '0'"),
+        (flags, "--lr inf", "--lr: must be a positive number, got 'inf'"),
+        (flags, "--lr nan", "--lr: must be a positive number, got 'nan'"),
+        (flags, "--momentum 1", "--momentum: must be a number from 0 to below 1, got '1'"),
+        (flags, "--seed -3", "--seed: must be a whole number from 0 to 2147483647, got '-3'"),
+        (flags, "--dataset cifar", "--dataset: invalid choice: 'cifar'"),
+        (flags, "--dataset digits --data-dir x", "does not read --data-dir x"),
+        (flags, "--strategy ring", "--strategy: must be one of Centralized, "),
+        (flags, "--strategy diloco", "--strategy: diloco: "),
+        (flags, "--strategy DiLoCo:every=0", "every must be at least 1, got 0"),
+        (flags, "--strategy DiLoCo:every=five", "every must be an int, got 'five'"),
+        (flags, "--strategy DiLoCo:every=5,lr=1", "unexpected keyword argument 'lr'"),
+        (flags, "--strategy DiLoCo:5", "settings are key=value, got '5'"),
+        (flags, "--compression fp8", "must be one of none, fp16, bf16, int8, PowerSGD, TopK"),
+        (flags, "--epoch 3", "unrecognized arguments: --epoch 3"),
+        (flags, "--learning-rate 3", "unrecognized arguments: --learning-rate 3"),
+        (flags, "--mesh pipeline=2", "unrecognized arguments: --mesh pipeline=2"),
+        (in_meshes, "--mesh pipe=2", "each of the axes data, shard, pipeline, tensor at most once"),
+        (in_meshes, "--mesh pipeline=two", "got 'pipeline=two'"),
+        (in_meshes, "--mesh pipeline", "got 'pipeline'"),
+        (in_meshes, "--mesh pipeline=2,pipeline=2", "got 'pipeline=2'"),
+        (in_meshes, "--mesh pipeline=0", "pipeline of a Mesh must be a positive number of ranks"),
+        (gpt_flags, "--width 64 --heads 3", "--heads must divide --width, got 3 heads"),
+        (cnn_flags, "--dataset mnist", "--dataset: invalid choice: 'mnist'"),
+        (cnn_flags, "--model resnet101", "--model: invalid choice: 'resnet101'"),
+        (cnn_flags, "--model resnet50", "add --synthetic, or use --model resnet20"),
+        (cnn_flags, "--warmup-epochs -1", "--warmup-epochs: must be a whole number from 0"),
+        (cnn_flags, "--weight-decay -1", "--weight-decay: must be a number from 0, got '-1'"),
+        (cnn_flags, "--precision half", "--precision: invalid choice: 'half'"),
+        (cnn_flags, "--rounds 3", "--rounds needs --synthetic"),
+        (cnn_flags, "--image-size 64", "--image-size needs --synthetic"),
+        (cnn_flags, f"{RESNET50} --epochs 3", "--epochs has no effect with --synthetic"),
+        (cnn_flags, f"{RESNET50} --no-augment", "--no-augment has no effect with --synthetic"),
+        (cnn_flags, f"{RESNET50} --data-dir x", "--data-dir has no effect with --synthetic"),
+        (cnn_flags, f"{RESNET50} --rounds 0", "--rounds: must be a positive whole number, got '0'"),
     ],
 )
-def test_a_wrong_flag_is_an_error_that_names_it_and_what_is_accepted(arguments, complaint, capsys):
+def test_a_wrong_flag_is_an_error_that_names_the_value_and_what_is_accepted(
+    parse, line, complaint, capsys
+):
     with pytest.raises(SystemExit) as end:
-        cnn_flags(*arguments)
+        parse(*line.split())
     assert end.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def factors(schedule, epochs):
-    return [common.rate_factor(schedule, epoch, epochs) for epoch in range(epochs)]
-
-
-def test_the_step_schedule_divides_by_ten_at_half_and_at_three_quarters():
-    assert factors("step", 8) == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
-
-
-def test_the_cosine_schedule_falls_from_one_towards_zero():
-    assert factors("cosine", 4) == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
-
-
-def test_without_a_schedule_the_rate_stays():
-    assert factors("none", 3) == [1, 1, 1]
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("step", [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]),  # at half and at three quarters
+        ("cosine", [1, 0.853553, 0.5, 0.146447]),
+        ("none", [1, 1, 1]),
+    ],
+)
+def test_schedules_of_the_learning_rate(schedule, factors):
+    epochs = len(factors)
+    found = [common.rate_factor(schedule, epoch, epochs) for epoch in range(epochs)]
+    assert found == pytest.approx(factors, abs=1e-6)

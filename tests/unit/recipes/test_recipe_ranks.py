@@ -10,20 +10,20 @@ def flags(*arguments):
     return common.parse_flags("A recipe.", arguments)
 
 
-def test_results_of_unequal_parts_are_weighted_by_their_images(monkeypatch):
-    told = {}
-    monkeypatch.setattr(
-        hvkit, "average", lambda means, weight: told.update(means, n=weight) or means
-    )
-    assert common.mean_over_ranks(6.0, 3, 4) == (1.5, 0.75)
-    assert told == {"loss": 1.5, "accuracy": 0.75, "n": 4}
+@pytest.mark.parametrize(
+    ("parts", "means", "result"),
+    [
+        ((6.0, 3, 4), {"loss": 1.5, "accuracy": 0.75}, (1.5, 0.75)),
+        ((0.0, 0, 0), {}, (2.0, 0.5)),  # a rank without test images counts for nothing
+    ],
+)
+def test_results_of_unequal_parts_are_weighted_by_their_images(monkeypatch, parts, means, result):
+    def average(own, weight):
+        assert (own, weight) == (means, parts[2])
+        return {"loss": 2.0, "accuracy": 0.5} | own
 
-
-def test_a_rank_without_test_images_counts_for_nothing(monkeypatch):
-    monkeypatch.setattr(
-        hvkit, "average", lambda means, weight: {"loss": 2.0, "accuracy": 0.5} | means
-    )
-    assert common.mean_over_ranks(0.0, 0, 0) == (2.0, 0.5)
+    monkeypatch.setattr(hvkit, "average", average)
+    assert common.mean_over_ranks(*parts) == result
 
 
 def test_too_large_a_batch_ends_with_what_there_is_and_the_fix(capsys):

@@ -35,39 +35,27 @@ def for_keras():
 RESNET20 = 269_722  # 0.27 million in table 6 of He et al. (2015)
 
 
-def test_torch_resnet20_has_the_papers_weights_and_ten_logits(for_torch):
+def test_torch_resnets_have_the_papers_weights_and_logits(for_torch):
     import torch
 
-    model = for_torch.resnet20()
-    assert torch_weights(model) == RESNET20
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-
-
-def test_keras_resnet20_has_the_papers_weights_and_ten_logits(for_keras):
-    model = for_keras.resnet20()
-    assert keras_weights(model) == RESNET20
-    assert model.output_shape == (None, 10)
-
-
-def test_torch_resnet50_has_25_6_million_weights_and_stride_in_the_3x3(for_torch):
-    import torch
-
-    model = for_torch.resnet50()
-    assert torch_weights(model) == 25_557_032
-    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
+    small, large = for_torch.resnet20(), for_torch.resnet50()
+    assert (torch_weights(small), torch_weights(large)) == (RESNET20, 25_557_032)
+    assert small(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert large(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
+    # The stride is in the 3x3.
     strides = {
         (block.reduce[0].stride, block.middle[0].stride)
-        for block in model
+        for block in large
         if isinstance(block, for_torch.Bottleneck)
     }
     assert strides == {((1, 1), (1, 1)), ((1, 1), (2, 2))}
 
 
-def test_keras_resnet50_has_25_6_million_weights(for_keras):
-    model = for_keras.resnet50(image_size=64)
-    # More than PyTorch's by the convolutions' biases.
-    assert keras_weights(model) == 25_583_592
-    assert model.output_shape == (None, 1000)
+def test_keras_resnets_have_the_papers_weights_and_logits(for_keras):
+    small, large = for_keras.resnet20(), for_keras.resnet50(image_size=64)
+    # The large one has more than PyTorch's by the convolutions' biases.
+    assert (keras_weights(small), keras_weights(large)) == (RESNET20, 25_583_592)
+    assert (small.output_shape, large.output_shape) == ((None, 10), (None, 1000))
 
 
 def test_both_resnet20s_compute_the_same_from_the_same_weights(for_torch, for_keras):

@@ -5,7 +5,6 @@ import re
 import common
 import numpy as np
 import pytest
-from common.throughput import mean_and_spread
 
 import hvkit
 
@@ -49,8 +48,7 @@ def test_the_first_steps_are_not_timed(flags, clock, capsys):
     assert throughput.steps == 8
     said = capsys.readouterr().out
     assert rounds(said) == [4.0, 2.0, 4.0]
-    assert np.mean([4, 2, 4]) == pytest.approx(3.3, abs=0.05)
-    assert 1.96 * np.std([4, 2, 4]) == pytest.approx(1.8, abs=0.05)
+    # 1.96 standard deviations of these.
     assert "images/s per rank: 3.3 +- 1.8\n" in said
     assert "images/s of 1 ranks together: 3.3 +- 1.8\n" in said
 
@@ -70,10 +68,6 @@ def test_the_ranks_add_up_round_by_round(flags, clock, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "ranks together: 6.0 +- 0.0\n" in said
     assert "images/s per rank: 3.0 +- 2.0\n" in said
-
-
-def test_the_spread_is_1_96_standard_deviations():
-    assert mean_and_spread([1.0, 3.0]) == (2.0, 1.96)
 
 
 def test_every_rank_has_random_images_of_its_own(flags, monkeypatch):

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from mesh_models import Encoder, gpt_of_conv1d
 
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement, part_of, whole_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
 
 SHAPES = {
     Placement(0): (8, 3),
@@ -38,3 +41,22 @@ def test_a_part_has_memory_of_its_own():
 def test_a_length_that_ranks_cannot_divide():
     with pytest.raises(ValueError, match=r"shape \(8, 3\).* 2 ranks in 3 part.* multiple of 6"):
         part_of(torch.zeros(8, 3), Placement(0, 3), 0, 2)
+
+
+def test_how_parameters_are_divided():
+    def dims(model, x):
+        found = placements_of(model, prove(model, (x,), {}, 2))
+        return {name: (each.dim, each.parts) for name, each in found.items()}
+
+    of_block = {
+        n: d
+        for n, d in dims(gpt_of_conv1d(), torch.zeros(2, 8, dtype=torch.long)).items()
+        if n.startswith("h.0.attn")
+    }
+    products = {"c_attn.weight": (1, 3), "c_attn.bias": (0, 3), "c_proj.weight": (0, 1)}
+    assert of_block == {f"h.0.attn.{name}": dim for name, dim in products.items()}
+    layer = "encoder.layers.0.self_attn"
+    of_layer = dims(Encoder(), torch.ones(2, 5, 20))
+    assert of_layer[f"{layer}.in_proj_weight"] == (0, 3)
+    assert of_layer[f"{layer}.out_proj.weight"] == (1, 1)
+    assert f"{layer}.out_proj.bias" not in of_layer

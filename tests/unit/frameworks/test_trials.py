@@ -10,38 +10,32 @@ from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, wh
 class Plain(torch.optim.Optimizer):
     """Signs of gradients; ``scale`` gives the factor of a parameter's step."""
 
+    scale = staticmethod(lambda p, held, steps: 1.0)
+
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
         self.settings = {"first": self.param_groups[0]["params"][0]}
 
     def step(self, closure=None):
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
-                    self.change(p, group["lr"] * self.scale(p, held))
+        (group,) = self.param_groups
+        held = [p for p in group["params"] if p.grad is not None]
+        for p in held:
+            steps = self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            self.change(p, group["lr"] * self.scale(p, held, steps))
 
     def change(self, p, length):
         p.data.add_(p.grad.sign() * length)
 
-    def scale(self, p, held):
-        return 1.0
+
+def scaled(scale):
+    return type("Scaled", (Plain,), {"scale": staticmethod(scale)})
 
 
-class NormOfAll(Plain):
-    def scale(self, p, held):
-        return 1 / sum(each.grad.norm() for each in held)
-
-
-class LateNormOfAll(NormOfAll):
-    def scale(self, p, held):
-        return super().scale(p, held) if self.state[p]["steps"] > 5 else 1.0
-
-
-class NormOfOne(Plain):
-    def scale(self, p, held):
-        return 1 / p.grad.norm()
+NormOfAll = scaled(lambda p, held, steps: 1 / sum(each.grad.norm() for each in held))
+NormOfOne = scaled(lambda p, held, steps: 1 / p.grad.norm())
+LateNormOfAll = scaled(
+    lambda p, held, steps: 1 / sum(each.grad.norm() for each in held) if steps > 5 else 1.0
+)
 
 
 class CountsAll(Plain):
