@@ -1,203 +1,252 @@
-"""A check of hosts, and each kind of problem that it finds."""
+"""A check of hosts: their reports, and each kind of problem that it finds."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from hvkit.launching.host_checks import hosts_check as checks
-from hvkit.launching.host_checks.hosts_check import Examined, HostReport, problems
+from hvkit.launching.host_checks.hosts_check import Examined, HostReport, problems, read_report
 from hvkit.launching.host_checks.reachability import Reach, Reachability
 from hvkit.launching.hosts import Host
 from hvkit.launching.ssh import SRUN, SSH
 
-_GIB = 2**30
+GIB = 2**30
 
 
-def _facts(name: str, **changes: object) -> HostReport:
-    number = name[-1]
+def report(**changes):
+    values = {
+        "format": 1,
+        "hostname": "node1",
+        "versions": {"python": "3.11.2", "torch": None},
+        "mpi": {"flavour": "Open MPI", "version": "5.0.11", "program": "~/bin/mpirun"},
+        "cores": {"usable": 8, "host": 16, "limit": None},
+        "memory": {"total": 2**35, "available": 2**34},
+        "gpus": [{"index": 0}, {"index": 1}],
+        "addresses": ["10.0.0.1"],
+        "interfaces": [
+            {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"},
+            {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24"},
+            {"name": "lo", "address": "::1", "network": "::1/128"},
+        ],
+        "problems": [{"what": "no compiler", "fix": "install one"}],
+        **changes,
+    }
+    return json.dumps(values, indent=2)
+
+
+def test_a_report_is_read_from_between_what_shells_print():
+    assert read_report(f"Welcome {{user}}!\n{report()}\nGoodbye.\n") == HostReport(
+        hostname="node1",
+        versions={"python": "3.11.2", "torch": None, "MPI": "Open MPI 5.0.11"},
+        cores=8,
+        memory=2**34,
+        gpus=2,
+        own_addresses=("10.0.0.1",),
+        outward=("10.0.0.1",),
+        problems=("no compiler: install one",),
+    )
+    assert read_report(report(mpi=None)).versions["MPI"] is None
+
+
+@pytest.mark.parametrize(("limit", "cores"), [(None, 8), (1.5, 2), (0.3, 1), (64.0, 8)])
+def test_a_limit_on_cpu_time_limits_the_cores(limit, cores):
+    assert read_report(report(cores={"usable": 8, "host": 16, "limit": limit})).cores == cores
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it printed no report"),
+        ("Welcome!\n", "it printed no report"),
+        ("{\n", "its report is invalid"),
+        (report(format=2), "its report has format 2, not 1"),
+        (json.dumps({"format": 1}, indent=2), "its report is invalid .KeyError: 'mpi'."),
+        (report(memory=None), "its report is invalid .TypeError"),
+    ],
+)
+def test_anything_else_is_an_error(text, why):
+    with pytest.raises(ValueError, match=why):
+        read_report(text)
+
+
+def test_this_hosts_own_report_is_read():
+    command = [sys.executable, "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    found = read_report(printed)
+    assert found.cores >= 1
+    assert found.memory > 0
+    assert found.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def examined(name, slots=2, **changes):
+    """A host with this report, which is in order but for the changes."""
     facts = HostReport(
         hostname=name,
         versions={"python": "3.11.2", "torch": "2.13.0", "MPI": "Open MPI 5.0.11"},
         cores=8,
-        memory=16 * _GIB,
+        memory=16 * GIB,
         gpus=0,
-        own_addresses=(f"10.0.0.{number}",),
-        outward=(f"10.0.0.{number}", "172.17.0.1"),
+        own_addresses=(f"10.0.0.{name[-1]}",),
+        outward=(f"10.0.0.{name[-1]}", "172.17.0.1"),
         problems=(),
     )
-    return replace(facts, **changes)
+    return Examined(Host(name, slots), replace(facts, **changes), None)
 
 
-def _examined(name: str, slots: int | None = 2, **changes: object) -> Examined:
-    return Examined(Host(name, slots), _facts(name, **changes), None)
-
-
-def _reach(source: str, target: str, **changes: object) -> Reach:
+def reach(source, target, **changes):
     address, own = f"10.0.0.{target[-1]}", f"10.0.0.{source[-1]}"
     return replace(Reach(source, target, (address,), (), address, "eth0", own), **changes)
 
 
-def _found(*examined: Examined, connections: Reachability | None = None) -> list[str]:
-    return [str(problem) for problem in problems(examined, connections or Reachability())]
+def found(*hosts, connections=None):
+    return [str(problem) for problem in problems(hosts, connections or Reachability())]
+
+
+TWO = examined("node1"), examined("node2")
 
 
 def test_right_hosts_have_no_problems():
-    connections = Reachability(
-        (_reach("node1", "node2"), _reach("node2", "node1")), {"node1": 0.1, "node2": -1.5}
-    )
-    assert _found(_examined("node1"), _examined("node2"), connections=connections) == []
-
-
-def test_a_host_without_a_report_is_a_problem():
-    away = Examined(Host("node2", 2), None, "is away")
-    assert _found(_examined("node1"), away) == ["node2: is away"]
-
-
-def test_a_problem_of_several_hosts_is_listed_once():
-    wrong = ("no compiler: install one",)
-    found = _found(_examined("node1", problems=wrong), _examined("node2", problems=wrong))
-    assert found == ["node1, node2: no compiler: install one"]
+    both = reach("node1", "node2"), reach("node2", "node1")
+    connections = Reachability(both, {"node1": 0.1, "node2": -1.5})
+    assert found(*TWO, connections=connections) == []
+    assert found(examined("node1", None)) == []
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "what"),
     [
         ({"torch": "2.13.0"}, {"torch": "2.12.0"}, "torch differs (2.13.0 on node1, node3; 2.12.0"),
-        ({"torch": "2.13.0"}, {"torch": None}, "torch differs (2.13.0 on node1, node3; none on"),
+        ({"torch": "2.13.0"}, {"torch": None}, "torch differs (2.13.0 on node1, node3; none"),
         ({"python": "3.11.2"}, {"python": "3.12.1"}, "python differs (3.11 on node1, node3; 3.12"),
         ({"MPI": "MPICH 4"}, {"MPI": "MPICH 5"}, "MPI differs (MPICH 4 on node1, node3; MPICH 5"),
-        ({"horovod": "1"}, {}, "horovod differs (1 on node1, node3; none on"),
+        ({"horovod": "1"}, {}, "horovod differs (1 on node1, node3; none"),
+        ({"python": "3.11.2"}, {"python": "3.11.9"}, None),
+        ({"horovod": "0.28.1+hvkit1"}, {"horovod": "0.28.1+hvkit2"}, None),
     ],
 )
-def test_versions_that_differ_are_a_problem_with_the_hosts(ours, theirs, what):
-    found = _found(
-        _examined("node1", versions=ours),
-        _examined("node2", versions=theirs),
-        _examined("node3", versions=ours),
-    )
-    fix = " on node2): install the same version on all hosts"
-    assert found == [f"node1, node2, node3: {what.removesuffix(' on')}{fix}"]
+def test_versions_that_do_not_work_together_are_a_problem_with_the_hosts(ours, theirs, what):
+    first, third = (examined(name, versions=ours) for name in ("node1", "node3"))
+    fix = "on node2): install the same version on all hosts"
+    expected = [f"node1, node2, node3: {what} {fix}"] if what else []
+    assert found(first, examined("node2", versions=theirs), third) == expected
+
+
+WRONG = {"problems": ("no compiler: install one",)}
+LOOPING = examined("node1", own_addresses=("127.0.1.1",))
+SAME = {"hostname": "node1", "outward": ("10.0.0.1",)}
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("hosts", "problem"),
     [
-        ({"python": "3.11.2"}, {"python": "3.11.9"}),
-        ({"horovod": "0.28.1+hvkit1"}, {"horovod": "0.28.1+hvkit2"}),
+        ([TWO[0], Examined(Host("node2", 2), None, "is away")], "node2: is away"),
+        (
+            [examined("node1", **WRONG), examined("node2", **WRONG)],
+            "node1, node2: no compiler: install one",
+        ),
+        (
+            [examined("node1", 9)],
+            "node1: 9 slots but 8 cores: ranks would share cores, use at most 8 slots",
+        ),
+        (
+            [examined("node1", 2, gpus=1)],
+            "node1: 2 slots but 1 GPU: each rank needs its own GPU, use at most 1 slot",
+        ),
+        (
+            [examined("node1", None, memory=GIB)],
+            "node1: 1024 MiB of free memory for 8 ranks, but each takes at least 512 MiB: end "
+            "other programs there or use fewer slots",
+        ),
+        (
+            [examined("node1", gpus=8), TWO[1]],
+            "node2: no GPU found there, but other hosts have some: run `nvidia-smi` there, or "
+            "remove the host",
+        ),
+        (
+            [examined("node1", **SAME), examined("alias1", **SAME)],
+            "node1, alias1: are one host: name it once, with all its slots",
+        ),
+        (
+            [LOOPING, TWO[1]],
+            "node1: its own name, node1, resolves to 127.0.1.1 there, which no other host can "
+            "reach: in its /etc/hosts map the name to its address in the network",
+        ),
     ],
 )
-def test_versions_that_work_together_are_no_problem(ours, theirs):
-    assert _found(_examined("node1", versions=ours), _examined("node2", versions=theirs)) == []
-
-
-def test_more_slots_than_cores_gpus_or_memory_are_problems():
-    assert _found(_examined("node1", 9)) == [
-        "node1: 9 slots but 8 cores: ranks would share cores, use at most 8 slots"
-    ]
-    assert _found(_examined("node1", 2, gpus=1)) == [
-        "node1: 2 slots but 1 GPU: each rank needs its own GPU, use at most 1 slot"
-    ]
-    assert _found(_examined("node1", 8, memory=_GIB)) == [
-        "node1: 1024 MiB of free memory for 8 ranks, but each takes at least 512 MiB: end other "
-        "programs there or use fewer slots"
-    ]
-
-
-def test_a_host_without_slots_has_as_many_as_cores():
-    assert _found(_examined("node1", None)) == []
-    assert "free memory for 8 ranks" in _found(_examined("node1", None, memory=_GIB))[0]
-
-
-def test_a_host_without_gpus_among_others_with_some_is_a_problem():
-    assert _found(_examined("node1", gpus=8), _examined("node2")) == [
-        "node2: no GPU found there, but other hosts have some: run `nvidia-smi` there, or remove "
-        "the host"
-    ]
-
-
-def test_two_names_of_one_host_are_a_problem():
-    same = {"hostname": "node1", "outward": ("10.0.0.1",)}
-    assert _found(_examined("node1", **same), _examined("alias1", **same)) == [
-        "node1, alias1: are one host: name it once, with all its slots"
-    ]
-
-
-def test_a_hostname_that_loops_back_matters_only_among_several_hosts():
-    looping = _examined("node1", own_addresses=("127.0.1.1",))
-    assert _found(looping) == []
-    assert _found(looping, _examined("node2")) == [
-        "node1: its own name, node1, resolves to 127.0.1.1 there, which no other host can reach: "
-        "in its /etc/hosts map the name to its address in the network"
-    ]
+def test_each_problem_is_listed_once_with_its_hosts(hosts, problem):
+    assert found(*hosts) == [problem]
 
 
 @pytest.mark.parametrize("name", ["localhost", "localhost.localdomain", "127.0.0.1", "::1"])
-def test_localhost_matters_only_among_several_hosts(name):
-    here = Examined(Host(name, 2), _facts("node1"), None)
-    away = _reach("node2", name, reached=None, addresses=("127.0.0.1",), failures=("refused",))
-    assert _found(here) == []
-    assert _found(here, _examined("node2"), connections=Reachability((away,))) == [
+def test_a_name_for_this_host_alone_matters_only_among_several(name):
+    here = Examined(Host(name, 2), TWO[0].facts, None)
+    away = reach("node2", name, reached=None, addresses=("127.0.0.1",), failures=("refused",))
+    assert found(here) == found(LOOPING) == []
+    assert found(here, TWO[1], connections=Reachability((away,))) == [
         f"{name}: means a different host on every host: use the name that the others reach it by"
     ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("addresses", "failures", "reason"),
     [
+        ((), (), ": its name does not resolve there; add it to DNS or to /etc/hosts there"),
         (
-            {"addresses": ()},
-            ": its name does not resolve there; add it to DNS or to /etc/hosts there",
-        ),
-        (
-            {"addresses": ("127.0.1.1",), "failures": ("connection refused",)},
+            ("127.0.1.1",),
+            ("connection refused",),
             ": its name means another host there (127.0.1.1 connection refused); correct DNS or "
             "/etc/hosts there",
         ),
         (
-            {"addresses": ("10.0.0.3",), "failures": ("another host answers",)},
+            ("10.0.0.3",),
+            ("another host answers",),
             ": its name means another host there (10.0.0.3 another host answers); correct DNS or "
             "/etc/hosts there",
         ),
         (
-            {"addresses": ("fd00::2", "10.0.0.2"), "failures": ("no route", "timed out")},
+            ("fd00::2", "10.0.0.2"),
+            ("no route", "timed out"),
             " (fd00::2 no route, 10.0.0.2 timed out): is that its address, is there a route to "
             "it, and do firewalls allow all TCP ports between the hosts? Ranks listen on "
             "arbitrary ports",
         ),
     ],
 )
-def test_a_host_that_cannot_reach_another_is_a_problem_with_the_reason(changes, reason):
-    connections = Reachability(
-        (_reach("node1", "node2", reached=None, **changes), _reach("node2", "node1"))
-    )
-    found = _found(_examined("node1"), _examined("node2"), connections=connections)
-    assert found == [f"node1: cannot reach node2{reason}"]
+def test_a_host_that_cannot_reach_another_is_a_problem_with_the_reason(addresses, failures, reason):
+    failed = reach("node1", "node2", reached=None, addresses=addresses, failures=failures)
+    connections = Reachability((failed, reach("node2", "node1")))
+    assert found(*TWO, connections=connections) == [f"node1: cannot reach node2{reason}"]
 
 
-def test_a_host_that_did_not_try_in_time_is_a_problem():
-    found = _found(
-        _examined("node1"), _examined("node2"), connections=Reachability(absent=("node2",))
-    )
-    assert found == [
-        "node2: did not try to reach the others in time: is it overloaded? Check again"
-    ]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(61.4, "61 s ahead of"), (-90, "90 s behind")])
-def test_a_wrong_clock_is_a_problem(seconds, text):
-    found = _found(
-        _examined("node1"), _examined("node2"), connections=Reachability(ahead={"node2": seconds})
-    )
-    assert found == [f"node2: its clock is {text} this host's: set all clocks by NTP"]
+@pytest.mark.parametrize(
+    ("connections", "problem"),
+    [
+        (
+            Reachability(absent=("node2",)),
+            "did not try to reach the others in time: is it overloaded? Check again",
+        ),
+        (
+            Reachability(ahead={"node2": 61.4}),
+            "its clock is 61 s ahead of this host's: set all clocks by NTP",
+        ),
+        (
+            Reachability(ahead={"node2": -90}),
+            "its clock is 90 s behind this host's: set all clocks by NTP",
+        ),
+    ],
+)
+def test_a_host_that_is_late_or_has_a_wrong_clock_is_a_problem(connections, problem):
+    assert found(*TWO, connections=connections) == [f"node2: {problem}"]
 
 
 def test_a_check_reaches_the_hosts_in_the_way_of_a_run(srun, monkeypatch):
-    shells = []
-    examined = [Examined(Host(name), None, "away") for name in ("node1", "node2")]
+    shells, away = [], [Examined(Host(name), None, "away") for name in ("node1", "node2")]
     monkeypatch.setattr(
-        checks, "collect_reports", lambda hosts, shell: shells.append(shell) or examined
+        checks, "collect_reports", lambda hosts, shell: shells.append(shell) or away
     )
-    hosts = [one.host for one in examined]
-    checks.check(hosts, "Slurm")
-    checks.check(hosts)
+    for system in ("Slurm", None):
+        checks.check([one.host for one in away], system)
     assert shells == [SRUN, SSH]

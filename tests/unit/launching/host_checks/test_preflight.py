@@ -78,7 +78,7 @@ def test_a_script_that_no_host_has_is_said_once_and_else_each_problem(hosts, lea
     with pytest.raises(CannotRunError, match=f"^{re.escape(MISSING.text)}$"):
         chosen(least=least)
     hosts["node2"] = (None, "", "", "no route to it: switch it on")
-    with pytest.raises(LaunchError, match="^nothing was started") as caught:
+    with pytest.raises(LaunchError, match=r"^nothing was started") as caught:
         chosen(least=least)
     assert caught.value.exit_status == 1
     lines = sorted(str(caught.value).splitlines()[1:])

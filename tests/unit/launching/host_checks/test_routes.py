@@ -23,37 +23,31 @@ def fabric(number):
     return Interface("ib0", f"192.168.0.{number}", "192.168.0.0/16")
 
 
-def test_a_host_is_joined_by_the_interface_with_the_address_it_is_reached_at():
-    interfaces = {"a": host(ethernet(1), fabric(1)), "b": host(ethernet(2), fabric(2))}
-    reached_at = {"a": ["192.168.0.1"], "b": ["192.168.0.2"]}
-    assert joining(interfaces, reached_at) == (fabric(1), fabric(2))
+ROUTED = Interface("ens5", "10.9.0.2", "10.9.0.0/24")
+ONE, OTHER = ethernet(1), ethernet(2)
+SIX = [Interface("eth1", f"fd00::{number}", "fd00::/64") for number in (1, 2)]
 
 
-def test_interfaces_may_have_other_names_and_networks_on_each_host():
-    routed = Interface("ens5", "10.9.0.2", "10.9.0.0/24")
-    interfaces = {"a": host(ethernet(1)), "b": host(routed)}
-    found = joining(interfaces, {"a": ["10.0.0.1"], "b": ["10.9.0.2"]})
-    assert found == (ethernet(1), routed)
-
-
-def test_hosts_with_loopback_or_foreign_addresses_are_joined_by_their_common_network():
-    interfaces = {"a": host(ethernet(1)), "b": host(ethernet(2))}
-    assert joining(interfaces, {"a": ["127.0.1.1"], "b": ["203.0.113.9"]}) == (
-        ethernet(1),
-        ethernet(2),
-    )
-
-
-def test_a_network_with_the_same_address_on_two_hosts_joins_nothing():
-    assert joining({"a": host(), "b": host()}, {"a": ["172.17.0.1"], "b": ["x"]}) == ()
-
-
-def test_of_several_common_networks_an_ipv4_network_is_chosen():
-    def six(number):
-        return Interface("eth1", f"fd00::{number}", "fd00::/64")
-
-    interfaces = {"a": host(six(1), ethernet(1)), "b": host(six(2), ethernet(2))}
-    assert joining(interfaces, {"a": [], "b": []}) == (ethernet(1), ethernet(2))
+@pytest.mark.parametrize(
+    ("interfaces", "reached_at", "expected"),
+    [
+        # The interface with the address that the host is reached at, whatever its name.
+        (
+            [(ONE, fabric(1)), (OTHER, fabric(2))],
+            ["192.168.0.1", "192.168.0.2"],
+            (fabric(1), fabric(2)),
+        ),
+        ([(ONE,), (ROUTED,)], ["10.0.0.1", "10.9.0.2"], (ONE, ROUTED)),
+        # With loopback or foreign addresses it is that in the common network, of IPv4 if possible.
+        ([(ONE,), (OTHER,)], ["127.0.1.1", "203.0.113.9"], (ONE, OTHER)),
+        ([(SIX[0], ONE), (SIX[1], OTHER)], ["x", "x"], (ONE, OTHER)),
+        # A network with the same address on two hosts joins nothing.
+        ([(), ()], ["172.17.0.1", "x"], ()),
+    ],
+)
+def test_hosts_are_joined_by(interfaces, reached_at, expected):
+    by_name = {name: host(*own) for name, own in zip("ab", interfaces, strict=True)}
+    assert joining(by_name, {"a": [reached_at[0]], "b": [reached_at[1]]}) == expected
 
 
 def test_connections_to_this_host_come_from_its_loopback_address():
@@ -61,25 +55,28 @@ def test_connections_to_this_host_come_from_its_loopback_address():
     assert source_address("no-such-host.invalid") is None
 
 
-def test_hosts_in_different_networks_get_one_network_around_them():
-    near, far = ethernet(1), Interface("ens5", "10.0.3.2", "10.0.3.0/24")
-    assert spanning([near, far], [host(near), host(far)]) == ("10.0.0.0/22",)
+FAR, FOREIGN, THIRD = (
+    Interface("ens5", f"{begin}.2", f"{begin}.0/24") for begin in ("10.0.3", "172.20.0", "10.0.1")
+)
 
 
-def test_networks_that_all_hosts_are_in_stay_unchanged():
-    both = [host(ethernet(number), fabric(number)) for number in (1, 2)]
-    assert spanning([ethernet(1), fabric(2)], both) == ("10.0.0.0/24", "192.168.0.0/16")
-
-
-def test_a_network_around_hosts_must_not_contain_their_other_interfaces():
-    near, far = ethernet(1), Interface("ens5", "172.20.0.2", "172.20.0.0/24")
-    assert spanning([near, far], [host(near), host(far)]) == ("10.0.0.0/24", "172.20.0.0/24")
-    other = Interface("eth1", "10.0.1.1", "10.0.1.0/24")
-    third = Interface("ens5", "10.0.3.2", "10.0.3.0/24")
-    assert spanning([near, third], [host(near, other), host(third)]) == (
-        "10.0.0.0/24",
-        "10.0.3.0/24",
-    )
+@pytest.mark.parametrize(
+    ("used", "hosts", "networks"),
+    [
+        ([ONE, FAR], [host(ONE), host(FAR)], ("10.0.0.0/22",)),
+        # Networks that all hosts are in stay as they are.
+        (
+            [ONE, fabric(2)],
+            [host(ONE, fabric(1)), host(OTHER, fabric(2))],
+            ("10.0.0.0/24", "192.168.0.0/16"),
+        ),
+        # A network around hosts must not contain their other interfaces.
+        ([ONE, FOREIGN], [host(ONE), host(FOREIGN)], ("10.0.0.0/24", "172.20.0.0/24")),
+        ([ONE, FAR], [host(ONE, THIRD), host(FAR)], ("10.0.0.0/24", "10.0.3.0/24")),
+    ],
+)
+def test_hosts_in_different_networks_get_one_network_around_them(used, hosts, networks):
+    assert spanning(used, hosts) == networks
 
 
 def test_users_name_interfaces_or_networks():

@@ -9,20 +9,10 @@ import sys
 import time
 
 import pytest
-from cases import MORE, cases
+from cases import MORE
 from supervised import LAUNCHER, RUN, begin, below, command_line, run, sleeping, wait_until
 
 from hvkit.launching.supervision import supervised_run
-
-
-@pytest.mark.parametrize("number", cases([signal.SIGHUP, signal.SIGTERM, signal.SIGINT]))
-def test_a_signal_ends_everything(started, mark, number):
-    running = started()
-    running.send_signal(number)
-    _, errors = running.communicate(timeout=30)
-    assert running.returncode == 128 + number
-    assert f"ended by {number.name}" in errors
-    assert sleeping(mark) == []
 
 
 def test_processes_that_ignore_sigterm_are_killed_after_the_grace(started, mark, monkeypatch):
@@ -33,17 +23,22 @@ def test_processes_that_ignore_sigterm_are_killed_after_the_grace(started, mark,
     assert sleeping(mark) == []
 
 
+LEFT = "setsid sleep MARK & disown; sleep 601 & wait"  # by a killed agent
+
+
 @pytest.mark.parametrize(
-    ("victim", "message"),
+    ("victim", "message", "script"),
     [
-        ("launcher", "The launcher (process "),
-        ("guard", "its guard, the process between the launcher and the rank, was killed"),
-        ("agent", "vanished: it and its watcher died without an exit status"),
-        ("command", "was killed by signal 9 (SIGKILL)"),
+        ("launcher", "The launcher (process ", []),
+        ("guard", "its guard, the process between the launcher and the rank, was killed", []),
+        ("agent", "vanished: it and its watcher died without an exit status", [LEFT]),
+        ("command", "was killed by signal 9 (SIGKILL)", []),
     ],
 )
-def test_if_any_process_is_killed_everything_ends_and_it_is_named(started, mark, victim, message):
-    running = started()
+def test_if_any_process_is_killed_everything_ends_and_it_is_named(
+    started, mark, victim, message, script
+):
+    running = started(*script)
     below(running)[victim][-1].kill()
     _, errors = running.communicate(timeout=30)
     assert running.returncode not in (0, None)
@@ -77,13 +72,6 @@ def test_no_process_of_a_command_outlives_it_and_its_status_counts(mark):
     program = RUN.replace("agent =", ignores)
     assert run(f"sleep {mark} & disown; exit 0", size=1, program=program).returncode == 0
     assert sleeping(mark) == []
-
-
-def test_processes_left_by_a_killed_agent_are_ended(started, mark):
-    running = started("setsid sleep MARK & disown; sleep 601 & wait")
-    below(running)["agent"][0].kill()
-    assert running.wait(timeout=30) != 0
-    wait_until(lambda: sleeping(mark) == [])
 
 
 @MORE
@@ -131,11 +119,14 @@ def test_a_signal_ends_a_run_whose_output_nobody_reads(mark):
     assert sleeping(mark) == []
 
 
-def test_commands_may_finish_within_the_grace_after_a_signal(started):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_after_a_signal_commands_may_finish_within_the_grace(started, mark, number):
     running = started("trap 'sleep 0.7; echo saved; exit 0' TERM; sleep MARK & wait; wait")
-    running.send_signal(signal.SIGTERM)
+    running.send_signal(number)
     out, errors = running.communicate(timeout=30)
-    assert (out, errors) == ("saved\nsaved\n", "hvkit run: ended by SIGTERM\n")
+    assert running.returncode == 128 + number
+    assert (out, errors) == ("saved\nsaved\n", f"hvkit run: ended by {number.name}\n")
+    assert sleeping(mark) == []
 
 
 def all_of(terminal):
@@ -175,35 +166,27 @@ def test_a_rank_that_ends_at_the_interrupt_does_not_cut_short_the_others(started
     assert running.returncode == 130
 
 
-# Waits for a signal, prints its name, and ends.
-CHILD = """
-import signal, sys
-name = sys.argv[1]
-number = signal.sigwait(set(map(signal.Signals, map(int, sys.argv[2:]))))
-sys.stdout.write(f"{name} got {signal.Signals(number).name}\\n")  # in one piece
-sys.stdout.flush()
-"""
-# Starts one CHILD like a data loader's worker and one in its own session; ready when `sleep` runs.
+# Starts itself like a data loader's worker, and in a session of its own; ready when `sleep` runs.
+# Waits for a signal, prints its name in one piece, and ends.
 RANK = """
 import signal, subprocess, sys
-child, mark = sys.argv[1:]
+role, mark = sys.argv[1:]
 signals = {signal.SIGINT, signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-words = [sys.executable, child]
-numbers = [str(int(number)) for number in signals]
-worker = subprocess.Popen([*words, "worker", *numbers])
-subprocess.Popen([*words, "session", *numbers], start_new_session=True)
-subprocess.Popen(["sleep", mark])
-sys.stdout.write(f"rank got {signal.Signals(signal.sigwait(signals)).name}\\n")
+if role == "rank":
+    worker = subprocess.Popen([sys.executable, __file__, "worker", mark])
+    subprocess.Popen([sys.executable, __file__, "session", mark], start_new_session=True)
+    subprocess.Popen(["sleep", mark])
+sys.stdout.write(f"{role} got {signal.Signals(signal.sigwait(signals)).name}\\n")
 sys.stdout.flush()
-worker.wait()
+if role == "rank":
+    worker.wait()
 """
 
 
 def test_an_interrupt_reaches_the_same_processes_as_ctrl_c_in_a_terminal(started, tmp_path):
-    (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "rank.py").write_text(RANK)
-    running = started(f"{sys.executable} {tmp_path}/rank.py {tmp_path}/child.py MARK")
+    running = started(f"{sys.executable} {tmp_path}/rank.py rank MARK")
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
     # The interrupt misses the other session; SIGTERM ends it as a left-over of the rank.
