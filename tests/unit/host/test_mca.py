@@ -31,7 +31,7 @@ class Site:
         file.write_text(text)
         return file
 
-    def options(self, major, asked=False):
+    def options(self, major, asked=False, **environ):
         """The options about networks."""
         network = ("10.0.0.0/24",)
         job = Job(
@@ -40,7 +40,7 @@ class Site:
             networks=network,
             daemon_networks=network,
             networks_asked_for=asked,
-            environ={"HOME": str(self.home)},
+            environ={"HOME": str(self.home), **environ},
         )
         words = launchers.openmpi_arguments(major, str(self.mpirun))(job)
         places = [place for place, word in enumerate(words) if "if_" in word]
@@ -77,6 +77,19 @@ def test_what_a_file_sets_for_ranks_is_left_to_it(site, major, file, line):
 def test_what_a_file_sets_for_daemons_is_left_to_it(site, major, file, name):
     site.write(file, f"{name} = eth1\n")
     assert site.options(major) == BTL
+
+
+@pytest.mark.parametrize(
+    ("variable", "left"),
+    [
+        ("OMPI_MCA_btl_tcp_if_include", DAEMONS[5]),
+        ("OMPI_MCA_btl_tcp_if_exclude", DAEMONS[5]),
+        ("PRTE_MCA_prte_if_exclude", BTL),
+        ("PRTE_MCA_oob_tcp_if_include", BTL),
+    ],
+)
+def test_what_the_environment_sets_is_left_to_it(site, variable, left):
+    assert site.options(5, **{variable: "eth1"}) == left
 
 
 def test_a_launcher_that_is_a_link_has_the_files_of_the_installation(site):

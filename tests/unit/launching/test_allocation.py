@@ -69,65 +69,42 @@ def test_each_host_of_sagemaker_has_a_slot_for_each_gpu(environ, slots):
     assert found == Allocation("SageMaker", "SM_HOSTS", hosts)
 
 
-NUMBER = "each number must be a positive integer"
-SLURM = {"SLURM_JOB_NODELIST": "a"}
+NODES, TASKS = "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
+USE = ": name the hosts with a hostfile or -H instead"
+LIST = 'SM_HOSTS must be a list such as ["algo-1", "algo-2"], got'
+NUMBER = "is invalid (each number must be a positive integer, got"
 
 
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
         (
-            {"SLURM_JOB_NODELIST": "gpu[3-1]", "SLURM_TASKS_PER_NODE": "1(x2)"},
-            "SLURM_JOB_NODELIST cannot be expanded (Invalid hostlist: gpu[3-1]), got 'gpu[3-1]'"
-            ": name the hosts with a hostfile or -H instead",
+            {NODES: "gpu[3-1]", TASKS: "1(x2)"},
+            f"{NODES} cannot be expanded (Invalid hostlist: gpu[3-1]), got 'gpu[3-1]'{USE}",
         ),
+        ({NODES: "", TASKS: "1"}, f"{NODES} cannot be expanded (scontrol prints nothing), got ''"),
+        # For this the real scontrol prints gpu].
+        ({NODES: "gpu[1-2", TASKS: "1(x2)"}, f"{NODES} has an invalid host name ('gpu]' is not a"),
+        ({NODES: "a,b", TASKS: "2(x3)"}, f"{TASKS} is for 3 hosts, but {NODES} names 2, got '2(x3"),
+        ({NODES: "a", TASKS: "2(y3)"}, f"{TASKS} must be a list such as 2(x3),1, got '2(y3)'{USE}"),
+        ({NODES: "a", TASKS: "0"}, f"{TASKS} {NUMBER} '0'), got '0'{USE}"),
+        ({NODES: "a", TASKS: "2(x999999999)"}, f"{TASKS} is invalid (each number must be at most"),
+        ({NODES: "a", "SLURM_GPUS_ON_NODE": "all"}, f"SLURM_GPUS_ON_NODE {NUMBER} 'all')"),
         (
-            {"SLURM_JOB_NODELIST": "", "SLURM_TASKS_PER_NODE": "1"},
-            "SLURM_JOB_NODELIST cannot be expanded (scontrol prints nothing), got ''",
-        ),
-        (  # for which the real scontrol prints gpu]
-            {"SLURM_JOB_NODELIST": "gpu[1-2", "SLURM_TASKS_PER_NODE": "1(x2)"},
-            "SLURM_JOB_NODELIST has an invalid host name ('gpu]' is not a host name",
-        ),
-        (
-            {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2(x3)"},
-            "SLURM_TASKS_PER_NODE is for 3 hosts, but SLURM_JOB_NODELIST names 2, got '2(x3)'",
-        ),
-        (
-            {**SLURM, "SLURM_TASKS_PER_NODE": "2(y3)"},
-            "SLURM_TASKS_PER_NODE must be a list such as 2(x3),1, got '2(y3)'",
-        ),
-        (
-            {**SLURM, "SLURM_TASKS_PER_NODE": "0"},
-            f"SLURM_TASKS_PER_NODE is invalid ({NUMBER}, got '0'), got '0'",
-        ),
-        (
-            {**SLURM, "SLURM_TASKS_PER_NODE": "2(x999999999)"},
-            "SLURM_TASKS_PER_NODE is invalid (each number must be at most 65535, got '999999999')",
-        ),
-        (
-            {**SLURM, "SLURM_GPUS_ON_NODE": "all"},
-            f"SLURM_GPUS_ON_NODE is invalid ({NUMBER}, got 'all')",
-        ),
-        (
-            SLURM,
-            "SLURM_JOB_NODELIST is set, but none of SLURM_TASKS_PER_NODE, SLURM_GPUS_ON_NODE and "
-            "SLURM_JOB_CPUS_PER_NODE, which give the slots of its hosts: submit the job with",
+            {NODES: "a"},
+            f"{NODES} is set, but none of {TASKS}, SLURM_GPUS_ON_NODE and SLURM_JOB_CPUS_PER_NODE",
         ),
         ({"LSB_MCPU_HOSTS": "a 5 b"}, "LSB_MCPU_HOSTS must be pairs of host and slots such as"),
-        ({"LSB_MCPU_HOSTS": "a five"}, f"LSB_MCPU_HOSTS is invalid ({NUMBER}, got 'five')"),
-        ({"SM_HOSTS": "algo-1,algo-2"}, 'SM_HOSTS must be a list such as ["algo-1", "algo-2"]'),
-        ({"SM_HOSTS": "[" * 100_000}, "SM_HOSTS must be a list such as"),
-        ({"SM_HOSTS": "[]"}, "SM_HOSTS must be a list such as"),
-        ({"SM_HOSTS": '["a", 1]'}, "SM_HOSTS must be a list such as"),
+        ({"LSB_MCPU_HOSTS": "a five"}, f"LSB_MCPU_HOSTS {NUMBER} 'five'), got 'a five'"),
+        ({"SM_HOSTS": "algo-1,algo-2"}, f"{LIST} 'algo-1,algo-2'"),
+        ({"SM_HOSTS": "[" * 100_000}, LIST),
+        ({"SM_HOSTS": "[]"}, LIST),
+        ({"SM_HOSTS": '["a", 1]'}, LIST),
         ({"SM_HOSTS": '["a", "a"]'}, "SM_HOSTS names a host twice"),
         ({"SM_HOSTS": '["a b"]'}, "SM_HOSTS has an invalid host name ('a b' is not a host name"),
-        ({"SM_HOSTS": '["a"]', "SM_NUM_GPUS": "x"}, f"SM_NUM_GPUS is invalid ({NUMBER}, got 'x')"),
+        ({"SM_HOSTS": '["a"]', "SM_NUM_GPUS": "many"}, f"SM_NUM_GPUS {NUMBER} 'many')"),
         ({"PBS_NODEFILE": "/no"}, "PBS_NODEFILE names a file that cannot be read (No such file"),
-        (
-            {"HYDRA_HOST_FILE": "/no"},
-            "HYDRA_HOST_FILE names an invalid hostfile: /no: cannot be read: No such file",
-        ),
+        ({"HYDRA_HOST_FILE": "/no"}, "HYDRA_HOST_FILE names an invalid hostfile: /no: cannot be"),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_the_variable(scontrol, environ, message):
@@ -147,15 +124,14 @@ def test_a_wrong_file_of_pbs_is_an_error(file, data, message):
     refused({"PBS_NODEFILE": str(file)}, message)
 
 
-def test_without_scontrol_plain_names_of_slurm_are_read_and_rangesrefused(tmp_path, monkeypatch):
+RANGE = {NODES: "gpu[1-2]", TASKS: "4(x2)"}
+
+
+def test_without_scontrol_plain_names_of_slurm_are_read_and_ranges_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    plain = {"SLURM_JOB_NODELIST": "gpu1,login", "SLURM_TASKS_PER_NODE": "4,2"}
+    plain = {NODES: "gpu1,login", TASKS: "4,2"}
     assert allocation(plain).hosts == (Host("gpu1", 4), Host("login", 2))
-    refused(
-        {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"},
-        "SLURM_JOB_NODELIST cannot be expanded (there is no scontrol, Slurm's own program, on "
-        "PATH), got 'gpu[1-2]'",
-    )
+    refused(RANGE, f"{NODES} cannot be expanded (there is no scontrol, Slurm's own program, on")
 
 
 @pytest.mark.parametrize(
@@ -163,17 +139,13 @@ def test_without_scontrol_plain_names_of_slurm_are_read_and_rangesrefused(tmp_pa
     [
         ("echo 'scontrol: fatal: no configuration' >&2; exit 1", "scontrol: fatal: no configurat"),
         ("echo gpu1; exit 1", "scontrol prints nothing"),
-        ("exec sleep 60", "scontrol does not answer within 0.2 seconds"),
+        ("exec sleep 60", "scontrol does not answer within 0.5 seconds"),
     ],
 )
 def test_a_scontrol_that_fails_is_an_error_with_its_last_line(scontrol, monkeypatch, script, why):
     scontrol.write_text(f"#!/bin/sh\n{script}\n")
-    if "sleep" in script:
-        monkeypatch.setattr(batch_systems, "_SCONTROL", 0.2)
-    refused(
-        {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"},
-        f"SLURM_JOB_NODELIST cannot be expanded ({why}",
-    )
+    monkeypatch.setattr(batch_systems, "_SCONTROL", 0.5 if "sleep" in script else 30.0)
+    refused(RANGE, f"{NODES} cannot be expanded ({why}")
 
 
 SLOTS_OF_2 = (Host("n2.cluster", 3), Host("n1.cluster", 1))
@@ -226,4 +198,4 @@ def test_in_kubernetes_the_operator_s_hostfile_is_found_without_a_variable(file,
 def test_a_scheduler_counts_before_a_hostfile_that_a_site_has_set(file):
     file.write_text("other slots=1\n")
     site = {"OMPI_MCA_orte_default_hostfile": str(file)}
-    assert allocation({**SLURM, **site, "SLURM_TASKS_PER_NODE": "2"}).hosts == (Host("a", 2),)
+    assert allocation({NODES: "a", TASKS: "2", **site}).hosts == (Host("a", 2),)

@@ -118,16 +118,20 @@ def test_root_is_allowed_where_the_user_is_root(command, monkeypatch):
     assert "--allow-run-as-root" in command(OPEN_MPI, HERE)
 
 
+SIX = replace(THERE, networks=("fd00::/64",))
+
+
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("version", "job", "message"),
     [
-        (Job((Host("node1", 1, user="ann"),), ("true",)), "ann@node1: MPICH's mpirun accepts no"),
-        (replace(THERE, interfaces=("eth0", "ens5")), "over eth0 and ens5, but MPICH takes one"),
+        (MPICH, replace(HERE, hosts=(Host("a", 1, user="ann"),)), "ann@a: MPICH's mpirun accepts"),
+        (MPICH, replace(THERE, interfaces=("eth0", "ens5")), "over eth0 and ens5, but MPICH takes"),
+        (OPEN_MPI, SIX, "over fd00::/64, but Open MPI is built without IPv6"),
     ],
 )
-def test_mpich_takes_no_users_and_one_interface_name_for_all_hosts(command, job, message):
+def test_what_an_mpi_cannot_do_is_refused(command, version, job, message):
     with pytest.raises(LaunchError, match=message):
-        command(MPICH, job)
+        command(version, job)
 
 
 @pytest.mark.parametrize("text", ["MVAPICH 4.0", "mpirun (Open MPI) 3.1.6", ""])

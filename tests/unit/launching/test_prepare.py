@@ -61,26 +61,6 @@ def test_interfaces_that_the_user_names_win(hosts, monkeypatch, name):
     assert run.environ["NCCL_SOCKET_IFNAME"] == "ib9"
 
 
-@pytest.mark.parametrize(
-    ("variable", "left"),
-    [
-        ("OMPI_MCA_btl_tcp_if_include", "--prtemca prte_if_include 10.0.0.0/24"),
-        ("OMPI_MCA_btl_tcp_if_exclude", "--prtemca prte_if_include 10.0.0.0/24"),
-        ("PRTE_MCA_prte_if_exclude", "--mca btl_tcp_if_include 10.0.0.0/24"),
-        ("PRTE_MCA_oob_tcp_if_include", "--mca btl_tcp_if_include 10.0.0.0/24"),
-    ],
-)
-def test_where_the_environment_sets_open_mpis_interfaces_hvkit_does_not(
-    hosts, monkeypatch, variable, left
-):
-    monkeypatch.setenv(variable, "eth1")
-    run = prepared(request())
-    words = [word for word in run.command if "if_include" in word and word != variable]
-    assert words == [left.split()[1]]
-    assert left in shlex.join(run.command)
-    assert run.environ[variable] == "eth1"
-
-
 def test_a_host_that_starts_ranks_in_another_network_is_reached_by_the_daemons(hosts, monkeypatch):
     here = Interface("eth0", "10.0.7.1", "10.0.7.0/24")
     monkeypatch.setattr(preflight, "interfaces", lambda: (hosts.docker, here))
@@ -186,14 +166,6 @@ def test_what_cannot_be_met_is_refused_with_the_fix(hosts, monkeypatch, changes,
     monkeypatch.delenv("MINE", raising=False)
     with pytest.raises(LaunchError, match=message):
         prepared(request(**changes))
-
-
-def test_hosts_that_reach_each_other_over_ipv6_alone_are_refused_by_open_mpi(hosts):
-    for number in (1, 2):
-        six = Interface("eth0", f"fd00::{number}", "fd00::/64")
-        hosts.change(number, interfaces=(hosts.docker, six))
-    with pytest.raises(LaunchError, match="over fd00::/64, but Open MPI is built without IPv6"):
-        prepared(request())
 
 
 def test_words_that_launchers_read_reach_the_script_as_they_are():

@@ -1,6 +1,7 @@
 """A check of hosts: their reports, and each kind of problem that it finds."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -143,41 +144,24 @@ SAME = {"hostname": "node1", "outward": ("10.0.0.1",)}
     ("hosts", "problem"),
     [
         ([TWO[0], Examined(Host("node2", 2), None, "is away")], "node2: is away"),
-        (
-            [examined("node1", **WRONG), examined("node2", **WRONG)],
-            "node1, node2: no compiler: install one",
-        ),
-        (
-            [examined("node1", 9)],
-            "node1: 9 slots but 8 cores: ranks would share cores, use at most 8 slots",
-        ),
-        (
-            [examined("node1", 2, gpus=1)],
-            "node1: 2 slots but 1 GPU: each rank needs its own GPU, use at most 1 slot",
-        ),
+        ([examined(each, **WRONG) for each in ("a", "b")], "a, b: no compiler: install one"),
+        ([examined("node1", 9)], "node1: 9 slots but 8 cores: .*, use at most 8 slots"),
+        ([examined("node1", 2, gpus=1)], "node1: 2 slots but 1 GPU: .*, use at most 1 slot"),
         (
             [examined("node1", None, memory=GIB)],
-            "node1: 1024 MiB of free memory for 8 ranks, but each takes at least 512 MiB: end "
-            "other programs there or use fewer slots",
+            "node1: 1024 MiB of free memory for 8 ranks, but each takes at least 512 MiB: .*",
         ),
-        (
-            [examined("node1", gpus=8), TWO[1]],
-            "node2: no GPU found there, but other hosts have some: run `nvidia-smi` there, or "
-            "remove the host",
-        ),
+        ([examined("node1", gpus=8), TWO[1]], "node2: no GPU found there, but other hosts have .*"),
         (
             [examined("node1", **SAME), examined("alias1", **SAME)],
             "node1, alias1: are one host: name it once, with all its slots",
         ),
-        (
-            [LOOPING, TWO[1]],
-            "node1: its own name, node1, resolves to 127.0.1.1 there, which no other host can "
-            "reach: in its /etc/hosts map the name to its address in the network",
-        ),
+        ([LOOPING, TWO[1]], r"node1: its own name, node1, resolves to 127\.0\.1\.1 there, .*"),
     ],
 )
 def test_each_problem_is_listed_once_with_its_hosts(hosts, problem):
-    assert found(*hosts) == [problem]
+    (only,) = found(*hosts)
+    assert re.fullmatch(problem, only)
 
 
 @pytest.mark.parametrize("name", ["localhost", "localhost.localdomain", "127.0.0.1", "::1"])
@@ -190,56 +174,39 @@ def test_a_name_for_this_host_alone_matters_only_among_several(name):
     ]
 
 
+ANOTHER = "its name means another host there"
+
+
 @pytest.mark.parametrize(
     ("addresses", "failures", "reason"),
     [
         ((), (), ": its name does not resolve there; add it to DNS or to /etc/hosts there"),
-        (
-            ("127.0.1.1",),
-            ("connection refused",),
-            ": its name means another host there (127.0.1.1 connection refused); correct DNS or "
-            "/etc/hosts there",
-        ),
-        (
-            ("10.0.0.3",),
-            ("another host answers",),
-            ": its name means another host there (10.0.0.3 another host answers); correct DNS or "
-            "/etc/hosts there",
-        ),
+        (("127.0.1.1",), ("refused",), f": {ANOTHER} (127.0.1.1 refused); correct DNS or"),
+        (("10.0.0.3",), ("another host answers",), f": {ANOTHER} (10.0.0.3 another host answers);"),
         (
             ("fd00::2", "10.0.0.2"),
             ("no route", "timed out"),
-            " (fd00::2 no route, 10.0.0.2 timed out): is that its address, is there a route to "
-            "it, and do firewalls allow all TCP ports between the hosts? Ranks listen on "
-            "arbitrary ports",
+            " (fd00::2 no route, 10.0.0.2 timed out): is that its address, is there a route to it",
         ),
     ],
 )
 def test_a_host_that_cannot_reach_another_is_a_problem_with_the_reason(addresses, failures, reason):
     failed = reach("node1", "node2", reached=None, addresses=addresses, failures=failures)
-    connections = Reachability((failed, reach("node2", "node1")))
-    assert found(*TWO, connections=connections) == [f"node1: cannot reach node2{reason}"]
+    (only,) = found(*TWO, connections=Reachability((failed, reach("node2", "node1"))))
+    assert only.startswith(f"node1: cannot reach node2{reason}")
 
 
 @pytest.mark.parametrize(
     ("connections", "problem"),
     [
-        (
-            Reachability(absent=("node2",)),
-            "did not try to reach the others in time: is it overloaded? Check again",
-        ),
-        (
-            Reachability(ahead={"node2": 61.4}),
-            "its clock is 61 s ahead of this host's: set all clocks by NTP",
-        ),
-        (
-            Reachability(ahead={"node2": -90}),
-            "its clock is 90 s behind this host's: set all clocks by NTP",
-        ),
+        (Reachability(absent=("node2",)), "node2: did not try to reach the others in time"),
+        (Reachability(ahead={"node2": 61.4}), "node2: its clock is 61 s ahead of this host's"),
+        (Reachability(ahead={"node2": -90}), "node2: its clock is 90 s behind this host's"),
     ],
 )
 def test_a_host_that_is_late_or_has_a_wrong_clock_is_a_problem(connections, problem):
-    assert found(*TWO, connections=connections) == [f"node2: {problem}"]
+    (only,) = found(*TWO, connections=connections)
+    assert only.startswith(problem)
 
 
 def test_a_check_reaches_the_hosts_in_the_way_of_a_run(srun, monkeypatch):
