@@ -54,7 +54,7 @@ class Graph:
     """Collectives in a graph, of which a test says how many have begun and ended."""
 
     key, name, ranks = "hvkit.0", "optimizer.apply()", ()
-    counts = (0, 0)
+    counts = (12, 11)
     runs = True
 
     def read(self):
@@ -170,7 +170,6 @@ def test_the_line_is_the_scripts_and_not_a_librarys():
 
 
 def test_collectives_in_a_graph_count_as_waits(graph):
-    graph.counts = (12, 11)
     with call("fit"):
         assert status().waits
         assert status().call == "fit, step 12"
@@ -179,7 +178,6 @@ def test_collectives_in_a_graph_count_as_waits(graph):
 
 
 def test_a_graph_that_has_failed_waits_no_more(graph):
-    graph.counts = (12, 11)
     assert status().call == "optimizer.apply(), step 12"
     with call("Checkpoint.save"):
         assert not status().waits

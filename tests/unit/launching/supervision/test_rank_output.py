@@ -58,24 +58,19 @@ def test_lines_are_shown_whole_and_progress_bars_in_their_last_state(
     assert shown == [(OUT, expected)]
 
 
-def test_flush_shows_an_unfinished_line(shown):
-    rank = output_of(shown, b"50%\r", kind=OUT)
-    rank.flush()
-    rank.write(OUT, b"100%\n")
-    assert shown == [(OUT, b"50%\r"), (OUT, b"100%\n")]
-
-
-def test_flush_shows_a_line_only_after_it_has_stopped_growing(shown):
+def test_flush_shows_a_progress_bar_and_another_line_after_it_has_stopped_growing(shown):
     rank = output(shown)
     for piece in (b"loss", b" ", b"0.5"):
         rank.write(OUT, piece)
         rank.flush()
     assert shown == []
-    rank.write(OUT, b"\n")
+    rank.write(OUT, b"\n50%\r")
+    rank.flush()
+    rank.write(OUT, b"100%\n")
     rank.write(OUT, b"Continue?")
     rank.flush()
     rank.flush()
-    assert shown == [(OUT, b"loss 0.5\n"), (OUT, b"Continue?")]
+    assert [data for _, data in shown] == [b"loss 0.5\n", b"50%\r", b"100%\n", b"Continue?"]
 
 
 def test_flush_shows_a_line_that_grows_for_long(shown, monkeypatch):
@@ -138,64 +133,63 @@ def test_logs_of_earlier_runs_are_kept(tmp_path):
     }
 
 
-GREETINGS = (
-    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
-    b"I0000 00:00:1795685351.176964   27122 port.cc:153] oneDNN custom operations are on.\n"
-    b"I0000 00:00:1795685351.176964   27122 device_compiler.h:208] Compiled cluster using XLA!\n"
-    b"2026-11-26 10:00:00.000000: I tensorflow/core/util/port.cc:153] oneDNN custom operations\n"
-    b"2026-11-26 10:00:00.000000: I external/local_xla/xla/service/service.cc:168] XLA service\n"
-    b"I0000 00:00:1795685351.176964   27122 service.cc:153] XLA service 0x7f5a initialized\n"
-    b"I0000 00:00:1795685351.176964   27122 service.cc:161]   StreamExecutor [0]: Host, Default\n"
-    b"I0000 00:00:1795685351.176964   27122 generator_dataset_op.cc:213] Memory patch applied\n"
+# How lines of C++ begin, of level INFO; new and old.
+INFO, OLD = b"I0000 00:00:1795685351.176964   27122 ", b"2026-11-26 10:00:00.000000: "
+WARNS, FAILS = b"W" + INFO[1:], b"E" + INFO[1:]
+PLUGIN = b"Attempting to register factory for plugin cuDNN when one has already been registered"
+PEERS = b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : "
+GREETINGS = [
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n",
+    INFO + b"port.cc:153] oneDNN custom operations are on.\n",
+    OLD + b"I tensorflow/core/util/port.cc:153] oneDNN custom operations\n",
+    INFO + b"device_compiler.h:208] Compiled cluster using XLA!\n",
+    OLD + b"I external/local_xla/xla/service/service.cc:168] XLA service\n",
+    INFO + b"service.cc:153] XLA service 0x7f5a initialized\n",
+    INFO + b"service.cc:161]   StreamExecutor [0]: Host, Default\n",
+    INFO + b"generator_dataset_op.cc:213] Memory patch applied\n",
     b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with"
-    b" the appropriate compiler flags.\n"
-    b"E0000 00:00:1795685351.176964   27122 cuda_dnn.cc:8454] Unable to register cuDNN factory: "
-    b"Attempting to register factory for plugin cuDNN when one has already been registered\n"
-    b"2026-11-26 10:00:00.000000: E external/local_xla/xla/stream_executor/cuda/cuda_fft.cc:467] "
-    b"Unable to register cuFFT factory: Attempting to register factory for plugin cuFFT\n"
-    b"W0000 00:00:1795685351.176964   27122 computation_placer.cc:177] computation placer already "
-    b"registered. Please check linkage and avoid linking the same target more than once.\n"
+    b" the appropriate compiler flags.\n",
+    FAILS + b"cuda_dnn.cc:8454] Unable to register cuDNN factory: " + PLUGIN + b"\n",
+    OLD + b"E external/local_xla/xla/stream_executor/cuda/cuda_fft.cc:467] Unable to register cuFFT"
+    b" factory: " + PLUGIN + b"\n",
+    WARNS + b"computation_placer.cc:177] computation placer already registered. Please check.\n",
     b"W1129 08:01:11.472600    6026 coordination_service.cc:185] [173972] Using experimental "
-    b"recoverable task feature.\n"
-    b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
-)
-# Each line by itself.
-NOT_GREETINGS = (
-    b"E0000 00:00:1795685351.176964   27122 cuda_executor.cc:10] failed call to cuInit\n"
-    b"F0000 00:00:1795685351.176964   27122 tensor.cc:10] Check failed: size >= 0\n"
-    b"W0000 00:00:1795685351.176964   27122 bfc_allocator.cc:501] Allocator (GPU_0_bfc) ran out of "
-    b"memory trying to allocate 2.0GiB\n"
-    b"2026-11-26 10:00:00.000000: W tensorflow/core/gpu_device.cc:2343] Cannot dlopen libraries\n"
-    b"I1129 08:01:11.472600 140123 train.py:12] step 10: loss 0.3\n"
-    b"INFO:absl:step 10\n"
-    b"I0000 00:00:1795685351.176964   27122 my_engine.cc:10] checkpoint written to /x\n"
-    b"I0000 00:00:1795685351.176964   27122 service.cc:10] 3 requests\n"
-    b"I0000 00:00:1795685351.176964   27122 gpu_device.cc:2022] Created device GPU:0\n"
-    b"2026-11-26 10:00:00.000000: I tensorflow/core/common_runtime/gpu/gpu_device.cc:2022] Created "
-    b"device /job:localhost/replica:0/task:0/device:GPU:0 with 70000 MB memory\n"
-    b"2026-11-26 10:00:00.000000: I my/own/server.cc:5] accuracy 0.93\n"
-    b"2026-11-26 [step 3] Unable to register cuDNN factory: in my text\n"
-    b"2026-11-26 10:00:00.000000: E my/own/file.cc:5] Unable to register cuDNN factory: mine\n"
-    b"2026-11-26 10:00:00.000000: I have a dream\n"
-    b"loss 0.3 I0000 00:00:1795685351.176964   27122 port.cc:153] oneDNN\n"
-    b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 31\n"
-)
+    b"recoverable task feature.\n",
+    PEERS + b"3\n",
+]
+NOT_GREETINGS = [
+    FAILS + b"cuda_executor.cc:10] failed call to cuInit\n",
+    b"F" + INFO[1:] + b"tensor.cc:10] Check failed: size >= 0\n",
+    WARNS + b"bfc_allocator.cc:501] Allocator (GPU_0_bfc) ran out of memory\n",
+    OLD + b"W tensorflow/core/gpu_device.cc:2343] Cannot dlopen libraries\n",
+    b"I1129 08:01:11.472600 140123 train.py:12] step 10: loss 0.3\n",
+    b"INFO:absl:step 10\n",
+    INFO + b"my_engine.cc:10] checkpoint written to /x\n",
+    INFO + b"service.cc:10] 3 requests\n",
+    INFO + b"gpu_device.cc:2022] Created device GPU:0\n",
+    OLD + b"I tensorflow/core/common_runtime/gpu/gpu_device.cc:2022] Created device GPU:0\n",
+    OLD + b"I my/own/server.cc:5] accuracy 0.93\n",
+    b"2026-11-26 [step 3] Unable to register cuDNN factory: in my text\n",
+    OLD + b"E my/own/file.cc:5] Unable to register cuDNN factory: mine\n",
+    OLD + b"I have a dream\n",
+    b"loss 0.3 " + INFO + b"port.cc:153] oneDNN\n",
+    PEERS + b"31\n",
+]
 
 
 @pytest.mark.parametrize("prefix", [b"", b"[3 node2] "])
 def test_greetings_of_libraries_are_in_the_log_only(shown, tmp_path, prefix):
-    greetings, others = (each.splitlines(True) for each in (GREETINGS, NOT_GREETINGS))
-    both = itertools.zip_longest(greetings, others, fillvalue=b"")
+    both = itertools.zip_longest(GREETINGS, NOT_GREETINGS, fillvalue=b"")
     lines = [line for two in both for line in two if line]
-    output_of(shown, *lines, GREETINGS, log_dir=tmp_path, prefix=bool(prefix)).close()
-    assert b"".join(data for _, data in shown) == b"".join(prefix + line for line in others)
+    output_of(shown, *lines, b"".join(GREETINGS), log_dir=tmp_path, prefix=bool(prefix)).close()
+    assert [data for _, data in shown] == [prefix + line for line in NOT_GREETINGS]
     logged = (tmp_path / "rank-0003.log").read_bytes()
-    assert logged == b"".join(prefix + line for line in [*lines, *greetings])
+    assert logged == b"".join(prefix + line for line in [*lines, *GREETINGS])
 
 
 def test_greetings_are_shown_on_request(shown):
-    output_of(shown, GREETINGS, greetings=True)
-    assert shown == [(ERR, GREETINGS)]
+    output_of(shown, b"".join(GREETINGS), greetings=True)
+    assert shown == [(ERR, b"".join(GREETINGS))]
 
 
 TRACEBACK = b"""Traceback (most recent call last):
@@ -340,7 +334,7 @@ def test_greetings_warnings_and_old_lines_do_not_say_why_a_rank_ends(shown, monk
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 100)
     warning = b"train.py:26: UserWarning: Converting a tensor\nto a scalar\n  float(loss)\n"
-    rank.write(ERR, b"".join(GREETINGS.splitlines(True)[:4]) + warning)
+    rank.write(ERR, b"".join(GREETINGS[:3]) + warning)
     assert rank.last_lines() == []
     rank.write(ERR, b"\r 1%\r 2%")
     assert rank.last_lines() == [" 2%"]
