@@ -126,19 +126,6 @@ def test_a_step_that_fails_does_not_count():
     assert last_step() == 3
 
 
-def in_thread(function):
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result(20)
-
-
-def test_a_wait_is_seen_from_another_thread_with_its_line():
-    with call("hvkit.average"), waiting():
-        seen = in_thread(status)
-    assert (seen.call, seen.waits) == ("hvkit.average", True)
-    assert seen.where.startswith("tests/unit/watch/test_calls.py:")
-    assert not status().waits
-
-
 def test_threads_are_in_calls_of_their_own():
     entered, go_on = threading.Event(), threading.Event()
 
