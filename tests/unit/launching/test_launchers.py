@@ -118,7 +118,7 @@ def test_root_is_allowed_where_the_user_is_root(command, monkeypatch):
     assert "--allow-run-as-root" in command(OPEN_MPI, HERE)
 
 
-SIX = replace(THERE, networks=("fd00::/64",))
+SIX = replace(THERE, networks=("fd00::/64",), daemon_networks=("fd00::/64",))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_no_output_is_lost_if_it_is_read_late():
 def test_a_rank_that_ends_well_but_never_starts_horovod_is_not_waited_for(first):
     """Whether another rank starts it before or after that."""
     start = "from hvkit.host import run_reports; run_reports.report(starting=True)"
-    late = "sleep 2;"
+    late = "sleep 1;"
     done = run(
         f"[ $OMPI_COMM_WORLD_RANK = 1 ] && {{ {late * first} exit 0; }}; "
         f"{late * (1 - first)} {sys.executable} -c '{start}'; sleep 600"
