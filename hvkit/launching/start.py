@@ -1,6 +1,7 @@
 """``hvkit run``: from the parsed request to the run's outcome, over all restarts."""
 
 import json
+import math
 import secrets
 import shlex
 import time
@@ -177,7 +178,7 @@ def _prepared_again(
     status.update(phase=f"begins restart {restarts.made} after a pause of {pause:g} s")
     said = ""
     while True:
-        time.sleep(pause)
+        _wait(pause)
         try:
             run = prepared(request, least=least, preempted=preempted)
         except LaunchError as error:
@@ -193,6 +194,17 @@ def _prepared_again(
             logger.warning("%d ranks now, %d before", run.size, before.size)
         status.update(restarts=restarts.made)
         return replace(run, status=status, timeline=before.timeline, saved_in=before.saved_in)
+
+
+def _wait(seconds: float) -> None:
+    """Sleep a second at a time.
+
+    ``time.sleep`` goes on after a signal that comes while the handler of another one runs, and
+    Python handles that signal only then.
+    """
+    naps = math.ceil(seconds)
+    for _ in range(naps):
+        time.sleep(seconds / naps)
 
 
 def _supervised(request: Request, run: SupervisedRun) -> Outcome:

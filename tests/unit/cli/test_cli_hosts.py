@@ -13,22 +13,32 @@ from hvkit.launching.host_checks.hosts_check import Checked, Examined, HostProbl
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path("hosts")
     path.write_text("# all\nnode1 slots=2 max_slots=4\nroot@node2 slots=1\nnode3\n")
     return path
 
 
-def _checked(hosts, system, *problems: HostProblem) -> Checked:
+@pytest.fixture
+def printed(capsys):
+    """What ``hvkit hosts`` prints with these arguments, to both streams."""
+
+    def run(*words, status=0):
+        assert main(["hosts", *words]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+def checked(hosts, system, *problems):
     facts = HostReport("node1", {}, 8, 2**34, 2, (), (), ())
     examined = (Examined(hosts[0], facts, None), *(Examined(h, None, "away") for h in hosts[1:]))
     return Checked(examined, {hosts[0].name: "eth0 10.0.0.1"}, problems)
 
 
-def test_a_file_is_listed_with_the_ranks_of_each_host(file, capsys):
-    assert main(["hosts", "hosts"]) == 0
-    assert capsys.readouterr().out == (
+def test_a_file_is_listed_with_the_ranks_of_each_host(file, printed):
+    assert printed("hosts").out == (
         "host       slots  max  user  ranks\n"
         "node1          2    4     -    0-1\n"
         "node2          1    -  root      2\n"
@@ -37,31 +47,26 @@ def test_a_file_is_listed_with_the_ranks_of_each_host(file, capsys):
     )
 
 
-def test_a_list_is_listed(capsys):
-    assert main(["hosts", "-H", "node1:2"]) == 0
-    assert capsys.readouterr().out == (
-        "host   slots  max  user  ranks\n"
-        "node1      2    -     -    0-1\n"
-        "1 host, 2 slots\n"
-    )  # fmt: skip
+def test_a_list_is_listed(printed):
+    expected = "host   slots  max  user  ranks\nnode1      2    -     -    0-1\n1 host, 2 slots\n"
+    assert printed("-H", "node1:2").out == expected
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    ("text", "form", "out"),
     [
-        ("openmpi", "node1 slots=2 max_slots=2\nroot@node2 slots=3\n"),
-        ("mpich", "node1:2\nnode2:3 user=root\n"),
+        (
+            "node1 max_slots=2\nroot@node2 slots=3\n",
+            "openmpi",
+            "node1 slots=2 max_slots=2\nroot@node2 slots=3\n",
+        ),
+        ("node1 max_slots=2\nroot@node2 slots=3\n", "mpich", "node1:2\nnode2:3 user=root\n"),
+        ("node1:2\nnode2:1\n", "horovodrun", "node1:2,node2:1\n"),
     ],
 )
-def test_hosts_are_printed_in_the_form_of_a_launcher(file, capsys, form, text):
-    file.write_text("node1 max_slots=2\nroot@node2 slots=3\n")
-    assert main(["hosts", "hosts", "--as", form]) == 0
-    assert capsys.readouterr().out == text
-
-
-def test_hosts_are_printed_for_horovodrun(capsys):
-    assert main(["hosts", "-H", "node1:2,node2:1", "--as", "horovodrun"]) == 0
-    assert capsys.readouterr().out == "node1:2,node2:1\n"
+def test_hosts_are_printed_in_the_form_of_a_launcher(file, printed, text, form, out):
+    file.write_text(text)
+    assert printed("hosts", "--as", form).out == out
 
 
 @pytest.mark.parametrize(
@@ -72,84 +77,59 @@ def test_hosts_are_printed_for_horovodrun(capsys):
         ("root@a:1", "horovodrun", "horovodrun does not accept root@a: set User for a in ~/.ssh/"),
     ],
 )
-def test_hosts_that_a_launcher_would_not_accept_are_refused(capsys, hosts, form, message):
-    assert main(["hosts", "-H", hosts, "--as", form]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"hvkit: {message}")
+def test_hosts_that_a_launcher_would_not_accept_are_refused(printed, hosts, form, message):
+    out, err = printed("-H", hosts, "--as", form, status=2)
+    assert out == ""
+    assert err.startswith(f"hvkit: {message}")
 
 
-def test_a_repeated_host_is_mentioned_and_its_slots_added_up(file, capsys):
+def test_a_repeated_host_is_mentioned_and_its_slots_added_up_but_a_check_refuses_it(file, printed):
     file.write_text("node1 slots=2\nnode1 slots=1\n")
-    assert main(["hosts", "hosts", "--as", "openmpi"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == "node1 slots=3\n"
-    assert printed.err == (
-        "hvkit: hosts: line 2: node1 is named again after line 1: name it once, with all its slots "
-        "(3); added up here, but `hvkit run` refuses it\n"
-    )
+    again = "hosts: line 2: node1 is named again after line 1: name it once, with all its slots (3)"
+    out, err = printed("hosts", "--as", "openmpi")
+    assert out == "node1 slots=3\n"
+    assert err == f"hvkit: {again}; added up here, but `hvkit run` refuses it\n"
+    assert again in printed("hosts", "--check", status=2).err
 
 
-def test_a_check_refuses_a_repeated_host(file, capsys):
-    file.write_text("node1 slots=2\nnode1 slots=1\n")
-    assert main(["hosts", "hosts", "--check"]) == 2
-    assert "line 2: node1 is named again after line 1" in capsys.readouterr().err
-
-
-def test_a_malformed_file_is_reported_with_its_line(file, capsys):
+def test_a_malformed_file_is_reported_with_its_line(file, printed):
     file.write_text("node1 slots=2\nnode2 slots=four\n")
-    assert main(["hosts", "hosts"]) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == (
-        "",
-        "hvkit: hosts: line 2: slots must be a positive integer, got 'four'\n",
-    )
+    message = "hvkit: hosts: line 2: slots must be a positive integer, got 'four'\n"
+    assert printed("hosts", status=2) == ("", message)
 
 
-def test_without_a_file_the_hosts_are_those_of_the_batch_system(scontrol, capsys, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
-    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
-    assert main(["hosts", "--as", "openmpi"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == "gpu1 slots=4\ngpu2 slots=4\n"
-    assert printed.err == "hvkit: hosts from Slurm (SLURM_JOB_NODELIST)\n"
-
-
-def test_a_check_gets_the_batch_system_of_the_hosts(scontrol, capsys, monkeypatch):
+def test_without_a_file_the_hosts_are_those_of_the_batch_system(scontrol, printed, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     systems = []
-    monkeypatch.setattr(
-        command, "check", lambda hosts, system: systems.append(system) or _checked(hosts, system)
-    )
-    assert main(["hosts", "--check"]) == 0
-    assert main(["hosts", "-H", "node1:2", "--check"]) == 0
+    check = lambda hosts, system: systems.append(system) or checked(hosts, system)  # noqa: E731
+    monkeypatch.setattr(command, "check", check)
+    said = "hvkit: hosts from Slurm (SLURM_JOB_NODELIST)\n"
+    assert printed("--as", "openmpi") == ("gpu1 slots=4\ngpu2 slots=4\n", said)
+    printed("--check")
+    printed("-H", "node1:2", "--check")
     assert systems == ["Slurm", None]
 
 
-def test_without_any_hosts_the_error_explains_how_to_name_them(capsys, monkeypatch):
+def test_without_any_hosts_the_error_explains_how_to_name_them(printed, monkeypatch):
     monkeypatch.setattr(arguments, "allocation", lambda environ: None)
-    assert main(["hosts"]) == 2
-    assert capsys.readouterr().err.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
+    said = printed(status=2).err
+    assert said.startswith("hvkit: no hosts: name a hostfile or -H HOST:SLOTS")
 
 
-def test_a_check_without_problems_ends_with_0(capsys, monkeypatch):
-    monkeypatch.setattr(command, "check", _checked)
-    assert main(["hosts", "-H", "node1:2", "--check"]) == 0
-    assert capsys.readouterr().out == (
+def test_a_check_without_problems_ends_with_0(printed, monkeypatch):
+    monkeypatch.setattr(command, "check", checked)
+    assert printed("-H", "node1:2", "--check").out == (
         "host   slots  cores  GPUs  free memory      interface  result\n"
         "node1      2      8     2     16.0 GiB  eth0 10.0.0.1    fine\n"
     )
 
 
-def test_a_check_with_problems_ends_with_1_and_a_line_for_each(capsys, monkeypatch):
-    wrong = (
-        HostProblem(("node2",), "[away]: is it on?"),
-        HostProblem(("node1", "node2"), "torch differs"),
-    )
-    monkeypatch.setattr(command, "check", lambda hosts, system: _checked(hosts, system, *wrong))
-    assert main(["hosts", "-H", "node1:2,node2:2", "--check"]) == 1
-    assert capsys.readouterr().out == (
+def test_a_check_with_problems_ends_with_1_and_a_line_for_each(printed, monkeypatch):
+    away = HostProblem(("node2",), "[away]: is it on?")
+    differs = HostProblem(("node1", "node2"), "torch differs")
+    monkeypatch.setattr(command, "check", lambda *given: checked(*given, away, differs))
+    assert printed("-H", "node1:2,node2:2", "--check", status=1).out == (
         "host   slots  cores  GPUs  free memory      interface      result\n"
         "node1      2      8     2     16.0 GiB  eth0 10.0.0.1   1 problem\n"
         "node2      2      -     -            -              -  2 problems\n"
@@ -158,35 +138,27 @@ def test_a_check_with_problems_ends_with_1_and_a_line_for_each(capsys, monkeypat
     )
 
 
-@pytest.mark.parametrize("arguments", [["a", "-H", "b:1"], ["a", "--check", "--as", "mpich"]])
-def test_arguments_that_exclude_each_other_are_refused(arguments):
+@pytest.mark.parametrize("words", [["a", "-H", "b:1"], ["a", "--check", "--as", "mpich"]])
+def test_arguments_that_exclude_each_other_are_refused(words):
     with pytest.raises(SystemExit) as end:
-        main(["hosts", *arguments])
+        main(["hosts", *words])
     assert end.value.code == 2
 
 
-_COLUMNS = ("host", "slots")
-_ROWS = (("node1", "2"), ("[::1]", "16"))
-
-
-def _printed(terminal: bool) -> str:
+def table(width, **terminal):
     file = io.StringIO()
-    show_table(Console(file=file, force_terminal=terminal, width=60), _COLUMNS, _ROWS)
+    console = Console(file=file, width=width, **terminal)
+    show_table(console, ("host", "slots"), (("node1", "2"), ("[::1]" * 10, "16")))
     return file.getvalue()
 
 
-def test_without_a_terminal_columns_are_aligned_without_trailing_blanks():
-    assert _printed(terminal=False) == "host   slots\nnode1      2\n[::1]     16\n"
-
-
-def test_without_a_terminal_long_lines_are_not_wrapped():
-    file = io.StringIO()
-    show_table(Console(file=file, width=10), _COLUMNS, [("n" * 50, "2")])
-    assert len(file.getvalue().splitlines()) == 2
+def test_without_a_terminal_columns_are_aligned_neither_wrapped_nor_filled_with_blanks():
+    head, *rows = table(width=10).splitlines()
+    assert head == f"{'host':50}  slots"
+    assert rows == [f"{'node1':50}      2", "[::1]" * 10 + "     16"]
 
 
 def test_on_a_terminal_a_table_is_drawn_and_brackets_stay():
-    drawn = _printed(terminal=True)
-    assert "━" in drawn
-    for word in ("host", "slots", "node1", "[::1]", "16"):
+    drawn = table(width=100, force_terminal=True)
+    for word in ("━", "host", "slots", "node1", "[::1]" * 10, "16"):
         assert word in drawn

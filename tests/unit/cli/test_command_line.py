@@ -13,8 +13,6 @@ from hvkit.cli import main, run
 from hvkit.launching.hosts import Host
 from hvkit.launching.supervision.supervised_run import Outcome
 
-HVKIT = [sys.executable, "-m", "hvkit"]
-
 
 def test_home_is_set_where_it_is_missing_since_open_mpi_does_not_start_without(monkeypatch, capsys):
     for value in ("/somewhere", ""):
@@ -79,48 +77,31 @@ def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, cap
     assert "hvkit: starts 8 ranks, one for each GPU\n" in capsys.readouterr().err
 
 
+BEFORE = "before COMMAND, which gets all options after it, such as -np"
+NOT_OURS = "is not an option of hvkit run"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["train.py"], "-np is missing: this host has 4 cores and no GPU; .* such as -np 4"),
-        (["train.py", "-np", "2"], "before COMMAND, which gets all options after it, such as -np"),
-        (["train.py", "-n", "2"], "before COMMAND, which gets all options after it, such as -np"),
-        (["train.py", "--np=2"], "before COMMAND, which gets all options after it, such as -np"),
+        (["train.py", "-np", "2"], BEFORE),
+        (["train.py", "-n", "2"], BEFORE),
+        (["train.py", "--np=2"], BEFORE),
         (["-np", "33", "x"], "-np 33 is too many: .* most -np 32, or write -H localhost:33"),
-        (
-            ["--nproc-per-node", "2", "x"],
-            "--nproc-per-node is not an option of hvkit run: -np N is the n",
-        ),
-        (
-            ["--nproc_per_node=2", "x"],
-            "--nproc_per_node is not an option of hvkit run: -np N is the num",
-        ),
-        (
-            ["--nnodes=2", "x"],
-            "--nnodes is not an option of hvkit run: name hosts .* -H host1:4,host2:4",
-        ),
-        (
-            ["--num_processes", "2", "x"],
-            "--num_processes is not an option of hvkit run: -np N is the num",
-        ),
-        (
-            ["-hostfile", "x"],
-            "-hostfile is not an option of hvkit run: name the file with --hostfile",
-        ),
-        (
-            ["--max_restarts", "2", "x"],
-            "--max_restarts is not an option of hvkit run: write --max-resta",
-        ),
+        (["--nproc-per-node", "2", "x"], f"--nproc-per-node {NOT_OURS}: -np N is the n"),
+        (["--nproc_per_node=2", "x"], f"--nproc_per_node {NOT_OURS}: -np N is the num"),
+        (["--nnodes=2", "x"], f"--nnodes {NOT_OURS}: name hosts .* -H host1:4,host2:4"),
+        (["--num_processes", "2", "x"], f"--num_processes {NOT_OURS}: -np N is the num"),
+        (["-hostfile", "x"], f"-hostfile {NOT_OURS}: name the file with --hostfile"),
+        (["--max_restarts", "2", "x"], f"--max_restarts {NOT_OURS}: write --max-restarts"),
         (["--hostfle", "2", "x"], r"unrecognized arguments: --hostfle \(did you mean --hostfile\?"),
         (["--slots-per-host", "2", "x"], "--slots-per-host is not .*: name hosts with their ranks"),
         (["--min-num-proc", "2", "x"], "--min-num-proc is not .*: write --min-np$"),
         (["--check-build"], "--check-build is not .*: run `hvkit doctor`$"),
         (["--fusion-threshold-mb=4", "x"], r"variable HOROVOD_FUSION_THRESHOLD \(in bytes\)"),
         (["-p", "22", "x"], "-p is not .*: for horovodrun's --ssh-port, set Port for the host in"),
-        (
-            ["-np", "2", "-c", "print(1)"],
-            "for Python's, write `python -c CODE` as COMMAND; for sru",
-        ),
+        (["-np", "2", "-c", "print(1)"], "for Python's, write `python -c CODE` as COMMAND; for sr"),
         (["-bind", "x"], "unrecognized arguments: -bind"),
         (["-N2", "x"], "-N is not .*: name hosts with their ranks"),
         (["-t", "10:00", "x"], "for srun's --time, the time limit belongs in `hvkit manifest slu"),
@@ -187,20 +168,25 @@ def test_a_shell_completes_commands_options_and_files(capsys, shell):
         assert done.stdout == "gloo\n"
 
 
-@pytest.mark.parametrize(
-    "words", [["hosts", "-H", "node1:2"], ["manifest", "slurm", "-np", "2", "--slots", "1", "x"]]
-)
-def test_output_that_nobody_reads_ends_a_command_quietly(words):
+def unread():
+    """A pipe that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "wb") as unread:
-        done = subprocess.run([*HVKIT, *words], stdout=unread, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (141, "")
+    return writer
 
 
-def test_output_that_does_not_fit_on_a_disk_is_an_error():
-    with open("/dev/full", "wb") as full:
-        words = [*HVKIT, "hosts", "-H", "node1:2"]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "hvkit: cannot write to standard output: No space left on device\n"
+HOSTS, MANIFEST = ["hosts", "-H", "node1:2"], ["manifest", "slurm", "-np", "2", "--slots", "1", "x"]
+FULL = "hvkit: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "output", "status", "said"),
+    [(HOSTS, None, 141, ""), (MANIFEST, None, 141, ""), (HOSTS, "/dev/full", 1, FULL)],
+)
+def test_output_that_nobody_reads_ends_a_command_quietly_and_a_full_disk_does_not(
+    words, output, status, said
+):
+    with open(output or unread(), "wb") as out:
+        words = [sys.executable, "-m", "hvkit", *words]
+        done = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (status, said)

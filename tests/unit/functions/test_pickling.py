@@ -53,14 +53,11 @@ def test_on_a_rank_main_has_what_the_call_uses_also_in_its_own_processes(tmp_pat
     subprocess.run([sys.executable, script, tmp_path, *words], check=True)
     on_rank = (
         "from hvkit.functions.pickling import read_call\n"
-        f"with open({str(call_in(tmp_path))!r}, 'rb') as file:\n"
-        "    function, args, kwargs = read_call(file)\n"
-        "print(function())\n"
+        f"function, _, _ = read_call(open({str(call_in(tmp_path))!r}, 'rb'))\nprint(function())\n"
     )
     environ = {**os.environ, VARIABLE: str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", on_rank], env=environ, capture_output=True, text=True, check=False
-    )
+    words = [sys.executable, "-c", on_rank]
+    ran = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
     assert ran.stdout.strip() == "(True, [10])", ran.stderr
 
 

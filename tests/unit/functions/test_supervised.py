@@ -1,11 +1,13 @@
-"""The process that supervises ranks, and the ranks' command."""
+"""The process that supervises ranks, the ranks' command, and where their output is shown."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 
 from hvkit.functions import starter
+from hvkit.functions.streams import follow
 from hvkit.functions.supervised import begin
 
 
@@ -26,3 +28,14 @@ def test_ranks_get_the_options_of_this_python():
     assert {"-O", "-Wignore"} <= set(words)
     assert words[words.index("-X") + 1] == "dev"
     assert words[-3:] == ["-m", "hvkit.functions.rank", "len"]
+
+
+def test_output_ends_no_run_where_it_cannot_be_shown(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    monkeypatch.setattr(sys, "stderr", None)  # as in a process that starts with `2>&-`
+    code = "import sys; sys.stdout.buffer.write('é✓'.encode()); sys.stderr.write('lost')"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1)
+    follow(process)
+    assert process.returncode == 0
+    assert shown.getvalue() == "é?".encode("latin-1")

@@ -19,16 +19,11 @@ def topology(tmp_path):
     return tmp_path
 
 
-def test_hardware_threads_of_a_core_stay_together_and_packages_too(topology):
+def test_hardware_threads_of_a_core_stay_together_and_packages_too(topology, tmp_path):
     assert cores(range(8), topology) == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
-
-
-def test_cpus_that_the_process_may_not_use_are_left_out(topology):
+    # CPUs that the process may not use are left out.
     assert cores([0, 1, 5], topology) == [{0}, {1, 5}]
-
-
-def test_without_topology_each_cpu_is_a_core(tmp_path):
-    assert cores([3, 1], tmp_path) == [{1}, {3}]
+    assert cores([3, 1], tmp_path / "no topology") == [{1}, {3}]
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(8, 2), (8, 3), (7, 4), (5, 5), (64, 6)])
@@ -46,35 +41,27 @@ def test_one_rank_and_ranks_on_too_few_cores_are_not_bound():
 
 
 @pytest.mark.parametrize(
-    ("local_size", "usable", "host", "expected"),
+    ("local_size", "usable", "host", "limit", "expected"),
     [
-        (1, 8, 8, 8),
-        (2, 8, 8, 4),
-        (3, 8, 8, 2),
-        (16, 8, 8, 1),
-        (2, 1, 8, 1),  # bound to a core
-        (2, 4, 8, 4),  # bound to half of the host
+        (1, 8, 8, None, 8),
+        (2, 8, 8, None, 4),
+        (3, 8, 8, None, 2),
+        (16, 8, 8, None, 1),
+        (2, 1, 8, None, 1),  # bound to a core
+        (2, 4, 8, None, 4),  # bound to half of the host
+        # In a container they share the time that it has.
+        (2, 64, 64, 2.0, 1),
+        (2, 32, 64, 2.0, 1),  # bound to half of the host
+        (2, 64, 64, 8.0, 4),
+        (2, 64, 64, 5.0, 3),  # rounded up
+        (1, 64, 64, 1.5, 2),
+        (8, 64, 64, 0.5, 1),
+        (2, 1, 64, 8.0, 1),  # bound to less than the limit gives
+        (2, 64, 64, 128.0, 32),  # a limit above what the host has
     ],
 )
-def test_the_ranks_of_a_host_share_its_cpus(local_size, usable, host, expected):
-    assert threads_of_rank(local_size, usable, host, None) == expected
-
-
-@pytest.mark.parametrize(
-    ("local_size", "usable", "limit", "expected"),
-    [
-        (2, 64, 2.0, 1),
-        (2, 32, 2.0, 1),  # bound to half of the host
-        (2, 64, 8.0, 4),
-        (2, 64, 5.0, 3),  # rounded up
-        (1, 64, 1.5, 2),
-        (8, 64, 0.5, 1),
-        (2, 1, 8.0, 1),  # bound to less than the limit gives
-        (2, 64, 128.0, 32),  # a limit above what the host has
-    ],
-)
-def test_the_ranks_of_a_container_share_the_time_that_it_has(local_size, usable, limit, expected):
-    assert threads_of_rank(local_size, usable, 64, limit) == expected
+def test_the_ranks_of_a_host_share_its_cpus(local_size, usable, host, limit, expected):
+    assert threads_of_rank(local_size, usable, host, limit) == expected
 
 
 @pytest.mark.parametrize(

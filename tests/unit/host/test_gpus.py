@@ -1,3 +1,5 @@
+"""The GPU of each rank, and those that CUDA shows."""
+
 import pytest
 
 from hvkit.errors import LaunchError
@@ -25,25 +27,21 @@ def test_more_ranks_than_gpus_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("listed", "visible"),
+    ("of_host", "listed", "visible"),
     [
-        (None, 4),
-        ("0,1", 2),
-        ("3", 1),
-        ("GPU-8932f937,MIG-1b2c", 2),
-        ("", 0),
-        ("-1", 0),
-        ("NoDevFiles", 0),
-        ("0,-1,1", 1),
-        ("1,9,2", 1),  # CUDA's list ends before the first that does not exist
+        (4, None, 4),
+        (4, "0,1", 2),
+        (4, "3", 1),
+        (4, "GPU-8932f937,MIG-1b2c", 2),
+        (4, "", 0),
+        (4, "-1", 0),
+        (4, "NoDevFiles", 0),
+        (4, "0,-1,1", 1),
+        (4, "1,9,2", 1),  # CUDA's list ends before the first that does not exist
+        (0, "0,1", 0),
     ],
 )
-def test_ranks_may_use_the_gpus_that_cuda_shows_them(monkeypatch, listed, visible):
-    found = tuple(Gpu(number, "H100", None, "580") for number in range(4))
+def test_ranks_may_use_the_gpus_that_cuda_shows_them(monkeypatch, of_host, listed, visible):
+    found = tuple(Gpu(number, "H100", None, "580") for number in range(of_host))
     monkeypatch.setattr(gpus, "gpus", lambda: Gpus(found, None, "13.0"))
     assert visible_gpus({} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}) == visible
-
-
-def test_a_host_without_gpus_shows_none_whatever_is_listed(monkeypatch):
-    monkeypatch.setattr(gpus, "gpus", lambda: Gpus((), None, None))
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0

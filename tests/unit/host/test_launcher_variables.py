@@ -1,3 +1,5 @@
+"""What launchers leave in the environment of their processes."""
+
 import os
 
 import pytest
@@ -18,6 +20,8 @@ from hvkit.host.launcher_variables import Launched, launch_id, launched, rank_id
         # An allocation is not a launch: SLURM_NTASKS is set in an interactive shell too.
         ({"SLURM_NTASKS": "5"}, None),
         ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "2"}, None),
+        ({"MASTER_ADDR": "a", "RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, Launched(4, "mpirun")),
     ],
 )
 def test_what_launchers_leave_in_the_environment(environ, expected):
@@ -37,17 +41,19 @@ def test_a_size_that_is_none_is_an_error_that_names_variable_and_value(value):
         launched({"OMPI_COMM_WORLD_SIZE": value})
 
 
-def test_torchrun_is_refused_rather_than_trained_apart():
-    with pytest.raises(LaunchError, match=r"torchrun started this process \(WORLD_SIZE=2\)"):
-        launched({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
+OTHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
 
 
-def test_so_are_other_launchers_of_torch_distributed():
-    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
-    with pytest.raises(LaunchError, match=r"a launcher of torch.distributed started this process"):
+@pytest.mark.parametrize(
+    ("environ", "started_by"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, r"torchrun started .* \(WORLD_SIZE=2"),
+        (OTHER, "a launcher of torch.distributed started this process"),
+    ],
+)
+def test_torchrun_and_its_like_are_refused_rather_than_trained_apart(environ, started_by):
+    with pytest.raises(LaunchError, match=started_by):
         launched(environ)
-    assert launched({"WORLD_SIZE": "2"}) is None
-    assert launched({**environ, "OMPI_COMM_WORLD_SIZE": "4"}) == Launched(4, "mpirun")
 
 
 def test_variables_that_do_not_tell_launches_apart_make_no_id_of_a_rank():

@@ -1,46 +1,37 @@
-"""Hostfiles: single lines, the form and the bytes of whole files, and hosts with several lines."""
+"""Hostfiles: single lines, the form and the bytes of whole files, and any text."""
 
 import re
-from pathlib import Path
 
 import pytest
+from cases import MORE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvkit.errors import HostfileError
-from hvkit.launching.hostfile import parse_hostfile, read_entries, read_hostfile
-from hvkit.launching.hosts import Host, merged, repeated
-
-_LONG = "n" * 64
-
-
-def _hosts(text: str) -> tuple[Host, ...]:
-    return merged(parse_hostfile(text, "f"), "f")
+from hvkit.launching.hostfile import parse_hostfile, read_hostfile
+from hvkit.launching.hosts import Host, merged
+from hvkit.launching.launchers import write_mpich, write_openmpi
 
 
 @pytest.mark.parametrize(
     ("line", "host"),
     [
         ("node1", Host("node1")),
-        ("node1 slots=4", Host("node1", 4)),
         ("node1\tslots=4", Host("node1", 4)),
         ("  node1   slots=4  ", Host("node1", 4)),
         ("node1 slots = 4", Host("node1", 4)),
-        ("node1 slots= 4", Host("node1", 4)),
-        ("node1 slots=04", Host("node1", 4)),
+        ("node1 slots= 04", Host("node1", 4)),
         ("node1 slots=4 max_slots=8", Host("node1", 4, 8)),
-        ("node1 slots=4 max-slots=8", Host("node1", 4, 8)),
-        ("node1 max_slots=8 slots=4", Host("node1", 4, 8)),
+        ("node1 max-slots=8 slots=4", Host("node1", 4, 8)),
         ("node1 max_slots=8", Host("node1", 8, 8)),
-        ("node1 slots=4 # the fast one", Host("node1", 4)),
         ("node1 slots=4# the fast one", Host("node1", 4)),
         ("root@node1 slots=4", Host("node1", 4, user="root")),
         ("container_1 slots=4", Host("container_1", 4)),
         ("node1.example.com slots=4", Host("node1.example.com", 4)),
         ("10.1.2.3 slots=4", Host("10.1.2.3", 4)),
-        ("fd00::1 slots=4", Host("fd00::1", 4)),
         ("[fd00::1] slots=4", Host("fd00::1", 4)),
         ("FD00:0:0:0::1", Host("fd00::1")),
         ("root@fd00::1 slots=4", Host("fd00::1", 4, user="root")),
-        ("node1:4", Host("node1", 4)),
         ("node1:4 # the fast one", Host("node1", 4)),
         ("10.1.2.3:4", Host("10.1.2.3", 4)),
         ("[fd00::1]:4", Host("fd00::1", 4)),
@@ -49,31 +40,18 @@ def _hosts(text: str) -> tuple[Host, ...]:
     ],
 )
 def test_a_valid_line(line, host):
-    assert _hosts(line) == (host,)
+    assert merged(parse_hostfile(line, "f"), "f") == (host,)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("node1 slots=four", "slots must be a positive integer, got 'four'"),
-        ("node1 slots=0", "slots must be a positive integer, got '0'"),
-        ("node1 slots=-1", "slots must be a positive integer, got '-1'"),
-        ("node1 slots=+2", "slots must be a positive integer, got '+2'"),
-        ("node1 slots=2.5", "slots must be a positive integer, got '2.5'"),
-        ("node1 slots=²", "slots must be a positive integer, got '²'"),
-        ("node1 slots=٤", "slots must be a positive integer, got '٤'"),
-        ("node1 slots=", "slots must be a positive integer, got ''"),
         ("node1 slots", "slots must be a positive integer, got none: write slots=N"),
         ("node1 slots=65536", "slots must be at most 65535, got '65536'"),
-        (
-            f"node1 slots={'9' * 5000}",
-            f"slots must be at most 65535, got '{'9' * 57}...'",
-        ),
+        (f"node1 slots={'9' * 5000}", f"slots must be at most 65535, got '{'9' * 57}...'"),
         ("node1 max_slots=x slots=2", "max_slots must be a positive integer, got 'x'"),
-        (
-            "node1 slots=4 max_slots=2",
-            "max_slots must not be less than slots, got 2 for 4 slots",
-        ),
+        ("node1 slots=4 max_slots=2", "max_slots must not be less than slots, got 2 for 4 slots"),
         ("node1 slots=4 slots=4", "slots is set twice: keep one"),
         ("node1 max_slots=4 max-slots=4", "max_slots is set twice: keep one"),
         ("node1 slot=4", "unknown keyword 'slot': did you mean slots?"),
@@ -82,99 +60,88 @@ def test_a_valid_line(line, host):
         ("node1 count=4", "unknown keyword 'count': write slots=N"),
         ("node1 slots_max=4", "unknown keyword 'slots_max': write max_slots=N"),
         ("node1 username=root", "unknown keyword 'username': write user@host"),
-        (
-            "node1 port=2222",
-            "unknown keyword 'port': set Port for this host in ~/.ssh/config",
-        ),
+        ("node1 port=2222", "unknown keyword 'port': set Port for this host in ~/.ssh/config"),
         ("node1 colour=4", "unknown keyword 'colour': use slots or max_slots"),
         ("node1 node2", "only slots=N and max_slots=N may follow the host, got 'node2'"),
         ("slots=4", "a line starts with a host, got 'slots=4'"),
         ("node1,node2", "'node1,node2': write each host on its own line, without commas"),
         ('"node1" slots=4', "'\"node1\"': write names and numbers without quotes"),
-        (
-            "node[1-4] slots=4",
-            "'node[1-4]': hvkit does not expand ranges: write each host",
-        ),
-        (
-            "[1-4] slots=4",
-            "'[1-4]': brackets are for IPv6 addresses, as in [fd00::1] or [fd00::1]:4",
-        ),
-        (
-            "+n0",
-            "'+n0' names a host by its position in another list, which hvkit does not read: write "
-            "the host's name",
-        ),
+        ("node[1-4] slots=4", "'node[1-4]': hvkit does not expand ranges: write each host"),
+        ("[1-4] slots=4", "'[1-4]': brackets are for IPv6 addresses, as in [fd00::1] or"),
+        ("+n0", "'+n0' names a host by its position in another list, which hvkit does not read"),
         ("^node1", "'^node1' excludes a host from another list: delete its line"),
         ("// node1", "'//': a comment starts with #"),
         (":4", "':4' has no host name: write HOST or USER@HOST"),
         ("root@ slots=4", "'root@' has no host name: write HOST or USER@HOST"),
-        (
-            "@node1",
-            "'@node1' has an invalid user before the @ (letters, digits, _ and - are valid): "
-            "remove the user and set User for this host in ~/.ssh/config",
-        ),
-        (
-            "first.last@node1",
-            "'first.last@node1' has an invalid user before the @ (letters, digits, _ and - are "
-            "valid): remove the user and set User for this host in ~/.ssh/config",
-        ),
-        (
-            "-node1",
-            "'-node1' is not a host name: use letters, digits, - and _ in parts of at most 63 "
-            "characters between dots; a part must not start or end with -",
-        ),
-        (
-            _LONG,
-            f"'{'n' * 57}...' is not a host name: use letters, digits, - and _ in parts of at most "
-            "63 characters between dots; a part must not start or end with -",
-        ),
-        (
-            "10.0.0.256",
-            "'10.0.0.256' is neither an IPv4 address (four numbers up to 255) nor a host name "
-            "(its last part needs a letter)",
-        ),
-        (
-            "fe80::1%eth0",
-            "'fe80::1%eth0' is valid on one link of this host only: write an address without %, or "
-            "the host's name",
-        ),
-        (
-            "node1:4:2",
-            "'node1:4:2' is not an IPv6 address; with slots, write it as [fd00::1]:4",
-        ),
+        ("@node1", "'@node1' has an invalid user before the @ (letters, digits, _ and - are valid"),
+        ("a.b@node1", "'a.b@node1' has an invalid user before the @ (letters, digits, _ and -"),
+        ("-node1", "'-node1' is not a host name: use letters, digits, - and _ in parts of at most"),
+        ("n" * 64, f"'{'n' * 57}...' is not a host name: use letters, digits, - and _ in parts"),
+        ("10.0.0.256", "'10.0.0.256' is neither an IPv4 address (four numbers up to 255) nor a"),
+        ("fe80::1%eth0", "'fe80::1%eth0' is valid on one link of this host only: write an address"),
+        ("node1:4:2", "'node1:4:2' is not an IPv6 address; with slots, write it as [fd00::1]:4"),
         ("node1:", "slots must be a positive integer, got ''"),
-        ("node1:two", "slots must be a positive integer, got 'two'"),
         ("node1 :2", "only slots=N and max_slots=N may follow the host, got ':2'"),
-        (
-            "node1:2 slots=2",
-            "'slots=2' is Open MPI's form, but the slots after the host's colon are MPICH's: use "
-            "one form",
-        ),
-        (
-            "node1:2 binding=rr",
-            "'binding=rr' is not supported after host:slots: of MPICH's options for a host, "
-            "hvkit reads user= only",
-        ),
-        (
-            "node1:2 ifname=eth1",
-            "'ifname=eth1' is not supported after host:slots: of MPICH's options for a host, "
-            "hvkit reads user= only",
-        ),
+        ("node1:2 slots=2", "'slots=2' is Open MPI's form, but the slots after the host's colon"),
+        ("node1:2 binding=rr", "'binding=rr' is not supported after host:slots: of MPICH's option"),
         ("root@node1:2 user=root", "'user=root': the user is set twice: keep one"),
     ],
 )
 def test_an_invalid_line_is_an_error_with_its_number_and_the_fix(line, message):
     text = f"node8\n# node7\n{line}\nnode9\n"
-    with pytest.raises(HostfileError, match=f"^{re.escape(f'hostfiles/gpu: line 3: {message}')}$"):
+    with pytest.raises(HostfileError, match=f"^{re.escape(f'hostfiles/gpu: line 3: {message}')}"):
         parse_hostfile(text, "hostfiles/gpu")
 
 
+BAD_NUMBERS = [
+    *("0", "00", "-1", "+2", "four", "1.5", "", "0x2", "2;", "'2'", '"2"', "1e3", "2,", "²", "٤"),
+    *("\uff12", "65536", "9" * 20, "2_0", "None", "2\u00a0", "2\r2", "\x00", "*", "auto"),
+]
+BAD_KEYWORDS = [
+    *("slot", "Slots", "_SLOTS", "count", "cpu", "max", "maxslots", "max slots", "port", "user"),
+    *("slots=2 slots", "max_slots=9 max-slots", "slots_max", "boards", "x", "slots:", "--slots"),
+]
+BAD_NAMES = [
+    *("-a", "a-", "a..b", ".a", "a.", "a$", "node[1-4]", "[1-4]", "+n0", "+e", "^a", "a,b", "a,"),
+    *('"a"', "'a'", "hôst", "a" * 64, "a." * 127 + "a", "10.0.0.256", "10.0.0", "1", "a.1", "a/b"),
+    *("fe80::1%eth0", "[node1]", "[fd00::1", "fd00::1]", "1::2::3", "a:b:c", "@a", "a@", "a@b@c"),
+    *("x y@a", "first.last@a", "a\\b", "a!b", "a*", "(a)", "a|b", "a;b", "\u200ba", "//a", "a=b"),
+]
+BAD_EXTRAS = ["node2", "2", "slots", "=", "=4", "/", "-x", "\u00a0", "x=", "max_slots", "slots=1=1"]
+OF_OPEN_MPI = [
+    *(f"node0 {key}={number}" for key in ("slots", "max_slots") for number in BAD_NUMBERS),
+    *(f"node0 {keyword}=3" for keyword in BAD_KEYWORDS),
+    *(f"{name} slots=3" for name in BAD_NAMES),
+    *(f"node0 slots=3 {extra}" for extra in [*BAD_EXTRAS, "max_slots=2"]),
+]
+OF_MPICH = [
+    *(f"node0:{number}" for number in BAD_NUMBERS),
+    # With two colons in a row it would be a valid IPv6 address.
+    *(f"{name}:3" for name in BAD_NAMES if "::" not in name),
+    *(f"node0:3 {extra}" for extra in [*BAD_EXTRAS, "binding=rr", "ifname=eth0", "slots=2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [(OF_OPEN_MPI, ["a slots=2", "b slots=1"]), (OF_MPICH, ["a:2", "b:1"])],
+    ids=["Open MPI", "MPICH"],
+)
+def test_a_wrong_line_among_right_ones_is_refused_with_its_number(wrong, right):
+    for line in wrong:
+        for place in range(3):
+            lines = [*right[:place], line, *right[place:]]
+            with pytest.raises(HostfileError) as error:
+                parse_hostfile("\n".join(lines), "f")
+            assert str(error.value).startswith(f"f: line {place + 1}: "), line
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return tmp_path / "hosts"
 
 
-def _refused(file: Path, data: bytes) -> str:
+def refusal(file, data):
     file.write_bytes(data)
     with pytest.raises(HostfileError) as error:
         read_hostfile(file)
@@ -186,27 +153,38 @@ def test_comments_blank_lines_and_line_ends_of_any_system_are_skipped(file):
     assert read_hostfile(file) == (Host("node1", 2), Host("node2", 2))
 
 
-def test_in_open_mpis_form_a_bare_name_leaves_the_slots_to_the_launcher(file):
+def test_a_bare_name_has_one_slot_in_mpichs_form_and_in_open_mpis_what_the_launcher_finds(file):
+    file.write_text("node1\nnode2:2\nnode3\n")
+    assert read_hostfile(file) == (Host("node1", 1), Host("node2", 2), Host("node3", 1))
     file.write_text("node1\nnode2 slots=2\n")
     assert read_hostfile(file) == (Host("node1"), Host("node2", 2))
 
 
-def test_in_mpichs_form_a_bare_name_has_one_slot(file):
-    file.write_text("node1\nnode2:2\nnode3\n")
-    assert read_hostfile(file) == (Host("node1", 1), Host("node2", 2), Host("node3", 1))
-
-
 @pytest.mark.parametrize("data", [b"", b"\n\n", b"# nothing\n", b"\xef\xbb\xbf"])
 def test_a_file_without_hosts_is_an_error(file, data):
-    expected = "has no host: write a line for each, `node1 slots=2`"
-    assert _refused(file, data) == expected
+    assert refusal(file, data) == "has no host: write a line for each, `node1 slots=2`"
 
 
-def test_bytes_that_are_not_text_are_an_error_with_their_line(file):
-    assert _refused(file, b"node1\nno\0de2\n") == "line 2: is not text: it has a zero byte"
-    assert _refused(file, b"node1\n\nh\xf6st\n") == (
-        "line 3: is not UTF-8 text: it has the byte 0xf6"
-    )
+FIX = "use `node1 slots=4` or `node1:4` throughout"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"node1\nno\0de2\n", "line 2: is not text: it has a zero byte"),
+        (b"node1\n\nh\xf6st\n", "line 3: is not UTF-8 text: it has the byte 0xf6"),
+        (
+            b"node0\nnode1 slots=2\nnode2\nnode3:2\n",
+            f"line 4: is in MPICH's form but line 2 is in Open MPI's: {FIX}",
+        ),
+        (
+            b"node1:2\nnode2 max_slots=2\n",
+            f"line 2: is in Open MPI's form but line 1 is in MPICH's: {FIX}",
+        ),
+    ],
+)
+def test_what_is_no_text_or_has_lines_of_two_forms_is_an_error(file, data, message):
+    assert refusal(file, data) == message
 
 
 def test_a_file_far_larger_than_a_hostfile_is_not_read_to_its_end(file):
@@ -216,68 +194,58 @@ def test_a_file_far_larger_than_a_hostfile_is_not_read_to_its_end(file):
         read_hostfile(file)
 
 
-def test_a_missing_file_and_a_folder_are_errors(tmp_path):
-    with pytest.raises(HostfileError, match=re.escape("hosts: cannot be read: No such file")):
-        read_hostfile(tmp_path / "hosts")
+def test_a_missing_file_and_a_folder_are_errors(file):
+    with pytest.raises(HostfileError, match="hosts: cannot be read: No such file"):
+        read_hostfile(file)
     with pytest.raises(HostfileError, match="cannot be read: Is a directory"):
-        read_hostfile(tmp_path)
+        read_hostfile(file.parent)
 
 
-def test_the_first_line_with_a_form_decides_for_the_file(file):
-    fix = "use `node1 slots=4` or `node1:4` throughout"
-    assert _refused(file, b"node0\nnode1 slots=2\nnode2\nnode3:2\n") == (
-        f"line 4: is in MPICH's form but line 2 is in Open MPI's: {fix}"
-    )
-    assert _refused(file, b"node1:2\nnode2 max_slots=2\n") == (
-        f"line 2: is in Open MPI's form but line 1 is in MPICH's: {fix}"
-    )
+LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,8}[A-Za-z_])?"
+# A name whose last part is a number would be read as an address.
+NAMES = st.from_regex(rf"({LABEL}\.){{0,2}}[a-z]{LABEL}", fullmatch=True)
+ADDRESSES = st.ip_addresses(v=4).map(str)
+USERS = st.none() | st.from_regex(r"[a-z_][a-z0-9_-]{0,6}", fullmatch=True)
+SLOTS = st.integers(1, 30_000)
 
 
-@pytest.mark.parametrize(
-    ("text", "host"),
-    [
-        ("node1\nnode1\nnode1\n", Host("node1", 3)),
-        ("node1 slots=2\nNODE1 slots=3\n", Host("node1", 5)),
-        ("node1 slots=2\nnode1\n", Host("node1", 3)),
-        ("node1 slots=2 max_slots=5\nnode1 slots=2\n", Host("node1", 4, 5)),
-        ("node1:2\nnode1\n", Host("node1", 3)),
-        ("fd00::1 slots=1\nfd00:0::1 slots=1\n", Host("fd00::1", 2)),
-    ],
-)
-def test_slots_of_a_host_that_is_named_again_are_added(file, text, host):
-    file.write_text(text)
-    assert read_hostfile(file) == (host,)
+def with_max(name, slots, more, user):
+    return Host(name, slots, None if None in (slots, more) else slots + more, user)
 
 
-def test_hosts_keep_the_order_of_first_mention(file):
-    file.write_text("b:1\na:1\nb:1\n")
-    assert read_hostfile(file) == (Host("b", 2), Host("a", 1))
+OF_FORM = {
+    write_openmpi: st.builds(
+        with_max, NAMES | st.ip_addresses().map(str), st.none() | SLOTS, st.none() | SLOTS, USERS
+    ),
+    write_mpich: st.builds(Host, NAMES | ADDRESSES, SLOTS, st.none(), USERS),
+}
+NOISE = st.lists(st.sampled_from(["", "   ", "\t", "# a", "#node9 slots=x", "\t# node9:0"]))
+ENDS = st.sampled_from(["", "\r", " ", "\t", " # why", "#why", " \r"])
 
 
-def test_hosts_with_several_lines_are_known_with_their_lines(file):
-    file.write_text("a slots=1\n# b\nb slots=1\nA slots=2\na\n")
-    assert repeated(read_entries(file)) == {"a": ("line 1", "line 4", "line 5")}
+@MORE
+@pytest.mark.parametrize("write", OF_FORM)
+@given(data=st.data())
+def test_a_written_file_is_read_as_the_same_hosts_whatever_is_around_its_lines(write, data):
+    some = st.lists(OF_FORM[write], min_size=1, max_size=6, unique_by=lambda h: h.name.lower())
+    hosts = tuple(data.draw(some))
+    lines = []
+    for line in write(hosts).splitlines():
+        begin = data.draw(st.sampled_from(["", " ", "\t"]))
+        lines += [*data.draw(NOISE), begin + line + data.draw(ENDS)]
+    for text in (write(hosts), "\n".join(lines)):
+        assert merged(parse_hostfile(text, "f"), "f") == hosts
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "u@a slots=1\na slots=1\n",
-            "f: line 2: a has the user None here but 'u' in line 1: use one of them",
-        ),
-        (
-            "a slots=1 max_slots=3\na max_slots=2\n",
-            "f: line 2: a has max_slots=2 here but 3 before: use one of them",
-        ),
-        (
-            "a slots=2 max_slots=3\na slots=2\n",
-            "f: line 2: the slots of a add up to 4, more than its max_slots=3: "
-            "lower the slots, or raise max_slots",
-        ),
-    ],
-)
-def test_lines_that_contradict_each_other_are_an_error(text, message):
-    entries = parse_hostfile(text, "f")
-    with pytest.raises(HostfileError, match=f"^{re.escape(message)}$"):
-        merged(entries, "f")
+@settings(max_examples=300)
+@given(text=st.text(alphabet="ab1.:-_@[]=#,'\"%+^ \t\n\r\0\u00a0é²slotmax/*", max_size=60))
+def test_any_text_is_read_or_refused_and_what_is_read_can_be_written(text):
+    refusal = ""
+    try:
+        hosts = merged(parse_hostfile(text, "f"), "f")
+    except HostfileError as error:
+        refusal = str(error)
+    if refusal:
+        assert re.match(r"f: (line \d+: |has no host)", refusal)
+    else:
+        assert merged(parse_hostfile(write_openmpi(hosts), "f"), "f") == hosts

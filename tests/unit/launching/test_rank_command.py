@@ -32,50 +32,45 @@ def _program(file, text="#!/bin/sh\n"):
     file.chmod(0o755)
 
 
-def _nothing():
-    raise AssertionError("standard input is read only if the command says so")
+HERE = sys.executable
+SCRIPT = ["-c", "print(2)"]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train.py", "--lr", "1"], [sys.executable, "train.py", "--lr", "1"]),
-        (["./train.py"], [sys.executable, "./train.py"]),
-        (["missing.py"], [sys.executable, "missing.py"]),
+        (["train.py", "--lr", "1"], [HERE, "train.py", "--lr", "1"]),
+        (["./train.py"], [HERE, "./train.py"]),
+        (["missing.py"], [HERE, "missing.py"]),
         (["tool.py"], ["tool.py"]),
         (["bin/tool.py", "-"], ["bin/tool.py", "-"]),
-        (["bin/no_line.py"], [sys.executable, "bin/no_line.py"]),
+        (["bin/no_line.py"], [HERE, "bin/no_line.py"]),
         (["python", "train.py", "-"], ["python", "train.py", "-"]),
         (["sh", "-"], ["sh", "-"]),
         (["python", "-mjson.tool", "-"], ["python", "-mjson.tool", "-"]),
         (["python", "-Ic1", "-"], ["python", "-Ic1", "-"]),
+        (["-", "a"], [HERE, *SCRIPT, "a"]),
+        (["python3", "-u", "-W", "error", "-"], ["python3", "-u", "-W", "error", *SCRIPT]),
+        (["python3", "-uW", "c", "-"], ["python3", "-uW", "c", *SCRIPT]),
+        (["python3", "-Wmodule", "-"], ["python3", "-Wmodule", *SCRIPT]),
     ],
 )
-def test_a_script_runs_with_this_python(folder, words, expected):
-    assert with_python(words, _nothing) == tuple(expected)
+def test_a_script_runs_with_this_python_and_so_does_one_on_standard_input(folder, words, expected):
+    read = []
+    assert with_python(words, lambda: read.append(1) or "print(2)") == tuple(expected)
+    assert bool(read) == ("print(2)" in expected)  # else standard input is left alone
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("script", "message"),
     [
-        (["-", "a"], [sys.executable, "-c", "print(2)", "a"]),
-        (["python3", "-u", "-W", "error", "-"], ["python3", "-u", "-W", "error", "-c", "print(2)"]),
-        (["python3", "-uW", "c", "-"], ["python3", "-uW", "c", "-c", "print(2)"]),
-        (["python3", "-Wmodule", "-"], ["python3", "-Wmodule", "-c", "print(2)"]),
+        ("\n", "the script on standard input is empty"),
+        ("#" * 200_000, "longer than 131071 bytes: write it to a file"),
     ],
 )
-def test_all_ranks_run_a_script_on_standard_input(words, expected):
-    assert with_python(words, lambda: "print(2)") == tuple(expected)
-
-
-def test_an_empty_script_on_standard_input_is_refused():
-    with pytest.raises(UsageError, match="the script on standard input is empty"):
-        with_python(["-"], lambda: "\n")
-
-
-def test_a_script_on_standard_input_that_fits_in_no_command_is_refused():
-    with pytest.raises(UsageError, match="longer than 131071 bytes: write it to a file"):
-        with_python(["-"], lambda: "#" * 200_000)
+def test_a_script_on_standard_input_that_no_command_can_hold_is_refused(script, message):
+    with pytest.raises(UsageError, match=message):
+        with_python(["-"], lambda: script)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +88,10 @@ def test_a_script_on_standard_input_that_fits_in_no_command_is_refused():
         (["run.sh"], NOT_FOUND, "there is no such program on PATH: write ./run.sh for the file in"),
         (["python9"], NOT_FOUND, "on PATH: `hvkit run ... script.py` takes the Python of hvkit"),
         (["./nothing"], NOT_FOUND, "cannot run ./nothing: there is no such file in "),
-        (
-            ["python3", "-X", "dev", "no.py"],
-            NOT_FOUND,
-            "cannot run no.py: there is no such file in ",
-        ),
+        (["python3", "-X", "dev", "no.py"], NOT_FOUND, "run no.py: there is no such file in "),
         (["./plain.sh"], NOT_EXECUTABLE, "it is not executable: `chmod +x ./plain.sh`"),
         (["./bin"], NOT_EXECUTABLE, "cannot run ./bin: it is a folder"),
-        (
-            ["./windows.sh"],
-            NOT_EXECUTABLE,
-            "its first line names '/bin/sh\\r', which does not exist",
-        ),
+        (["./windows.sh"], NOT_EXECUTABLE, "names '/bin/sh\\r', which does not exist"),
         (["./text.sh"], NOT_EXECUTABLE, "it is text, and its first line names no program"),
     ],
 )

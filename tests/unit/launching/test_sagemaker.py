@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,10 @@ from hvkit.launching.hosts import Host
 from hvkit.launching.sagemaker import are_of_a_job, follow, starts_ranks, wait_for_hosts
 
 HOSTS = (Host("algo-1"), Host("algo-2"))
-# Lets log in once there is a file `up`; a session lasts until the file is gone.
+# Lets log in once there is a file `up`; a session lasts until the file is gone. Counts the tries.
 SSH = """#!/bin/sh
 cd "$(dirname "$0")"
+echo try >> tries
 if [ ! -e up ]; then
   echo "ssh: connect to host algo-1 port 22: Connection refused" >&2
   exit 255
@@ -36,13 +36,13 @@ exit 255
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     """The folder of the stand-in; times are short."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sagemaker, "_STARTED", 1.0)
-    monkeypatch.setattr(sagemaker, "_ENDED", 0.5)
+    monkeypatch.setattr(sagemaker, "_STARTED", 0.3)
+    monkeypatch.setattr(sagemaker, "_ENDED", 0.3)
     monkeypatch.setattr(sagemaker, "_BETWEEN_TRIES", 0.05)
     return tmp_path
 
@@ -50,19 +50,23 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def _variables(monkeypatch):
     monkeypatch.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
-    monkeypatch.delenv("SM_CURRENT_HOST", raising=False)
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
 
 
-def test_the_first_host_starts_the_ranks(monkeypatch):
+def test_the_first_host_starts_the_ranks_and_one_that_gets_none_does_not(monkeypatch):
+    assert not starts_ranks(HOSTS)
+    assert not starts_ranks(HOSTS[:1])
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
     assert starts_ranks(HOSTS)
-    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
+
+
+def test_without_the_toolkit_sagemakers_file_names_this_host(monkeypatch, tmp_path):
+    monkeypatch.delenv("SM_CURRENT_HOST")
+    monkeypatch.delenv("SM_HOSTS")
+    file = tmp_path / "resourceconfig.json"
+    monkeypatch.setattr("hvkit.launching.allocation._SAGEMAKER_RESOURCES", file)
+    file.write_text('{"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}')
     assert not starts_ranks(HOSTS)
-
-
-def test_a_host_that_gets_no_ranks_starts_none(monkeypatch):
-    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
-    assert not starts_ranks(HOSTS[:1])
 
 
 @pytest.mark.parametrize(
@@ -83,26 +87,14 @@ def test_a_host_that_is_none_of_the_jobs_is_an_error(monkeypatch):
         starts_ranks(HOSTS)
 
 
-def test_without_the_toolkit_sagemakers_file_names_this_host(monkeypatch, tmp_path):
-    monkeypatch.delenv("SM_HOSTS")
-    file = tmp_path / "resourceconfig.json"
-    monkeypatch.setattr("hvkit.launching.allocation._SAGEMAKER_RESOURCES", file)
-    file.write_text('{"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}')
-    assert not starts_ranks(HOSTS)
-
-
-SHORT_TIMES = """
-from hvkit.launching import sagemaker
-from hvkit.launching.hosts import Host
-
-sagemaker._ENDED, sagemaker._BETWEEN_TRIES = 0.5, 0.05
-"""
-
-
 @contextmanager
 def running(line):
-    """A process that runs this line of Python; killed at the end."""
-    process = subprocess.Popen([sys.executable, "-c", SHORT_TIMES + line])
+    """A process that runs this line of Python with short times; killed at the end."""
+    code = (
+        "from hvkit.launching import sagemaker\nfrom hvkit.launching.hosts import Host\n"
+        f"sagemaker._ENDED, sagemaker._BETWEEN_TRIES = 0.3, 0.05\n{line}"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
     try:
         yield process
     finally:
@@ -110,18 +102,37 @@ def running(line):
         process.wait()
 
 
+def wait_for_lines(file, number):
+    deadline = time.monotonic() + 60
+    while not file.exists() or file.read_text().count("\n") < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_the_others_stay_until_it_has_ended_whatever_signals_they_get(job):
     with running('sagemaker.follow(Host("algo-1"))') as process:
-        time.sleep(0.2)  # it is later than this host
+        wait_for_lines(job / "tries", 2)  # it is later than this host
         (job / "up").touch()
-        wait_until(lambda: (job / "logins").exists())
+        wait_for_lines(job / "logins", 1)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        time.sleep(0.1)
         assert process.poll() is None
         (job / "up").unlink()
         assert process.wait(60) == 0
     assert (job / "logins").read_text() == "in\n"
+
+
+def test_the_first_host_waits_for_logins(job):
+    with running('sagemaker.wait_for_hosts([Host("algo-2")])') as process:
+        wait_for_lines(job / "tries", 2)
+        assert process.poll() is None
+        (job / "up").touch()
+        assert process.wait(60) == 0
+
+
+def test_it_does_not_wait_for_ever(job):
+    wait_for_hosts(HOSTS[1:])
 
 
 @pytest.fixture
@@ -139,29 +150,8 @@ def test_a_first_host_that_never_comes_is_an_error(job):
         follow(HOSTS[0])
 
 
-def test_the_first_host_waits_for_logins(job):
-    with running('sagemaker.wait_for_hosts([Host("algo-2")])') as process:
-        time.sleep(0.3)
-        assert process.poll() is None
-        (job / "up").touch()
-        assert process.wait(60) == 0
-
-
-def test_it_does_not_wait_for_ever(job):
-    wait_for_hosts(HOSTS[1:])
-
-
-def wait_until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    pytest.fail("never became true")
-
-
 def test_a_script_that_launches_on_another_host_waits_for_the_first_and_ends_well(monkeypatch):
     followed = []
-    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
     monkeypatch.setenv("SM_NUM_GPUS", "1")
     monkeypatch.setattr(sagemaker, "follow", followed.append)
     with pytest.raises(SystemExit) as ended:

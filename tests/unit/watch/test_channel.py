@@ -3,14 +3,13 @@
 import queue
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
-from hvkit.errors import LaunchError
 from hvkit.watch import channel
 from hvkit.watch.calls import Status
-from hvkit.watch.diagnosis import Limits
 
 
 @pytest.fixture
@@ -32,10 +31,17 @@ def admitted(listener):
     assert not serving.is_alive()
 
 
-def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listener, admitted):
+@pytest.fixture
+def both_ends(listener, admitted):
+    """Of a rank's connection to rank 0."""
     there = channel.connect(listener.endpoint, 3)
     rank, here = admitted.get(timeout=20)
     assert rank == 3
+    return there, here
+
+
+def test_messages_of_a_rank_that_knows_the_secret_go_both_ways(both_ends):
+    there, here = both_ends
     status = Status("fit", stack=("train.py:41 in load",))
     channel.send_message(there, status)
     assert channel.receive_message(here) == status
@@ -43,10 +49,18 @@ def test_a_rank_that_knows_the_secret_is_let_in_and_messages_go_both_ways(listen
     assert channel.receive_message(there) == channel.EndRun("it waits", 30.0)
 
 
+def test_what_a_busy_process_has_not_read_is_acknowledged(both_ends):
+    there, _here = both_ends
+    channel.send_message(there, channel.GotSigterm())
+    deadline = time.monotonic() + 10
+    while not channel.is_acknowledged(there):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("values", [{"kind": "Fetch"}, {"kind": "StepHeld"}, {"step": 3}])
-def test_what_is_no_message_of_a_watcher_is_an_error(listener, admitted, values):
-    there = channel.connect(listener.endpoint, 3)
-    _, here = admitted.get(timeout=20)
+def test_what_is_no_message_of_a_watcher_is_an_error(both_ends, values):
+    there, here = both_ends
     channel.send(there, values)
     with pytest.raises(ValueError, match="no message of a watcher"):
         channel.receive_message(here)
@@ -69,24 +83,8 @@ def test_a_rank_that_no_address_leads_to_rank_0_goes_without(listener):
     assert channel.connect(listener.endpoint, 1) is None
 
 
-def test_one_host_listens_to_itself_alone_and_several_name_their_addresses():
+def test_one_host_listens_to_itself_alone_and_several_name_their_addresses(listener):
     several = channel.RankListener(one_host=False)
-    try:
-        assert channel.RankListener(one_host=True).endpoint.addresses == ("127.0.0.1",)
-        assert several.endpoint.addresses
-    finally:
-        several.close()
-
-
-def test_the_limits_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("HVKIT_STALL_SECONDS", "7.5")
-    assert Limits.from_environment() == Limits(7.5, 1800)
-    monkeypatch.setenv("HVKIT_STALL_SECONDS", "4000")
-    assert Limits.from_environment() == Limits(4000, 4000)
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
-def test_a_limit_that_is_no_number_of_seconds_is_refused(text, monkeypatch):
-    monkeypatch.setenv("HVKIT_STALL_LIMIT_SECONDS", text)
-    with pytest.raises(LaunchError, match=f"HVKIT_STALL_LIMIT_SECONDS must be .* got '{text}'"):
-        Limits.from_environment()
+    several.close()
+    assert listener.endpoint.addresses == ("127.0.0.1",)
+    assert several.endpoint.addresses

@@ -34,25 +34,25 @@ def test_without_an_answer_of_every_rank_there_is_no_step(monkeypatch):
     assert agreement.step is None
 
 
-def steps_until_due(rank):
-    return next(step for step in range(1, 100) if rank.at_last_step())
-
-
-def test_a_rank_holds_until_the_step_is_known_and_goes_on_to_it():
+@pytest.fixture
+def rank():
+    """One of several."""
     rank = Preemption()
     rank.several_ranks()
+    return rank
+
+
+def test_a_rank_holds_until_the_step_is_known_and_goes_on_to_it(rank):
     assert not rank.at_last_step()
     assert rank.hold() == 1
-    threading.Timer(0.2, rank.leave_at, [4]).start()
-    assert steps_until_due(rank) == 3
+    threading.Timer(0.1, rank.leave_at, [4]).start()
+    assert next(steps for steps in range(1, 100) if rank.at_last_step()) == 3
     assert rank._step == 4
 
 
-def test_a_rank_goes_on_if_there_is_no_agreement_and_may_agree_later():
-    rank = Preemption()
-    rank.several_ranks()
+def test_a_rank_goes_on_if_there_is_no_agreement_and_may_agree_later(rank):
     rank.hold()
-    threading.Timer(0.2, rank.leave_at, [None]).start()
+    threading.Timer(0.1, rank.leave_at, [None]).start()
     assert not rank.at_last_step()
     assert not rank.at_last_step()
     rank.hold()
@@ -60,11 +60,14 @@ def test_a_rank_goes_on_if_there_is_no_agreement_and_may_agree_later():
     assert rank.at_last_step()
 
 
-def test_one_process_leaves_at_the_end_of_its_step():
+def test_one_process_leaves_at_the_end_of_its_step_with_status_143():
     rank = Preemption()
     assert not rank.at_last_step()
     assert not rank.take_sigterm()
     assert rank.at_last_step()
+    with pytest.raises(SystemExit) as ended:
+        rank.leave()
+    assert ended.value.code == 143
 
 
 def test_the_same_sigterm_may_come_several_times_but_a_later_one_ends_the_process(monkeypatch):
@@ -82,40 +85,33 @@ def test_sigterm_ends_a_rank_at_once_when_another_has_ended():
     assert rank.take_sigterm()
 
 
-def test_leaving_ends_the_script_with_status_143():
-    with pytest.raises(SystemExit) as ended:
-        Preemption().leave()
-    assert ended.value.code == 143
-
-
 def test_handling_sigterm_again_and_again_takes_no_further_files_and_threads():
-    rank = Preemption()
-    for _ in range(3):
+    rank, held = Preemption(), []
+    for _ in range(23):
         rank.handle_sigterm()
         rank.stop_handling()
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for _ in range(20):
-        rank.handle_sigterm()
-        rank.stop_handling()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        held.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert held[3:] == [held[2]] * 20
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("when", ["during", "after"])
-def test_sigterm_counts_also_with_an_event_loop_of_the_script(when):
+@pytest.mark.parametrize("during", [True, False])
+def test_sigterm_counts_also_with_an_event_loop_of_the_script(during):
     """A loop takes the wakeup descriptor for its own signals, and leaves none behind."""
     code = f"""
 import asyncio, os, signal, time
 from hvkit.watch.preemption import PREEMPTION
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
-    if {when == "during"}:
+    if {during}:
         os.kill(os.getpid(), signal.SIGTERM)
 PREEMPTION.handle_sigterm()
 asyncio.run(main())
-if {when == "after"}:
+if not {during}:
     os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.5)
+deadline = time.monotonic() + 20
+while not PREEMPTION.requested and time.monotonic() < deadline:
+    time.sleep(0.01)
 print(PREEMPTION.requested)
 """
     words = [sys.executable, "-c", code]

@@ -34,13 +34,31 @@ def said(monkeypatch):
     return said
 
 
+def caught(fails):
+    try:
+        fails()
+    except BaseException as error:
+        return error
+
+
+def interrupts():
+    raise KeyboardInterrupt
+
+
+def shows(error):
+    """As Python does with an error that nobody catches."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def files_of(error):
+    return [Path(place.filename).name for place in traceback.extract_tb(error.__traceback__)]
+
+
 def test_an_error_of_all_ranks_is_each_ones_reason_and_shown_by_one(said, capsys):
-    error = rank_errors.mark_as_shown_by(FloatingPointError("not finite"), 0)
-    sys.excepthook(type(error), error, None)
+    shows(rank_errors.mark_as_shown_by(FloatingPointError("not finite"), 0))
     assert said == [{"cause": "rank 1 failed with FloatingPointError: not finite"}]
-    assert capsys.readouterr().err == (
-        "hvkit: rank 1 ends with the same FloatingPointError as rank 0\n"
-    )
+    line = "hvkit: rank 1 ends with the same FloatingPointError as rank 0\n"
+    assert capsys.readouterr().err == line
 
 
 def test_the_traceback_of_an_explained_error_ends_at_the_line_of_the_script(said, monkeypatch):
@@ -49,7 +67,7 @@ def test_the_traceback_of_an_explained_error_ends_at_the_line_of_the_script(said
     error = caught(lambda: json.loads('{"a": 1}', object_hook=lambda _: tree_map(seconds, ["X"])))
     assert isinstance(error, LaunchError)
     assert {"_pytree.py", "diagnosis.py"} < {*files_of(error)}
-    sys.excepthook(type(error), error, error.__traceback__)
+    shows(error)
     # A library that calls the script, or is it, stays.
     assert files_of(error)[-2:] == ["decoder.py", "test_rank_errors.py"]
 
@@ -58,7 +76,7 @@ def test_an_argument_that_hvkit_refuses_is_shown_where_the_script_passes_it(said
     error = caught(lambda: hvkit.LocalSGD(every=0))
     assert isinstance(error, ValueError)
     assert {*files_of(error)} > {"test_rank_errors.py"}
-    sys.excepthook(type(error), error, error.__traceback__)
+    shows(error)
     assert {*files_of(error)} == {"test_rank_errors.py"}
     assert {"refused": True} in said
 
@@ -66,8 +84,7 @@ def test_an_argument_that_hvkit_refuses_is_shown_where_the_script_passes_it(said
 def test_a_traceback_is_written_in_one_piece(said, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
-    error = caught(lambda: [1, 2][3])
-    sys.excepthook(type(error), error, error.__traceback__)
+    shows(caught(lambda: [1, 2][3]))
     first, *rest = written
     assert first.startswith("Traceback (most recent call last):\n")
     assert first.endswith("\nIndexError: list index out of range\n")
@@ -83,19 +100,8 @@ def test_a_traceback_is_written_in_one_piece(said, monkeypatch):
 )
 def test_the_traceback_of_a_bug_stays_whole(said, fails, in_file):
     error = caught(fails)
-    sys.excepthook(type(error), error, error.__traceback__)
+    shows(error)
     assert files_of(error)[-1] == in_file
-
-
-def caught(fails):
-    try:
-        fails()
-    except Exception as error:
-        return error
-
-
-def files_of(error):
-    return [Path(place.filename).name for place in traceback.extract_tb(error.__traceback__)]
 
 
 @pytest.mark.parametrize("where", [(watcher, "report"), (rank_errors, "_meant")])
@@ -112,7 +118,7 @@ def test_an_error_that_a_signal_raises_while_another_is_shown_explains_it(
     try:
         raise ConnectionResetError("by peer")
     except ConnectionResetError as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+        shows(error)
     assert said == [{"cause": "rank 1 failed with RuntimeError: worker 7 was killed"}]
     printed = capsys.readouterr().err
     assert "ConnectionResetError: by peer" in printed
@@ -120,50 +126,28 @@ def test_an_error_that_a_signal_raises_while_another_is_shown_explains_it(
 
 
 def test_after_ctrl_c_each_rank_shows_in_one_line_where_it_was(said, capsys):
-    error = caught_interrupt()
-    sys.excepthook(type(error), error, error.__traceback__)
+    shows(caught(interrupts))
     printed = capsys.readouterr().err
     assert re.fullmatch(r"hvkit: rank 1 was interrupted \(\S*test_rank_errors.py:\d+\)\n", printed)
 
 
-def caught_interrupt():
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt as error:
-        return error
-
-
-def test_a_lost_rank_is_no_reason_of_ones_own(said, capsys):
-    error = RankLostError("rank 0 has ended")
-    sys.excepthook(type(error), error, None)
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("rank 0 has ended", "RankLostError: rank 0 has ended\n"),
+        (
+            "rank 1 waits in fit (a.py:3); rank 0 failed with ValueError: 7",
+            "hvkit: rank 1 ends for the error of rank 0: rank 1 waits in fit (a.py:3); rank 0 "
+            "failed with ValueError: 7\n",
+        ),
+    ],
+)
+def test_a_lost_rank_is_no_reason_of_ones_own_and_an_error_of_another_is_its(
+    said, capsys, reason, shown
+):
+    shows(RankLostError(reason))
     assert said == []
-    assert "RankLostError: rank 0 has ended" in capsys.readouterr().err
-
-
-def test_a_rank_that_another_ones_error_ends_says_whose_it_is(said, capsys):
-    error = RankLostError("rank 1 waits in fit (a.py:3); rank 0 failed with ValueError: 7")
-    sys.excepthook(type(error), error, None)
-    assert capsys.readouterr().err == f"hvkit: rank 1 ends for the error of rank 0: {error}\n"
-
-
-def test_the_error_of_a_function_in_a_graph_is_found_again_and_holds_none_of_its_values():
-    class Value:
-        pass
-
-    def fails():
-        value = Value()
-        held.append(weakref.ref(value))
-        with rank_errors.raised_in_graph():
-            raise RanksDisagreeError("the rates differ")
-
-    held = []
-    try:
-        fails()
-    except RanksDisagreeError as error:
-        text = f"{type(error).__name__}: {error}"
-    meant = rank_errors.meaning_of(RaisedByTensorFlow(f"in a graph: {text} [Op:PyFunc]"))
-    assert (type(meant), str(meant)) == (RanksDisagreeError, "the rates differ")
-    assert held[0]() is None
+    assert capsys.readouterr().err.endswith(shown)
 
 
 class RaisedByTensorFlow(Exception):
@@ -174,45 +158,46 @@ def in_graph(error):
     """What TensorFlow raises if a function in a graph raises this."""
     with pytest.raises(type(error)), rank_errors.raised_in_graph():
         raise error
-    return RaisedByTensorFlow(f"{type(error).__name__}: {error} [Op:PyFunc]")
+    return RaisedByTensorFlow(f"in a graph: {type(error).__name__}: {error} [Op:PyFunc]")
 
 
-def test_an_error_in_a_graph_that_was_raised_again_keeps_no_values_of_the_script():
+class OfTwo(RanksDisagreeError):
+    """It cannot be made from its arguments."""
+
+    def __new__(cls, rank, text):
+        return super().__new__(cls, f"rank {rank}: {text}")
+
+    def __init__(self, rank, text):
+        super().__init__(f"rank {rank}: {text}")
+
+
+@pytest.mark.parametrize("error", [RanksDisagreeError("the rates differ"), OfTwo(1, "no")])
+def test_the_error_of_a_function_in_a_graph_is_found_again_once_and_only_behind_tensorflows(error):
+    raised = in_graph(error)
+    # An error of the script is none of a graph.
+    assert rank_errors.meaning_of(RuntimeError(str(raised))) is None
+    meant = rank_errors.meaning_of(raised)
+    assert (type(meant), str(meant)) == (type(error), str(error))
+    # No later error with its text means it, but the same one does.
+    assert rank_errors.meaning_of(RaisedByTensorFlow(str(raised))) is None
+    assert str(rank_errors.meaning_of(raised)) == str(error)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_error_in_a_graph_keeps_no_values_of_the_script(again):
     class Value:
         pass
 
-    def raised_again():
+    def fails():
         value = Value()
         held.append(weakref.ref(value))
-        with pytest.raises(RanksDisagreeError):
-            raise rank_errors.meaning_of(error)
+        if again:
+            raise rank_errors.meaning_of(raised)
+        with rank_errors.raised_in_graph():
+            raise RanksDisagreeError("the rates differ")
 
-    held = []
-    error = in_graph(RanksDisagreeError("the rates differ"))
-    raised_again()
+    held, raised = [], in_graph(RanksDisagreeError("the rates differ"))
+    with pytest.raises(RanksDisagreeError):
+        fails()
     gc.collect()
     assert held[0]() is None
-    assert str(rank_errors.meaning_of(error)) == "the rates differ"
-
-
-def test_an_error_in_a_graph_is_meant_by_no_later_one_with_its_text():
-    error = in_graph(RanksDisagreeError("the rates differ"))
-    assert isinstance(rank_errors.meaning_of(error), RanksDisagreeError)
-    assert rank_errors.meaning_of(RaisedByTensorFlow(str(error))) is None
-
-
-def test_an_error_of_the_script_is_no_error_of_a_graph():
-    error = in_graph(RanksDisagreeError("the rates differ"))
-    assert rank_errors.meaning_of(RuntimeError(str(error))) is None
-
-
-def test_an_error_that_cannot_be_made_from_its_arguments_leaves_a_graph():
-    class OfTwo(RanksDisagreeError):
-        def __new__(cls, rank, text):
-            return super().__new__(cls, f"rank {rank}: {text}")
-
-        def __init__(self, rank, text):
-            super().__init__(f"rank {rank}: {text}")
-
-    meant = rank_errors.meaning_of(in_graph(OfTwo(1, "no")))
-    assert (type(meant), str(meant)) == (OfTwo, "rank 1: no")

@@ -1,6 +1,5 @@
 """Watchers, with this process as the other rank."""
 
-import functools
 import os
 import queue
 import threading
@@ -8,7 +7,6 @@ import time
 from multiprocessing import Pipe
 
 import pytest
-from cases import MORE, cases
 
 from hvkit.watch import channel, watcher
 from hvkit.watch.calls import Status
@@ -16,14 +14,35 @@ from hvkit.watch.diagnosis import Limits
 from hvkit.watch.preemption import Preemption, StepAgreement
 from hvkit.watch.watcher import Hub, Reporter
 
+LIMITS = Limits(60, 1800)
 WAITS = Status("hvkit.average", "average", 3, "", True, 6.0, "train.py:41")
+FAILED = "failed with ValueError: x"
+
+
+@pytest.fixture
+def causes(monkeypatch):
+    """What this process reports to ``hvkit run`` as the cause of the end."""
+    causes = []
+    monkeypatch.setattr(watcher, "report", lambda **values: causes.append(values.get("cause")))
+    return causes
+
+
+@pytest.fixture
+def admitted():
+    """What rank 0 listens with, and a queue of the ranks that it lets in, with connections."""
+    listener = channel.RankListener(one_host=True)
+    found = queue.SimpleQueue()
+    threading.Thread(target=listener.serve, args=(lambda *who: found.put(who),)).start()
+    yield listener, found
+    listener.close()
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Rank 0 of two, and what it does to Horovod and prints."""
+    """Rank 0 of two, and what it does to Horovod and prints; it looks five times a second."""
     shut_down, printed = [], []
-    hub = Hub(2, Limits(60, 1800), lambda: shut_down.append(True), one_host=True)
+    monkeypatch.setattr(watcher, "_TICK", 0.2)
+    hub = Hub(2, LIMITS, lambda: shut_down.append(True), one_host=True)
     monkeypatch.setattr(os, "write", lambda to, text: printed.append(text.decode()))
     hub.start()
     yield hub, shut_down, printed
@@ -31,11 +50,22 @@ def hub(monkeypatch):
     hub.stop()
 
 
+@pytest.fixture
+def decisions(monkeypatch):
+    """This process's preemption, and a queue of what the watcher decides for it."""
+    preemption, decisions = Preemption(), queue.SimpleQueue()
+    preemption.several_ranks()
+    monkeypatch.setattr(watcher, "PREEMPTION", preemption)
+    monkeypatch.setattr(preemption, "leave_at", decisions.put)
+    monkeypatch.setattr(preemption, "give_up", lambda: decisions.put("gives up"))
+    return preemption, decisions
+
+
 def answer(connection, status, seconds):
     """Reply to every question for so long; the other messages, and the number of questions."""
     others, questions, end = [], 0, time.monotonic() + seconds
     while time.monotonic() < end and not others:
-        if connection.poll(0.1):
+        if connection.poll(0.02):
             message = channel.receive_message(connection)
             if message == channel.StatusRequest():
                 questions += 1
@@ -45,23 +75,19 @@ def answer(connection, status, seconds):
     return others, questions
 
 
-@MORE
-def test_a_wait_that_lasts_is_looked_at_once_a_second_however_fast_the_answers(hub, monkeypatch):
+def test_a_wait_that_lasts_is_looked_at_once_a_tick_however_fast_the_answers(hub, monkeypatch):
     rank_0, shut_down, printed = hub
     monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
-    other = channel.connect(rank_0.endpoint, 1)
-    others, questions = answer(other, WAITS, seconds=4)
-    assert not others
+    others, questions = answer(channel.connect(rank_0.endpoint, 1), WAITS, seconds=0.8)
+    assert (others, shut_down, printed) == ([], [], [])
     assert 1 <= questions <= 5
-    assert not shut_down
-    assert not printed
 
 
 def test_calls_that_do_not_match_are_printed_sent_to_all_and_end_horovod(hub, monkeypatch):
     rank_0, shut_down, printed = hub
     monkeypatch.setattr(rank_0, "_status", lambda **_: WAITS)
-    other = channel.connect(rank_0.endpoint, 1)
     elsewhere = Status("backward()", "backward", 3, "", True, 6.0, "train.py:33")
+    other = channel.connect(rank_0.endpoint, 1)
     (end,), _ = answer(other, elsewhere, seconds=60)
     assert "rank 0 waits in hvkit.average (train.py:41); rank 1 waits in" in end.diagnosis
     assert rank_0._over.wait(60)
@@ -70,39 +96,27 @@ def test_calls_that_do_not_match_are_printed_sent_to_all_and_end_horovod(hub, mo
     assert rank_0.reason() == end.diagnosis
 
 
-def test_a_rank_that_leaves_explains_why_the_wait_of_this_one_ended(hub):
+def test_a_rank_that_leaves_as_soon_as_it_has_begun_explains_the_end_of_a_wait(hub, monkeypatch):
     rank_0, *_ = hub
-    other = channel.connect(rank_0.endpoint, 1)
-    channel.send_message(other, channel.RankEnded(1, "failed with ValueError: x"))
-    assert rank_0.reason().endswith("; rank 1 failed with ValueError: x")
-
-
-def test_a_rank_that_ends_as_soon_as_it_has_begun_says_so_at_once(request, monkeypatch):
     monkeypatch.setattr(watcher, "_TICK", 60.0)  # longer than an error waits for its reason
-    rank_0, *_ = request.getfixturevalue("hub")
     other = channel.connect(rank_0.endpoint, 1)
-    channel.send_message(other, channel.RankEnded(1, "failed with ValueError: x"))
-    assert rank_0.reason().endswith("; rank 1 failed with ValueError: x")
+    channel.send_message(other, channel.RankEnded(1, FAILED))
+    assert rank_0.reason().endswith(f"; rank 1 {FAILED}")
 
 
-def test_rank_0_says_how_it_ends_also_within_its_first_second(hub):
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_rank_0_says_how_it_ends_also_within_its_first_second(hub, monkeypatch, in_thread):
     rank_0, *_ = hub
+    monkeypatch.setattr(watcher, "_TICK", 60.0)  # the watcher's thread sleeps
     other = channel.connect(rank_0.endpoint, 1)
-    while not rank_0._connected:  # the connection is there, and the watcher's thread sleeps
+    while not (rank_0._peers if in_thread else rank_0._connected):
         time.sleep(0.001)
-    rank_0.failed("failed with ValueError: x", ends=False)
-    rank_0.stop()
-    assert channel.receive_message(other) == channel.RankEnded(0, "failed with ValueError: x")
-
-
-def test_a_thread_of_hvkit_that_fails_on_rank_0_is_the_reason_on_the_others(hub):
-    rank_0, *_ = hub
-    other = channel.connect(rank_0.endpoint, 1)
-    while not rank_0._peers:
-        time.sleep(0.001)
-    rank_0.thread_failed("failed in its thread hvkit-watch with ValueError: x")
-    how = "failed in its thread hvkit-watch with ValueError: x"
-    assert channel.receive_message(other) == channel.RankEnded(0, how)
+    if in_thread:
+        rank_0.thread_failed(FAILED)
+    else:
+        rank_0.failed(FAILED, ends=False)
+        rank_0.stop()
+    assert channel.receive_message(other) == channel.RankEnded(0, FAILED)
 
 
 def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
@@ -111,29 +125,22 @@ def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
     assert rank_0.reason().endswith("; rank 1 died without reporting an error")
 
 
-def test_a_rank_that_has_ended_does_not_blame_another_that_ends_because_of_it(monkeypatch):
-    causes = []
-    monkeypatch.setattr(watcher, "report", lambda **values: causes.append(values))
-    listener = channel.RankListener(one_host=True)
-    admitted = queue.SimpleQueue()
-    threading.Thread(target=listener.serve, args=(lambda *who: admitted.put(who),)).start()
-    rank_1 = Reporter(1, Limits(60, 1800), lambda: None)
+def test_a_rank_that_has_ended_does_not_blame_another_that_ends_because_of_it(admitted, causes):
+    listener, found = admitted
+    rank_1 = Reporter(1, LIMITS, lambda: None)
     watching = threading.Thread(target=rank_1._run, args=(listener.endpoint,))
     watching.start()
-    _, connection = admitted.get(timeout=10)
+    _, connection = found.get(timeout=10)
     rank_1.stop()
     assert channel.receive_message(connection) == channel.RankEnded(1, watcher.END_OF_SCRIPT)
     connection.close()
-    listener.close()
     watching.join(10)
     assert not watching.is_alive()
     assert causes == []
 
 
-def test_rank_0_that_has_ended_passes_no_other_end_on(monkeypatch):
-    causes = []
-    monkeypatch.setattr(watcher, "report", lambda **values: causes.append(values))
-    rank_0 = Hub(3, Limits(60, 1800), lambda: None, one_host=True)
+def test_rank_0_that_has_ended_passes_no_other_end_on(causes):
+    rank_0 = Hub(3, LIMITS, lambda: None, one_host=True)
     ends = {rank: Pipe() for rank in (1, 2)}
     rank_0._peers = {rank: own for rank, (own, _) in ends.items()}
     rank_0.stop()
@@ -145,82 +152,54 @@ def test_rank_0_that_has_ended_passes_no_other_end_on(monkeypatch):
 
 
 @pytest.fixture
-def reporter(monkeypatch):
-    """Rank 1's preemption, and the connection to it of a rank 0."""
-    listener = channel.RankListener(one_host=True)
-    admitted = queue.SimpleQueue()
-    threading.Thread(target=listener.serve, args=(lambda *who: admitted.put(who),)).start()
-    preemption = Preemption()
-    preemption.several_ranks()
-    monkeypatch.setattr(watcher, "PREEMPTION", preemption)
-    monkeypatch.setattr(watcher, "_HOLDS_WITHIN", 1.5)
-    decisions = queue.SimpleQueue()
-    monkeypatch.setattr(preemption, "leave_at", decisions.put)
-    monkeypatch.setattr(preemption, "give_up", lambda: decisions.put("gives up"))
-    rank_1 = Reporter(1, Limits(60, 1800), lambda: None)
+def leaving(admitted, decisions, monkeypatch):
+    """The connection to a rank 1 that got SIGTERM, and what it decides."""
+    monkeypatch.setattr(watcher, "_TICK", 0.02)
+    monkeypatch.setattr(watcher, "_HOLDS_WITHIN", 0.1)
+    listener, found = admitted
+    rank_1 = Reporter(1, LIMITS, lambda: None)
     rank_1.start(listener.endpoint)
-    rank, connection = admitted.get(timeout=10)
+    rank, connection = found.get(timeout=10)
     assert rank == 1
-    yield preemption, connection, decisions
+    yield connection, decisions
     rank_1.stop()
-    listener.close()
 
 
-def requests_to_leave(connection):
+def got_sigterm(connection):
     while connection.poll(10):
         if channel.receive_message(connection) == channel.GotSigterm():
             return True
     return False
 
 
-def test_a_rank_that_should_leave_goes_if_rank_0s_host_is_lost(reporter, monkeypatch):
-    preemption, connection, decisions = reporter
+def test_a_rank_that_should_leave_goes_if_rank_0s_host_is_lost(leaving, monkeypatch):
+    connection, (preemption, decisions) = leaving
     monkeypatch.setattr(channel, "is_acknowledged", lambda _: False)
     preemption.requested = True
-    assert requests_to_leave(connection)
+    assert got_sigterm(connection)
     assert decisions.get(timeout=10) == "gives up"
 
 
-def test_a_rank_that_should_leave_waits_for_a_rank_0_that_is_busy(reporter):
-    preemption, connection, decisions = reporter
+def test_a_rank_that_should_leave_waits_for_a_rank_0_that_is_busy(leaving):
+    connection, (preemption, decisions) = leaving
     preemption.requested = True
-    assert requests_to_leave(connection)
+    assert got_sigterm(connection)
     with pytest.raises(queue.Empty):
-        decisions.get(timeout=4)
+        decisions.get(timeout=0.5)
     channel.send_message(connection, channel.HoldStep())
     channel.send_message(connection, channel.LeaveAt(7))
     assert decisions.get(timeout=10) == 7
 
 
-@pytest.mark.parametrize(("lost", "decision"), cases([(True, "gives up"), (False, None)]))
-def test_rank_0_waits_for_a_busy_rank_but_not_for_a_lost_host(hub, monkeypatch, lost, decision):
-    preemption, decisions = Preemption(), queue.SimpleQueue()
-    preemption.several_ranks()
-    monkeypatch.setattr(watcher, "PREEMPTION", preemption)
-    monkeypatch.setattr(StepAgreement, "PATIENCE", 0.5)
-    monkeypatch.setattr(preemption, "leave_at", decisions.put)
-    monkeypatch.setattr(preemption, "give_up", lambda: decisions.put("gives up"))
+@pytest.mark.parametrize(("lost", "decision"), [(True, "gives up"), (False, None)])
+def test_rank_0_waits_for_a_busy_rank_but_not_for_a_lost_host(
+    hub, decisions, monkeypatch, lost, decision
+):
+    preemption, decided = decisions
+    monkeypatch.setattr(StepAgreement, "PATIENCE", 0.1)
     monkeypatch.setattr(channel, "is_acknowledged", lambda _: not lost)
     other = channel.connect(hub[0].endpoint, 1)
     preemption.requested = True
-    assert decisions.get(timeout=30) == decision
-    messages = [channel.receive_message(other) for _ in range(2)]
+    assert decided.get(timeout=30) == decision
     last = channel.HostLost() if lost else channel.LeaveAt(None)
-    assert messages == [channel.HoldStep(), last]
-
-
-def test_what_a_busy_process_has_not_read_is_acknowledged():
-    listener = channel.RankListener(one_host=True)
-    admitted = queue.SimpleQueue()
-    serve = functools.partial(listener.serve, lambda *who: admitted.put(who))
-    threading.Thread(target=serve).start()
-    connection = channel.connect(listener.endpoint, 1)
-    _, other = admitted.get(timeout=10)
-    channel.send_message(connection, channel.GotSigterm())
-    for _ in range(100):
-        if channel.is_acknowledged(connection):
-            break
-        time.sleep(0.1)
-    assert channel.is_acknowledged(connection)
-    listener.close()
-    other.close()
+    assert [channel.receive_message(other) for _ in range(2)] == [channel.HoldStep(), last]

@@ -1,11 +1,10 @@
 """Runs that go on until a test ends them."""
 
-import subprocess
 import sys
 import uuid
 
 import pytest
-from supervised import command_line, sleeping, wait_until
+from supervised import begin, sleeping, wait_until
 
 
 @pytest.fixture
@@ -36,15 +35,9 @@ def started(mark):
     running = []
 
     def start(script="(sleep MARK & wait) & wait"):
-        run = subprocess.Popen(
-            command_line(script.replace("MARK", mark)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        running.append(run)
+        running.append(begin(script.replace("MARK", mark)))
         wait_until(lambda: len(sleeping(mark)) == 2)
-        return run
+        return running[-1]
 
     yield start
     for run in running:

@@ -30,6 +30,8 @@ sys.exit(next((status for status in statuses if status), 0) % 256)
 
 RUN = """
 import os, signal, sys
+from pathlib import Path
+from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun, supervise
 # As in a terminal: a shell may have started the tests in the background, ignoring these signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,18 +39,28 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 agent = [sys.executable, "-m", "hvkit.launching.supervision.agent"]
 launcher, size, *command = sys.argv[1:]
 command = [sys.executable, "-c", launcher, size, *agent, *command]
-run = SupervisedRun(command, dict(os.environ), "The launcher",
-          int(size), ("127.0.0.1",), None, float(os.environ.get("GRACE", 10)), bind=True)
+run = SupervisedRun(command, dict(os.environ), "The launcher", int(size), ("127.0.0.1",), None,
+                    float(os.environ.get("GRACE", 10)), bind=True, **dict(OPTIONS))
 sys.exit(supervise(run).status)
 """
 
 
-def command_line(script, size=2, program=RUN):
-    return [sys.executable, "-c", program, LAUNCHER, str(size), "bash", "-c", script]
+def command_line(script, size=2, *, options="", launcher=LAUNCHER, program=RUN, command=None):
+    """A run of a shell's script, or of another command; ``options`` are those of SupervisedRun."""
+    words = command or ["bash", "-c", script]
+    program = program.replace("OPTIONS", options)
+    return [sys.executable, "-c", program, launcher, str(size), *words]
 
 
-def run(script, size=2, program=RUN):
-    words = command_line(script, size, program)
+def begin(script, size=2, **changes):
+    """The process of a run; changes are those of ``command_line``."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command_line(script, size, **changes), text=True, **pipes)
+
+
+def run(script, size=2, **changes):
+    """A run that has ended."""
+    words = command_line(script, size, **changes)
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
 
@@ -60,7 +72,7 @@ def wait_until(condition):
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "the condition was not met within 30 seconds"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def below(run):

@@ -27,43 +27,30 @@ def in_terminal(code, **environ):
     """What a terminal gets from code whose output and errors go there."""
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     ours, theirs = os.openpty()
-    subprocess.run(
-        [sys.executable, "-c", BEGIN + code], stdout=theirs, stderr=theirs, check=True, timeout=60,
-        env=clean | {"TERM": "xterm"} | environ,
-    )  # fmt: skip
+    words = [sys.executable, "-c", BEGIN + code]
+    given = clean | {"TERM": "xterm"} | environ
+    subprocess.run(words, stdout=theirs, stderr=theirs, check=True, timeout=60, env=given)
     os.close(theirs)
     with os.fdopen(ours, "rb") as terminal:
         return os.read(terminal.fileno(), 10_000).decode().replace("\r\n", "\n")
 
 
-def test_a_line_of_another_does_not_stand_behind_a_progress_bar():
-    assert in_terminal(BARS) == ("\r 50%\r 60%\nepoch 1\n\r 70%\r 7%\nhvkit run: ended by SIGINT\n")
-
-
 def in_pipes(code):
     """What two pipes get from code."""
-    return subprocess.run(
-        [sys.executable, "-c", BEGIN + code], capture_output=True, check=True, timeout=60
-    )
+    words = [sys.executable, "-c", BEGIN + code]
+    done = subprocess.run(words, capture_output=True, check=True, timeout=60)
+    return done.stdout, done.stderr
 
 
-def test_a_pipe_gets_bars_on_lines_of_their_own():
-    got = in_pipes(BARS)
-    assert (got.stdout, got.stderr) == (
-        b"epoch 1\n",
-        b"\r 50%\r 60%\r 70%\r 7%\nhvkit run: ended by SIGINT\n",
-    )
+def test_a_line_of_another_does_not_stand_behind_a_progress_bar():
+    assert in_terminal(BARS) == "\r 50%\r 60%\nepoch 1\n\r 70%\r 7%\nhvkit run: ended by SIGINT\n"
+    bars = b"\r 50%\r 60%\r 70%\r 7%\nhvkit run: ended by SIGINT\n"
+    assert in_pipes(BARS) == (b"epoch 1\n", bars)
 
 
 def test_a_pipe_gets_other_output_byte_for_byte():
-    got = in_pipes(
-        """
-for writer in (0, 1, 0, "launcher"):
-    screen.show(Kind.STDOUT, bytes(4), writer)
-screen.say("hvkit run: ended")
-"""
-    )
-    assert (got.stdout, got.stderr) == (bytes(16), b"hvkit run: ended\n")
+    shows = "for each in (0, 1, 0, 'launcher'): screen.show(Kind.STDOUT, bytes(4), each)\n"
+    assert in_pipes(f"{shows}screen.say('hvkit run: ended')") == (bytes(16), b"hvkit run: ended\n")
 
 
 @pytest.mark.parametrize(

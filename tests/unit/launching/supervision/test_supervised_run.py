@@ -5,70 +5,40 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from cases import MORE
-from supervised import LAUNCHER, RUN, below, command_line, run, sleeping, wait_until
+from supervised import LAUNCHER, RUN, begin, below, command_line, run, sleeping, wait_until
 
 from hvkit.launching.supervision import supervised_run
 
-# Waits for a signal, prints its name, and ends.
-CHILD = """
-import signal, sys
-name = sys.argv[1]
-number = signal.sigwait(set(map(signal.Signals, map(int, sys.argv[2:]))))
-sys.stdout.write(f"{name} got {signal.Signals(number).name}\\n")  # in one piece
-sys.stdout.flush()
-"""
-# Starts one CHILD like a data loader's worker and one in its own session; ready when `sleep` runs.
-RANK = """
-import signal, subprocess, sys
-child, mark = sys.argv[1:]
-signals = {signal.SIGINT, signal.SIGTERM}
-signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-words = [sys.executable, child]
-numbers = [str(int(number)) for number in signals]
-worker = subprocess.Popen([*words, "worker", *numbers])
-subprocess.Popen([*words, "session", *numbers], start_new_session=True)
-subprocess.Popen(["sleep", mark])
-sys.stdout.write(f"rank got {signal.Signals(signal.sigwait(signals)).name}\\n")
-sys.stdout.flush()
-worker.wait()
-"""
 
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_everything(started, mark, number):
-    running = started()
-    running.send_signal(number)
-    _, errors = running.communicate(timeout=30)
-    assert running.returncode == 128 + number
-    assert f"ended by {number.name}" in errors
-    assert sleeping(mark) == []
-
-
-def test_processes_that_ignore_sigterm_are_killed(started, mark, monkeypatch):
-    monkeypatch.setenv("GRACE", "1")
+def test_processes_that_ignore_sigterm_are_killed_after_the_grace(started, mark, monkeypatch):
+    monkeypatch.setenv("GRACE", "0.3")
     running = started("trap '' TERM; (trap '' TERM; sleep MARK & wait; wait) & wait; wait")
     running.terminate()
     running.communicate(timeout=30)
     assert sleeping(mark) == []
 
 
+LEFT = "setsid sleep MARK & disown; sleep 601 & wait"  # by a killed agent
+
+
 @pytest.mark.parametrize(
-    ("victim", "message"),
+    ("victim", "message", "script"),
     [
-        ("launcher", "The launcher (process "),
-        ("guard", "its guard, the process between the launcher and the rank, was killed"),
-        ("agent", "vanished: it and its watcher died without an exit status"),
-        ("command", "was killed by signal 9 (SIGKILL)"),
+        ("launcher", "The launcher (process ", []),
+        ("guard", "its guard, the process between the launcher and the rank, was killed", []),
+        ("agent", "vanished: it and its watcher died without an exit status", [LEFT]),
+        ("command", "was killed by signal 9 (SIGKILL)", []),
     ],
 )
-def test_if_any_process_is_killed_everything_ends_and_it_is_named(started, mark, victim, message):
-    running = started()
+def test_if_any_process_is_killed_everything_ends_and_it_is_named(
+    started, mark, victim, message, script
+):
+    running = started(*script)
     below(running)[victim][-1].kill()
     _, errors = running.communicate(timeout=30)
     assert running.returncode not in (0, None)
@@ -96,15 +66,19 @@ def test_if_hvkit_run_is_killed_everything_ends(started, mark):
     wait_until(lambda: not any(agent.is_running() for agent in agents))
 
 
-def test_no_process_of_a_command_outlives_it(mark):
-    done = run(f"sleep {mark} & disown; exit 0", size=1)
-    assert done.returncode == 0
+def test_no_process_of_a_command_outlives_it_and_its_status_counts(mark):
+    """Also below a service that ignores ended children."""
+    ignores = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nagent ="
+    program = RUN.replace("agent =", ignores)
+    assert run(f"sleep {mark} & disown; exit 0", size=1, program=program).returncode == 0
     assert sleeping(mark) == []
 
 
-def test_a_run_has_its_status_also_below_a_service_that_ignores_ended_children():
-    ignores = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nagent ="
-    assert run("exit 0", size=1, program=RUN.replace("agent =", ignores)).returncode == 0
+@MORE
+def test_adopted_processes_that_ended_are_reaped():
+    script = "for i in 1 2 3 4 5 6 7 8; do (true &); done; sleep 2;"
+    done = run(f"{script} ps -o stat= --ppid $PPID | grep -c Z; true", size=1)
+    assert done.stdout == "0\n"
 
 
 @MORE
@@ -128,19 +102,15 @@ print(*sorted(set(held)))
 
 
 @MORE
-def test_a_launcher_that_does_not_notice_the_end_of_its_ranks_is_ended(monkeypatch):
+def test_a_launcher_that_does_not_notice_the_end_of_its_ranks_is_ended():
     waits = LAUNCHER.replace("sys.exit(", "time.sleep(600), sys.exit(")
-    words = [sys.executable, "-c", RUN, waits, "2", "sh", "-c", "echo done"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = run("echo done", launcher=waits)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
 
 
 @MORE
 def test_a_signal_ends_a_run_whose_output_nobody_reads(mark):
-    script = f"sleep {mark} & yes"
-    running = subprocess.Popen(
-        command_line(script, size=1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    running = begin(f"sleep {mark} & yes", size=1)
     wait_until(lambda: len(sleeping(mark)) == 1)
     time.sleep(1)
     running.terminate()
@@ -149,22 +119,14 @@ def test_a_signal_ends_a_run_whose_output_nobody_reads(mark):
     assert sleeping(mark) == []
 
 
-def test_commands_may_finish_within_the_grace_after_a_signal(started, monkeypatch):
-    monkeypatch.setenv("GRACE", "20")
-    running = started("trap 'sleep 2; echo saved; exit 0' TERM; sleep MARK & wait; wait")
-    running.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_after_a_signal_commands_may_finish_within_the_grace(started, mark, number):
+    running = started("trap 'sleep 0.7; echo saved; exit 0' TERM; sleep MARK & wait; wait")
+    running.send_signal(number)
     out, errors = running.communicate(timeout=30)
-    assert sorted(out.split()) == ["saved", "saved"]
-    assert errors == "hvkit run: ended by SIGTERM\n"
-
-
-def test_a_ctrl_c_reaches_every_rank_as_an_interrupt(started, interruptible):
-    running = started(interruptible("time.sleep(3); print('saved')"))
-    running.send_signal(signal.SIGINT)
-    out, errors = running.communicate(timeout=30)
-    assert out.count("saved") == 2
-    assert errors == "hvkit run: ended by SIGINT\n"
-    assert running.returncode == 130
+    assert running.returncode == 128 + number
+    assert (out, errors) == ("saved\nsaved\n", f"hvkit run: ended by {number.name}\n")
+    assert sleeping(mark) == []
 
 
 def all_of(terminal):
@@ -177,7 +139,8 @@ def all_of(terminal):
 
 
 def test_a_ctrl_c_in_a_terminal_reaches_every_rank_as_an_interrupt(mark, interruptible):
-    words = command_line(interruptible("print('saved')").replace("MARK", mark))
+    answer = "time.sleep(2); print('saved')"  # longer than a launcher that ends has
+    words = command_line(interruptible(answer).replace("MARK", mark))
     run, terminal = pty.fork()
     if run == 0:
         os.execv(words[0], words)
@@ -185,11 +148,8 @@ def test_a_ctrl_c_in_a_terminal_reaches_every_rank_as_an_interrupt(mark, interru
         wait_until(lambda: len(sleeping(mark)) == 2)
         os.write(terminal, b"\x03")
         assert os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) == 130
-        shown = all_of(terminal).decode().splitlines()
-        assert [line.removeprefix("^C") for line in shown] == [
-            *("saved", "saved"),
-            "hvkit run: ended by SIGINT",
-        ]
+        shown = [line.removeprefix("^C") for line in all_of(terminal).decode().splitlines()]
+        assert shown == ["saved", "saved", "hvkit run: ended by SIGINT"]
     finally:
         os.close(terminal)
 
@@ -206,10 +166,27 @@ def test_a_rank_that_ends_at_the_interrupt_does_not_cut_short_the_others(started
     assert running.returncode == 130
 
 
+# Starts itself like a data loader's worker, and in a session of its own; ready when `sleep` runs.
+# Waits for a signal, prints its name in one piece, and ends.
+RANK = """
+import signal, subprocess, sys
+role, mark = sys.argv[1:]
+signals = {signal.SIGINT, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+if role == "rank":
+    worker = subprocess.Popen([sys.executable, __file__, "worker", mark])
+    subprocess.Popen([sys.executable, __file__, "session", mark], start_new_session=True)
+    subprocess.Popen(["sleep", mark])
+sys.stdout.write(f"{role} got {signal.Signals(signal.sigwait(signals)).name}\\n")
+sys.stdout.flush()
+if role == "rank":
+    worker.wait()
+"""
+
+
 def test_an_interrupt_reaches_the_same_processes_as_ctrl_c_in_a_terminal(started, tmp_path):
-    (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "rank.py").write_text(RANK)
-    running = started(f"{sys.executable} {tmp_path}/rank.py {tmp_path}/child.py MARK")
+    running = started(f"{sys.executable} {tmp_path}/rank.py rank MARK")
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=30)
     # The interrupt misses the other session; SIGTERM ends it as a left-over of the rank.
@@ -218,12 +195,11 @@ def test_an_interrupt_reaches_the_same_processes_as_ctrl_c_in_a_terminal(started
 
 
 def test_ranks_that_ignore_the_interrupt_get_sigterm_after_the_grace(started, monkeypatch):
-    monkeypatch.setenv("GRACE", "1")
+    monkeypatch.setenv("GRACE", "0.5")
     running = started("trap '' INT; trap 'echo term; exit' TERM; sleep MARK & wait; wait")
     running.send_signal(signal.SIGINT)
     out, errors = running.communicate(timeout=30)
-    assert out == "term\nterm\n"
-    assert errors == "hvkit run: ended by SIGINT\n"
+    assert (out, errors) == ("term\nterm\n", "hvkit run: ended by SIGINT\n")
 
 
 def test_a_second_ctrl_c_sends_sigterm_and_a_third_kills(started, mark, monkeypatch):
@@ -238,8 +214,19 @@ def test_a_second_ctrl_c_sends_sigterm_and_a_third_kills(started, mark, monkeypa
     assert len(sleeping(mark)) == 2
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=30)
-    assert errors == "hvkit run: ended by SIGINT\n"
-    assert running.returncode == 130
+    assert (running.returncode, errors) == (130, "hvkit run: ended by SIGINT\n")
+    assert sleeping(mark) == []
+
+
+def test_a_second_signal_ends_everything_at_once(started, mark, monkeypatch):
+    monkeypatch.setenv("GRACE", "500")
+    running = started("trap 'echo term' TERM; (trap '' TERM; exec sleep MARK) & wait; wait")
+    running.send_signal(signal.SIGTERM)
+    assert [running.stdout.readline() for _ in range(2)] == ["term\n"] * 2
+    assert len(sleeping(mark)) == 2
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+    assert errors == "hvkit run: ended by SIGTERM\n"
     assert sleeping(mark) == []
 
 
@@ -252,9 +239,23 @@ def fails_beside(answer, ready):
 
 
 def test_after_a_failure_the_other_ranks_may_finish_within_the_grace(tmp_path):
-    done = run(fails_beside("sleep 5; echo saved; exit", tmp_path / "ready"))
-    assert done.stdout == "saved\n"
-    assert done.returncode == 7
+    """Which begins when those that fail because of the first have had their time."""
+    seconds = supervised_run._OTHERS_FAIL + 1
+    done = run(fails_beside(f"sleep {seconds}; echo saved; exit", tmp_path / "ready"))
+    assert (done.returncode, done.stdout) == (7, "saved\n")
+    assert "hvkit run: rank 1 on " in done.stderr
+    assert "failed too" not in done.stderr
+
+
+def test_a_signal_cuts_the_grace_after_a_failure_short(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRACE", "500")
+    idle = LAUNCHER.replace("rank.terminate()", "pass").replace("rank.kill()", "rank.wait()")
+    running = begin(fails_beside("echo term", tmp_path / "ready"), launcher=idle)
+    assert running.stdout.readline() == "term\n"
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 7
+    assert "hvkit run: rank 1 on " in errors
 
 
 def test_a_rank_that_is_stopped_gets_the_sigterm_that_ends_the_run(tmp_path):
@@ -265,67 +266,13 @@ def test_a_rank_that_is_stopped_gets_the_sigterm_that_ends_the_run(tmp_path):
     assert (done.returncode, done.stdout) == (3, "woken\n")
 
 
-def test_a_signal_cuts_the_grace_after_a_failure_short(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRACE", "500")
-    idle = LAUNCHER.replace("rank.terminate()", "pass").replace("rank.kill()", "rank.wait()")
-    script = fails_beside("echo term", tmp_path / "ready")
-    words = [sys.executable, "-c", RUN, idle, "2", "bash", "-c", script]
-    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert running.stdout.readline() == "term\n"
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=30)
-    assert running.returncode == 7
-    assert "hvkit run: rank 1 on " in errors
-
-
-def test_a_second_signal_ends_everything_at_once(started, mark, monkeypatch):
-    monkeypatch.setenv("GRACE", "500")
-    running = started("trap '' TERM; sleep MARK & echo there; wait")
-    running.send_signal(signal.SIGTERM)
-    time.sleep(1)
-    assert len(sleeping(mark)) == 2
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=30)
-    assert errors == "hvkit run: ended by SIGTERM\n"
-    assert sleeping(mark) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_for_commands_reach_them(started, number):
     name = number.name.removeprefix("SIG")
     running = started(f"trap 'echo got {name}; kill %1' {name}; sleep MARK & wait; wait")
     running.send_signal(number)
     out, _ = running.communicate(timeout=30)
-    assert out == f"got {name}\n" * 2
-    assert running.returncode == 0
-
-
-@MORE
-def test_a_rank_that_is_slow_to_end_is_not_blamed():
-    done = run(
-        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then sleep 1; exit 7; fi;"
-        "trap 'sleep 3; exit 0' TERM; sleep 600 & wait; wait"
-    )
-    assert done.returncode == 7
-    assert "hvkit run: rank 1 on " in done.stderr
-    assert "failed too" not in done.stderr
-
-
-def test_processes_left_by_a_killed_agent_are_ended(started, mark):
-    running = started("setsid sleep MARK & disown; sleep 601 & wait")
-    below(running)["agent"][0].kill()
-    assert running.wait(timeout=30) != 0
-    wait_until(lambda: sleeping(mark) == [])
-
-
-@MORE
-def test_adopted_processes_that_ended_are_reaped():
-    done = run(
-        "for i in 1 2 3 4 5 6 7 8; do (true &); done; sleep 2;"
-        "ps -o stat= --ppid $PPID | grep -c Z; true",
-        size=1,
-    )
-    assert done.stdout == "0\n"
+    assert (running.returncode, out) == (0, f"got {name}\n" * 2)
 
 
 def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds(tmp_path):
@@ -333,18 +280,14 @@ def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds(
     strict = LAUNCHER.replace("any(rank.poll() for", "any(rank.poll() is not None for")
     strict = strict.replace("sys.exit(next", "sys.exit(1 if len({*statuses}) > 1 else next")
     begun = tmp_path / "rank 0 has begun"
-    words = command_line(
+    ended = run(
         f"if [ $OMPI_COMM_WORLD_RANK = 0 ]; then touch '{begun}'; exec sleep 60; fi; "
-        f"until [ -e '{begun}' ]; do sleep 0.1; done"
+        f"until [ -e '{begun}' ]; do sleep 0.1; done",
+        launcher=strict,
     )
-    words = [strict if word == LAUNCHER else word for word in words]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert re.search(
-        r"hvkit run: The launcher ended with exit status 1; rank 1 on \S+ ended with exit status 0 "
-        "before the others",
-        ended.stderr,
-    )
+    why = r"; rank 1 on \S+ ended with exit status 0 before the others"
+    assert re.search(f"hvkit run: The launcher ended with exit status 1{why}", ended.stderr)
 
 
 def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeypatch):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 
@@ -12,43 +11,51 @@ from hvkit.launching.host_checks.reachability import connect_all
 from hvkit.launching.hosts import Host
 from hvkit.launching.ssh import SSH, remote_shell
 
-_PROGRAM = [sys.executable, "-m", "hvkit.launching.host_checks.reachability"]
+PROGRAM = [sys.executable, "-m", "hvkit.launching.host_checks.reachability"]
+
+
+def pairs(names):
+    return {(one, other) for one in names for other in names if one != other}
+
+
+def reached(connections):
+    return {(reach.source, reach.target) for reach in connections.reaches}
 
 
 def test_all_reach_all_and_know_their_interface():
     names = ["localhost", "127.0.0.1", "127.0.0.2"]
     connections = connect_all([Host(name) for name in names], SSH)
     assert connections.absent == ()
-    assert {(reach.source, reach.target) for reach in connections.reaches} == {
-        (source, target) for source in names for target in names if source != target
-    }
+    assert reached(connections) == pairs(names)
     assert all(reach.reached for reach in connections.reaches)
-    assert {reach.interface for reach in connections.reaches if reach.target == "127.0.0.1"} == {
-        "lo"
-    }
+    assert {each.interface for each in connections.reaches if each.target == "127.0.0.1"} == {"lo"}
     assert all(abs(seconds) < 20 for seconds in connections.ahead.values())
-    assert not [
-        child for child in psutil.Process().children() if "reachability" in str(child.cmdline())
-    ]
+    words = [str(child.cmdline()) for child in psutil.Process().children()]
+    assert not [each for each in words if "reachability" in each]
 
 
-def test_a_host_without_an_answer_is_absent_and_the_others_go_on(tmp_path: Path, monkeypatch):
+def test_a_host_without_an_answer_is_absent_and_the_others_go_on(tmp_path, monkeypatch):
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     connections = connect_all([Host("localhost"), Host("away.invalid"), Host("127.0.0.1")], SSH)
     assert connections.absent == ("away.invalid",)
-    assert {(reach.source, reach.target) for reach in connections.reaches} == {
-        ("localhost", "127.0.0.1"),
-        ("127.0.0.1", "localhost"),
-    }
+    assert reached(connections) == pairs(["localhost", "127.0.0.1"])
+
+
+def test_in_slurm_hosts_are_reached_over_srun(srun):
+    names = ["node1.invalid", "node2.invalid"]
+    connections = connect_all([Host(name) for name in names], remote_shell("Slurm"))
+    assert connections.absent == ()
+    assert reached(connections) == pairs(names)
+    assert sorted((srun / "asked").read_text().split()) == names
 
 
 def test_another_program_on_that_port_is_not_taken_for_the_host():
     with (
-        subprocess.Popen(_PROGRAM, stdin=-1, stdout=-1, text=True) as one,
-        subprocess.Popen(_PROGRAM, stdin=-1, stdout=-1, text=True) as other,
+        subprocess.Popen(PROGRAM, stdin=-1, stdout=-1, text=True) as one,
+        subprocess.Popen(PROGRAM, stdin=-1, stdout=-1, text=True) as other,
     ):
         place = json.loads(other.stdout.readline())["hvkit"]
         one.stdout.readline()
@@ -67,20 +74,9 @@ def test_another_program_on_that_port_is_not_taken_for_the_host():
 
 
 def test_the_program_ends_when_its_standard_input_ends():
-    done = subprocess.run(_PROGRAM, input="[]\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(PROGRAM, input="[]\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert [json.loads(line)["hvkit"].keys() for line in done.stdout.splitlines()] == [
         {"port", "token", "time"},
         {"reached"},
     ]
-
-
-def test_in_slurm_hosts_are_reached_over_srun(srun: Path):
-    names = ["node1.invalid", "node2.invalid"]
-    connections = connect_all([Host(name) for name in names], remote_shell("Slurm"))
-    assert connections.absent == ()
-    assert {(reach.source, reach.target) for reach in connections.reaches} == {
-        ("node1.invalid", "node2.invalid"),
-        ("node2.invalid", "node1.invalid"),
-    }
-    assert sorted((srun / "asked").read_text().split()) == names
