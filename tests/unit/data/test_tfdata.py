@@ -267,15 +267,21 @@ def test_batches_that_are_mapped_stay_whole(size):
         (lambda: Data.range(7).repeat().batch(4), 4),
         (lambda: Data.range(7).batch(4).repeat(), 4),
         (lambda: Data.range(7).repeat(), 1),
-        (lambda: Data.range(8).batch(4).map(augment).repeat(), 4),
     ],
 )
 def test_an_infinite_pipeline_stays_infinite(make, batch):
     ranks = parts(make, 2)
     assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
     seen = [numbers(map(np.atleast_1d, rank.take(3))) for rank in ranks]
-    order = flat(numbers(map(np.atleast_1d, make().take(6))))[: 6 * batch]
+    order = flat(numbers(map(np.atleast_1d, make().take(12))))[: 6 * batch]
     check_training(seen, order, batch)
+
+
+def test_infinite_mapped_batches_stay_infinite_and_whole():
+    ranks = parts(lambda: Data.range(8).batch(4).map(augment).repeat(), 2)
+    assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
+    seen = [numbers(rank.take(3)) for rank in ranks]
+    assert seen == [[[100, 101, 102, 103]] * 3, [[104, 105, 106, 107]] * 3]
 
 
 def test_batches_of_an_unknown_number_and_of_repeated_epochs():
