@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
+import torch
 from cases import MORE, cases
 from quick_start import in_less_time
+
+import hvkit
 
 ABSENT = """
 import sys
@@ -35,20 +39,17 @@ for op in ("mean", "sum", "min", "max"):
     assert hvkit.allreduce(0.1, op) == 0.1 and hvkit.allreduce(3, op) == 3
     reduced = hvkit.allreduce(array, op)
     assert reduced is not array and reduced.tobytes() == array.tobytes()
-try:
-    hvkit.average_buffers(42)
-    raise AssertionError
-except TypeError as error:
-    assert "got 42 of type int" in str(error)
-try:
-    hvkit.allreduce(0.1, "product")
-except ValueError as error:
-    assert "'product'" in str(error)
-try:
+def raises(error, call, *arguments):
+    try:
+        call(*arguments)
+    except error as raised:
+        return str(raised)
+assert "got 42 of type int" in raises(TypeError, hvkit.average_buffers, 42)
+assert "'product'" in raises(ValueError, hvkit.allreduce, 0.1, "product")
+def fail():
     with hvkit.main_first():
         raise KeyError("x")
-except KeyError:
-    pass
+assert raises(KeyError, fail)
 assert hvkit.mean(0.3, 7) == 0.3 / 7 and hvkit.mean(0, 0) != hvkit.mean(0, 0)
 assert hvkit.average(0.1) == 0.1 and hvkit.average({"a": 1}) == {"a": 1.0}
 """
@@ -147,17 +148,13 @@ for diff in DIFFS:
 """
 
 
-def diffs_of_readme():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    found = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(found) == 2
-    return found
-
-
 @MORE
 def test_the_readmes_calls_change_nothing_in_one_process():
     """Each side of its diffs trains the same weights, and leaves the generators in one state."""
-    done = run(f"{ABSENT}\nDIFFS = {diffs_of_readme()!r}\n{README}")
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    diffs = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(diffs) == 2
+    done = run(f"{ABSENT}\nDIFFS = {diffs!r}\n{README}")
     assert done.returncode == 0, done.stderr
 
 
@@ -191,16 +188,13 @@ def test_a_compiled_loss_may_contain_calls_that_were_imported_before_pytorch():
 
 def test_a_quotient_has_the_dtype_of_several_ranks():
     """As in tests/parallel/keras/test_keras_mean.py."""
-    done = run(
-        "import hvkit, torch, tensorflow as tf\n"
-        "whole = hvkit.mean(tf.constant(3), 2.5)\n"
-        "assert abs(float(whole) - 1.2) < 1e-15 and whole.dtype == tf.float64\n"
-        "assert hvkit.mean(3, tf.constant(2.0, tf.float16)).dtype == tf.float16\n"
-        "for pair in ((tf.complex(1.0, 1.0), 2), (torch.ones(2, dtype=torch.complex64), 2)):\n"
-        "    try:\n        hvkit.mean(*pair)\n        raise AssertionError\n"
-        "    except TypeError as error:\n        assert 'imaginary' in str(error)\n"
-    )
-    assert done.returncode == 0, done.stderr
+    whole = hvkit.mean(tf.constant(3), 2.5)
+    assert float(whole) == pytest.approx(1.2, abs=1e-15)
+    assert whole.dtype == tf.float64
+    assert hvkit.mean(3, tf.constant(2.0, tf.float16)).dtype == tf.float16
+    for value in (tf.complex(1.0, 1.0), torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises(TypeError, match="imaginary"):
+            hvkit.mean(value, 2)
 
 
 @pytest.mark.parametrize("code", [COLLECTIVES, TORCH, KERAS], ids=["collectives", "torch", "keras"])
