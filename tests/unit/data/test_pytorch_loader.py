@@ -40,25 +40,18 @@ def test_steps_are_those_of_one_process_and_exact_parts_hold_every_sample_once(
 
 
 @pytest.mark.parametrize("length", [1, 7, 1000, 1001])
-def test_the_shuffled_order_is_one_on_any_number_of_ranks(length):
-    (one,) = parts(loader(length, batch=1, shuffle=True), 1, seed=3)
+def test_every_epoch_has_an_order_that_is_one_on_any_number_of_ranks_and_by_the_seed(length):
+    one, again = (parts(loader(length, 1, shuffle=True), 1, seed=3)[0] for _ in range(2))
     orders = [flat(numbers(one)) for _ in range(3)]
     assert sorted(orders[0]) == list(range(length))
+    assert [flat(numbers(again)) for _ in range(3)] == orders
+    (other,) = parts(loader(length, 1, shuffle=True), 1, seed=4)
+    assert length < 1000 or flat(numbers(other)) != orders[0] != orders[1]
     check_exact(epoch(parts(loader(length, shuffle=True), 3, exact=True)), list(range(length)))
     for size in (2, 3, 5):
         ranks = parts(loader(length, shuffle=True), size, seed=3)
         for order in orders:
             check_training(epoch(ranks), order, 4)
-
-
-def test_every_epoch_is_shuffled_anew_and_by_the_seed():
-    (one,) = parts(loader(100, shuffle=True), 1)
-    (again,) = parts(loader(100, shuffle=True), 1)
-    (other,) = parts(loader(100, shuffle=True), 1, seed=1)
-    first, second = flat(numbers(one)), flat(numbers(one))
-    assert first != second
-    assert [flat(numbers(again)), flat(numbers(again))] == [first, second]
-    assert flat(numbers(other)) != first
 
 
 @pytest.mark.parametrize("workers", [0, 2])
