@@ -1,16 +1,13 @@
 """One process is the identity and needs no Horovod."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
 import torch
 from cases import MORE, cases
-from quick_start import in_less_time
+from scripts import run_script
 
 import hvkit
 
@@ -154,17 +151,8 @@ def test_the_readmes_calls_change_nothing_in_one_process():
     text = (Path(__file__).parents[2] / "README.md").read_text()
     diffs = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(diffs) == 2
-    done = run(f"{ABSENT}\nDIFFS = {diffs!r}\n{README}")
+    done = run_script(f"{ABSENT}\nDIFFS = {diffs!r}\n{README}")
     assert done.returncode == 0, done.stderr
-
-
-def run(code, **environ):
-    # Not what a launcher may have left behind around the tests themselves.
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HOROVOD_"))}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=200, env=in_less_time(clean) | environ, check=False,
-    )  # fmt: skip
 
 
 LATE = """
@@ -181,7 +169,7 @@ assert any("mul" in each for each in found) and not any("div" in each for each i
 
 
 def test_a_compiled_loss_may_contain_calls_that_were_imported_before_pytorch():
-    done = run(LATE)
+    done = run_script(LATE)
     assert done.returncode == 0, done.stderr
     assert "does not know how to trace" not in done.stderr
 
@@ -199,12 +187,12 @@ def test_a_quotient_has_the_dtype_of_several_ranks():
 
 @pytest.mark.parametrize("code", [COLLECTIVES, TORCH, KERAS], ids=["collectives", "torch", "keras"])
 def test_one_process_is_the_identity_bit_for_bit_without_horovod(code):
-    done = run(ABSENT + EVERYTHING + code)
+    done = run_script(ABSENT + EVERYTHING + code)
     assert done.returncode == 0, done.stderr
 
 
 def test_one_launched_process_does_not_need_horovod_either():
-    done = run(ABSENT + COLLECTIVES, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0")
+    done = run_script(ABSENT + COLLECTIVES, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0")
     assert done.returncode == 0, done.stderr
 
 
@@ -213,7 +201,7 @@ def test_one_launched_process_does_not_need_horovod_either():
 )
 def test_several_launched_processes_without_horovod_are_told_how_to_get_it(framework, name):
     code = ABSENT + f"import {framework}, hvkit\nhvkit.init()"
-    done = run(code, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
+    done = run_script(code, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("hvkit.errors.HorovodNotFoundError: several ranks were launched")
@@ -223,6 +211,6 @@ def test_several_launched_processes_without_horovod_are_told_how_to_get_it(frame
 
 def test_a_launcher_of_another_mpi_is_noticed():
     """mpirun says 2 ranks; the MPI that Horovod was built for, started alone, says 1."""
-    done = run("import torch, hvkit\nhvkit.init()", PMI_SIZE="2", PMI_RANK="0")
+    done = run_script("import torch, hvkit\nhvkit.init()", PMI_SIZE="2", PMI_RANK="0")
     assert done.returncode == 1
     assert "launched 2 processes, but Horovod sees 1" in done.stderr

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from cases import MORE
+from scripts import run_script
 
 import hvkit
 
@@ -28,10 +29,7 @@ print({"numpy", "psutil", "rich", "yaml"} & sys.modules.keys())
 hvkit.distribute, hvkit.Checkpoint, hvkit.shard
 print({"torch", "tensorflow", "keras", "horovod"} & sys.modules.keys())
 """
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout == "set()\nset()\n"
+    assert run_script(code).stdout == "set()\nset()\n"
 
 
 def test_every_public_function_has_a_docstring():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from scripts import run_script
 
 from hvkit.checkpoint import Checkpoint, Progress
 
@@ -238,11 +239,7 @@ def test_a_directory_that_was_deleted_and_created_again_is_locked_again(tmp_path
     save(directory, 1)
     shutil.rmtree(directory)
     save(directory, 2)
-    other = subprocess.run(
-        [sys.executable, "-c", HOLDS, str(directory)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert f"process {os.getpid()} on " in other.stderr
+    assert f"process {os.getpid()} on " in run_script(HOLDS, directory).stderr
     assert restore(directory) == (2, 20)
 
 

@@ -4,12 +4,10 @@ Each script runs in a process of its own, which forks the runs that it kills.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from cases import cases
+from scripts import run_script
 
 # Kills before every single operation on files, one run after the other. Every run starts with the
 # complete checkpoint of the last one that was not killed, and what the killed one left behind.
@@ -87,11 +85,7 @@ print(json.dumps(outcomes))
 def test_killed_before_any_operation_on_files_the_run_resumes_with_the_old_or_the_new(
     kind, tmp_path
 ):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HVKIT_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", EVERY_OPERATION, tmp_path, kind],
-        capture_output=True, text=True, timeout=100, env=clean, check=False,
-    )  # fmt: skip
+    done = run_script(EVERY_OPERATION, tmp_path, kind)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
     assert len(outcomes) > 20

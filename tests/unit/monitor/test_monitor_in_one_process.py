@@ -5,7 +5,6 @@ import gc
 import itertools
 import json
 import re
-import subprocess
 import sys
 import time
 import weakref
@@ -16,6 +15,7 @@ import keras
 import pytest
 import tensorflow as tf
 import torch
+from scripts import run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
@@ -345,7 +345,7 @@ def test_the_error_of_a_script_without_a_with_block_is_in_the_file_too(tmp_path)
         "for loss in (1.0, 2.0, 3.0):\n    monitor.step(loss=loss)\n"
         "raise ValueError('boom')\n"
     )
-    subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, check=False)
+    run_script(script, tmp_path)
     *_, logged, end = lines(tmp_path)
     assert (logged["logged"], logged["step"]) == ({"loss": 3.0}, 3)
     assert end["end"]["error"] == "ValueError: boom"
