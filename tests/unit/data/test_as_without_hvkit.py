@@ -90,12 +90,8 @@ def seeded():
 
 LOADERS = {
     "shuffle": lambda: DataLoader(Noisy(), 4, shuffle=True),
-    "in order": lambda: DataLoader(Noisy(), 4),
     "drop_last": lambda: DataLoader(Noisy(), 4, shuffle=True, drop_last=True),
     "generator": lambda: DataLoader(Noisy(), 4, shuffle=True, generator=seeded()),
-    "samplers generator": lambda: DataLoader(
-        Noisy(), 4, sampler=RandomSampler(range(22), generator=seeded())
-    ),
     "replacement": lambda: DataLoader(
         Noisy(), 4, sampler=RandomSampler(range(22), True, 45, seeded())
     ),
@@ -107,9 +103,6 @@ LOADERS = {
     "endless with length": lambda: DataLoader(Noisy(), 4, sampler=EndlessWithLength()),
     "batch sampler": lambda: DataLoader(Noisy(), batch_sampler=EagerBatches()),
     "epochs": lambda: DataLoader(Noisy(), batch_sampler=WithEpoch(range(22), 4, False)),
-    "plain batch sampler": lambda: DataLoader(
-        Noisy(), batch_sampler=BatchSampler(Eager(), 4, False)
-    ),
     "single samples": lambda: DataLoader(Noisy(), None, sampler=Eager()),
     "shuffled single samples": lambda: DataLoader(Noisy(), None, shuffle=True),
     "workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2),

@@ -87,13 +87,6 @@ def test_diloco_is_sgd_with_nesterov_momentum_on_the_change_of_a_round(weights, 
         assert np.allclose(anchor, outer.detach().numpy())
 
 
-def test_diloco_without_outer_optimizer_is_local_sgd(weights, start):
-    plain, outer = hvkit.LocalSGD(4), hvkit.DiLoCo(4, outer_lr=1, outer_momentum=0)
-    expected, _ = Ranks().agree(plain, weights, plain.begin(start))
-    found, _ = Ranks().agree(outer, weights, outer.begin(start))
-    assert np.array_equal(found, expected)
-
-
 def mixing(topology, size):
     """The matrix W of x <- W x."""
     neighbours = {
