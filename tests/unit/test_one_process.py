@@ -1,12 +1,9 @@
 """One process is the identity and needs no Horovod."""
 
-import re
-from pathlib import Path
-
 import pytest
 import tensorflow as tf
 import torch
-from cases import MORE, cases
+from cases import cases
 from scripts import run_script
 
 import hvkit
@@ -106,53 +103,6 @@ for options in (
     found = train(lambda m, o: hvkit.distribute(m, o, **options), rows=18, run_eagerly=True)
     assert plain.tobytes() == found.tobytes(), options
 """
-
-
-README = """
-import os, random
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-import keras, numpy as np, torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-images = np.random.default_rng(0).normal(size=(300, 8)).astype("float32")
-labels = np.random.default_rng(1).integers(0, 4, 300)
-data = TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
-
-def Net():
-    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4))
-
-def trained(code):
-    keras.utils.set_random_seed(3)  # Python's, NumPy's and TensorFlow's generators too
-    torch.manual_seed(3)
-    names = dict(globals())
-    exec(code, names)
-    model = names["model"]
-    if isinstance(model, nn.Module):
-        weights = [each.detach().numpy() for each in model.parameters()]
-    else:
-        weights = model.get_weights()
-    drawn = random.random(), np.random.rand(), torch.rand(()).item()
-    return [each.tobytes() for each in weights], drawn
-
-for diff in DIFFS:
-    lines = diff.splitlines()
-    plain = "\\n".join(line[1:] for line in lines if line[0] in " -")
-    ours = "\\n".join(line[1:] for line in lines if line[0] in " +")
-    assert "hvkit" in ours and "hvkit" not in plain
-    assert trained(plain) == trained(ours), ours
-"""
-
-
-@MORE
-def test_the_readmes_calls_change_nothing_in_one_process():
-    """Each side of its diffs trains the same weights, and leaves the generators in one state."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    diffs = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(diffs) == 2
-    done = run_script(f"{ABSENT}\nDIFFS = {diffs!r}\n{README}")
-    assert done.returncode == 0, done.stderr
 
 
 LATE = """
