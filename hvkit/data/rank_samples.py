@@ -33,29 +33,23 @@ class Share:
     size: int
     exact: bool = False
 
-    def of(self, length: int, *, group: int | None = None, drop_last: bool = False) -> Positions:
-        """This rank's positions among ``length`` positions, in order.
-
-        Args:
-            length: the number of samples to divide.
-            group: samples of one step on all ranks together; a multiple of the size. An incomplete
-                last step repeats its own samples. By default all samples are one step.
-            drop_last: leave out an incomplete last step; ignored with ``exact``.
-        """
+    def of(self, length: int) -> Positions:
+        """This rank's positions among ``length`` positions, in order: those of one step, or all."""
         if self.exact:
             return np.arange(self.rank, length, self.size, dtype=np.int64)
-        if drop_last and group:
-            length -= length % group
-        if length == 0:
-            return np.empty(0, np.int64)
-        last = (length - 1) // group * group if group else 0
         mine = self.rank + self.size * np.arange(-(-length // self.size), dtype=np.int64)
         missing = mine >= length
-        mine[missing] = last + (mine[missing] - length) % (length - last)
+        mine[missing] = (mine[missing] - length) % max(length, 1)
         return mine
 
     def count(self, length: int, *, group: int | None = None, drop_last: bool = False) -> int:
-        """The number of positions that ``of`` returns."""
+        """The number of this rank's positions among ``length`` positions.
+
+        Args:
+            length: the number of samples to divide.
+            group: samples of one step on all ranks together; a multiple of the size.
+            drop_last: leave out an incomplete last step; ignored with ``exact``.
+        """
         if self.exact:
             return len(range(self.rank, length, self.size))
         if drop_last and group:

@@ -5,10 +5,14 @@ start. Python imports this file at its own start if the folder is on ``PYTHONPAT
 """
 
 import importlib
+import os
 import sys
 from types import ModuleType
 
-import without_sklearn  # noqa: F401
+sys.path.append(os.path.dirname(os.path.dirname(__file__)))
+import without_sklearn  # noqa: E402, F401
+
+sys.path.pop()
 
 
 class Compiler(ModuleType):

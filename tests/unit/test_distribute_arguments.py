@@ -70,8 +70,3 @@ def test_an_argument_without_its_name_gets_the_right_call(call, message):
 
 def test_types_list_the_words_that_compression_takes():
     assert get_args(CompressionName) == tuple(BY_NAME)
-
-
-@pytest.mark.parametrize("epochs", [0, 0.5, 5])
-def test_a_warm_up_over_epochs_is_accepted(epochs):
-    distribute(warmup_epochs=epochs, steps_per_epoch=10)

@@ -1,6 +1,7 @@
 """The tree is what its maps say, and no module needs one that needs it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_a_class_name_means_one_thing():
     found = {}
     for file in sorted((ROOT / "hvkit").rglob("*.py")):
         place = re.search(r"pytorch|keras|hvkit/(sync|parameter_server)/", str(file))
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in statements_in(tree_of(file)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(place and place[0])
     several = {name: of for name, of in found.items() if len(of) > 1}
@@ -59,7 +60,7 @@ def test_a_class_name_means_one_thing():
 @pytest.mark.parametrize("folder", ["sync", "parameter_server", "strategies", "compression"])
 def test_what_all_frameworks_share_imports_none(folder):
     for file in (ROOT / "hvkit" / folder).glob("*.py"):
-        for node in imports_in(ast.parse(file.read_text())):
+        for node in imports_in(file):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             found = [prefix + alias.name for alias in node.names]
             assert not any(re.match(r"torch|tensorflow|keras|hvkit\.frameworks", n) for n in found)
@@ -72,7 +73,7 @@ def module_of(file):
 def imports_of(file, modules):
     """Those of these modules that a file imports, or of which it imports a name."""
     found = set()
-    for node in imports_in(ast.parse(file.read_text())):
+    for node in imports_in(file):
         for alias in node.names:
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             whole = prefix + alias.name
@@ -80,10 +81,22 @@ def imports_of(file, modules):
     return found & modules
 
 
-def imports_in(tree):
+def imports_in(file):
     """Import statements, without those for types alone."""
+    return [s for s in statements_in(tree_of(file)) if isinstance(s, ast.Import | ast.ImportFrom)]
+
+
+@functools.cache
+def tree_of(file):
+    return ast.parse(file.read_text())
+
+
+def statements_in(tree):
+    """All statements, without those for types alone."""
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.Import | ast.ImportFrom):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        if isinstance(child, ast.stmt):
             yield child
-        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
-            yield from imports_in(child)
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements_in(child)

@@ -1,6 +1,6 @@
 import pytest
 
-from hvkit.learning_rate import Multiplier, describe, make_multiplier
+from hvkit.learning_rate import Multiplier, describe, length_of_warmup, make_multiplier
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4), ("sqrt", 2), ("none", 1)])
@@ -31,6 +31,11 @@ def test_a_warm_up_grows_linearly_from_the_rate_of_a_single_process(rule, multip
     multiplier = make_multiplier(rule, 8, 4)
     assert [multiplier.at(step) for step in range(6)] == pytest.approx(multipliers)
     assert not multiplier.changes_nothing
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (0.5, 5), (5, 50)])
+def test_a_warm_up_over_epochs_has_their_steps(epochs, steps):
+    assert length_of_warmup(0, epochs, 10) == steps
 
 
 def test_rates_are_described_by_what_multiplies_them():

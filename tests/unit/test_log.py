@@ -1,16 +1,14 @@
 """A script decides how much hvkit logs, and where."""
 
-import subprocess
-import sys
-
 import pytest
+from scripts import run_script
 
 IN_SCRIPT = "from hvkit.log import logger; logger.info('a note'); logger.warning('a warning')"
 
 
 def printed(code):
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == ""
+    ended = run_script(code)
+    assert (ended.returncode, ended.stdout) == (0, "")
     return ended.stderr
 
 

@@ -44,10 +44,6 @@ def test_the_tensor_axis_changes_fastest():
     assert [each.along("tensor") for each in places] == [0, 1] * 4
     assert [each.along("pipeline") for each in places] == [0, 0, 1, 1] * 2
     assert [each.along("data") for each in places] == [0] * 4 + [1] * 4
-
-
-def test_ranks_of_one_row():
-    mesh = Mesh(data=2, pipeline=2, tensor=2)
     assert rows(mesh, "tensor") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert rows(mesh, "data") == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert rows(mesh, "pipeline", "tensor") == [(0, 1, 2, 3), (4, 5, 6, 7)]

@@ -1,14 +1,12 @@
 """One process is the identity and needs no Horovod."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from cases import MORE, cases
-from quick_start import in_less_time
+import tensorflow as tf
+import torch
+from cases import cases
+from scripts import run_script
+
+import hvkit
 
 ABSENT = """
 import sys
@@ -35,20 +33,17 @@ for op in ("mean", "sum", "min", "max"):
     assert hvkit.allreduce(0.1, op) == 0.1 and hvkit.allreduce(3, op) == 3
     reduced = hvkit.allreduce(array, op)
     assert reduced is not array and reduced.tobytes() == array.tobytes()
-try:
-    hvkit.average_buffers(42)
-    raise AssertionError
-except TypeError as error:
-    assert "got 42 of type int" in str(error)
-try:
-    hvkit.allreduce(0.1, "product")
-except ValueError as error:
-    assert "'product'" in str(error)
-try:
+def raises(error, call, *arguments):
+    try:
+        call(*arguments)
+    except error as raised:
+        return str(raised)
+assert "got 42 of type int" in raises(TypeError, hvkit.average_buffers, 42)
+assert "'product'" in raises(ValueError, hvkit.allreduce, 0.1, "product")
+def fail():
     with hvkit.main_first():
         raise KeyError("x")
-except KeyError:
-    pass
+assert raises(KeyError, fail)
 assert hvkit.mean(0.3, 7) == 0.3 / 7 and hvkit.mean(0, 0) != hvkit.mean(0, 0)
 assert hvkit.average(0.1) == 0.1 and hvkit.average({"a": 1}) == {"a": 1.0}
 """
@@ -110,66 +105,6 @@ for options in (
 """
 
 
-README = """
-import os, random
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-import keras, numpy as np, torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-images = np.random.default_rng(0).normal(size=(300, 8)).astype("float32")
-labels = np.random.default_rng(1).integers(0, 4, 300)
-data = TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
-
-def Net():
-    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4))
-
-def trained(code):
-    keras.utils.set_random_seed(3)  # Python's, NumPy's and TensorFlow's generators too
-    torch.manual_seed(3)
-    names = dict(globals())
-    exec(code, names)
-    model = names["model"]
-    if isinstance(model, nn.Module):
-        weights = [each.detach().numpy() for each in model.parameters()]
-    else:
-        weights = model.get_weights()
-    drawn = random.random(), np.random.rand(), torch.rand(()).item()
-    return [each.tobytes() for each in weights], drawn
-
-for diff in DIFFS:
-    lines = diff.splitlines()
-    plain = "\\n".join(line[1:] for line in lines if line[0] in " -")
-    ours = "\\n".join(line[1:] for line in lines if line[0] in " +")
-    assert "hvkit" in ours and "hvkit" not in plain
-    assert trained(plain) == trained(ours), ours
-"""
-
-
-def diffs_of_readme():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    found = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(found) == 2
-    return found
-
-
-@MORE
-def test_the_readmes_calls_change_nothing_in_one_process():
-    """Each side of its diffs trains the same weights, and leaves the generators in one state."""
-    done = run(f"{ABSENT}\nDIFFS = {diffs_of_readme()!r}\n{README}")
-    assert done.returncode == 0, done.stderr
-
-
-def run(code, **environ):
-    # Not what a launcher may have left behind around the tests themselves.
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HOROVOD_"))}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=200, env=in_less_time(clean) | environ, check=False,
-    )  # fmt: skip
-
-
 LATE = """
 from hvkit import allgather, mean
 import torch
@@ -184,33 +119,30 @@ assert any("mul" in each for each in found) and not any("div" in each for each i
 
 
 def test_a_compiled_loss_may_contain_calls_that_were_imported_before_pytorch():
-    done = run(LATE)
+    done = run_script(LATE)
     assert done.returncode == 0, done.stderr
     assert "does not know how to trace" not in done.stderr
 
 
 def test_a_quotient_has_the_dtype_of_several_ranks():
     """As in tests/parallel/keras/test_keras_mean.py."""
-    done = run(
-        "import hvkit, torch, tensorflow as tf\n"
-        "whole = hvkit.mean(tf.constant(3), 2.5)\n"
-        "assert abs(float(whole) - 1.2) < 1e-15 and whole.dtype == tf.float64\n"
-        "assert hvkit.mean(3, tf.constant(2.0, tf.float16)).dtype == tf.float16\n"
-        "for pair in ((tf.complex(1.0, 1.0), 2), (torch.ones(2, dtype=torch.complex64), 2)):\n"
-        "    try:\n        hvkit.mean(*pair)\n        raise AssertionError\n"
-        "    except TypeError as error:\n        assert 'imaginary' in str(error)\n"
-    )
-    assert done.returncode == 0, done.stderr
+    whole = hvkit.mean(tf.constant(3), 2.5)
+    assert float(whole) == pytest.approx(1.2, abs=1e-15)
+    assert whole.dtype == tf.float64
+    assert hvkit.mean(3, tf.constant(2.0, tf.float16)).dtype == tf.float16
+    for value in (tf.complex(1.0, 1.0), torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises(TypeError, match="imaginary"):
+            hvkit.mean(value, 2)
 
 
 @pytest.mark.parametrize("code", [COLLECTIVES, TORCH, KERAS], ids=["collectives", "torch", "keras"])
 def test_one_process_is_the_identity_bit_for_bit_without_horovod(code):
-    done = run(ABSENT + EVERYTHING + code)
+    done = run_script(ABSENT + EVERYTHING + code)
     assert done.returncode == 0, done.stderr
 
 
 def test_one_launched_process_does_not_need_horovod_either():
-    done = run(ABSENT + COLLECTIVES, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0")
+    done = run_script(ABSENT + COLLECTIVES, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0")
     assert done.returncode == 0, done.stderr
 
 
@@ -219,7 +151,7 @@ def test_one_launched_process_does_not_need_horovod_either():
 )
 def test_several_launched_processes_without_horovod_are_told_how_to_get_it(framework, name):
     code = ABSENT + f"import {framework}, hvkit\nhvkit.init()"
-    done = run(code, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
+    done = run_script(code, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("hvkit.errors.HorovodNotFoundError: several ranks were launched")
@@ -229,6 +161,6 @@ def test_several_launched_processes_without_horovod_are_told_how_to_get_it(frame
 
 def test_a_launcher_of_another_mpi_is_noticed():
     """mpirun says 2 ranks; the MPI that Horovod was built for, started alone, says 1."""
-    done = run("import torch, hvkit\nhvkit.init()", PMI_SIZE="2", PMI_RANK="0")
+    done = run_script("import torch, hvkit\nhvkit.init()", PMI_SIZE="2", PMI_RANK="0")
     assert done.returncode == 1
     assert "launched 2 processes, but Horovod sees 1" in done.stderr

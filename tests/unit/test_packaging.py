@@ -1,11 +1,14 @@
-"""What an index of packages would get."""
+"""What an index of packages would get, and the oldest versions that hvkit needs."""
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
@@ -42,3 +45,16 @@ def test_the_packages_are_whole_and_their_description_can_be_shown(tmp_path):
     assert ours <= set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as package:
         assert ours <= {name.partition("/")[2] for name in package.getnames()}
+
+
+def test_the_oldest_versions_that_are_declared_are_those_that_make_oldest_tries():
+    setup = (ROOT / "setup.py").read_text()
+    pins = (ROOT / "constraints-oldest.txt").read_text()
+
+    def declared(name):
+        return Version(re.search(rf'"{name}>=([\d.]+)"', setup).group(1))
+
+    tried = {name: Version(version) for name, version in re.findall(r"(?m)^(\S+)==(\S+)$", pins)}
+    names = "cloudpickle", "filelock", "keras", "msgpack", "numpy", "tensorflow-cpu", "torch"
+    assert {name: declared(name) for name in names} == {name: tried[name] for name in names}
+    assert declared("tensorflow") == declared("tensorflow-cpu")

@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from cases import MORE
 
 import hvkit
 from hvkit.checkpoint import manifests
+from hvkit.cli import main
 
 PLANTED = "planted-3f9c2a"
 SECRETS = {
@@ -77,11 +76,22 @@ def more(*words):
     return pytest.param(words, marks=MORE)
 
 
-def run(*words, folder):
-    return subprocess.run(
-        [sys.executable, "-m", "hvkit.cli", *words],
-        env=os.environ | SECRETS, capture_output=True, text=True, cwd=folder, timeout=60,
-    )  # fmt: skip
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """``run(*words)``: the status of a command in an empty folder, and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*words):
+        try:
+            status = main(list(words))
+        except SystemExit as end:
+            status = end.code
+        said = capfd.readouterr()
+        return status, said.out, said.err
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -98,10 +108,10 @@ def run(*words, folder):
     ],
     ids=lambda words: " ".join(words).replace(PLANTED, "..."),
 )
-def test_what_hvkit_prints_has_no_secrets(words, tmp_path):
-    done = run(*words, folder=tmp_path)
-    assert done.stdout + done.stderr
-    assert PLANTED not in done.stdout + done.stderr
+def test_what_hvkit_prints_has_no_secrets(words, run):
+    _, out, err = run(*words)
+    assert out + err
+    assert PLANTED not in out + err
 
 
 @pytest.mark.parametrize(
@@ -118,20 +128,18 @@ def test_what_hvkit_prints_has_no_secrets(words, tmp_path):
     ],
     ids=lambda words: repr(words[-2]),
 )
-def test_no_argument_becomes_a_command(words, tmp_path):
+def test_no_argument_becomes_a_command(words, tmp_path, run):
     (tmp_path / "hosts").write_text("`touch attacked` slots=1\nnode2;touch attacked slots=1\n")
-    done = run(*words, folder=tmp_path)
-    assert done.returncode
-    assert "Traceback" not in done.stderr
+    status, _, err = run(*words)
+    assert status
+    assert "Traceback" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts"]
 
 
-def test_words_of_a_slurm_script_stay_words(tmp_path):
-    options = ["-np", "1", "--slots", "1"]
-    command = ["echo", "$(touch attacked)", "; touch attacked"]
-    done = run("manifest", "slurm", *options, "--", *command, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.strip().splitlines()[-1]
+def test_words_of_a_slurm_script_stay_words(run):
+    status, out, err = run(*SLURM, "--", "echo", "$(touch attacked)", "; touch attacked")
+    assert status == 0, err
+    last = out.strip().splitlines()[-1]
     assert last.endswith("echo '$(touch attacked)' '; touch attacked'")
 
 

@@ -1,11 +1,10 @@
 """hvkit's threads: one that fails ends its process, and the others hear why."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 import hvkit
 
@@ -24,9 +23,7 @@ threads.before_end.append(lambda how: print(how, flush=True))
 {STARTS[how]}
 time.sleep(60)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
-    )
+    done = run_script(code)
     assert done.returncode == 1
     reason = "failed in its thread hvkit-test with ValueError: invalid literal for int()"
     assert done.stdout.startswith(reason)

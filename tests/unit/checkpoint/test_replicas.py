@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,20 +24,13 @@ def saved(tmp_path):
     return saved
 
 
-class Listener:
-    closed = False
-
-    def close(self):
-        self.closed = True
-
-
 @pytest.fixture
 def copies(tmp_path, monkeypatch):
     """Of rank 0, which waits for ranks 1 and 2 on two other hosts."""
     monkeypatch.setattr(replicas, "_CONNECTED", 0.01)
     copies = Replicas(tmp_path, 2)
     copies._hosts = {1: "node2", 2: "node3"}
-    copies._listener = Listener()
+    copies._listener = Mock()
     return copies
 
 
@@ -62,9 +56,9 @@ def test_a_holder_that_connects_late_gets_the_next_one(copies, saved, tmp_path, 
         f"node3 keeps no copy of {saved}: rank 2 there has not connected yet; once it has, it gets "
         "the next"
     ]
-    assert not listener.closed
+    listener.close.assert_not_called()
     copies._admit(2, holder(two))
-    assert listener.closed
+    listener.close.assert_called_once()
     copies.send(saved)
     assert kept(two) == [saved.name]
     assert len(caplog.records) == 1
@@ -83,18 +77,17 @@ def test_a_holder_that_has_gone_is_named_and_the_other_goes_on(copies, saved, tm
     copies._admit(2, holder(tmp_path / "run2" / "a"))
     copies.send(saved)
     assert kept(tmp_path / "run2" / "a") == [saved.name]
-    assert listener.closed
+    listener.close.assert_called_once()
     assert len(caplog.records) == 2  # the other one was late
 
 
 def test_nobody_listens_when_every_holder_has_gone(copies, saved):
     listener = copies._listener
     del copies._hosts[2]
-    near, far = multiprocessing.Pipe()
-    copies._links[1] = near
+    copies._links[1], far = multiprocessing.Pipe()
     far.close()
     copies.send(saved)
-    assert listener.closed
+    listener.close.assert_called_once()
 
 
 def test_a_checkpoint_that_rank_0_cannot_read_again(copies, saved, tmp_path, caplog):

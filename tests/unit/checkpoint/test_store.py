@@ -10,8 +10,9 @@ import subprocess
 import sys
 
 import pytest
+from scripts import run_script
 
-from hvkit.checkpoint import Checkpoint, Progress, store
+from hvkit.checkpoint import Checkpoint, Progress
 
 
 class Thing:
@@ -64,6 +65,10 @@ def unlink(path):
     path.unlink()
 
 
+def change_a_digit(path):
+    path.write_text(path.read_text().replace('"epoch": 0', '"epoch": 7'))
+
+
 @pytest.mark.parametrize(
     ("damage", "pattern", "reason"),
     [
@@ -75,6 +80,7 @@ def unlink(path):
         (cut, "manifest.json", "manifest.json"),
         (flip, "manifest.json", "manifest.json is not what was written"),
         (unlink, "manifest.json", "manifest.json is missing"),
+        (change_a_digit, "manifest.json", "its sha256 differs"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_with_a_log_line(damage, pattern, reason, tmp_path, capsys):
@@ -87,19 +93,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_log_line(damage, pattern, reason
     log = capsys.readouterr().err
     assert f"hvkit: skipped {path.parent}: damaged: {path.name}" in log
     assert reason in log
-
-
-def test_a_manifest_with_one_digit_changed_is_damaged(tmp_path, capsys):
-    save(tmp_path, 1, 2)
-    path = file_of(tmp_path, "manifest.json")
-    path.write_text(path.read_text().replace('"epoch": 0', '"epoch": 7'))
-    assert restore(tmp_path) == (1, 10)
-    assert "its sha256 differs" in capsys.readouterr().err
-
-
-def test_if_all_are_damaged_the_run_starts_from_the_beginning_with_a_log_line(tmp_path, capsys):
-    save(tmp_path, 2)
-    empty(file_of(tmp_path, "manifest.json"))
+    shutil.rmtree(tmp_path / "step-000000001")
     assert restore(tmp_path) == (0, None)
     assert "no checkpoint can be read: starts from the beginning" in capsys.readouterr().err
 
@@ -111,19 +105,15 @@ def test_nothing_to_restore_is_no_error_and_makes_nothing(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_newest_are_kept_by_when_they_were_saved(tmp_path):
+def test_the_newest_are_kept_by_when_they_were_saved_and_damaged_ones_go_first(tmp_path):
     save(tmp_path, 10, 20, 30, 40, keep=2)
     assert names(tmp_path) == ["step-000000030", "step-000000040"]
     save(tmp_path, 5, keep=2)  # another start in the same directory
     assert names(tmp_path) == ["step-000000005", "step-000000040"]
     assert restore(tmp_path) == (5, 50)
-
-
-def test_damaged_ones_are_the_first_to_go(tmp_path):
-    save(tmp_path, 1, 2)
-    empty(file_of(tmp_path, "manifest.json"))
-    save(tmp_path, 3, keep=2)
-    assert names(tmp_path) == ["step-000000001", "step-000000003"]
+    empty(tmp_path / "step-000000005" / "manifest.json")
+    save(tmp_path, 6, keep=2)
+    assert names(tmp_path) == ["step-000000006", "step-000000040"]
 
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path):
@@ -135,8 +125,8 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
 
 def test_remains_of_killed_runs_are_cleaned_up_and_other_files_stay(tmp_path):
     save(tmp_path, 1)
-    (tmp_path / ".saving-step-000000002").mkdir()
-    (tmp_path / ".removing-step-000000000" / "x").mkdir(parents=True)
+    for hidden in (".saving-step-000000002", ".removing-step-000000000"):
+        (tmp_path / hidden / "x").mkdir(parents=True)
     shutil.copytree(tmp_path / "step-000000001", tmp_path / "step-000000001.old")
     for other in ("notes.txt", "step-7"):
         (tmp_path / other).write_text("mine")
@@ -203,40 +193,13 @@ def test_a_full_disk_is_an_error_that_names_folder_and_reason(tmp_path):
 
 
 def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path):
-    path = tmp_path / "runs"
-    path.write_text("")
+    (tmp_path / "runs").touch()
     with pytest.raises(OSError, match="runs"):
-        save(path, 1)
+        save(tmp_path / "runs", 1)
 
 
+# A fork of the run lives on, as a worker of its data would.
 HOLDS = """
-import sys
-from pathlib import Path
-from hvkit.checkpoint import store
-store.prepare(Path(sys.argv[1]))
-print("has it", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_run_in_the_same_directory_gets_an_error_until_the_first_ends(tmp_path):
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert first.stdout.readline() == "has it\n"
-        with pytest.raises(BlockingIOError, match=f"process {first.pid} on .* give every run"):
-            save(tmp_path, 1)
-        assert restore(tmp_path) == (0, None)
-    finally:
-        first.kill()
-        first.communicate(timeout=10)
-    save(tmp_path, 1)
-    assert restore(tmp_path) == (1, 10)
-
-
-FORKS = """
 import os, sys, time
 from pathlib import Path
 from hvkit.checkpoint import store
@@ -250,23 +213,23 @@ sys.stdin.read()
 """
 
 
-def test_a_process_that_the_run_forked_does_not_keep_the_lock_when_the_run_is_killed(tmp_path):
+def test_a_second_run_in_the_same_directory_gets_an_error_until_the_first_is_killed(tmp_path):
     first = subprocess.Popen(
-        [sys.executable, "-c", FORKS, str(tmp_path)],
+        [sys.executable, "-c", HOLDS, str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    worker = int(first.stdout.readline())
+    fork = int(first.stdout.readline())
     try:
-        with pytest.raises(BlockingIOError, match=f"process {first.pid} on "):
-            save(tmp_path, 1)
-        with pytest.raises(BlockingIOError, match=f"process {first.pid} on "):
-            save(tmp_path, 1)  # the first attempt left the owner's name in the file
+        for _ in range(2):  # the first attempt leaves the owner's name in the file
+            with pytest.raises(BlockingIOError, match=f"process {first.pid} on .* give every run"):
+                save(tmp_path, 1)
+        assert restore(tmp_path) == (0, None)
         first.kill()
         first.wait(timeout=10)
         save(tmp_path, 1)
-        os.kill(worker, 0)  # the fork still runs
+        os.kill(fork, 0)  # still runs
     finally:
-        os.kill(worker, signal.SIGKILL)
+        os.kill(fork, signal.SIGKILL)
         first.communicate(timeout=10)
     assert restore(tmp_path) == (1, 10)
 
@@ -276,11 +239,7 @@ def test_a_directory_that_was_deleted_and_created_again_is_locked_again(tmp_path
     save(directory, 1)
     shutil.rmtree(directory)
     save(directory, 2)
-    other = subprocess.run(
-        [sys.executable, "-c", HOLDS, str(directory)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert f"process {os.getpid()} on " in other.stderr
+    assert f"process {os.getpid()} on " in run_script(HOLDS, directory).stderr
     assert restore(directory) == (2, 20)
 
 
@@ -378,9 +337,3 @@ def test_remains_of_a_killed_run_that_are_read_elsewhere_do_not_stop_a_save(tmp_
     nfs.add("ranks.npz")
     save(tmp_path, 2)
     assert restore(tmp_path) == (2, 20)
-
-
-def test_folders_sort_like_their_steps():
-    assert sorted(map(store.name_of, (1000, 2, 30))) == [
-        "step-000000002", "step-000000030", "step-000001000"
-    ]  # fmt: skip

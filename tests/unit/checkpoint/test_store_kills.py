@@ -4,15 +4,15 @@ Each script runs in a process of its own, which forks the runs that it kills.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from cases import MORE, cases
+from cases import cases
+from scripts import run_script
 
-COMMON = """
-import json, os, random, signal, sys, time
+# Kills before every single operation on files, one run after the other. Every run starts with the
+# complete checkpoint of the last one that was not killed, and what the killed one left behind.
+EVERY_OPERATION = """
+import json, os, signal, sys
 import filelock  # here, so that its import is not among the operations of a save
 from hvkit.checkpoint import Checkpoint
 
@@ -25,29 +25,21 @@ class Thing:
         self.value = state["value"]
         assert state["much"] == [self.value] * 2000
 
-directory = sys.argv[1]
+directory, replace = sys.argv[1], sys.argv[2] == "replace"
 
-def save(step, value, keep):
-    Checkpoint(directory, keep=keep, thing=Thing(value)).save(epoch=0, step=step)
+def save(step, value):
+    Checkpoint(directory, keep=1, thing=Thing(value)).save(epoch=0, step=step)
 
 def restore():
     thing = Thing()
     return Checkpoint(directory, thing=thing).restore().step, thing.value
 
-def forked(run):
+def forked(run, *arguments):
     child = os.fork()
     if child == 0:
-        run()
+        run(*arguments)
         os._exit(0)
-    return child
-"""
-
-# Kills before every single operation on files, one run after the other. Every run starts with the
-# complete checkpoint of the last one that was not killed, and what the killed one left behind.
-EVERY_OPERATION = (
-    COMMON
-    + """
-replace = sys.argv[2] == "replace"
+    return os.waitpid(child, 0)[1]
 
 def killed_at(number, step, value):
     left = [number]
@@ -65,18 +57,18 @@ def killed_at(number, step, value):
         lambda event, arguments: count()
         if event in inside and (event != "open" or directory in str(arguments[0])) else None
     )
-    save(step, value, keep=1)
+    save(step, value)
 
 outcomes, number = [], 0
 while True:
     step = 1 if replace else 2 * number + 1
     before = (step, 2 * number)
-    os.waitpid(forked(lambda: save(*before, keep=1)), 0)
+    forked(save, *before)
     clean = sorted(os.listdir(directory))
     assert clean == [".lock", f"step-{step:09d}"], clean
     assert restore() == before
     after = (step if replace else step + 1, 2 * number + 1)
-    _, status = os.waitpid(forked(lambda: killed_at(number, *after)), 0)
+    status = forked(killed_at, number, *after)
     found = restore()
     assert found in (before, after), (number, found, before, after)
     if os.WIFEXITED(status):
@@ -87,61 +79,16 @@ while True:
     number += 1
 print(json.dumps(outcomes))
 """
-)
-
-RANDOM_MOMENTS = (
-    COMMON
-    + """
-random.seed(int(sys.argv[2]))
-last, seen = 0, set()
-for _ in range(40):
-    reader, writer = os.pipe()
-    def run():
-        step = restore()[0]
-        while True:
-            step += 1
-            save(step, 10 * step, keep=2)
-            os.write(writer, b".")
-    child = forked(run)
-    complete = last + len(os.read(reader, 1))  # wait for a save, however slow the disk is
-    time.sleep(random.uniform(0, 0.1))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(writer)
-    complete += len(os.read(reader, 100000))
-    os.close(reader)
-    step, value = restore()
-    assert complete <= step <= complete + 1, (complete, step)
-    assert step == 0 or value == 10 * step
-    seen.add(step - complete)
-    last = step
-print(json.dumps([last, sorted(seen)]))
-"""
-)
-
-
-def run(script, *arguments):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HVKIT_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, env=clean, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("kind", cases(["new", "replace"]))
 def test_killed_before_any_operation_on_files_the_run_resumes_with_the_old_or_the_new(
     kind, tmp_path
 ):
-    outcomes = run(EVERY_OPERATION, tmp_path, kind)
+    done = run_script(EVERY_OPERATION, tmp_path, kind)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
     assert len(outcomes) > 20
     assert not outcomes[0]
     assert outcomes[-1]
     assert outcomes == sorted(outcomes), "once the new one is in place, it stays"
-
-
-@MORE
-def test_killed_at_random_moments_the_run_resumes_with_the_last_complete_step(tmp_path):
-    last, _ = run(RANDOM_MOMENTS, tmp_path, 1)
-    assert last > 20

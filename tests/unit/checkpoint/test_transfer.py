@@ -8,6 +8,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,6 +90,7 @@ def test_one_that_breaks_off_leaves_the_one_before(folder):
     take(folder, SOME, b"ab", b"c", FILES[manifests.MANIFEST])
     assert (folder / NAME / "a").read_bytes() == b"abc"
     assert (folder / NAME / "b").read_bytes() == b""
+    assert os.stat(folder.parent).st_mode & 0o777 == 0o700  # for its user alone
     with pytest.raises(transfer.LinkError, match="has closed the connection"):
         take(folder, {"name": store.name_of(8), "files": {"a": 3}}, b"ab", ends=True)
     assert [path.name for path in folder.glob("*step*")] == [NAME]
@@ -98,11 +100,6 @@ def test_more_bytes_than_were_promised_are_an_error(folder):
     with pytest.raises(transfer.LinkError, match="sent 1 bytes more of a than"):
         take(folder, {"name": NAME, "files": {"a": 1}}, b"ab")
     assert list(folder.glob("*step*")) == []
-
-
-def test_the_folder_is_for_its_user_alone(folder):
-    take(folder, SOME, b"abc", FILES[manifests.MANIFEST])
-    assert os.stat(folder.parent).st_mode & 0o777 == 0o700
 
 
 def test_hvkit_run_knows_of_a_folder_before_it_is_there(folder, monkeypatch):
@@ -129,24 +126,18 @@ class Ends:
         self.holder.start()
 
 
-def test_a_checkpoint_arrives(folder, saved):
+def test_a_checkpoint_arrives_and_a_damaged_one_leaves_the_one_before(folder, saved):
     ends = Ends(folder)
     assert transfer.give(ends.rank_0, saved) == ""
     assert {path.name: path.read_bytes() for path in (folder / NAME).iterdir()} == FILES
-    ends.rank_0.close()
-    ends.holder.join(10)
-    assert not ends.holder.is_alive()
-
-
-def test_one_that_the_disk_has_damaged_leaves_the_one_before(folder, saved):
-    ends = Ends(folder)
-    assert transfer.give(ends.rank_0, saved) == ""
     (saved / "a").write_bytes(b"abd")
-    problem = transfer.give(ends.rank_0, saved)
-    assert problem == (
+    assert transfer.give(ends.rank_0, saved) == (
         "what rank 0 has sent is damaged: a is not what was written: its sha256 differs"
     )
     assert (folder / NAME / "a").read_bytes() == b"abc"
+    ends.rank_0.close()
+    ends.holder.join(10)
+    assert not ends.holder.is_alive()
 
 
 @pytest.mark.parametrize("of", ["hvkit.host.cpus.psutil.virtual_memory", "shutil.disk_usage"])
@@ -174,10 +165,7 @@ def test_what_cannot_be_written_is_read_to_its_end(folder, saved, monkeypatch):
     """The next order would otherwise begin in the middle of this one."""
     ends = Ends(folder)
     with monkeypatch.context() as full:
-
-        def no_space(*_):
-            raise OSError(28, "No space left on device")
-
+        no_space = Mock(side_effect=OSError(28, "No space left on device"))
         full.setattr(store, "write_folder", no_space)
         problem = transfer.give(ends.rank_0, saved)
     assert problem == f"No space left on device ({folder.parent})"
@@ -193,18 +181,10 @@ def test_what_cannot_be_written_is_read_to_its_end(folder, saved, monkeypatch):
     ],
 )
 def test_errors_of_the_connection_are_not_those_of_the_memory(error, said, folder):
-    class Failing:
-        poll = staticmethod(lambda _: True)
-        send_bytes = staticmethod(lambda data: None)
-        received = iter([json.dumps(SOME).encode()])
-
-        def recv_bytes(self, _):
-            for data in self.received:
-                return data
-            raise error
-
+    connection = Mock()
+    connection.recv_bytes.side_effect = [json.dumps(SOME).encode(), error]
     with pytest.raises(transfer.LinkError, match=said):
-        transfer.take(Failing(), folder)
+        transfer.take(connection, folder)
     assert list(folder.glob("*step*")) == []
 
 

@@ -22,16 +22,10 @@ class Torch:
         self.torch = pytest.importorskip("torch")
         from hvkit.frameworks.pytorch.collectives import ops
 
-        self.ops = ops
+        self.ops, self.tensor_of, self.join = ops, self.torch.from_numpy, self.torch.cat
 
     def tensor(self, array):
-        return self.torch.from_numpy(np.array(array, np.float32))
-
-    def tensor_of(self, array):
-        return self.torch.from_numpy(array)
-
-    def join(self, parts):
-        return self.torch.cat(parts)
+        return self.tensor_of(np.array(array, np.float32))
 
 
 class TensorFlow:
@@ -41,13 +35,10 @@ class TensorFlow:
         self.tf = pytest.importorskip("tensorflow")
         from hvkit.frameworks.keras.collectives import ops
 
-        self.ops = ops
+        self.ops, self.tensor_of = ops, self.tf.constant
 
     def tensor(self, array):
-        return self.tf.constant(np.array(array, np.float32))
-
-    def tensor_of(self, array):
-        return self.tf.constant(array)
+        return self.tensor_of(np.array(array, np.float32))
 
     def join(self, parts):
         return self.tf.concat(parts, axis=0)

@@ -5,7 +5,6 @@ import pytest
 from libraries import Ranks
 
 import hvkit
-from hvkit.compression.compression import Compression
 
 SHAPES = [(20, 30), (7,), (4, 5, 3, 3), ()]
 SIZES = [600, 7, 180, 1]
@@ -21,8 +20,6 @@ def test_top_k_of_everything_is_the_mean(ranks, library):
     vectors = gradients(ranks)
     found = everyone.mean(vectors)
     assert all(np.array_equal(each, found[0]) for each in found)
-    if ranks == 2:
-        assert np.array_equal(found[0], (vectors[0] + vectors[1]) / 2)
     assert np.allclose(found[0], vectors.mean(0), atol=1e-6)
     assert not everyone.state("residual").any()
 
@@ -82,30 +79,12 @@ def test_what_is_not_a_number_is_among_the_largest_values(library):
 
 def test_power_sgd_trains_a_layer_whose_first_gradient_was_zero(library):
     everyone = Ranks(hvkit.PowerSGD(2), [(40, 30)], 2, library)
-    everyone.mean(np.zeros((2, 1200), np.float32))
+    assert not everyone.mean(np.zeros((2, 1200), np.float32))[0].any()
     # The first rows, towards which a basis made from zeros points, have no gradient.
     later = np.zeros((2, 40, 30), np.float32)
     later[:, 10:] = np.outer(np.arange(1, 31), np.ones(30))
     found = everyone.mean(later.reshape(2, -1))[0]
     assert np.allclose(found, later[0].reshape(-1), atol=1e-3)
-
-
-def test_a_gradient_of_rank_one_is_exact_at_rank_one(library):
-    rows, columns = np.random.default_rng(0).normal(size=(2, 40)).astype(np.float32)
-    matrix = np.outer(rows, columns).reshape(-1)
-    everyone = Ranks(hvkit.PowerSGD(1), [(40, 40)], 2, library)
-    found = everyone.mean([matrix, 3 * matrix])[0]
-    assert np.abs(found - 2 * matrix).max() < 1e-5 * np.abs(matrix).max()
-    assert np.abs(everyone.state("residual")).max() < 1e-5 * np.abs(matrix).max()
-
-
-def test_a_step_without_gradients_does_not_end_power_sgd(library):
-    everyone = Ranks(hvkit.PowerSGD(2), [(20, 30)], 2, library)
-    assert not everyone.mean(np.zeros((2, 600), np.float32))[0].any()
-    sent, vectors = 0, gradients(2)[:, :600]
-    for _ in range(3):
-        sent = sent + everyone.mean(vectors)[0]
-    assert np.abs(sent).max() > 0.1
 
 
 def test_power_sgd_sends_thin_matrices_and_small_tensors_whole(library):
@@ -128,9 +107,3 @@ def test_power_sgd_sends_thin_matrices_and_small_tensors_whole(library):
 def test_compressions_check_themselves(make, error, text):
     with pytest.raises(error, match=text):
         make()
-
-
-def test_compressions_are_values():
-    assert hvkit.TopK(0.01) == hvkit.TopK(0.01)
-    assert isinstance(hvkit.PowerSGD(), Compression)
-    assert repr(hvkit.PowerSGD(2)) == "PowerSGD(rank=2)"

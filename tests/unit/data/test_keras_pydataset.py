@@ -120,12 +120,6 @@ def test_one_process_draws_what_it_draws_without_hvkit_also_when_it_resumes():
     assert resumed.begun == 2  # other attributes are the original's
 
 
-def test_the_number_of_workers_stays():
-    options = {"workers": 3, "use_multiprocessing": True, "max_queue_size": 7}
-    (part, _) = parts(lambda: Counting(9, **options), 2)
-    assert {name: getattr(part, name) for name in options} == options
-
-
 def test_an_infinite_pydataset_stays_infinite_on_every_rank():
     ranks = parts(Endless, 3)
     assert [part.num_batches for part in ranks] == [None] * 3
@@ -137,7 +131,9 @@ def test_fit_trains_on_it(workers):
     def wrap(rows):
         return rows[:, None].astype("float32"), rows.astype("float32")
 
-    (part, _) = parts(lambda: Counting(21, wrap, workers=workers), 2)
+    options = {"workers": workers, "use_multiprocessing": False, "max_queue_size": 7}
+    (part, _) = parts(lambda: Counting(21, wrap, **options), 2)
+    assert {name: getattr(part, name) for name in options} == options
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
     model.fit(part, epochs=2, verbose=0)

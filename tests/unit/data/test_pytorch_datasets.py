@@ -19,9 +19,7 @@ from shards import (
 )
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
-    Sampler,
     Subset,
     TensorDataset,
     get_worker_info,
@@ -31,44 +29,30 @@ from torch.utils.data import (
 from hvkit.data import shard
 
 MADE = {
-    "in order": {},
     "shuffled": {"shuffle": True},
+    "single, shuffled": {"batch": None, "shuffle": True},
     "drop_last": {"drop_last": True},
     "sampler": {"sampler": Backwards(23)},
     "batch sampler": {"batch_sampler": Batches([4] * 5 + [3]), "batch": 1},
     "workers": {"shuffle": True, "num_workers": 2},
-    "exact": {"exact": True},
-    "exact, shuffled": {"exact": True, "shuffle": True},
-    "exact, batch sampler": {"exact": True, "batch_sampler": Batches([4] * 6 + [1]), "batch": 1},
 }
-every_kind = pytest.mark.parametrize("kind", MADE)
-
-
-def made(kind, size):
-    options = dict(MADE[kind])
-    exact = options.pop("exact", False)
-    return parts(loader(23, **options), size, exact=exact, seed=3)
 
 
 @every_size
-@every_kind
-def test_a_loader_made_of_the_dataset_and_the_batch_sampler_reads_the_same_epochs(kind, size):
-    ranks = made(kind, size)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kind", MADE)
+def test_a_loader_made_of_the_dataset_and_the_samplers_reads_the_same_epochs(kind, exact, size):
+    ranks, again = (parts(loader(23, **MADE[kind]), size, exact=exact, seed=3) for _ in range(2))
     others = [
-        DataLoader(rank.dataset, batch_sampler=rank.batch_sampler) for rank in made(kind, size)
+        DataLoader(rank.dataset, batch_sampler=rank.batch_sampler)
+        if rank.batch_sampler is not None
+        else DataLoader(rank.dataset, batch_size=None, sampler=rank.sampler)
+        for rank in again
     ]
     assert [len(other) for other in others] == [len(rank) for rank in ranks]
     for _ in range(3):
-        assert epoch(others) == epoch(ranks)
-
-
-@every_size
-def test_a_loader_made_of_the_dataset_and_the_sampler_reads_the_same_epochs(size):
-    ranks = parts(loader(23, batch=None, shuffle=True), size)
-    again = parts(loader(23, batch=None, shuffle=True), size)
-    others = [DataLoader(rank.dataset, batch_size=None, sampler=rank.sampler) for rank in again]
-    for _ in range(2):
-        assert [list(other) for other in others] == [list(rank) for rank in ranks]
+        read = [[np.asarray(batch).tolist() for batch in each] for each in others]
+        assert read == [[np.asarray(batch).tolist() for batch in rank] for rank in ranks]
 
 
 def test_a_loader_made_of_it_starts_at_the_position_and_moves_it_at_the_end_of_an_epoch():
@@ -93,38 +77,17 @@ def test_two_simultaneous_iterations_read_an_epoch_each():
     (one,) = parts(loader(20, shuffle=True), 1)
     (whole,) = parts(loader(20, shuffle=True), 1)
     pairs = list(zip(one, one, strict=True))
-    assert [epoch([batches])[0] for batches in zip(*pairs, strict=True)] == [
-        epoch([whole])[0], epoch([whole])[0]
-    ]  # fmt: skip
-
-
-@every_size
-@every_length
-def test_division_by_its_length_gives_the_mean_of_this_ranks_samples(length, size):
-    ranks = parts(loader(length), size, exact=True)
-    sums = [sum(int(batch.sum()) for batch in rank) for rank in ranks]
-    lengths = [len(rank.dataset) for rank in ranks]
-    assert lengths == [sum(map(len, rank)) for rank in ranks]
-    assert sum(lengths) == length
-    means = [total / count if count else 0.0 for total, count in zip(sums, lengths, strict=True)]
-    assert np.dot(means, lengths) == pytest.approx(sum(range(length)))
-
-
-@every_size
-@every_length
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_its_length_is_the_samples_of_an_epoch_in_training(length, size, shuffle):
-    ranks = parts(loader(length, shuffle=shuffle and length > 0), size)
-    for rank in ranks:
-        assert len(rank.dataset) == sum(map(len, rank))
+    assert epoch(zip(*pairs, strict=True)) == epoch([whole, whole])
 
 
 @every_size
 @every_length
 @pytest.mark.parametrize("exact", [False, True])
 def test_it_equals_the_part_of_the_dataset_alone(length, size, exact):
-    ranks = parts(loader(length), size, exact=exact)
+    ranks = parts(loader(length, shuffle=length > 0), size, exact=exact)
     mine = [[rank.dataset[i] for i in range(len(rank.dataset))] for rank in ranks]
+    # Division of a sum by its length is the mean over this rank's samples of an epoch.
+    assert list(map(len, mine)) == [sum(map(len, rank)) for rank in ranks]
     assert mine == [list(part) for part in parts(lambda: Counting(length), size, exact=exact)]
     if exact:
         check_exact([[part] if part else [] for part in mine], list(range(length)))
@@ -152,19 +115,16 @@ def test_another_loader_or_split_of_it_reads_this_ranks_samples_only():
     assert list(second.dataset.indices) == list(range(1, 20, 2))
 
 
-class Labelled(Dataset):
+class Labelled(Counting):
     classes = ("a", "b")
     transform = None
-
-    def __len__(self):
-        return 10
 
     def __getitem__(self, index):
         return self.transform(index) if self.transform else index
 
 
 def test_its_attributes_are_those_of_the_dataset():
-    whole = Labelled()
+    whole = Labelled(10)
     _, part = parts(lambda: DataLoader(whole, batch_size=2), 2)
     assert part.dataset.classes == ("a", "b")
     part.dataset.transform = str
@@ -174,59 +134,46 @@ def test_its_attributes_are_those_of_the_dataset():
         part.dataset.none  # noqa: B018
 
 
-class Pairs(Labelled):
-    """Samples read by an index and a size, as when training on several image sizes."""
+class Keys(Counting):
+    """A sampler of pairs of an index and an image size, or of tensors."""
 
+    def __iter__(self):
+        return iter([(index, index // 4) for index in range(10)])
+
+
+class TensorKeys(Counting):
+    def __iter__(self):
+        return iter(torch.arange(10))
+
+
+class OfPairs(Counting):
     def __getitem__(self, pair):
         index, size = pair
         return 100 * size + index
 
 
-class PairSampler(Sampler):
-    def __len__(self):
-        return 10
-
-    def __iter__(self):
-        return ((index, index // 4) for index in range(10))
+class OfTensors(Counting):
+    def __getitem__(self, index):
+        return index.item()
 
 
-class Items(Counting):
+class SeveralAtOnce(Counting):
     def __getitems__(self, indices):
         assert all(type(index) is int for index in indices)
         return [10 * index for index in indices]
 
 
-class Tensors(Sampler):
-    def __len__(self):
-        return 10
-
-    def __iter__(self):
-        return iter(torch.arange(10))
-
-
-class Typed(Counting):
-    def __getitem__(self, index):
-        return index.item()
-
-
-READ = {
-    "pairs": (
-        lambda: DataLoader(Pairs(), batch_size=2, sampler=PairSampler()),
-        [100 * (index // 4) + index for index in range(10)],
-    ),
-    "several at once": (
-        lambda: DataLoader(Items(10), batch_size=2), [10 * index for index in range(10)]
-    ),
-    "tensors": (
-        lambda: DataLoader(Typed(10), batch_size=2, sampler=Tensors()), list(range(10))
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", READ)
-def test_the_dataset_gets_the_samplers_keys_unchanged(kind):
-    make, order = READ[kind]
-    check_training(epoch(parts(make, 2)), order, 2)
+@pytest.mark.parametrize(
+    ("dataset", "sampler", "order"),
+    [
+        (OfPairs, Keys(10), [100 * (index // 4) + index for index in range(10)]),
+        (OfTensors, TensorKeys(10), list(range(10))),
+        (SeveralAtOnce, None, [10 * index for index in range(10)]),
+    ],
+)
+def test_the_dataset_gets_the_samplers_keys_unchanged(dataset, sampler, order):
+    ranks = parts(lambda: DataLoader(dataset(10), batch_size=2, sampler=sampler), 2)
+    check_training(epoch(ranks), order, 2)
 
 
 def test_it_pickles():
@@ -245,18 +192,15 @@ def test_a_dataset_that_has_grown_has_longer_parts():
     assert list(part.dataset) == [1, 3, 5, 7]
 
 
-TWICE = {
-    "dataset": lambda part: DataLoader(part.dataset),
-    "subset": lambda part: DataLoader(Subset(part.dataset, [0, 1])),
-    "alone": lambda part: part.dataset,
-}
-
-
-@pytest.mark.parametrize("kind", TWICE)
-def test_a_part_is_not_divided_again(kind):
+@pytest.mark.parametrize(
+    "again",
+    [DataLoader, lambda part: DataLoader(Subset(part, [0, 1])), lambda part: part],
+    ids=["loader", "subset", "alone"],
+)
+def test_a_part_is_not_divided_again(again):
     part, _ = parts(loader(20), 2)
     with pytest.raises(ValueError, match=r"one rank's part.*not both"):
-        shard(TWICE[kind](part))
+        shard(again(part.dataset))
 
 
 class Stream(IterableDataset):
@@ -301,14 +245,9 @@ def test_steps_are_those_of_one_process(length, size, drop_last):
     for _ in range(2):
         seen = [numbers(rank) for rank in ranks]
         check_training(seen, list(range(length)), 4, drop_last=drop_last)
+    check_rows([list(part) for part in parts(lambda: Stream(length), size)], length)
     exact = parts(stream_loader(Stream(length), drop_last=drop_last), size, exact=True)
     check_exact([numbers(rank) for rank in exact], list(range(length)))
-
-
-@every_size
-@every_length
-def test_a_stream_without_loader(length, size):
-    check_rows([list(part) for part in parts(lambda: Stream(length), size)], length)
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -8,7 +8,6 @@ import torch
 from loaders import Batches, Counting, epoch, loader
 from shards import (
     check_exact,
-    check_rows,
     check_training,
     every_length,
     every_size,
@@ -27,42 +26,32 @@ from hvkit.data import pytorch_workers, shard
 @every_size
 @every_length
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_steps_are_those_of_one_process(length, size, drop_last):
-    ranks = parts(loader(length, drop_last=drop_last), size)
+@pytest.mark.parametrize("exact", [False, True])
+def test_steps_are_those_of_one_process_and_exact_parts_hold_every_sample_once(
+    exact, length, size, drop_last
+):
+    ranks = parts(loader(length, drop_last=drop_last), size, exact=exact)
     seen = epoch(ranks)
-    check_training(seen, list(range(length)), 4, drop_last=drop_last)
-    assert [len(rank) for rank in ranks] == [len(batches) for batches in seen]
-
-
-@every_size
-@every_length
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_exact_parts_hold_every_sample_once(length, size, drop_last):
-    ranks = parts(loader(length, drop_last=drop_last), size, exact=True)
-    seen = epoch(ranks)
-    check_exact(seen, list(range(length)))
+    if exact:
+        check_exact(seen, list(range(length)))
+    else:
+        check_training(seen, list(range(length)), 4, drop_last=drop_last)
     assert [len(rank) for rank in ranks] == [len(batches) for batches in seen]
 
 
 @pytest.mark.parametrize("length", [1, 7, 1000, 1001])
-def test_the_shuffled_order_is_one_on_any_number_of_ranks(length):
-    (one,) = parts(loader(length, batch=1, shuffle=True), 1, seed=3)
+def test_every_epoch_has_an_order_that_is_one_on_any_number_of_ranks_and_by_the_seed(length):
+    one, again = (parts(loader(length, 1, shuffle=True), 1, seed=3)[0] for _ in range(2))
     orders = [flat(numbers(one)) for _ in range(3)]
     assert sorted(orders[0]) == list(range(length))
+    assert [flat(numbers(again)) for _ in range(3)] == orders
+    (other,) = parts(loader(length, 1, shuffle=True), 1, seed=4)
+    assert length < 1000 or flat(numbers(other)) != orders[0] != orders[1]
+    check_exact(epoch(parts(loader(length, shuffle=True), 3, exact=True)), list(range(length)))
     for size in (2, 3, 5):
         ranks = parts(loader(length, shuffle=True), size, seed=3)
         for order in orders:
             check_training(epoch(ranks), order, 4)
-
-
-def test_every_epoch_is_shuffled_anew_and_by_the_seed():
-    (one,) = parts(loader(100, shuffle=True), 1)
-    (again,) = parts(loader(100, shuffle=True), 1)
-    (other,) = parts(loader(100, shuffle=True), 1, seed=1)
-    first, second = flat(numbers(one)), flat(numbers(one))
-    assert first != second
-    assert [flat(numbers(again)), flat(numbers(again))] == [first, second]
-    assert flat(numbers(other)) != first
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -73,20 +62,12 @@ def test_global_random_numbers_are_left_alone(workers):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_exact_parts_of_a_shuffled_loader_are_in_the_original_order():
-    check_exact(epoch(parts(loader(1001, shuffle=True), 3, exact=True)), list(range(1001)))
-
-
 def tens(samples):
     return [10 * sample for sample in samples]
 
 
 def seed_of_worker(samples):
     return torch.initial_seed()
-
-
-def name_of_worker(samples):
-    return torch.utils.data.get_worker_info().id
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -118,15 +99,6 @@ def test_workers_have_seeds_of_their_own_on_every_rank_and_in_every_epoch():
     assert len(set.union(*seeds)) == 4
     again = parts(loader(8, batch=1, num_workers=1, collate_fn=seed_of_worker), 2)
     assert [set(rank) for rank in again for _ in range(2)] == seeds
-
-
-@every_size
-@every_length
-def test_a_dataset_becomes_a_dataset_of_every_nth_sample(length, size):
-    ranks = parts(lambda: Counting(length), size)
-    check_rows([list(part) for part in ranks], length)
-    exact = parts(lambda: Counting(length), size, exact=True)
-    check_exact([[list(part)] if len(part) else [] for part in exact], list(range(length)))
 
 
 class OwnIter(DataLoader):
@@ -204,24 +176,11 @@ def test_a_position_at_the_end_gives_nothing_and_then_the_next_epoch():
 
 
 def test_a_position_in_a_batch_samplers_order_is_resumed():
-    def make():
-        return DataLoader(Counting(23), batch_sampler=Batches([4] * 5 + [3]))
-
-    ranks = parts(make, 2)
+    ranks = parts(lambda: DataLoader(Counting(23), batch_sampler=Batches([4] * 5 + [3])), 2)
     for rank in ranks:
         rank.load_state_dict({"epoch": 0, "samples": 8})
-    assert epoch(ranks) == [
-        [[8, 9, 10, 11], [16, 17, 18, 19]],
-        [[12, 13, 14, 15], [20, 21, 22]],
-    ]
-
-
-def test_a_broken_off_iteration_is_followed_by_the_next_epoch():
-    (one,) = parts(loader(50, shuffle=True), 1)
-    (whole,) = parts(loader(50, shuffle=True), 1)
-    next(iter(one))
-    list(whole)
-    assert flat(numbers(one)) == flat(numbers(whole))
+    step_2, step_3 = [[8, 9, 10, 11], [12, 13, 14, 15]], [[16, 17, 18, 19], [20, 21, 22]]
+    assert list(zip(*epoch(ranks), strict=True)) == [tuple(step_2), tuple(step_3)]
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 1}, {"epoch": -1, "samples": 0}, {"epoch": "1"}])
@@ -234,6 +193,7 @@ def test_a_wrong_state_is_an_error(state):
 def test_an_epoch_that_was_left_can_be_counted_as_done():
     (one,) = parts(loader(20, shuffle=True), 1)
     for number, _ in enumerate(one):
+        one.end_epoch()  # goes on: not done
         if number == 1:
             break
     assert one.state_dict() == {"epoch": 0, "samples": 8}
@@ -246,22 +206,15 @@ def test_an_epoch_that_was_left_can_be_counted_as_done():
     assert one.state_dict() == {"epoch": 2, "samples": 0}
 
 
-def test_an_epoch_that_goes_on_is_not_done():
-    (one,) = parts(loader(20), 1)
-    for _ in one:
-        one.end_epoch()
-    assert one.state_dict() == {"epoch": 1, "samples": 0}
-
-
 @pytest.fixture
 def adapters(tmp_path, monkeypatch):
-    """``adapters(mlx5_0="4: ACTIVE")``: the kernel's folder, and MPI running in this process."""
+    """``adapters(mlx5_0="4: ACTIVE")``: the kernel's folder, and MPI or Gloo in this process."""
     monkeypatch.setattr(pytorch_workers, "ADAPTERS", tmp_path)
     monkeypatch.setattr(main_rank, "_logged", set())
-    hvd = SimpleNamespace(mpi_enabled=lambda: True)
-    monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))
 
-    def made(**states):
+    def made(mpi=True, **states):
+        hvd = SimpleNamespace(mpi_enabled=lambda: mpi)
+        monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))
         for adapter, state in states.items():
             port = tmp_path / adapter / "ports" / "1"
             port.mkdir(parents=True)
@@ -284,25 +237,26 @@ def test_with_an_active_adapter_workers_are_not_forked(adapters, capsys):
     assert 'multiprocessing_context="fork" to the DataLoader' in log
 
 
-@pytest.mark.parametrize("states", [{}, {"mlx5_0": "1: DOWN"}, {"mlx5_0": "2: INIT"}])
-def test_without_an_active_adapter_they_start_as_without_hvkit(adapters, capsys, states):
-    adapters(**states)
-    assert method(num_workers=1) is None
+@pytest.mark.parametrize(
+    ("state", "mpi", "options", "chosen"),
+    [
+        (None, True, {}, None),
+        ("1: DOWN", True, {}, None),
+        ("2: INIT", True, {}, None),
+        ("4: ACTIVE", False, {}, None),  # Gloo
+        ("4: ACTIVE", True, {"num_workers": 0}, None),
+        ("4: ACTIVE", True, {"multiprocessing_context": "fork"}, "fork"),
+    ],
+)
+def test_otherwise_they_start_as_without_hvkit(state, mpi, options, chosen, adapters, capsys):
+    adapters(mpi, **({"mlx5_0": state} if state else {}))
+    assert method(**{"num_workers": 1, **options}) == chosen
     assert capsys.readouterr().err == ""
 
 
-def test_they_start_as_the_user_chose(adapters, monkeypatch):
+def test_a_method_that_the_script_has_set_stays(adapters, monkeypatch):
     adapters(mlx5_0="4: ACTIVE")
-    assert method(num_workers=1, multiprocessing_context="fork") == "fork"
-    assert method(num_workers=0) is None
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
-    assert method(num_workers=1) is None
-
-
-def test_under_gloo_they_are_forked(adapters, monkeypatch):
-    adapters(mlx5_0="4: ACTIVE")
-    hvd = SimpleNamespace(mpi_enabled=lambda: False)
-    monkeypatch.setitem(runtime._engines, "torch", SimpleNamespace(hvd=hvd))
     assert method(num_workers=1) is None
 
 

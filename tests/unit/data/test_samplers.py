@@ -20,7 +20,6 @@ from shards import (
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -48,9 +47,9 @@ class ByNumpy(Backwards):
 @every_size
 @every_length
 def test_a_sampler_of_the_users_keeps_its_order(length, size):
-    make = loader(length, sampler=Backwards(length))
-    check_training(epoch(parts(make, size)), list(range(length))[::-1], 4)
-    check_exact(epoch(parts(make, size, exact=True)), list(range(length))[::-1])
+    make, order = loader(length, sampler=Backwards(length)), list(range(length))[::-1]
+    check_training(epoch(parts(make, size)), order, 4)
+    check_exact(epoch(parts(make, size, exact=True)), order)
 
 
 RANDOM_SAMPLERS = {
@@ -62,6 +61,10 @@ RANDOM_SAMPLERS = {
     "replacement": lambda: RandomSampler(range(50), replacement=True),
     "num_samples": lambda: RandomSampler(range(50), num_samples=31),
 }
+
+
+def global_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 @pytest.mark.parametrize("kind", RANDOM_SAMPLERS)
@@ -76,11 +79,10 @@ def test_a_random_sampler_gives_every_rank_the_same_order_and_every_epoch_anothe
     ranks = parts(make, 3)
     orders = [flat(numbers(one)) for _ in range(2)]
     assert orders[0] != orders[1]
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    before = global_states()
     for order in orders:
         check_training(epoch(ranks), order, 4)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert after == before
+    assert global_states() == before
     check_exact(epoch(parts(make, 1, exact=True)), flat(epoch(parts(make, 1, exact=True))[0]))
 
 
@@ -140,15 +142,20 @@ def test_set_epoch_is_called_for_the_user():
     assert [numbers(one), numbers(one)] == [[[0]], [[1]]]
 
 
+SIZES = {
+    "none": [],
+    "equal": [4] * 5,
+    "the last is smaller": [4] * 50 + [1],
+    "made on purpose": [1, 5, 9, 2, 8, 5, 3],  # of one length, or within a budget of tokens
+}
+
+
 @every_size
-@every_length
-def test_a_batch_sampler_of_the_users_keeps_its_batches(length, size):
-    sizes = [4] * (length // 4) + [length % 4] * (length % 4 > 0)
-
-    def make():
-        return DataLoader(Counting(length), batch_sampler=Batches(sizes))
-
-    check_whole_batches(make, size, [list(batch) for batch in Batches(sizes)])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_batch_sampler_of_the_users_keeps_its_batches(sizes, size):
+    batches = [list(batch) for batch in Batches(sizes)]
+    make = loader(sum(sizes), batch=1, batch_sampler=Batches(sizes))
+    check_whole_batches(make, size, batches)
 
 
 def check_whole_batches(make, size, batches):
@@ -167,17 +174,6 @@ def check_whole_batches(make, size, batches):
     assert seen == [batches[rank::size] for rank in range(size)]
 
 
-@every_size
-@pytest.mark.parametrize("wanted", [[1, 5, 9, 2, 8, 5, 3], [4, 4, 4, 4, 4], []])
-def test_batches_that_a_batch_sampler_made_on_purpose_stay_whole(size, wanted):
-    """Of one length, or within a budget of tokens: cut anew they would not stack, or not fit."""
-
-    def make():
-        return DataLoader(Counting(sum(wanted)), batch_sampler=Batches(wanted))
-
-    check_whole_batches(make, size, [list(batch) for batch in Batches(wanted)])
-
-
 class CutByPyTorch(BatchSampler):
     """Has an attribute of its own, and leaves the cutting to PyTorch."""
 
@@ -185,34 +181,25 @@ class CutByPyTorch(BatchSampler):
         self.epoch = epoch
 
 
-def test_a_subclass_that_leaves_the_cutting_to_pytorch_is_like_a_batch_size():
-    def make():
-        return DataLoader(
-            Counting(23), batch_sampler=CutByPyTorch(SequentialSampler(range(23)), 4, False)
-        )
-
-    ranks = parts(make, 3)
-    check_training(epoch(ranks), list(range(23)), 4)
-    assert [len(rank) for rank in ranks] == [2, 2, 2]
-    assert ranks[0].batch_sampler.epoch == 0
-    ranks[0].batch_sampler.set_epoch(7)
-    assert ranks[0].batch_sampler.epoch == 7
-
-
-def test_pytorchs_own_batch_sampler_is_like_a_batch_size():
-    def make(drop_last):
-        batches = BatchSampler(SequentialSampler(range(23)), 4, drop_last)
-        return DataLoader(Counting(23), batch_sampler=batches)
-
-    check_training(epoch(parts(lambda: make(False), 2)), list(range(23)), 4)
-    check_training(epoch(parts(lambda: make(True), 2)), list(range(23)), 4, drop_last=True)
+@pytest.mark.parametrize("kind", [BatchSampler, CutByPyTorch])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_that_pytorch_cuts_are_like_a_batch_size(drop_last, kind):
+    batches = kind(SequentialSampler(range(23)), 4, drop_last)
+    ranks = parts(loader(23, batch=1, batch_sampler=batches), 3)
+    check_training(epoch(ranks), list(range(23)), 4, drop_last=drop_last)
+    assert [len(rank) for rank in ranks] == [1 if drop_last else 2] * 3
+    with pytest.raises(ValueError, match=r"batch_size of .* cannot change"):
+        ranks[0].batch_sampler.batch_size = 8
+    if kind is CutByPyTorch:
+        assert ranks[0].batch_sampler.epoch == 0
+        ranks[0].batch_sampler.set_epoch(7)
+        assert ranks[0].batch_sampler.epoch == 7
 
 
 @every_size
 def test_a_loader_without_batches_returns_single_samples(size):
-    ranks = parts(lambda: DataLoader(Counting(7), batch_size=None), size)
-    seen = [[[sample] for sample in rank] for rank in ranks]
-    check_training(seen, list(range(7)), 1)
+    ranks = parts(loader(7, batch=None), size)
+    check_training([[[sample] for sample in rank] for rank in ranks], list(range(7)), 1)
 
 
 class ByAttribute(WithEpoch):
@@ -229,10 +216,8 @@ class BatchesByAttribute(ByAttribute):
 
 @every_size
 def test_what_a_script_sets_on_a_sampler_reaches_it(size):
-    samples = parts(lambda: DataLoader(Counting(30), 5, sampler=ByAttribute(30)), size, seed=None)
-    batches = parts(
-        lambda: DataLoader(Counting(30), batch_sampler=BatchesByAttribute(30)), size, seed=None
-    )
+    samples = parts(loader(30, 5, sampler=ByAttribute(30)), size, seed=None)
+    batches = parts(loader(30, 1, batch_sampler=BatchesByAttribute(30)), size, seed=None)
     for number in (3, 2):
         for one, other in zip(samples, batches, strict=True):
             one.sampler.epoch = other.batch_sampler.epoch = number
@@ -243,17 +228,7 @@ def test_what_a_script_sets_on_a_sampler_reaches_it(size):
         ]
 
 
-def test_how_pytorch_cuts_batches_cannot_change_later():
-    batches = BatchSampler(SequentialSampler(range(23)), 4, False)
-    (part,) = parts(lambda: DataLoader(Counting(23), batch_sampler=batches), 1)
-    with pytest.raises(ValueError, match="batch_size of BatchSampler cannot change"):
-        part.batch_sampler.batch_size = 8
-
-
-class Whole(Dataset):
-    def __len__(self):
-        return 23
-
+class OfLists(Counting):
     def __getitem__(self, indices):
         assert isinstance(indices, list)
         return indices
@@ -261,11 +236,9 @@ class Whole(Dataset):
 
 @every_size
 def test_a_sampler_that_passes_whole_batches_to_the_dataset(size):
-    def make():
-        batches = BatchSampler(SequentialSampler(range(23)), 4, False)
-        return DataLoader(Whole(), batch_size=None, sampler=batches)
-
-    check_training(epoch(parts(make, size)), list(range(23)), 4)
+    batches = BatchSampler(SequentialSampler(range(23)), 4, False)
+    ranks = parts(lambda: DataLoader(OfLists(23), batch_size=None, sampler=batches), size)
+    check_training(epoch(ranks), list(range(23)), 4)
 
 
 class Endless(Sampler):

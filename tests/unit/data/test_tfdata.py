@@ -1,16 +1,14 @@
 """Every rank's part of a tf.data pipeline."""
 
-import itertools
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from shards import (
     check_exact,
     check_rows,
     check_training,
-    every_length,
-    every_size,
     flat,
     more,
     numbers,
@@ -58,7 +56,6 @@ BATCHED = {
     "map before, cache, prefetch": (
         lambda n: Data.range(n).map(lambda x: x + 0).batch(4).cache().prefetch(2), numbers,
     ),
-    "options": (lambda n: Data.range(n).batch(4).with_options(tf.data.Options()), numbers),
     "mapped and batched again": (
         lambda n: Data.range(n).batch(3).map(lambda x: x).unbatch().batch(4), numbers,
     ),
@@ -89,32 +86,27 @@ BATCHED = {
 UNCOUNTED = ("zipped", "rebatch", "ragged and dense", "mapped and batched again")
 
 
-@every_size
-@every_length
-def test_steps_of_batches_are_those_of_one_process(length, size):
-    check_batched("batch", length, size)
-
-
-@pytest.mark.parametrize("kind", BATCHED)
-@pytest.mark.parametrize(("length", "size"), [more(0, 2), more(1, 3), (23, 3)])
-def test_batches_of_every_kind_are_regrouped(length, size, kind):
-    check_batched(kind, length, size)
-
-
-def check_batched(kind, length, size):
+@pytest.mark.parametrize(
+    ("kind", "length", "size"),
+    [
+        *[("batch", length, size) for length in (0, 7, 201) for size in (1, 3)],
+        *[(kind, 23, 3) for kind in BATCHED],
+        *[more(kind, length, length + 2) for kind in BATCHED for length in (0, 1)],
+    ],
+)
+def test_steps_of_batches_are_those_of_one_process(kind, length, size):
     make, read = BATCHED[kind]
-    for exact, check in ((False, check_training_of_4), (True, check_exact)):
+    for exact in (False, True):
         ranks = parts(lambda: make(length), size, exact=exact)
         seen = [read(rank) for rank in ranks]
-        check(seen, list(range(length)))
+        if exact:
+            check_exact(seen, list(range(length)))
+        else:
+            check_training(seen, list(range(length)), 4)
         if kind not in UNCOUNTED:
             lengths = [len(batches) for batches in seen]
             assert [int(rank.cardinality()) for rank in ranks] == lengths
         assert all(rank.element_spec == make(length).element_spec for rank in ranks)
-
-
-def check_training_of_4(seen, order):
-    check_training(seen, order, 4)
 
 
 @pytest.mark.parametrize("kind", ["batch", "padded", "ragged"])
@@ -169,20 +161,20 @@ ELEMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["known", "unknown"])
-@every_size
-@every_length
-def test_without_batches_every_nth_element_is_taken(length, size, kind):
-    check_elements(kind, length, size)
-
-
-@pytest.mark.parametrize("kind", ELEMENTS)
-@pytest.mark.parametrize(("length", "size"), [more(0, 2), more(1, 3), (7, 3)])
-def test_elements_of_every_kind_are_sharded(length, size, kind):
-    check_elements(kind, length, size)
-
-
-def check_elements(kind, length, size):
+@pytest.mark.parametrize(
+    ("kind", "length", "size"),
+    [
+        *[
+            (kind, length, n)
+            for kind in ("known", "unknown")
+            for length in (0, 201)
+            for n in (1, 3)
+        ],
+        *[(kind, 7, 3) for kind in ELEMENTS],
+        *[more(kind, length, length + 2) for kind in ELEMENTS for length in (0, 1)],
+    ],
+)
+def test_without_batches_every_nth_element_is_taken(kind, length, size):
     make, read = ELEMENTS[kind]
     ranks = parts(lambda: make(length), size)
     rows = [read(rank) for rank in ranks]
@@ -269,36 +261,32 @@ def test_batches_that_are_mapped_stay_whole(size):
     assert exact == [batches[rank::size] for rank in range(size)]
 
 
-def test_infinite_mapped_batches_stay_infinite():
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (lambda: Data.range(7).repeat().batch(4), 4),
+        (lambda: Data.range(7).batch(4).repeat(), 4),
+        (lambda: Data.range(7).repeat(), 1),
+    ],
+)
+def test_an_infinite_pipeline_stays_infinite(make, batch):
+    ranks = parts(make, 2)
+    assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
+    seen = [numbers(map(np.atleast_1d, rank.take(3))) for rank in ranks]
+    order = flat(numbers(map(np.atleast_1d, make().take(12))))[: 6 * batch]
+    check_training(seen, order, batch)
+
+
+def test_infinite_mapped_batches_stay_infinite_and_whole():
     ranks = parts(lambda: Data.range(8).batch(4).map(augment).repeat(), 2)
     assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
     seen = [numbers(rank.take(3)) for rank in ranks]
     assert seen == [[[100, 101, 102, 103]] * 3, [[104, 105, 106, 107]] * 3]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Data.range(7).repeat().batch(4), lambda: Data.range(7).batch(4).repeat()]
-)
-def test_an_infinite_pipeline_stays_infinite(make):
-    order = flat(numbers(make().take(12)))
-    ranks = parts(make, 3)
-    assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
-    check_training([numbers(rank.take(3)) for rank in ranks], order[: 3 * 12], 4)
-
-
-def test_infinite_elements_stay_infinite():
-    ranks = parts(lambda: Data.range(7).repeat(), 3)
-    order = [int(i) for i in itertools.islice(Data.range(7).repeat().as_numpy_iterator(), 30)]
-    assert {int(rank.cardinality()) for rank in ranks} == {INFINITE}
-    assert flat(zip(*[map(int, rank.take(10)) for rank in ranks], strict=True)) == order
-
-
 def test_batches_of_an_unknown_number_and_of_repeated_epochs():
-    check_training(
-        [numbers(rank) for rank in parts(lambda: unknown(Data.range(23)).batch(4), 3)],
-        list(range(23)),
-        4,
-    )
+    unknown_number = parts(lambda: unknown(Data.range(23)).batch(4), 3)
+    check_training([numbers(rank) for rank in unknown_number], list(range(23)), 4)
     twice = parts(lambda: Data.range(7).batch(4).repeat(2), 2)
     check_training([numbers(rank) for rank in twice], [*range(7), *range(7)], 4)
 

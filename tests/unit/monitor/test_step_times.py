@@ -44,12 +44,8 @@ def test_one_rank_is_said_what_its_time_went_into():
     totals = Totals(["a"])
     totals.add(shares([steps((1, 3, 0))]))
     assert totals.line() == "data 25%, compute 75%"
-    assert totals.summary()["parts"] == {
-        "data": 0.25,
-        "compute": 0.75,
-        "waiting": 0,
-        "allreduce": 0,
-    }
+    parts = {"data": 0.25, "compute": 0.75, "waiting": 0, "allreduce": 0}
+    assert totals.summary()["parts"] == parts
 
 
 def test_steps_of_several_records_count_by_their_time():
@@ -64,9 +60,6 @@ def test_ranks_with_different_numbers_of_steps_have_no_last_one():
     assert not found.last.any()
     assert found.parts["waiting"] == 0
     assert found.samples_per_second == [pytest.approx(16 / 6), pytest.approx(8 / 6)]
-
-
-def test_no_steps_are_an_error():
     with pytest.raises(ValueError, match="no rank has taken a step"):
         shares([[], []])
 

@@ -31,12 +31,6 @@ def test_a_rank_goes_on_until_it_is_too_far_ahead_of_the_slowest(bound):
     assert push(server, 2) == [0, 1, 2]
 
 
-def test_without_a_bound_nobody_waits():
-    server = served(None)
-    for _ in range(100):
-        assert push(server, 0) == [0]
-
-
 def test_staleness_0_adds_the_changes_of_a_step_together_in_rank_order():
     log = []
     server = served(0, log=log)
@@ -55,11 +49,11 @@ def test_other_bounds_add_a_change_as_it_comes():
     assert np.array_equal(server.weights[0], np.ones(4))
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_rank_that_is_away_holds_up_nobody(staleness):
+@pytest.mark.parametrize(("staleness", "away"), [(0, {1}), (2, {1}), (None, NOBODY)])
+def test_a_rank_that_is_away_holds_up_nobody_and_without_a_bound_nobody_does(staleness, away):
     server = served(staleness, size=2)
     for _ in range(10):
-        assert push(server, 0, away={1}) == [0]
+        assert push(server, 0, away=away) == [0]
 
 
 def test_a_rank_that_leaves_sets_the_waiting_ones_free():
@@ -106,18 +100,15 @@ def test_a_rank_in_a_collective_is_away_until_all_have_come_to_it():
     assert attendance.away == {1}
 
 
-def test_a_rank_that_trains_is_in_no_collective():
+def test_a_rank_that_trains_is_in_no_collective_and_one_that_has_ended_stays_away():
     attendance = Attendance(2)
     attendance.enter(0)
     attendance.train(0)
     assert attendance.away == set()
-
-
-def test_a_rank_that_has_ended_stays_away():
-    attendance = Attendance(2)
     attendance.end(1)
     attendance.enter(0)
     assert attendance.away == {0, 1}
+    assert not attendance.all_ended
     attendance.end(0)
     assert attendance.all_ended
 

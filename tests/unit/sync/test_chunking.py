@@ -17,17 +17,17 @@ def test_every_gradient_is_in_one_chunk_and_in_order(sizes):
     assert all(runs)
 
 
-def test_small_models_go_out_at_once():
-    assert len(chunks([1000] * 50)) == 1
-
-
-def test_models_of_some_megabytes_go_out_in_at_most_four_chunks():
-    assert 3 <= len(chunks([100_000] * 100)) <= 5
-
-
-def test_a_gpu_sends_small_models_at_once():
-    assert len(chunks([100_000] * 50, on_gpu=True)) == 1
-    assert len(chunks([MIB] * 100, on_gpu=True)) == 4
+@pytest.mark.parametrize(
+    ("sizes", "on_gpu", "number"),
+    [
+        ([1000] * 50, False, 1),
+        ([100_000] * 100, False, 4),
+        ([100_000] * 50, True, 1),
+        ([MIB] * 100, True, 4),
+    ],
+)
+def test_small_models_go_out_in_few_chunks_and_on_a_gpu_in_fewer(sizes, on_gpu, number):
+    assert len(chunks(sizes, on_gpu=on_gpu)) == number
 
 
 def test_no_chunk_of_a_large_model_is_longer_than_32_mib():

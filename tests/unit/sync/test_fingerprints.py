@@ -82,7 +82,7 @@ def test_the_projections_estimate_the_distance_of_tensors(row_of, distance):
     random = np.random.default_rng(1)
     array = values("float64", 1000)
     estimates = []
-    for _ in range(200):
+    for _ in range(100):
         step = random.normal(size=array.shape)
         step *= distance * np.linalg.norm(array) / np.linalg.norm(step)
         rows = np.stack([row_of(array), row_of(array + step)])
@@ -91,7 +91,7 @@ def test_the_projections_estimate_the_distance_of_tensors(row_of, distance):
 
 
 @WAYS
-@pytest.mark.parametrize("n", [*range(1, 40), 1000])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 39, 1000])
 def test_the_same_change_of_every_element_is_not_rounding(row_of, n):
     array = values("float32", n)
     rows = np.array([[row_of(array)], [row_of(array + 1)]])
@@ -128,14 +128,8 @@ def message_about(*ranks, exact=False, unit=2.0**-23):
 ONES = np.ones(50, np.float32)
 
 
-def test_equal_tensors_give_no_message():
-    assert message_about([ONES, ONES * 2], [ONES, ONES * 2], [ONES, ONES * 2], exact=True) == (
-        "",
-        False,
-    )
-
-
 def test_the_message_names_the_first_difference_and_the_ranks():
+    assert message_about(*[[ONES, ONES * 2]] * 3, exact=True) == ("", False)
     text, error = message_about([ONES, ONES, ONES], [ONES, ONES * 2, ONES], [ONES, ONES, ONES * 3])
     assert error
     assert text.startswith("b of rank 1 differs from that of rank 0 by about ")
@@ -152,9 +146,7 @@ def test_rounding_is_an_error_before_the_first_update_only():
     text, error = message_about([ONES], [next_to])
     assert "rounding" in text
     assert not error
-
-
-def test_the_message_names_an_error_before_rounding():
+    # An error in a later tensor is named first.
     text, error = message_about([ONES, ONES], [np.nextafter(ONES, 2), ONES * 1.01])
     assert error
     assert text.startswith("b of rank 1")

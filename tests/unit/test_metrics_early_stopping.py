@@ -1,3 +1,5 @@
+"""Early stopping; averages over ranks are tested where there are ranks."""
+
 import json
 import math
 

@@ -1,13 +1,10 @@
 """Processes that a script starts itself, and that call hvkit: one training, or several apart."""
 
-import os
-import subprocess
-import sys
 import uuid
 
 import pytest
 from cases import MORE
-from quick_start import in_less_time
+from scripts import run_script
 
 from hvkit.host.launcher_variables import rank_id
 from hvkit.host.process_lock import claim
@@ -46,17 +43,8 @@ raise SystemExit(any(each.exitcode for each in both))
 )
 
 
-def run(code, **environ):
-    launched = ("OMPI_", "PMI", "HOROVOD_", "SLURM_", "HVKIT_RANK")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=100, env=in_less_time(clean) | environ, check=False,
-    )  # fmt: skip
-
-
 def test_processes_that_pytorch_spawns_do_not_train_apart():
-    done = run(SPAWNED)
+    done = run_script(SPAWNED)
     assert done.returncode == 1
     assert done.stdout == "trains 0\n"
     assert "Process 1 terminated with the following error" in done.stderr
@@ -67,7 +55,7 @@ def test_processes_that_pytorch_spawns_do_not_train_apart():
 
 @MORE
 def test_other_processes_may_train_apart_and_one_says_so():
-    done = run(SEPARATE)
+    done = run_script(SEPARATE)
     assert (done.returncode, done.stdout) == (0, "trains 0\ntrains 1\n")
     assert done.stderr.count("processes that the script has started train separately") == 1
 
@@ -76,7 +64,7 @@ def test_of_the_processes_of_a_rank_one_is_the_rank():
     rank = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
     launch = rank | {"PMIX_NAMESPACE": str(uuid.uuid4())}
     assert claim(f"rank {rank_id(launch)}")
-    done = run("import hvkit\nhvkit.rank()", **launch)
+    done = run_script("import hvkit\nhvkit.rank()", **launch)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "LaunchError: the script starts several processes that call hvkit" in last
@@ -84,17 +72,23 @@ def test_of_the_processes_of_a_rank_one_is_the_rank():
     assert rank_id(other) != rank_id(launch)
 
 
+# A fork lives on, as a worker would.
+CLAIMS = """
+import os, sys, time
+from hvkit.host.process_lock import claim
+assert claim(sys.argv[1]) and claim(sys.argv[1])
+read, write = os.pipe()
+if not os.fork():
+    os.closerange(1, 3)
+    os.write(write, b'forked')
+    time.sleep(5)
+    os._exit(0)
+os.read(read, 9)
+"""
+
+
 @pytest.mark.parametrize("ends", ["", "os.kill(os.getpid(), 9)"], ids=["by itself", "killed"])
 def test_what_a_process_claims_is_free_as_soon_as_it_has_ended(ends):
     name = str(uuid.uuid4())
-    code = (
-        "import os, sys, time\nfrom hvkit.host.process_lock import claim\n"
-        "assert claim(sys.argv[1]) and claim(sys.argv[1])\n"
-        # A fork that lives on, as a worker would.
-        "read, write = os.pipe()\n"
-        "if not os.fork():\n    os.write(write, b'forked'); time.sleep(5); os._exit(0)\n"
-        "os.read(read, 9)\n"
-        f"{ends}"
-    )
-    subprocess.run([sys.executable, "-c", code, name], timeout=60, check=False)
+    run_script(CLAIMS + ends, name)
     assert claim(name)
