@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 
 sys.path.append(os.path.dirname(os.path.dirname(__file__)))
-import without_sklearn  # noqa: E402, F401
+import without_sklearn  # noqa: F401
 
 sys.path.pop()
 

@@ -5,11 +5,11 @@ import functools
 import keras
 import numpy as np
 import torch
-from models import regression as keras_batches
-from nets import arrays
+from keras_models import regression as keras_batches
 from ranks import my_part, shared_folder
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays
 
 import hvkit
 

@@ -5,8 +5,8 @@ import errno
 import numpy as np
 import pytest
 import torch
-from nets import in_rounds, local, mlp, regression, train
 from ranks import error_of
+from torch_nets import in_rounds, local, mlp, regression, train
 
 import hvkit
 from hvkit.checkpoint import Checkpoint

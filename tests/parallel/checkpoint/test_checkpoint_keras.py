@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import mse
+from keras_models import mse
 from packaging.version import Version
 from ranks import same_on_all_ranks, shared_folder
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from cases import MORE, cases
-from models import eager_tape
-from models import regression as keras_batches
-from nets import arrays
+from keras_models import eager_tape
+from keras_models import regression as keras_batches
 from ranks import error_of, largest_difference, my_part, same_on_all_ranks
 from runs import DILOCO, KerasGraphRun, KerasRun, Past, TorchRun
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays
 
 import hvkit
 from hvkit.checkpoint.strategies import StrategyPart

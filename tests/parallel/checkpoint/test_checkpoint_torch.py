@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from cases import MORE
-from nets import arrays
 from ranks import same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader
+from torch_nets import arrays
 
 import hvkit
 from hvkit.checkpoint import Checkpoint

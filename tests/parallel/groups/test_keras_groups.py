@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from models import LOOPS, eager_tape, fit, in_eager_code, local, mlp, regression, sgd, weights
+from keras_models import LOOPS, eager_tape, fit, in_eager_code, local, mlp, regression, sgd, weights
 from ranks import error_of, keras_in_float64, largest_difference, same_on_all_ranks
 
 import hvkit

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from nets import arrays, convnet, local, mlp, regression, sgd, train
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch.nn import functional as F
+from torch_nets import arrays, convnet, local, mlp, regression, sgd, train
 
 import hvkit
 from hvkit.communication.collectives import gather

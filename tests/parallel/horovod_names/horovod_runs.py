@@ -3,7 +3,7 @@
 import horovod.tensorflow.keras as hvd
 import keras
 import numpy as np
-from models import fit, local, mlp, regression, weights, with_state
+from keras_models import fit, local, mlp, regression, weights, with_state
 from ranks import same_on_all_ranks
 
 DATA = regression(steps=8)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from cases import MORE
 from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
-from models import fit, local, mlp, mse, weights
+from keras_models import fit, local, mlp, mse, weights
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
 from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
-from models import LOOPS, embedded, local, mlp, mse, texts, weights, with_state
+from keras_models import LOOPS, embedded, local, mlp, mse, texts, weights, with_state
 from ranks import largest_difference, same_on_all_ranks
 
 

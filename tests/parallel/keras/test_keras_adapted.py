@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import LOOPS, equals_one_process, refit, regression, sgd
+from keras_models import LOOPS, equals_one_process, refit, regression, sgd
 from ranks import error_of, my_part, same_on_all_ranks
 
 import hvkit

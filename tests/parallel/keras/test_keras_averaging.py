@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import LOOPS, distributed, eager_tape, local, mlp, regression, unbuilt, weights
+from keras_models import LOOPS, distributed, eager_tape, local, mlp, regression, unbuilt, weights
 from ranks import error_of, largest_difference, same_on_all_ranks
 
 import hvkit

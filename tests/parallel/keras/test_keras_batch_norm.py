@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, eager_tape, local, weights
+from keras_models import LOOPS, eager_tape, local, weights
 from ranks import batches, largest_difference, same_on_all_ranks
 
 import hvkit

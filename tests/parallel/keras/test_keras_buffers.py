@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE
-from models import eager_tape, fit, graph_tape, local, refit, regression
+from keras_models import eager_tape, fit, graph_tape, local, refit, regression
 from ranks import all_but_rank_0, error_of, largest_difference, same_on_all_ranks, shared_folder
 
 import hvkit

@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, refit, regression, sgd, weights
+from keras_models import (
+    LOOPS,
+    alike,
+    fit,
+    in_rounds,
+    local,
+    mlp,
+    mse,
+    refit,
+    regression,
+    sgd,
+    weights,
+)
 from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 
 import hvkit

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, TokensAndPositions, embedded, equals_one_process, texts
+from keras_models import LOOPS, TokensAndPositions, embedded, equals_one_process, texts
 
 import hvkit
 from hvkit.frameworks.keras.gradients.averager import GradientAverager

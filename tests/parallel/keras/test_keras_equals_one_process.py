@@ -3,7 +3,7 @@
 import keras
 import pytest
 from cases import cases, each_once
-from models import LOOPS, equals_one_process, mlp, regression, subclassed, unbuilt
+from keras_models import LOOPS, equals_one_process, mlp, regression, subclassed, unbuilt
 from ranks import keras_in_float64
 
 import hvkit

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import mlp, subclassed, weights
+from keras_models import mlp, subclassed, weights
 from ranks import error_of, same_on_all_ranks
 
 import hvkit

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, alike, graph_tape, local, regression, sgd
+from keras_models import LOOPS, alike, graph_tape, local, regression, sgd
 from ranks import error_of
 
 import hvkit

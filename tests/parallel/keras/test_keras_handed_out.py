@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import tensorflow as tf
 from cases import MORE
-from models import alike, regression, served, tape_step
+from keras_models import alike, regression, served, tape_step
 from ranks import Busy
 
 import hvkit

@@ -26,7 +26,7 @@ from keras_loss_cases import (
     train_on_batch_in_a_callback_counts_rows,
     uneven_batches,
 )
-from models import weights
+from keras_models import weights
 from ranks import keras_in_float64, largest_difference
 
 import hvkit

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from cases import MORE, cases
-from models import alike, local, mlp, regression
+from keras_models import alike, local, mlp, regression
 from ranks import error_of, largest_difference, my_part
 
 import hvkit

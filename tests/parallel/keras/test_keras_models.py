@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import (
+from keras_models import (
     eager_tape,
     equals_one_process,
     fit,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, alike, local, mlp, regression, sgd, weights
+from keras_models import LOOPS, alike, local, mlp, regression, sgd, weights
 from ranks import error_of, shared_folder
 
 import hvkit

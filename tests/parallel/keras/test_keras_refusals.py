@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import (
+from keras_models import (
     LOOPS,
     equals_one_process,
     fit,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, local, mlp, mse, regression, weights
+from keras_models import LOOPS, local, mlp, mse, regression, weights
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import LOOPS, alike, fit, in_rounds, local, mlp, mse, regression, sgd, weights
+from keras_models import LOOPS, alike, fit, in_rounds, local, mlp, mse, regression, sgd, weights
 from ranks import error_of, largest_difference
 
 import hvkit

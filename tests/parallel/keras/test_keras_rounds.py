@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases
-from models import (
+from keras_models import (
     LOOPS,
     alike,
     fit,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
-from models import (
+from keras_models import (
     LOOPS,
     alike,
     fit,

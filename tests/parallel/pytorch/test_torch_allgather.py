@@ -3,9 +3,9 @@
 import pytest
 import torch
 from cases import MORE
-from nets import raised_everywhere
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import raised_everywhere
 
 import hvkit
 

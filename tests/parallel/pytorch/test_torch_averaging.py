@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from nets import arrays, local, mlp, regression, train
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays, local, mlp, regression, train
 
 import hvkit
 from hvkit import main_rank

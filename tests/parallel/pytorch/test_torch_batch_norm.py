@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from nets import arrays, local, regression, train
 from ranks import largest_difference, same_on_all_ranks
 from torch import nn
+from torch_nets import arrays, local, regression, train
 
 import hvkit
 from hvkit import main_rank

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from nets import arrays, local, my_part, raised_everywhere, regression
 from ranks import all_but_rank_0, error_of, largest_difference, same_on_all_ranks, shared_folder
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import swa_utils
+from torch_nets import arrays, local, my_part, raised_everywhere, regression
 
 import hvkit
 from hvkit import main_rank

@@ -2,11 +2,20 @@
 
 import pytest
 import torch
-from nets import alike, arrays, distributed, in_rounds, local, mlp, raised_everywhere, regression
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torch_nets import (
+    alike,
+    arrays,
+    distributed,
+    in_rounds,
+    local,
+    mlp,
+    raised_everywhere,
+    regression,
+)
 
 import hvkit
 from hvkit.frameworks.pytorch.gradients import step_report

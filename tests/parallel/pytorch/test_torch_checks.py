@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from nets import arrays, distributed, local, mlp, raised_everywhere, regression, train
 from ranks import error_of, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch_nets import arrays, distributed, local, mlp, raised_everywhere, regression, train
 
 import hvkit
 from hvkit import main_rank

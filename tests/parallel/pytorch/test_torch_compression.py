@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from nets import arrays, local, mlp, regression, train
 from ranks import largest_difference, same_on_all_ranks
 from torch import nn
+from torch_nets import arrays, local, mlp, regression, train
 
 import hvkit
 from hvkit.communication.traffic import Sent

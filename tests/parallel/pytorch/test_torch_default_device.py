@@ -6,7 +6,7 @@ Here on "meta", where nothing can be computed. hvkit's own tensors name their de
 import pytest
 import torch
 from cases import MORE
-from nets import arrays, local, mlp, regression, train
+from torch_nets import arrays, local, mlp, regression, train
 
 import hvkit
 

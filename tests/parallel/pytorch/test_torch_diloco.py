@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from nets import alike, arrays, in_rounds, local, mlp, regression, sgd, train
 from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
 from torch import nn
+from torch_nets import alike, arrays, in_rounds, local, mlp, regression, sgd, train
 
 import hvkit
 from hvkit.sync.distributed_objects import keepers_of

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from nets import arrays, convnet, local, mlp, regression, train
 from ranks import largest_difference, same_on_all_ranks
+from torch_nets import arrays, convnet, local, mlp, regression, train
 
 import hvkit
 

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from nets import alike, arrays, local, regression, sgd, train
 from ranks import same_on_all_ranks
 from torch import nn
+from torch_nets import alike, arrays, local, regression, sgd, train
 
 import hvkit
 

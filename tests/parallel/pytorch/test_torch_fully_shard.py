@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 from cases import MORE
-from nets import arrays, local, mlp, raised_everywhere, regression
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays, local, mlp, raised_everywhere, regression
 
 import hvkit
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from nets import arrays, local, mean_over_ranks, mlp, raised_everywhere, regression
 from ranks import largest_difference, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays, local, mean_over_ranks, mlp, raised_everywhere, regression
 
 import hvkit
 

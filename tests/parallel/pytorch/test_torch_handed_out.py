@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from nets import served
 from ranks import Busy, error_of
 from torch.utils.data import DataLoader, TensorDataset
+from torch_nets import served
 
 import hvkit
 from hvkit.parameter_server import client

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from nets import local, mlp, regression
 from torch.optim import lr_scheduler as schedulers
+from torch_nets import local, mlp, regression
 from twin import (
     RATE,
     SETTERS,

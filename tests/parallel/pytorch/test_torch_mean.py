@@ -5,12 +5,12 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from cases import cases, pairwise
-from nets import raised_everywhere
 from ranks import error_of, same_on_all_ranks
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch_nets import raised_everywhere
 
 import hvkit
 from hvkit import main_rank

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from nets import arrays, my_part, regression
 from ranks import error_of, largest_difference, same_on_all_ranks, shared_folder
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays, my_part, regression
 
 import hvkit
 from hvkit.frameworks.pytorch.divided_state import process_group

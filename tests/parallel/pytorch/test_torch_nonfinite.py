@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from nets import alike, arrays, local, mlp, regression, sgd
 from ranks import error_of, shared_folder
 from torch.nn import functional as F
+from torch_nets import alike, arrays, local, mlp, regression, sgd
 
 import hvkit
 from hvkit.sync.nonfinite import skipped_steps

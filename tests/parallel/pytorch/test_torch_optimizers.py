@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 from cases import MORE, cases
-from nets import local, mlp, regression, train_with_closure
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
+from torch_nets import local, mlp, regression, train_with_closure
 from twin import (
     RATE,
     SETTERS,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
-from nets import alike, arrays, local, mlp, raised_everywhere, regression, served, sgd, train
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import alike, arrays, local, mlp, raised_everywhere, regression, served, sgd, train
 
 import hvkit
 from hvkit.parameter_server import client, server

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from nets import arrays, gradients, local, mean_over_ranks, mlp, regression, train
 from ranks import error_of, largest_difference, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays, gradients, local, mean_over_ranks, mlp, regression, train
 
 import hvkit
 

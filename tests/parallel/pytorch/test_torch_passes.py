@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from cases import MORE
-from nets import arrays, local, mean_over_ranks, mlp, regression, train, train_with_closure
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from torch_nets import arrays, local, mean_over_ranks, mlp, regression, train, train_with_closure
 
 import hvkit
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import MORE
-from nets import arrays, distributed, local, mlp, raised_everywhere, regression, train
 from ranks import error_of, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays, distributed, local, mlp, raised_everywhere, regression, train
 
 import hvkit
 from hvkit import main_rank

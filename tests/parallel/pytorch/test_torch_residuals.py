@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from nets import arrays, convnet, local, mlp, regression, train
 from ranks import error_of, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch_nets import arrays, convnet, local, mlp, regression, train
 
 import hvkit
 from hvkit.communication.traffic import Sent

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from nets import (
+from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_on_all_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch_nets import (
     alike,
     arrays,
     in_rounds,
@@ -18,9 +21,6 @@ from nets import (
     train,
     train_with_closure,
 )
-from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_on_all_ranks
-from torch import nn
-from torch.nn import functional as F
 
 import hvkit
 from hvkit.communication.exchanges import Mean

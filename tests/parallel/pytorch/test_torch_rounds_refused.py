@@ -3,7 +3,9 @@
 import gc
 
 import pytest
-from nets import (
+from ranks import error_of
+from torch import nn
+from torch_nets import (
     alike,
     in_rounds,
     local,
@@ -13,8 +15,6 @@ from nets import (
     sgd,
     train,
 )
-from ranks import error_of
-from torch import nn
 
 import hvkit
 

@@ -6,11 +6,11 @@ import itertools
 import pytest
 import torch
 from cases import pairwise
-from nets import alike, arrays, local, mlp, regression, sgd, train
 from ranks import error_of, largest_difference
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
+from torch_nets import alike, arrays, local, mlp, regression, sgd, train
 
 import hvkit
 from hvkit import main_rank

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
-from nets import alike, arrays, local, mlp, raised_everywhere, regression, sgd, train
 from ranks import shared_folder
+from torch_nets import alike, arrays, local, mlp, raised_everywhere, regression, sgd, train
 
 import hvkit
 from hvkit.sync.distributed_objects import keepers_of

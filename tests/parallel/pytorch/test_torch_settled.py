@@ -5,9 +5,9 @@ import gc
 import numpy as np
 import pytest
 import torch
-from nets import alike, arrays, in_rounds, local, mlp, regression, sgd, train
 from ranks import error_of, largest_difference
 from torch.nn import functional as F
+from torch_nets import alike, arrays, in_rounds, local, mlp, regression, sgd, train
 
 import hvkit
 

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from nets import arrays, local, mlp, regression, train
 from ranks import same_on_all_ranks
 from torch import nn
+from torch_nets import arrays, local, mlp, regression, train
 
 import hvkit
 

@@ -5,10 +5,10 @@ to its weights, and whatever reads the rate between steps must see what it sees 
 """
 
 import torch
-from nets import local, mlp, regression
 from ranks import same_on_all_ranks
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
+from torch_nets import local, mlp, regression
 
 import hvkit
 
