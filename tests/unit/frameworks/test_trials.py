@@ -116,12 +116,13 @@ def test_what_an_optimizer_does_decides(kind, by_parameter, by_element):
 
 def test_a_trial_changes_nothing():
     calls = []
-    optimizer = optimizer_of(Averages)
+    noisy, optimizer = optimizer_of(Noisy), optimizer_of(Averages)
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     parameters = optimizer.param_groups[0]["params"]
     before = [p.detach().clone() for p in parameters]
     random = torch.get_rng_state()
+    assert why_not_by_parameter(noisy)
     assert why_not_by_parameter(optimizer)
     assert all(map(torch.equal, parameters, before))
     assert all(p.grad is None for p in parameters)
