@@ -38,10 +38,16 @@ def admitted():
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """Rank 0 of two, and what it does to Horovod and prints; it looks five times a second."""
+def tick():
+    """Seconds between two looks of rank 0."""
+    return 0.2
+
+
+@pytest.fixture
+def hub(monkeypatch, tick):
+    """Rank 0 of two, and what it does to Horovod and prints."""
     shut_down, printed = [], []
-    monkeypatch.setattr(watcher, "_TICK", 0.2)
+    monkeypatch.setattr(watcher, "_TICK", tick)
     hub = Hub(2, LIMITS, lambda: shut_down.append(True), one_host=True)
     monkeypatch.setattr(os, "write", lambda to, text: printed.append(text.decode()))
     hub.start()
@@ -96,18 +102,18 @@ def test_calls_that_do_not_match_are_printed_sent_to_all_and_end_horovod(hub, mo
     assert rank_0.reason() == end.diagnosis
 
 
-def test_a_rank_that_leaves_as_soon_as_it_has_begun_explains_the_end_of_a_wait(hub, monkeypatch):
+@pytest.mark.parametrize("tick", [60.0])  # longer than an error waits for its reason
+def test_a_rank_that_leaves_as_soon_as_it_has_begun_explains_the_end_of_a_wait(hub):
     rank_0, *_ = hub
-    monkeypatch.setattr(watcher, "_TICK", 60.0)  # longer than an error waits for its reason
     other = channel.connect(rank_0.endpoint, 1)
     channel.send_message(other, channel.RankEnded(1, FAILED))
     assert rank_0.reason().endswith(f"; rank 1 {FAILED}")
 
 
+@pytest.mark.parametrize("tick", [60.0])  # the watcher's thread sleeps
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_rank_0_says_how_it_ends_also_within_its_first_second(hub, monkeypatch, in_thread):
+def test_rank_0_says_how_it_ends_also_within_its_first_second(hub, in_thread):
     rank_0, *_ = hub
-    monkeypatch.setattr(watcher, "_TICK", 60.0)  # the watcher's thread sleeps
     other = channel.connect(rank_0.endpoint, 1)
     while not (rank_0._peers if in_thread else rank_0._connected):
         time.sleep(0.001)

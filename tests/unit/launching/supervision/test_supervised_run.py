@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from cases import MORE
+from cases import MORE, cases
 from supervised import LAUNCHER, RUN, begin, below, command_line, run, sleeping, wait_until
 
 from hvkit.launching.supervision import supervised_run
@@ -119,7 +119,7 @@ def test_a_signal_ends_a_run_whose_output_nobody_reads(mark):
     assert sleeping(mark) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", cases([signal.SIGHUP, signal.SIGTERM]))
 def test_after_a_signal_commands_may_finish_within_the_grace(started, mark, number):
     running = started("trap 'sleep 0.7; echo saved; exit 0' TERM; sleep MARK & wait; wait")
     running.send_signal(number)
@@ -266,7 +266,7 @@ def test_a_rank_that_is_stopped_gets_the_sigterm_that_ends_the_run(tmp_path):
     assert (done.returncode, done.stdout) == (3, "woken\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", cases([signal.SIGUSR1, signal.SIGUSR2]))
 def test_signals_for_commands_reach_them(started, number):
     name = number.name.removeprefix("SIG")
     running = started(f"trap 'echo got {name}; kill %1' {name}; sleep MARK & wait; wait")
