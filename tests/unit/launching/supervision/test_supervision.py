@@ -17,7 +17,13 @@ import pytest
 from cases import MORE, cases
 from supervised import LAUNCHER, RUN, below, command_line, run, sleeping
 
-from hvkit.launching.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind, frame
+from hvkit.launching.supervision.protocol import (
+    KEY_VARIABLE,
+    AgentSettings,
+    Kind,
+    frame,
+    keep_alive,
+)
 from hvkit.launching.supervision.rank_output import Style
 
 
@@ -243,3 +249,17 @@ def test_variables_for_this_host_only_are_set_here():
     given = RUN.replace("bind=True", "bind=True, here={'MINE': 'a b'}")
     done = run("echo $MINE", program=given)
     assert done.stdout == "a b\na b\n"
+
+
+@pytest.mark.parametrize("seconds", [2, 30, 86400])
+def test_the_kernel_gives_up_a_silent_host_after_as_many_seconds_as_the_user_says(seconds):
+    with socket.socket() as connection:
+        keep_alive(connection, None)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+        keep_alive(connection, seconds)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, probes = (connection.getsockopt(socket.IPPROTO_TCP, n) for n in names)
+        assert idle + interval * probes == pytest.approx(seconds, abs=interval)
+        limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == 1000 * seconds  # with data on the way
