@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from cases import MORE
 import hvkit
 from hvkit.checkpoint import manifests
 from hvkit.cli import main
+from hvkit.spark.rendezvous import Front, Store
 
 PLANTED = "planted-3f9c2a"
 SECRETS = {
@@ -141,6 +144,23 @@ def test_words_of_a_slurm_script_stay_words(run):
     assert status == 0, err
     last = out.strip().splitlines()[-1]
     assert last.endswith("echo '$(touch attacked)' '; touch attacked'")
+
+
+def test_another_user_of_a_host_changes_nothing_in_the_store_of_sparks_ranks(monkeypatch):
+    store = Store("127.0.0.1", b"key")
+    front = Front(("127.0.0.1", store.port), b"key")
+    place = f"http://127.0.0.1:{front.port}/global/0"
+    request = urllib.request.Request(place, b"address", method="PUT")
+    user = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: user + 1)  # to whom this test is another user
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(place)
+    assert urllib.request.urlopen(request).status == 200
+    front.close()
+    store.close()
 
 
 def test_every_threat_has_a_test():

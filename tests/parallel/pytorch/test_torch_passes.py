@@ -256,18 +256,24 @@ def test_compiled_models(compiled_first):
     assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["together", "apart"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant):
-    """With a layer that is used inside and outside of the checkpointed segment."""
+def test_activation_checkpointing(use_reentrant, dtype):
+    """With a layer that is used inside and outside of the checkpointed segment.
+
+    Of another dtype, its gradients travel apart, and are sent before the segment adds to them.
+    """
 
     def forward(model, x):
-        x = torch.tanh(model[0](x))
-        x = checkpoint(lambda t: torch.tanh(model[1](t)), x, use_reentrant=use_reentrant)
-        return model[2](torch.tanh(model[1](x)))
+        def shared(x):
+            return torch.tanh(model[2](x.to(dtype))).float()
+
+        x = checkpoint(shared, torch.tanh(model[0](x)), use_reentrant=use_reentrant)
+        return model[1](shared(x))
 
     def make():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8, dtype=dtype))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def steps(model, optimizer, data):

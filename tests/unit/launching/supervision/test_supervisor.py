@@ -17,7 +17,13 @@ import pytest
 from cases import MORE, cases
 from supervised import LAUNCHER, begin, below, command_line, run, sleeping
 
-from hvkit.launching.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind, frame
+from hvkit.launching.supervision.protocol import (
+    KEY_VARIABLE,
+    AgentSettings,
+    Kind,
+    frame,
+    keep_alive,
+)
 
 
 def test_output_and_success_of_the_ranks_are_passed_on():
@@ -196,3 +202,17 @@ def test_garbage_from_a_stranger_changes_nothing(started, mark):
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=30)
     assert errors == "hvkit run: ended by SIGTERM\n"
+
+
+@pytest.mark.parametrize("seconds", [2, 30, 86400])
+def test_the_kernel_gives_up_a_silent_host_after_as_many_seconds_as_the_user_says(seconds):
+    with socket.socket() as connection:
+        keep_alive(connection, None)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+        keep_alive(connection, seconds)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, probes = (connection.getsockopt(socket.IPPROTO_TCP, n) for n in names)
+        assert idle + interval * probes == pytest.approx(seconds, abs=interval)
+        limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == 1000 * seconds  # with data on the way
