@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # The folders of tests that `make test` runs, on two ranks at most; `make test-all` runs all cases.
-IN_MAKE_TEST, ALL_CASES = {"unit", "parallel", "jax", "recipes"}, ("-m", "not accuracy")
+IN_MAKE_TEST, ALL_CASES = {"unit", "parallel", "recipes", "launched"}, ("-m", "not accuracy")
 # The part of the mutations that `make test` must find.
 LEAST = 34 / 40
 # Seconds for the tests of a mutation, and of one that makes a wait endless.

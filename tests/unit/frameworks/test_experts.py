@@ -100,11 +100,11 @@ def test_parameters_for_each_weight_and_as_many_rows_for_each_expert():
 
 def test_what_rank_0_says_of_experts():
     plan = prove(MixtureNet("module"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
-    text = "10 of 14 linear layers and embeddings, and 4 of 4 sets of experts divided, 98%"
+    text = "6 of 8 linear layers and embeddings, and 2 of 2 sets of experts divided, 98%"
     assert text in str(plan)
     # What these weights share their module with has gradients of its own.
     plan = prove(MixtureNet("products"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
-    assert "and 0 of 4 sets of experts divided" in str(plan)
+    assert "and 0 of 2 sets of experts divided" in str(plan)
     reason = "it computes with its experts and with gate.weight"
     assert plan.whole["blocks.0.mixture"] == reason
 
