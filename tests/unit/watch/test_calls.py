@@ -144,6 +144,10 @@ def test_threads_are_in_calls_of_their_own():
         go_on.set()
         pool.shutdown()
         assert (status().call, status().waits) == ("backward()", False)
+        for _ in range(2):
+            with waiting():
+                assert status().waits
+            assert not status().waits
 
 
 def test_the_line_is_the_scripts_and_not_a_librarys():
