@@ -94,9 +94,10 @@ class TorchPart(Part):
         self._load_warmup(facts)
 
     def _load_warmup(self, facts: Mapping[str, Any]) -> None:
-        warmup = self._warmup()
-        if warmup and facts["warmup_steps"] is not None:
-            warmup.steps_done = facts["warmup_steps"]
+        if warmup := self._warmup():
+            # One process, whose rate nothing multiplies, has not counted them.
+            done = facts["warmup_steps"]
+            warmup.steps_done = facts["step"] if done is None else done
 
     def _load_plain(self, state: Any) -> None:
         if isinstance(self._thing, Optimizer):

@@ -90,9 +90,10 @@ def load(
         if part.name not in manifest.parts:
             part.begin_after(manifest.step)
             continue
-        if files := shares_of(folder, manifest.parts[part.name]):
+        facts = {**manifest.parts[part.name], "step": manifest.step}
+        if files := shares_of(folder, facts):
             try:
-                part.load_shares(files, manifest.parts[part.name])
+                part.load_shares(files, facts)
             except Exception as error:
                 problem = problem or _explained(error, part, folder)
             continue
@@ -101,7 +102,7 @@ def load(
             take(part.file, content)
         if problem is None:
             try:
-                part.load(content, manifest.parts[part.name])
+                part.load(content, facts)
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = _explained(error, part, folder)
     try:

@@ -78,7 +78,7 @@ class Part(ABC):
 
         Args:
             content: the file's bytes, which ``ContentReader`` reads without a copy.
-            facts: what ``facts`` returned when the checkpoint was saved.
+            facts: what ``facts`` returned when the checkpoint was saved, and its ``step``.
 
         Raises:
             Exception: the content does not fit the object.

@@ -179,7 +179,7 @@ def run(ranks, folder):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize("sizes", cases([[2, 3], [2, 3, 1]], name=str))
+@pytest.mark.parametrize("sizes", cases([[2, 3], [1, 2], [2, 3, 1]], name=str))
 def test_the_rate_stays_the_users_and_steps_use_it_for_the_new_number_of_ranks(sizes, tmp_path):
     """A warm-up continues in the middle too."""
     for run_number, ranks in enumerate(sizes):
@@ -198,7 +198,7 @@ def test_the_rate_stays_the_users_and_steps_use_it_for_the_new_number_of_ranks(s
         new = f"; rank {ranks - 1}: random state as the script set it" if ranks > saved else ""
         assert (
             f"hvkit: resumed {tmp_path}/step-{step:09d} (epoch 0, step {step}) saved on "
-            f"{saved} ranks; {ranks} rank{'s' * (ranks > 1)} now{new}\n"
+            f"{saved} rank{'s' * (saved > 1)}; {ranks} rank{'s' * (ranks > 1)} now{new}\n"
         ) in log
         assert before[-1] > losses[0] > losses[-1]
 
