@@ -58,7 +58,7 @@ test: setup
 	@times=; for part in $(PARTS); do start=$$(date +%s); \
 		$(MAKE) --no-print-directory $$part || { echo "make $$part failed" >&2; exit 1; }; \
 		times="$$times$$(printf '%5d s  %s' $$(($$(date +%s) - start)) $$part)\n"; done; \
-	printf "\n$$times$(LEFT)"
+	printf "\n$${times}$(LEFT)"
 
 LEFT = Left to \`make test-all\`: $(MORE),\nand the cases that are deselected above.\n
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import MORE
 from flax import nnx
 
 import hvkit
@@ -89,6 +90,7 @@ def test_numpy_s_wide_numbers_become_those_of_jax():
     assert (x.dtype, y.dtype) == (jnp.float32, jnp.int32)
 
 
+@MORE
 def test_tensors_of_pytorch_and_tensorflow_are_batches():
     import tensorflow as tf
     import torch

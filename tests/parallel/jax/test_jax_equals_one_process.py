@@ -20,7 +20,7 @@ def alone(style):
     return _alone[style]
 
 
-@pytest.mark.parametrize("style", cases(STYLES, 2, name=lambda style: style.__name__))
+@pytest.mark.parametrize("style", cases(STYLES, name=lambda style: style.__name__))
 def test_ranks_train_the_model_of_one_process(style):
     model = style(optax.sgd(0.05), hvkit.Synchronous())
     require_close(model, model.train(), *alone(style))
@@ -35,7 +35,7 @@ def test_divided_states_and_weights_change_nothing_but_memory(style, strategy):
     assert parts(model.tree()) == (hvkit.size() if divides_weights else 1)
 
 
-@pytest.mark.parametrize("strategy", [hvkit.ShardedOptimizer(), hvkit.FullyShard()], ids=str)
+@pytest.mark.parametrize("strategy", cases([hvkit.FullyShard(), hvkit.ShardedOptimizer()]))
 def test_the_state_of_the_optimizer_stays_divided(strategy):
     model = NNX(optax.adam(1e-2), strategy)
     model.train()

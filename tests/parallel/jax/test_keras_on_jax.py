@@ -73,7 +73,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.FullyShard()], ids=str)
+@pytest.mark.parametrize("strategy", cases([hvkit.Synchronous(), hvkit.FullyShard()]))
 @pytest.mark.parametrize("name", cases(MODELS))
 def test_fit_trains_the_model_of_one_process(name, strategy):
     make, optimizer, bound = MODELS[name]
