@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 import torch
-from cases import cases
+from cases import MORE, cases
 from scripts import run_script
 
 import hvkit
@@ -118,6 +118,7 @@ assert any("mul" in each for each in found) and not any("div" in each for each i
 """
 
 
+@MORE
 def test_a_compiled_loss_may_contain_calls_that_were_imported_before_pytorch():
     done = run_script(LATE)
     assert done.returncode == 0, done.stderr
@@ -135,9 +136,12 @@ def test_a_quotient_has_the_dtype_of_several_ranks():
             hvkit.mean(value, 2)
 
 
-@pytest.mark.parametrize("code", [COLLECTIVES, TORCH, KERAS], ids=["collectives", "torch", "keras"])
-def test_one_process_is_the_identity_bit_for_bit_without_horovod(code):
-    done = run_script(ABSENT + EVERYTHING + code)
+SCRIPTS = {"torch": TORCH, "collectives": COLLECTIVES, "keras": KERAS}
+
+
+@pytest.mark.parametrize("name", cases(SCRIPTS, 2))
+def test_one_process_is_the_identity_bit_for_bit_without_horovod(name):
+    done = run_script(ABSENT + EVERYTHING + SCRIPTS[name])
     assert done.returncode == 0, done.stderr
 
 

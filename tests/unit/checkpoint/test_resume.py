@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from cases import cases
+from cases import MORE, cases
 from quick_start import in_less_time
 
 from hvkit.checkpoint import Checkpoint, manifests
@@ -179,6 +179,7 @@ def run(ranks, folder):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@MORE
 @pytest.mark.parametrize("sizes", cases([[2, 3], [1, 2], [2, 3, 1]], name=str))
 def test_the_rate_stays_the_users_and_steps_use_it_for_the_new_number_of_ranks(sizes, tmp_path):
     """A warm-up continues in the middle too."""

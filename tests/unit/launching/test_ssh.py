@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cases import MORE
 
 from hvkit.launching.hosts import Host
 from hvkit.launching.ssh import SRUN, SSH, explain_ssh, remote_shell, run_on_hosts, ssh_command
@@ -62,6 +63,7 @@ def test_the_words_of_a_command_arrive_unchanged(ssh):
     assert [each.stdout for each in found] == [f"{words}\n"] * 2
 
 
+@MORE
 def test_a_host_that_hangs_is_given_up_and_no_process_stays_behind(ssh):
     (answer,) = answers(["hangs"], "true", timeout=1)
     assert answer.status is None

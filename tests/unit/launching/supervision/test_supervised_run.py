@@ -184,6 +184,7 @@ if role == "rank":
 """
 
 
+@MORE
 def test_an_interrupt_reaches_the_same_processes_as_ctrl_c_in_a_terminal(started, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     running = started(f"{sys.executable} {tmp_path}/rank.py rank MARK")
@@ -238,6 +239,7 @@ def fails_beside(answer, ready):
     )
 
 
+@MORE
 def test_after_a_failure_the_other_ranks_may_finish_within_the_grace(tmp_path):
     """Which begins when those that fail because of the first have had their time."""
     seconds = supervised_run._OTHERS_FAIL + 1
@@ -247,6 +249,7 @@ def test_after_a_failure_the_other_ranks_may_finish_within_the_grace(tmp_path):
     assert "failed too" not in done.stderr
 
 
+@MORE
 def test_a_signal_cuts_the_grace_after_a_failure_short(tmp_path, monkeypatch):
     monkeypatch.setenv("GRACE", "500")
     idle = LAUNCHER.replace("rank.terminate()", "pass").replace("rank.kill()", "rank.wait()")
