@@ -21,6 +21,7 @@ from hvkit.wording import in_short
 _KERAS = "keras"
 _CONFIG = "config.json"
 _DEFAULT = "float32"
+_SIMPLE = (bool, int, float, str, type(None))
 
 
 def is_saveable(thing: object) -> bool:
@@ -44,7 +45,7 @@ def reduced(thing: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
         content = archive.getvalue()
         own = _own_objects(thing, set(_texts(_config_in(content))))
         content = _accepted(content, own)
-        _restored(function, content, own)
+        _require_arguments(thing, _restored(function, content, own))
     except HvkitError:
         raise
     except Exception as problem:
@@ -54,6 +55,20 @@ def reduced(thing: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
             "all arguments of __init__, or send get_weights() and make it anew"
         ) from problem
     return _restored, (function, content, own)
+
+
+def _require_arguments(thing: Any, made: Any) -> None:
+    """Raise unless the attributes that are named as arguments of ``__init__`` arrived.
+
+    Keras puts the defaults of a subclassed model into its configuration, whatever it was made with.
+    """
+    parts = getattr(thing, "_flatten_layers", lambda: [thing])()
+    others = getattr(made, "_flatten_layers", lambda: [made])()
+    for before, after in zip(parts, others, strict=False):
+        for name in inspect.signature(type(before)).parameters:
+            sent, arrived = vars(before).get(name), vars(after).get(name)
+            if all(isinstance(each, _SIMPLE) for each in (sent, arrived)) and sent != arrived:
+                raise ValueError(f"{type(before).__qualname__}: {name}={sent!r} became {arrived!r}")
 
 
 def _restored(

@@ -40,6 +40,12 @@ class Holds(keras.Model):
         return inputs
 
 
+class Scales(Bare):
+    def __init__(self, factor=2):
+        super().__init__()
+        self.factor = factor
+
+
 def square(values):
     return values * values
 
@@ -68,8 +74,18 @@ def test_a_trained_model_with_own_classes_and_functions_arrives(make):
     sent.fit(inputs, np.ones((4, 1)), verbose=0)
 
 
-def test_one_that_cannot_be_made_again_is_refused_before_it_is_sent():
-    model = Holds(object())
+@pytest.mark.parametrize(
+    ("model", "why"), [(Holds(object()), ""), (Scales(3), "ValueError: Scales: factor=3 became 2")]
+)
+def test_one_that_cannot_be_made_again_is_refused_before_it_is_sent(model, why):
     model(np.ones((1, 2)))
-    with pytest.raises(TypeError, match=r"Keras cannot make this Holds again .* get_weights"):
+    again = rf"Keras cannot make this {type(model).__name__} again .*{why}.* get_weights"
+    with pytest.raises(TypeError, match=again):
         pickling.dump(model, io.BytesIO())
+
+
+def test_one_with_the_usual_arguments_arrives():
+    model = Scales()
+    model(np.ones((1, 2)))
+    pickling.dump(model, file := io.BytesIO())
+    assert pickle.loads(file.getvalue()).factor == 2
