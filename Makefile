@@ -74,7 +74,7 @@ lint: setup
 
 # A file's tests stay together, since most of the time goes into importing frameworks.
 unit: setup
-	python -m pytest -n 3 --dist loadfile tests/unit
+	$(LIMIT) python -m pytest $(HANGS) -n 3 --dist loadfile tests/unit
 
 parallel: setup
 	$(call RANKS,2) tests/parallel
