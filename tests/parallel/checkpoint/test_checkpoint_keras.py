@@ -284,9 +284,8 @@ def test_a_resumed_fit_takes_the_steps_that_are_left(
 ORDERS = {"last": 3, "first": 0, "in between": 2}
 
 
-@MORE
-@pytest.mark.parametrize("place", cases(ORDERS, 2))
-@pytest.mark.parametrize("ends", ["killed", "at its end"])
+@pytest.mark.parametrize("place", cases(ORDERS))
+@pytest.mark.parametrize("ends", cases(["at its end", "killed"]))
 def test_a_checkpoint_holds_what_the_next_epoch_begins_with(folder, place, ends):
     """Others swap averages in, lower the rate and set weights at the end of an epoch."""
 

@@ -75,10 +75,9 @@ def test_rows_of_embeddings(sparse_as_dense):
     assert largest_difference(found, of_one_process(OPTIMIZERS["momentum"], embedded, data)) < 1e-5
 
 
-@MORE
 @pytest.mark.parametrize(
     ("loop", "mean"),
-    cases(itertools.product(LOOPS, [True, False]), [("fit", False), ("eager", True)]),
+    cases(itertools.product(LOOPS, [True, False]), [("eager", True)]),
 )
 def test_several_backward_passes_make_a_step(loop, mean):
     optimizer = hvd.DistributedOptimizer(

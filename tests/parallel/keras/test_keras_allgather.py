@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import cases
 from ranks import batches, error_of, largest_difference
 
 import hvkit
@@ -80,10 +80,9 @@ def in_fit(model, optimizer, x, y, batch):
     model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
 
 
-@MORE
 @pytest.mark.parametrize(
     ("loss", "loop"),
-    cases([(clip, eagerly), (simclr, in_fit), (clip, in_fit), (simclr, eagerly)], 2),
+    cases([(clip, eagerly), (simclr, in_fit), (clip, in_fit), (simclr, eagerly)]),
 )
 def test_a_contrastive_loss_over_all_ranks_trains_as_in_one_process(loss, loop):
     found = [[each.astype(np.float64) for each in b] for b in batches(4, 4, (8,), (6,))]

@@ -23,9 +23,8 @@ from stages import (
 import hvkit
 from hvkit.communication.collectives import gather
 
-pytestmark = MORE
 
-
+@MORE
 def test_callbacks_save_the_whole_model_and_stop_all_ranks(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     model, optimizer = distributed(residual, seed=0)
@@ -60,6 +59,7 @@ def test_callbacks_save_the_whole_model_and_stop_all_ranks(tmp_path_factory):
     hvkit.barrier()
 
 
+@MORE
 def test_rank_0_saves_the_whole_model_where_it_is_settled(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     model, optimizer = distributed(residual, seed=0)
@@ -141,6 +141,7 @@ class Run:
         return hvkit.broadcast(found)
 
 
+@MORE
 def test_a_run_that_resumes_ends_as_one_that_never_stopped(tmp_path_factory):
     through = Run(shared_folder(tmp_path_factory), 1, MESH()).train(5).state()
     folder = shared_folder(tmp_path_factory)
@@ -150,6 +151,7 @@ def test_a_run_that_resumes_ends_as_one_that_never_stopped(tmp_path_factory):
     assert np.any(through[0] != Run(folder, 5, MESH()).train(3).state()[0])
 
 
+@MORE
 def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     saved = Run(folder, 2, MESH()).train(2, save_at=2).state()

@@ -76,7 +76,6 @@ def test_a_model_without_weights_is_built_in_parts():
         assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
-@MORE
 def test_regularisation_of_all_stages_is_in_the_loss_and_the_gradients(precision):
     l2 = keras.regularizers.L2(0.05)
     model, _ = equals_one_process(residual, bound=precision, regularizer=l2)

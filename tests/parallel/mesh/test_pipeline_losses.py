@@ -25,8 +25,6 @@ from torch.nn import functional as F
 
 import hvkit
 
-pytestmark = MORE
-
 
 def test_the_model_computes_its_loss_itself():
     (reference, its), (model, own) = both(SMALL)
@@ -56,6 +54,7 @@ def padded(steps=3):
     return data
 
 
+@MORE
 def test_a_loss_of_padded_samples_inside_the_model_is_refused():
     model, _ = distributed(WithPadding(layers=4))
     x, y = of_this_rank(padded())[0]
@@ -72,6 +71,7 @@ class OfTheWholeBatch(GPT):
         return logits.masked_fill(torch.arange(64) < 3, -math.inf)
 
 
+@MORE
 def test_outputs_with_infinities_are_compared_too():
     model, _ = distributed(OfTheWholeBatch(layers=4))
     x, _ = of_this_rank(tokens(1))[0]
@@ -79,6 +79,7 @@ def test_outputs_with_infinities_are_compared_too():
         model(x)
 
 
+@MORE
 def test_a_loss_of_padded_samples_is_right_outside_of_the_model():
     if parts() > 1:
         pytest.skip("the mean over parts of the data is another one, as without a mesh")
@@ -86,6 +87,7 @@ def test_a_loss_of_padded_samples_is_right_outside_of_the_model():
     assert max(differences(SMALL, padded(), loss_of=loss_of)) < 1e-11
 
 
+@MORE
 def test_schedules_refuse_a_loss_that_is_no_mean_over_samples():
     model, own = distributed(SMALL(), schedule="1F1B")
     data = of_this_rank(padded())
@@ -98,6 +100,7 @@ def cross_entropy_of_some(outputs, targets):
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=0)
 
 
+@MORE
 def test_values_before_and_after_backward():
     (reference, _), (model, _) = both(SMALL, schedule="1F1B")
     for step, (x, y) in enumerate(tokens(6)):
@@ -129,11 +132,13 @@ def without_gradient(outputs, y):
     return (F.cross_entropy(outputs, y, reduction="none") * weights).mean()
 
 
+@MORE
 @pytest.mark.parametrize("loss_of", [in_place, without_gradient])
 def test_what_a_loss_may_do_with_deferred_outputs(loss_of):
     assert max(differences(PassesTwo, vectors(6), loss_of=loss_of, schedule="1F1B")) < 1e-11
 
 
+@MORE
 def test_evaluation_between_a_deferred_forward_and_its_backward():
     make = functools.partial(GPT, layers=4, dropout=0.3)
     found = []
@@ -152,6 +157,7 @@ def test_evaluation_between_a_deferred_forward_and_its_backward():
     assert difference(found[0], found[1]) == 0.0
 
 
+@MORE
 def test_two_forward_passes_before_one_backward():
     (reference, its), (model, own) = both(PassesTwo, schedule="1F1B")
     data = vectors(6)
@@ -167,6 +173,7 @@ def test_two_forward_passes_before_one_backward():
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
+@MORE
 @pytest.mark.parametrize("first", [2, 5])
 def test_padding_that_begins_later_is_noticed(first):
     """Inside the model, and outside of it with a schedule of PyTorch's."""
@@ -194,6 +201,7 @@ def test_padding_that_begins_later_is_noticed(first):
     assert "must be a mean over samples" in text
 
 
+@MORE
 @pytest.mark.parametrize("options", [{}, {"schedule": "1F1B"}], ids=["GPipe", "1F1B"])
 def test_a_mean_over_what_is_not_padded(options):
     def sums(logits, y):

@@ -23,7 +23,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import whole_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
 
-pytestmark = [MORE, pytest.mark.usefixtures("torch_distributed")]
+pytestmark = pytest.mark.usefixtures("torch_distributed")
 
 
 def ids(batch=4, length=8):
@@ -148,6 +148,7 @@ class Language(nn.Module):
         return self.project(self.norm(self.embed(x)))
 
 
+@MORE
 @pytest.mark.parametrize(
     ("vocab", "tied", "padding", "words"),
     pairwise(
@@ -182,6 +183,7 @@ class WithLoss(Language):
         return torch.cat((loss.view(-1), logits.flatten())) if self.returns else loss.view(-1)
 
 
+@MORE
 @pytest.mark.parametrize(
     "options",
     [
@@ -205,6 +207,7 @@ def test_a_loss_of_divided_logits(options):
     assert furthest(whole(model, placements), reference, largest) <= 1e-11
 
 
+@MORE
 @pytest.mark.parametrize(
     "later",
     [
@@ -233,6 +236,7 @@ def test_what_a_later_call_does_to_logits_that_the_first_one_left_divided(later)
         assert torch.allclose(gradients[name], p.grad, atol=1e-12), name
 
 
+@MORE
 def test_logits_of_a_divided_loss_are_not_sent():
     reference = WithLoss(width=8).double()
     x = ids()
@@ -248,6 +252,7 @@ def test_logits_of_a_divided_loss_are_not_sent():
     assert sent[0] - before[0] == sums * 2 * (hvkit.size() - 1) // hvkit.size()
 
 
+@MORE
 @pytest.mark.parametrize("ahead", [0, 64])
 def test_a_target_that_is_no_class(ahead):
     class Ahead(Language):
@@ -262,6 +267,7 @@ def test_a_target_that_is_no_class(ahead):
     assert (kind is None) == (ahead == 0)
 
 
+@MORE
 @pytest.mark.parametrize("index", [-1, 64])
 @pytest.mark.parametrize("word", ["rowwise", "colwise"])
 def test_an_index_that_the_embedding_does_not_have(index, word):
@@ -270,6 +276,7 @@ def test_an_index_that_the_embedding_does_not_have(index, word):
     assert kind is IndexError
 
 
+@MORE
 def test_parameters_are_the_same_plain_objects_for_an_optimizer_made_before():
     reference = MLP().double()
     model = copy.deepcopy(reference)
@@ -285,6 +292,7 @@ def test_parameters_are_the_same_plain_objects_for_an_optimizer_made_before():
     assert furthest(whole(model, placements), reference, largest) <= 1e-11
 
 
+@MORE
 def test_gradients_and_outputs_are_plain_and_whole():
     reference = GPT().double()
     x = ids()
@@ -299,6 +307,7 @@ def test_gradients_and_outputs_are_plain_and_whole():
         assert torch.allclose(gradients[name], p.grad, rtol=1e-10, atol=1e-12), name
 
 
+@MORE
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_evaluation(context):
     reference = Encoder(dropout=0.1).double().eval()
@@ -312,6 +321,7 @@ def test_evaluation(context):
             assert torch.allclose(model(x, padding), reference(x, padding), atol=1e-12)
 
 
+@MORE
 def test_a_copy_has_weights_of_its_own():
     x = vectors()
     model, _, _ = divided(MLP().double(), x)
@@ -323,11 +333,13 @@ def test_a_copy_has_weights_of_its_own():
     assert torch.equal(average(x), expected)
 
 
+@MORE
 def test_the_arguments_of_the_forward_can_still_be_read():
     model, _, _ = divided(GPT().double(), ids())
     assert list(inspect.signature(model.forward).parameters) == ["ids", "targets"]
 
 
+@MORE
 def test_autocast():
     x = ids()
     reference = GPT()
@@ -349,6 +361,7 @@ ATTENTION = {
 }
 
 
+@MORE
 @pytest.mark.parametrize("case", ATTENTION)
 @pytest.mark.parametrize("mask", [None, "added", "boolean", "of each head"])
 def test_multihead_attention(case, mask):
@@ -387,6 +400,7 @@ def test_multihead_attention(case, mask):
         assert torch.allclose(gradients[name], p.grad, atol=1e-10), name
 
 
+@MORE
 def test_multihead_attention_without_a_batch():
     reference = nn.MultiheadAttention(16, 4).double()
     x = torch.randn(5, 16, dtype=torch.float64)
@@ -401,6 +415,7 @@ def dropouts():
     return nn.Sequential(*layers).double()
 
 
+@MORE
 def test_dropout_of_whole_activations_is_that_of_one_process():
     reference = dropouts()
     batches = [vectors() for _ in range(5)]
@@ -414,6 +429,7 @@ def test_dropout_of_whole_activations_is_that_of_one_process():
     assert furthest(whole(model, placements), reference, largest) <= 1e-11
 
 
+@MORE
 @pytest.mark.parametrize(
     ("make", "batch"), [(lambda: GPT(dropout=0.2), ids), (lambda: Encoder(dropout=0.2), sequences)]
 )
@@ -428,6 +444,7 @@ def test_ranks_seeded_differently_keep_the_same_weights(make, batch):
     assert same_on_all_ranks(p.numpy() for p in undivided)
 
 
+@MORE
 def test_ranks_drop_different_elements_of_their_parts():
     kept = []
 
@@ -449,6 +466,7 @@ def test_ranks_drop_different_elements_of_their_parts():
     assert len({str(each) for rank in hvkit.allgather(kept) for each in rank}) == 2 * hvkit.size()
 
 
+@MORE
 @pytest.mark.parametrize("length", [8, 7])
 def test_dropout_between_pairs(length):
     """Each rank drops other elements of its part; the same ones where all hold the whole."""
@@ -486,6 +504,7 @@ def bytes_kept(model, *args):
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@MORE
 def test_a_rank_keeps_its_part_of_what_lies_between_pairs():
     reference, x = GPT(layers=3).double(), ids()
     plan = prove(reference, (x,), {}, hvkit.size())
@@ -519,6 +538,7 @@ def _written(h):
     return other
 
 
+@MORE
 @pytest.mark.parametrize(
     "use",
     [
@@ -553,6 +573,7 @@ def _first_overwritten(h):
     return h
 
 
+@MORE
 @pytest.mark.parametrize(
     ("use", "why"),
     [
@@ -577,6 +598,7 @@ class Checkpointed(GPT):
         return self.lm_head(self.ln_f(h))
 
 
+@MORE
 def test_gradient_checkpointing_drops_the_same_elements_again():
     reference = Checkpointed(dropout=0.2).double()
     x, gradients = ids(), []
@@ -607,6 +629,7 @@ class InFunctions(nn.Module):
         return x + checkpoint(self.function, x, use_reentrant=self.reentrant)
 
 
+@MORE
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_function_inside_a_block_is_computed_again(reentrant):
     torch.manual_seed(0)
@@ -635,6 +658,7 @@ WORDS = {
 }
 
 
+@MORE
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_a_plan_in_words_of_parallelize_module(words):
     reference = GPT(tied=False).double()
@@ -674,6 +698,7 @@ class Decoder(nn.Module):
         return {"y": self.out(y.transpose(1, 2).flatten(2)), "cache": cache}
 
 
+@MORE
 def test_a_cache_of_keys():
     reference = Decoder().double()
     x = sequences()
@@ -687,6 +712,7 @@ def test_a_cache_of_keys():
     first["y"].sum().backward()
 
 
+@MORE
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("length", [8, 7])
 def test_bytes_sent_are_the_sums_of_activations_and_the_logits(length, tied):
@@ -715,6 +741,7 @@ def test_bytes_sent_are_the_sums_of_activations_and_the_logits(length, tied):
     assert sent[0] - before[0] == exchanges * features + logits + parameters
 
 
+@MORE
 def test_layers_that_take_the_same_activation_share_one_sum():
     x = ids()
     model, _, _ = divided(Llama(layers=1).double(), x)
@@ -726,6 +753,7 @@ def test_layers_that_take_the_same_activation_share_one_sum():
     assert hvkit.traffic()["activations"][1] - before == 2 * 4 + 2 + 2 + 2
 
 
+@MORE
 def test_a_layer_outside_the_forward_of_its_model():
     model, _, _ = divided(MLP().double(), vectors())
     kind, text = error_of(lambda: model[0](vectors()))
@@ -733,6 +761,7 @@ def test_a_layer_outside_the_forward_of_its_model():
     assert "call the model itself" in text
 
 
+@MORE
 def test_a_mesh_of_another_size():
     model = MLP().double()
     plan = prove(model, (vectors(),), {}, 16)

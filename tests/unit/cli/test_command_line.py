@@ -59,6 +59,12 @@ def started(monkeypatch):
     return requests
 
 
+@pytest.mark.usefixtures("started")
+def test_the_exit_status_is_that_of_the_run(monkeypatch):
+    monkeypatch.setattr(run, "start", lambda request: Outcome(7))
+    assert main(["run", "-np", "2", "train.py"]) == 7
+
+
 @pytest.mark.parametrize(
     "words", [["-np", "3"], ["--np", "3"], ["-n3"], ["-np3"], ["--num-proc=3"]]
 )
