@@ -1,10 +1,13 @@
 """The image that the tests look at."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from built_image import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))  # for the rig of hosts
 
 
 @pytest.fixture(scope="session")
