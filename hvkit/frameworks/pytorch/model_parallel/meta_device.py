@@ -46,7 +46,7 @@ class OnMeta(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return self.device
-        if getattr(func, "__name__", "") == "__get__":
+        if getattr(func, "__name__", "") == "__get__":  # an attribute of one tensor
             return func(*args, **kwargs)
         if func in _MOVES and args[0].is_meta:
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
