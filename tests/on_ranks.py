@@ -8,8 +8,8 @@ import gc
 import os
 import threading
 
+import lighter_keras  # noqa: F401
 import pytest
-import without_sklearn  # noqa: F401
 
 import hvkit
 

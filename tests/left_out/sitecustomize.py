@@ -1,4 +1,4 @@
-"""Leaves PyTorch's compiler out of a script until that uses it, and scikit-learn out of Keras.
+"""Leaves PyTorch's compiler out of a script until that uses it, and out of Keras what no test uses.
 
 PyTorch imports its compiler as soon as an optimizer is made, for two seconds: half of a rank's
 start. Python imports this file at its own start if the folder is on ``PYTHONPATH``.
@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 
 sys.path.append(os.path.dirname(os.path.dirname(__file__)))
-import without_sklearn  # noqa: F401
+import lighter_keras  # noqa: F401
 
 sys.path.pop()
 

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+import lighter_keras  # noqa: F401
 import pytest
-import without_sklearn  # noqa: F401
 from hypothesis import settings
 
 # A busy machine fails no test for being slow.
