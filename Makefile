@@ -1,7 +1,7 @@
 # make run        install and build what is missing, then train MNIST on two ranks
 # make test       the same set-up, then lint, types and tests on two ranks
 # make test-all   also scripts that fail, several hosts, further launchers and recipes, three ranks,
-#                 without averaging, docs and examples
+#                 docs and examples
 # make docs       the documentation, into build/docs
 # make wheels     wheels of Horovod, to install it elsewhere in seconds
 # make golden     all weights on record, after a change of how ranks are kept in step
@@ -83,8 +83,7 @@ parallel: setup
 
 # On three ranks the cases of `make test`, and of meshes those of pipelines: every combination runs on
 # two ranks. On four, where a ring of neighbours is not all ranks, and pipelines of Keras, whose ranks
-# differ little by backend. The last runs remove hvkit's averaging, and pass only if every
-# test of it then fails.
+# differ little by backend.
 FIRST := -m "not accuracy and not every_combination"
 MESHES := $(addprefix tests/parallel/mesh/test_,data_axis.py shard_axis.py tensor_in_mesh.py \
 	monitor_in_mesh.py nonfinite_in_mesh.py mesh_rounds.py script_hooks_in_mesh.py)
@@ -98,11 +97,6 @@ more-ranks: setup
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
 	$(call RANKS,3) tests/parallel/jax/test_jax_equals_one_process.py
 	$(call RANKS,4) tests/parallel/jax/test_jax_meshes.py
-	$(call RANKS,2) $(FIRST) --without-averaging \
-		tests/parallel/horovod_names/test_horovod_keras_equals_one_process.py \
-		tests/parallel/pytorch/test_torch_equals_one_process.py \
-		tests/parallel/keras/test_keras_equals_one_process.py
-	KERAS_BACKEND=torch $(call RANKS,2) $(FIRST) --without-averaging $(KERAS_TORCH)
 
 # Every strategy with every compression, and checkpoints of long ago, against weights on record: with
 # kernels that compute alike on all processors. `make records` takes some of them, for

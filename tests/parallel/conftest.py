@@ -12,14 +12,6 @@ from on_ranks import (  # noqa: F401
 import hvkit
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--without-averaging",
-        action="store_true",
-        help="take the averaging out of hvkit and expect every test to fail",
-    )
-
-
 def pytest_ignore_collect(collection_path):
     """JAX joins the ranks before anything else: `make parallel` runs its folder by itself."""
     is_jax = os.environ.get("KERAS_BACKEND") == "jax"
@@ -41,9 +33,6 @@ def pytest_collection_modifyitems(config, items):
         covered = [item for item in items if item.get_closest_marker("two_ranks")]
         config.hook.pytest_deselected(items=covered)
         items[:] = [item for item in items if item not in covered]
-    if config.option.without_averaging:
-        for item in items:
-            item.add_marker(pytest.mark.xfail(strict=True, raises=AssertionError))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,27 +44,3 @@ def pytest_pyfunc_call():
         if "need PyTorch 2.9 or newer" in str(error) and version("torch").startswith("2.8."):
             pytest.skip(str(error))
         raise
-
-
-@pytest.fixture(autouse=True)
-def _averaging_taken_out(request, monkeypatch):
-    if not request.config.option.without_averaging:
-        return
-    from hvkit.frameworks.pytorch.gradients.buckets import Bucket
-    from hvkit.sync import fingerprints
-
-    if os.environ.get("KERAS_BACKEND") != "torch":  # there Keras's gradients are PyTorch's
-        from hvkit.frameworks.keras.gradients.averager import GradientAverager
-        from hvkit.frameworks.keras.weights.agreements import Agreements
-
-        monkeypatch.setattr(GradientAverager, "__call__", lambda self, gradients, *_: gradients)
-        monkeypatch.setattr(Agreements, "_mean", lambda self, vector, *_: vector)
-        if "horovod_names" in str(request.path):
-            import horovod.tensorflow
-
-            for name in ("_allreduce_cond", "_grouped_allreduce_cond"):
-                monkeypatch.setattr(horovod.tensorflow, name, lambda mine, **_: mine)
-    monkeypatch.setattr(Bucket, "launch", lambda self, wire: setattr(self, "handle", 0))
-    monkeypatch.setattr(Bucket, "wait", lambda self, wire: setattr(self, "handle", None))
-    # What ranks compare would notice before the tests do.
-    monkeypatch.setattr(fingerprints, "judge", lambda *_, **__: "")

@@ -166,6 +166,7 @@ def test_synthetic_adds_up_the_ranks(start):
     assert run.said_more_than_once == []
 
 
+@MORE
 def test_flags_that_do_not_go_together_are_told_once_for_all_ranks(start):
     run = start(MPIRUN, "cnn_torch", "--model", "resnet50", fails=True)
     assert run.err.count("add --synthetic") == 1

@@ -41,7 +41,8 @@ def test_two_ranks_train_the_model_of_one_process(start, flags):
     assert len(re.findall("^sampled: ", together.out, re.MULTILINE)) == 1
 
 
-@pytest.mark.parametrize("backend", cases(["tensorflow", "torch"]))
+@MORE
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_a_pipeline_of_keras_trains_the_model_of_one_process(start, backend, monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_BACKEND", backend)
     saved, keras = ("--checkpoint-dir", str(tmp_path)), {"recipe": "gpt_keras"}

@@ -12,11 +12,7 @@ DIGITS = ("--dataset", "digits")
 
 @pytest.mark.parametrize(
     ("launcher", "recipe"),
-    [
-        (MPIRUN, "mnist_torch"),
-        pytest.param(MPIRUN, "mnist_flax", marks=MORE),
-        pytest.param(HOROVODRUN, "mnist_keras", marks=MORE),
-    ],
+    [(MPIRUN, "mnist_torch"), (MPIRUN, "mnist_flax"), (HOROVODRUN, "mnist_keras")],
 )
 def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recipe):
     run = start(launcher, recipe, *DIGITS)
@@ -27,6 +23,7 @@ def test_two_ranks_learn_the_digits_with_default_settings(start, launcher, recip
     assert run.said_more_than_once == []
 
 
+@MORE
 def test_a_pipeline_learns_the_digits_and_tests_all_of_them(start):
     flags = *DIGITS, "--epochs", "1", "--mesh", "pipeline=2"
     run = start(MPIRUN, "mnist_torch", *flags)
@@ -62,7 +59,7 @@ def test_two_ranks_learn_in_rounds_and_report_what_they_send(start, recipe):
     assert 300e3 < run.monitored.sent("weights") < 500e3
 
 
-@pytest.mark.parametrize("recipe", cases(["mnist_keras", "mnist_torch", "mnist_tf"]))
+@pytest.mark.parametrize("recipe", cases(["mnist_torch", "mnist_keras", "mnist_tf"]))
 def test_a_dry_run_alone_trains_tests_and_records_all(start, recipe):
     run = start(ALONE, recipe, *DIGITS, "--dry-run", "--log-interval", "2")
     monitored = run.monitored
@@ -80,6 +77,7 @@ def test_a_dry_run_alone_trains_tests_and_records_all(start, recipe):
     assert "\x1b" not in run.out
 
 
+@MORE
 def test_hvkit_report_shows_the_last_run_in_the_folder(start, tmp_path):
     for launcher in (ALONE, MPIRUN):
         start(launcher, "mnist_torch", *DIGITS, "--dry-run", "--log-interval", "1")
