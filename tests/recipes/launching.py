@@ -68,3 +68,21 @@ def run(command: list[str], seconds: float) -> tuple[int, str, str]:
             out, err = process.communicate()
         pytest.fail(f"not over after {seconds} s: {command}\n{out}\n{err}")
     return process.returncode, out, err
+
+
+def start(
+    launcher: tuple[str, ...],
+    recipe: str,
+    *flags: str,
+    output_dir: Path | None = None,
+    fails: bool = False,
+    seconds: float = 170,
+) -> Run:
+    """Run a recipe to its end; without an ``output_dir`` it records nothing."""
+    folder = ["--output-dir", str(output_dir)] if output_dir else []
+    command = [*launcher, *python(recipe), *flags, *folder]
+    status, out, err = run(command, seconds)
+    if (status != 0) != fails:
+        pytest.fail(f"exit status {status}: {command}\n{out}\n{err}")
+    recorded = output_dir and (output_dir / "metrics.jsonl").exists()
+    return Run(status, out, err, Monitored.read(output_dir) if recorded else None)

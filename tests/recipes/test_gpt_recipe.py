@@ -1,11 +1,12 @@
 """The GPT recipes end to end, in the meshes that two ranks can form and in none."""
 
+import functools
 import re
 import shutil
 
 import pytest
 from cases import MORE, cases
-from launching import ALONE, MPIRUN
+from launching import ALONE, MPIRUN, start
 
 SMALL = (
     *("--layers", "2", "--width", "32", "--heads", "2", "--length", "32", "--steps", "60"),
@@ -21,8 +22,13 @@ OTHERS = [
 ]
 
 
-def gpt(start, launcher, *flags, recipe="gpt_torch"):
-    return start(launcher, recipe, *SMALL, *flags, output_dir=None)
+def gpt(launcher, *flags, recipe="gpt_torch"):
+    return start(launcher, recipe, *SMALL, *flags)
+
+
+@functools.cache
+def in_one_process():
+    return gpt(ALONE, "--batch-size", "16")
 
 
 def held_out(run):
@@ -31,8 +37,8 @@ def held_out(run):
 
 
 @pytest.mark.parametrize("flags", cases([PIPELINE, *OTHERS]))
-def test_two_ranks_train_the_model_of_one_process(start, flags):
-    alone, together = gpt(start, ALONE, "--batch-size", "16"), gpt(start, MPIRUN, *flags.split())
+def test_two_ranks_train_the_model_of_one_process(flags):
+    alone, together = in_one_process(), gpt(MPIRUN, *flags.split())
     of_frequencies = float(re.search(r"frequency: (\S+)$", alone.out, re.MULTILINE)[1])
     assert held_out(alone) < of_frequencies - 0.2
     assert held_out(together) == pytest.approx(held_out(alone), abs=2e-3)
@@ -43,34 +49,34 @@ def test_two_ranks_train_the_model_of_one_process(start, flags):
 
 @MORE
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_a_pipeline_of_keras_trains_the_model_of_one_process(start, backend, monkeypatch, tmp_path):
+def test_a_pipeline_of_keras_trains_the_model_of_one_process(backend, monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_BACKEND", backend)
     saved, keras = ("--checkpoint-dir", str(tmp_path)), {"recipe": "gpt_keras"}
-    alone = gpt(start, ALONE, "--batch-size", "16", **keras)
-    together = gpt(start, MPIRUN, *PIPELINE.split(), *saved, **keras)
+    alone = gpt(ALONE, "--batch-size", "16", **keras)
+    together = gpt(MPIRUN, *PIPELINE.split(), *saved, **keras)
     of_frequencies = float(re.search(r"frequency: (\S+)$", alone.out, re.MULTILINE)[1])
     assert held_out(alone) < of_frequencies - 0.2
     assert held_out(together) == pytest.approx(held_out(alone), abs=2e-3)
     assert "stage 1 (rank 1 of the pipeline)" in together.err
     assert together.said_more_than_once == []
     shutil.rmtree(tmp_path / "step-000000060")
-    resumed = gpt(start, ALONE, "--batch-size", "16", *saved, **keras)
+    resumed = gpt(ALONE, "--batch-size", "16", *saved, **keras)
     assert "step 30/60" not in resumed.out
     assert held_out(resumed) == pytest.approx(held_out(together), abs=2e-3)
 
 
 @MORE
-def test_a_run_in_a_pipeline_is_resumed_by_one_process(start, tmp_path):
+def test_a_run_in_a_pipeline_is_resumed_by_one_process(tmp_path):
     folder = tmp_path / "checkpoints"
     saved = ("--checkpoint-dir", str(folder), "--save-every", "30")
-    whole = gpt(start, MPIRUN, *PIPELINE.split(), *saved)
+    whole = gpt(MPIRUN, *PIPELINE.split(), *saved)
     shutil.rmtree(folder / "step-000000060")
-    resumed = gpt(start, ALONE, "--batch-size", "16", *saved)
+    resumed = gpt(ALONE, "--batch-size", "16", *saved)
     assert "step 30/60" not in resumed.out
     assert held_out(resumed) == pytest.approx(held_out(whole), abs=2e-3)
 
 
 @MORE
-def test_a_mesh_of_another_number_of_ranks_is_told_once_for_all(start):
-    run = start(MPIRUN, "gpt_torch", "--mesh", "pipeline=3", output_dir=None, fails=True)
+def test_a_mesh_of_another_number_of_ranks_is_told_once_for_all():
+    run = start(MPIRUN, "gpt_torch", "--mesh", "pipeline=3", fails=True)
     assert run.err.count("--mesh: Mesh(data=-1, pipeline=3, tensor=1, shard=1) needs a number") == 1
