@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -116,6 +117,17 @@ def apart(steps, make, data, *, optimizer=adamw, alone=lambda model: model, **op
     steps(model, own, of_this_rank(data))
     counted = with_gradients(reference, its)
     return difference(whole_state(model, own), reference.state_dict(), counted)
+
+
+def fewer_on_four(params, chosen):
+    """Cases of ``pytest.param``, of which four ranks run those that begin with a chosen value."""
+    more = pytest.mark.two_ranks
+    return [
+        each
+        if each.values[0] in chosen
+        else pytest.param(*each.values, id=each.id, marks=[*each.marks, more])
+        for each in params
+    ]
 
 
 def part_size(p):
