@@ -87,7 +87,7 @@ parallel: setup
 # test of it then fails.
 FIRST := -m "not accuracy and not every_combination"
 MESHES := $(addprefix tests/parallel/mesh/test_,data_axis.py shard_axis.py tensor_in_mesh.py \
-	monitor_in_mesh.py nonfinite_in_mesh.py mesh_rounds.py script_hooks_in_mesh.py)
+	mesh_rounds.py steps_in_mesh.py)
 ON_TWO_OR_FOUR := $(filter-out %/test_pipeline.py,$(wildcard tests/parallel/mesh/test_*.py))
 KERAS_PIPELINE := tests/parallel/keras_pipeline
 KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
