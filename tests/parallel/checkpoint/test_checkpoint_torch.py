@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import MORE
+from cases import MORE, each_once
 from ranks import same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -83,11 +83,10 @@ CASES = {
 
 
 @MORE
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("save_at", [3, 4, 5, 7])
+@pytest.mark.parametrize(("case", "save_at"), each_once(CASES, [3, 4, 5, 7]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(case, save_at, folder):
-    whole = Run(folder, *case, seed=1).train(until=12, save_at=save_at)
-    resumed = Run(folder, *case, seed=2).train(until=12)
+    whole = Run(folder, *CASES[case], seed=1).train(until=12, save_at=save_at)
+    resumed = Run(folder, *CASES[case], seed=2).train(until=12)
     for mine, theirs in zip(resumed.state(), whole.state(), strict=True):
         assert mine.tobytes() == theirs.tobytes()
     trained = arrays(resumed.model.parameters())

@@ -11,7 +11,7 @@ from flax import nnx
 import hvkit
 from hvkit.frameworks.jax import batches as batches_of_ranks
 
-STEPS = 10
+STEPS = 9
 
 
 @pytest.fixture(autouse=True)
