@@ -1,15 +1,23 @@
 """Updates of a pipeline: clipping, settings of optimizers, and loops of a script."""
 
 import functools
+import json
 
 import keras
 import numpy as np
 import pytest
 from cases import MORE
 from keras import ops
-from ranks import error_of, keras_in_float64, largest_difference, same_on_all_ranks
+from ranks import (
+    error_of,
+    keras_in_float64,
+    largest_difference,
+    same_on_all_ranks,
+    shared_folder,
+)
 from stages import (
     MESH,
+    MICRO,
     ON_TENSORFLOW,
     PER_ROW,
     ROWS,
@@ -155,3 +163,21 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all():
     optimizer.apply(gradients, model.trainable_variables)
     assert not all(map(np.array_equal, whole(model), before))
     assert same_on_all_ranks([optimizer.dynamic_scale.numpy()])
+
+
+@one_pipeline
+def test_a_monitor_records_the_norm_of_the_gradients_of_all_stages(tmp_path_factory):
+    folder, rate, states = shared_folder(tmp_path_factory), 0.1, []
+    with hvkit.Monitor(folder, every=1) as monitor:
+        model, optimizer = built(residual), keras.optimizers.SGD(rate)
+        hvkit.distribute(model, optimizer, monitor=monitor, mesh=MESH(), microbatches=MICRO)
+        model.compile(optimizer, "mse")
+        x, y = data(model, PER_ROW)
+        for _ in range(2):  # of the first step, which makes functions, there is no record
+            model.fit(x, y, batch_size=PER_ROW, verbose=0)
+            states.append(np.concatenate([w.ravel() for w in whole(model)]))
+    norm = np.linalg.norm(states[1] - states[0]) / rate
+    text = (folder / "metrics.jsonl").read_text() if hvkit.is_main() else ""
+    lines = map(json.loads, hvkit.broadcast(text).splitlines())
+    found = [line["gradient_norm"] for line in lines if "samples_per_second" in line]
+    assert found[-1:] == [pytest.approx(norm, rel=1e-3)]
