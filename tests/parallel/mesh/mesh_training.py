@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hvkit
@@ -142,6 +143,21 @@ def whole_state(model, *optimizers):
         if hvkit.rank() == 0:
             return {name: t.detach().clone() for name, t in model.state_dict().items()}
     return {}
+
+
+def held_by_rank(model, *optimizers):
+    """Copies of the weights and states that this rank holds, by name."""
+    held = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
+    for optimizer in optimizers:
+        for i, state in enumerate(optimizer.state.values()):
+            held |= {f"{i}.{key}": t for key, t in state.items() if isinstance(t, torch.Tensor)}
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in held.items()}
+
+
+def assert_equal(found, expected):
+    """On all ranks, tensors by name have the same bits; a collective."""
+    apart = [n for n, t in expected.items() if n not in found or not torch.equal(found[n], t)]
+    assert hvkit.allgather(apart) == [[]] * hvkit.size()
 
 
 def difference(found, expected, counted=()):

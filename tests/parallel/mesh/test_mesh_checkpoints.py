@@ -5,19 +5,21 @@ import functools
 import pytest
 import torch
 from cases import MORE, cases
-from mesh_models import CNN, GPT, SMALL
+from mesh_models import CNN, GPT, SMALL, Encoder
 from mesh_training import (
     adamw,
+    assert_equal,
     difference,
     distributed,
+    held_by_rank,
     images,
     of_this_rank,
     tokens,
     train,
+    vectors,
     whole_state,
     with_gradients,
 )
-from ranks import shared_folder
 
 import hvkit
 
@@ -29,7 +31,11 @@ MESHES = {
     "shard": {"mesh": hvkit.Mesh(shard=2), "microbatches": None},
     "none": {"mesh": None, "microbatches": None},
 }
-MODELS = {"GPT": (functools.partial(GPT, layers=4, dropout=0.1), tokens), "CNN": (CNN, images)}
+MODELS = {
+    "GPT": (functools.partial(GPT, layers=4, dropout=0.1), tokens),
+    "CNN": (CNN, images),
+    "encoder": (Encoder, functools.partial(vectors, shape=(5, 20))),
+}
 
 
 def data_for(mesh, data):
@@ -37,24 +43,29 @@ def data_for(mesh, data):
     return of_this_rank(data, 1 if mesh in ("shard", "none") else 2)
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    return shared_folder(tmp_path_factory)
-
-
 @pytest.mark.parametrize(
-    ("mesh", "name"),
+    ("mesh", "name", "sharded"),
     cases(
-        [("GPipe", "GPT"), ("1F1B", "GPT"), ("1F1B", "CNN"), ("tensor", "GPT"), ("shard", "GPT")]
+        [
+            ("GPipe", "GPT", False),
+            ("GPipe", "GPT", True),
+            ("1F1B", "CNN", False),
+            ("1F1B", "CNN", True),
+            ("tensor", "GPT", False),
+            ("tensor", "encoder", True),
+            ("shard", "GPT", False),
+            ("shard", "GPT", True),
+        ],
+        2,
     ),
 )
-def test_a_resumed_run_is_the_undisturbed_run(mesh, name, folder):
+def test_a_resumed_run_is_the_undisturbed_run(mesh, name, sharded, folder):
     make, data_of = MODELS[name]
     data = data_for(mesh, data_of(4))
 
     def begin():
-        model, optimizer = distributed(make(), **MESHES[mesh])
-        return model, optimizer, hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
+        model, own = distributed(make(), **MESHES[mesh])
+        return model, own, hvkit.Checkpoint(folder, model=model, optimizer=own, sharded=sharded)
 
     torch.manual_seed(hvkit.rank())
     model, optimizer, checkpoint = begin()
@@ -62,7 +73,7 @@ def test_a_resumed_run_is_the_undisturbed_run(mesh, name, folder):
     train(model, optimizer, data[:2])
     checkpoint.save(epoch=0, step=2)
     train(model, optimizer, data[2:])
-    undisturbed = whole_state(model)
+    undisturbed, whole = held_by_rank(model, optimizer), whole_state(model)
 
     for trained_before in (0, 1):
         torch.manual_seed(7)
@@ -70,7 +81,8 @@ def test_a_resumed_run_is_the_undisturbed_run(mesh, name, folder):
         train(model, optimizer, data[:trained_before])
         assert checkpoint.restore().step == 2
         train(model, optimizer, data[2:])
-        assert difference(whole_state(model), undisturbed) == 0.0
+        assert_equal(held_by_rank(model, optimizer), undisturbed)
+        assert difference(whole_state(model), whole) == 0.0
 
 
 @MORE

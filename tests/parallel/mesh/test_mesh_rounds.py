@@ -9,15 +9,17 @@ from cases import MORE
 from mesh_models import CNN, GPT, SMALL
 from mesh_training import (
     adamw,
+    assert_equal,
     difference,
     distributed,
+    held_by_rank,
     images,
     of_this_rank,
     tokens,
     train,
     whole_state,
 )
-from ranks import error_of, shared_folder
+from ranks import error_of
 
 import hvkit
 
@@ -28,20 +30,11 @@ OVERLAP = hvkit.DiLoCo(every=4, overlap=2)
 PIPELINE, TENSOR = hvkit.Mesh(pipeline=2), hvkit.Mesh(tensor=2)
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    return shared_folder(tmp_path_factory)
-
-
 def begin(folder, make=SMALL, optimizer=adamw, sharded=False, **options):
     if options.get("mesh", PIPELINE) == TENSOR:
         options["microbatches"] = None
     model, own = distributed(make(), optimizer, **options)
     return model, own, hvkit.Checkpoint(folder, model=model, optimizer=own, sharded=sharded)
-
-
-def own_of(model):
-    return {n: p.detach().clone() for n, p in model.named_parameters() if not p.is_meta}
 
 
 def sgd(model):
@@ -72,18 +65,18 @@ def test_a_resumed_run_is_the_undisturbed_run(case, folder):
     model, optimizer, checkpoint = begin(folder, **options)
     train(model, optimizer, data[:5])
     checkpoint.save(epoch=0, step=5)
-    saved = own_of(model)
+    saved = held_by_rank(model)
     train(model, optimizer, data[5:])
-    undisturbed, agreed = own_of(model), whole_state(model)
+    undisturbed, agreed = held_by_rank(model), whole_state(model)
     for trained_before in (0, 2):
         torch.manual_seed(7)
         model, optimizer, checkpoint = begin(folder, **options)
         train(model, optimizer, data[:trained_before])
         assert checkpoint.restore().step == 5
         if trained_before:
-            assert_equal(own_of(model), saved)
+            assert_equal(held_by_rank(model), saved)
         train(model, optimizer, data[5:])
-        assert_equal(own_of(model), undisturbed)
+        assert_equal(held_by_rank(model), undisturbed)
         assert difference(whole_state(model), agreed) == 0.0
 
 
@@ -93,7 +86,7 @@ def test_the_agreed_weights_are_shown_before_the_first_batch_of_a_resumed_run(fo
     model, optimizer, checkpoint = begin(folder, strategy=DILOCO)
     train(model, optimizer, of_this_rank(tokens(5)))
     at = checkpoint.save(epoch=0, step=5)
-    saved, agreed = own_of(model), whole_state(model)
+    saved, agreed = held_by_rank(model), whole_state(model)
     if hvkit.rank() == 0:
         file = torch.load(at / "model.pt")
         assert all(torch.equal(file[name], t) for name, t in agreed.items())
@@ -106,13 +99,8 @@ def test_the_agreed_weights_are_shown_before_the_first_batch_of_a_resumed_run(fo
     assert (kind, "call model(x) first" in text) == (ValueError, True)
     with hvkit.settled(model), torch.no_grad():
         assert torch.equal(model(x), expected)
-    assert_equal(own_of(model), saved)
+    assert_equal(held_by_rank(model), saved)
     assert difference(whole_state(model), agreed) == 0.0
-
-
-def assert_equal(found, expected):
-    apart = [name for name, t in expected.items() if not torch.equal(found[name], t)]
-    assert hvkit.allgather(apart) == [[]] * hvkit.size()
 
 
 MESHES = {

@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import MORE, cases
-from mesh_models import CNN, GPT, Encoder
+from mesh_models import GPT
 from mesh_training import (
     adamw,
+    assert_equal,
     difference,
     distributed,
-    images,
+    held_by_rank,
     of_this_rank,
     tokens,
     train,
-    vectors,
     whole_state,
 )
-from ranks import error_of, shared_folder
+from ranks import error_of
 from torch.distributed.tensor import DTensor
 
 import hvkit
@@ -38,16 +38,6 @@ MESHES = {
     "none": {"mesh": None, "microbatches": None},
 }
 make_gpt = functools.partial(GPT, layers=2, dropout=0.1)
-MODELS = {
-    "GPT": (make_gpt, tokens),
-    "CNN": (CNN, images),
-    "encoder": (Encoder, functools.partial(vectors, shape=(5, 20))),
-}
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    return shared_folder(tmp_path_factory)
 
 
 def begin(folder, name, make=make_gpt, *, sharded=True):
@@ -56,45 +46,9 @@ def begin(folder, name, make=make_gpt, *, sharded=True):
     return model, optimizer, hvkit.Checkpoint(folder, **parts, sharded=sharded)
 
 
-def data_for(name, steps, data_of=tokens):
+def data_for(name, steps):
     """This rank's part of each batch in a mesh."""
-    return of_this_rank(data_of(steps), 1 if name in ("shard", "none") else 2)
-
-
-def own_of(model, optimizer):
-    """What this rank holds."""
-    own = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
-    for i, state in enumerate(optimizer.state.values()):
-        own |= {f"{i}.{key}": t for key, t in state.items() if isinstance(t, torch.Tensor)}
-    return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in own.items()}
-
-
-def assert_equal(found, expected):
-    apart = [n for n, t in expected.items() if n not in found or not torch.equal(found[n], t)]
-    assert hvkit.allgather(apart) == [[]] * hvkit.size()
-
-
-RESUMED = [("pipeline", "GPT"), ("1F1B", "CNN"), ("tensor", "encoder"), ("shard", "GPT")]
-
-
-@pytest.mark.parametrize(("mesh", "name"), cases(RESUMED))
-def test_a_resumed_run_is_the_undisturbed_run(mesh, name, folder):
-    make, data_of = MODELS[name]
-    data = data_for(mesh, 4, data_of)
-    torch.manual_seed(hvkit.rank())
-    model, optimizer, checkpoint = begin(folder, mesh, make)
-    train(model, optimizer, data[:2])
-    checkpoint.save(epoch=0, step=2)
-    train(model, optimizer, data[2:])
-    undisturbed, whole = own_of(model, optimizer), whole_state(model)
-    for trained_before in (0, 1):
-        torch.manual_seed(7)
-        model, optimizer, checkpoint = begin(folder, mesh, make)
-        train(model, optimizer, data[:trained_before])
-        assert checkpoint.restore().step == 2
-        train(model, optimizer, data[2:])
-        assert_equal(own_of(model, optimizer), undisturbed)
-        assert difference(whole_state(model), whole) == 0.0
+    return of_this_rank(tokens(steps), 1 if name in ("shard", "none") else 2)
 
 
 def states_of(model, optimizer):
@@ -218,7 +172,7 @@ def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
     at = checkpoint.save(epoch=0, step=1)
     assert sent() - before < 10_000  # sums and names; the weights are 230,000 bytes
     mine = [at / f"{name}-of-rank-{hvkit.rank():05}.pt" for name in ("model", "optimizer")]
-    own = own_of(model, optimizer)
+    own = held_by_rank(model, optimizer)
     assert sum(file.stat().st_size for file in mine) < 1.2 * sum(t.nbytes for t in own.values())
     assert not (at / "model.pt").exists()
 
@@ -287,7 +241,7 @@ def test_a_model_that_no_rank_holds_reads_its_part(sharded, folder):
     train(model, optimizer, data[:2])
     at = checkpoint.save(epoch=0, step=2)
     train(model, optimizer, data[2:])
-    undisturbed = own_of(model, optimizer)
+    undisturbed = held_by_rank(model, optimizer)
     assert not sharded or len(manifests.read(at).parts["model"]["shares"]) == 2
 
     def make():
@@ -298,7 +252,7 @@ def test_a_model_that_no_rank_holds_reads_its_part(sharded, folder):
     assert checkpoint.restore().step == 2
     assert all(p.is_meta for p in model.parameters()) or not sharded
     train(model, optimizer, data[2:])
-    assert_equal(own_of(model, optimizer), undisturbed)
+    assert_equal(held_by_rank(model, optimizer), undisturbed)
 
 
 @MORE

@@ -21,7 +21,7 @@ from mesh_training import (
     whole_state,
     with_gradients,
 )
-from ranks import error_of, shared_folder
+from ranks import error_of
 from torch.autograd.graph import register_multi_grad_hook
 
 import hvkit
@@ -127,8 +127,8 @@ CLIP = 0.5
 
 
 @each_mesh
-def test_a_record_has_the_norm_of_all_gradients_and_counts_each_sample_once(name, tmp_path_factory):
-    folder, options = shared_folder(tmp_path_factory), MESHES[name]
+def test_a_record_has_the_norm_of_all_gradients_and_counts_each_sample_once(name, folder):
+    options = MESHES[name]
     model, data, norms = SMALL(), tokens(6), []
     optimizer = adamw(model)
     with hvkit.Monitor(folder, every=2) as monitor:
