@@ -154,9 +154,25 @@ def test_residuals_are_saved(run, strategy, compression, past):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-def test_another_compression_begins_anew(past):
-    saved = past.saved(TorchRun, 8, hvkit.Synchronous(), hvkit.TopK(0.1))
-    second = TorchRun(saved, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
+SYNCHRONOUS = (hvkit.Synchronous(), "none")
+
+
+@FEWER
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((DILOCO, "none"), SYNCHRONOUS),
+        ((DILOCO, "none"), (hvkit.LocalSGD(4), "none")),
+        (SYNCHRONOUS, (DILOCO, "none")),
+        ((hvkit.Synchronous(), hvkit.TopK(0.1)), (hvkit.Synchronous(), hvkit.PowerSGD(1))),
+    ],
+    ids=["synchronous", "other rounds", "rounds", "another compression"],
+)
+def test_another_strategy_begins_with_the_saved_weights(run, saved, resumed, past):
+    second = run(past.saved(run, 8, *saved), 2, *resumed)
+    assert second.checkpoint.restore().step == 8
+    # Up to the end of a round.
+    second.train(13 if resumed[0] == DILOCO else 12)
     assert same_on_all_ranks(second.state()[:2])
 
 
@@ -229,22 +245,6 @@ def test_the_callback_counts_steps_whose_update_one_rank_skips(folder):
     assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == [
         f"step-{step:09}" for step in (4, 8, 10)
     ]
-
-
-@FEWER
-@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(4)])
-def test_another_strategy_begins_with_the_saved_weights(run, strategy, past):
-    second = run(past.saved(run, 8), 2, strategy)
-    assert second.checkpoint.restore().step == 8
-    second.train(12)
-    assert same_on_all_ranks(second.state()[:2])
-
-
-@FEWER
-def test_a_synchronous_run_goes_on_in_rounds(run, folder):
-    run(folder, 1, hvkit.Synchronous()).train(8, save_at=8)
-    second = run(folder, 2).train(13)
-    assert same_on_all_ranks(second.state()[:2])
 
 
 def test_a_rank_s_own_statistics_and_gradients_are_resumed_in_rounds(folder):

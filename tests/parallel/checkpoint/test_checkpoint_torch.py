@@ -100,29 +100,6 @@ def test_a_run_whose_loader_has_workers_is_the_run_that_was_never_stopped(folder
         assert mine.tobytes() == theirs.tobytes()
 
 
-def test_saving_disturbs_no_random_state(folder):
-    run = Run(folder, *CASES["adam"], seed=1)
-    drawn = []
-    for save in (False, True):
-        for module in (random, np.random):
-            module.seed(3)
-        torch.manual_seed(3)
-        if save:
-            run.checkpoint.save(epoch=0, step=0)
-        drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1]
-
-
-def test_layers_keep_the_statistics_of_their_own_rank(folder):
-    run = Run(folder, *CASES["momentum"], seed=1)
-    own = torch.full((16,), float(hvkit.rank()))
-    run.model[1].running_mean.copy_(own)
-    run.checkpoint.save(epoch=0, step=1)
-    resumed = Run(folder, *CASES["momentum"], seed=2)
-    resumed.checkpoint.restore()
-    assert torch.equal(resumed.model[1].running_mean, own)
-
-
 class Watched(SGD):
     """Remembers the rate of its last update."""
 
