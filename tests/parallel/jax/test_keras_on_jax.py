@@ -101,28 +101,6 @@ def test_fit_trains_the_model_of_one_process(name, strategy):
     assert largest.size // largest.addressable_data(0).size == (hvkit.size() if divided else 1)
 
 
-@pytest.mark.parametrize("strategy", cases([hvkit.FullyShard(), hvkit.ShardedOptimizer()]))
-def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(strategy):
-    model, _ = fitted(mlp(), keras.optimizers.Adam(1e-3), strategy)
-    moments = [v for v in model.optimizer.variables if "momentum" in v.path and v.value.size > 100]
-    assert moments[0].value.size // moments[0].value.addressable_data(0).size == hvkit.size()
-    x, y = data()
-    ends = np.cumsum([0, *(10 + rank for rank in range(hvkit.size()))])  # uneven parts
-    own = slice(*ends[hvkit.rank() : hvkit.rank() + 2])
-    for _ in range(2):
-        probabilities = model.predict(x[own], batch_size=16, verbose=0)
-    np.testing.assert_array_equal(model.predict_on_batch(x[own]), probabilities)
-    whole = np.concatenate(hvkit.allgather(probabilities))
-    loss, accuracy = model.evaluate(x[own], y[own], batch_size=16, verbose=0)
-    one = mlp()
-    one.set_weights(weights(model))
-    expected = np.asarray(one(x[: ends[-1]]))
-    np.testing.assert_allclose(whole, expected, atol=1e-6)
-    likely = -np.log(expected[np.arange(ends[-1]), y[: ends[-1]]])
-    np.testing.assert_allclose(loss, likely.mean(), rtol=1e-5)
-    np.testing.assert_allclose(accuracy, (expected.argmax(1) == y[: ends[-1]]).mean(), rtol=1e-6)
-
-
 def test_updates_multiply_the_rate_and_warm_up_and_the_user_s_rate_stays():
     class WarmUp(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -214,17 +192,6 @@ def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
         hvkit.distribute(another, keras.optimizers.SGD(0.1))
 
 
-def test_what_each_rank_assigns_needs_no_other_rank_and_is_compared_later(monkeypatch):
-    monkeypatch.setattr(batches, "_checks", [])  # of this model alone
-    x, y = map(part, data())
-    model = distributed_mlp(check_every=2)
-    assert np.isfinite(model.train_on_batch(x[:4], y[:4])).all()
-    if hvkit.is_main():
-        model.layers[-1].bias.assign(np.ones(4))
-    with pytest.raises(hvkit.RanksDisagreeError, match="differs from that of rank 0"):
-        model.fit(x, y, batch_size=4, verbose=0)
-
-
 @MORE
 def test_rank_0_alone_writes_the_files_of_callbacks_and_all_ranks_stop_together(tmp_path, capsys):
     class Stop(keras.callbacks.Callback):
@@ -289,44 +256,48 @@ def by_batches(rows, size):
     return (tuple(each[i:end] for each in rows) for i, end in itertools.pairwise(ends))
 
 
-@MORE
-@pytest.mark.parametrize(("generator", "steps"), [(True, 1), (False, 2)])
-def test_ranks_may_have_other_numbers_of_batches_to_evaluate(generator, steps):
+@pytest.mark.parametrize(
+    ("strategy", "generator", "steps", "numbers"),
+    cases(
+        [
+            (hvkit.FullyShard(), False, 1, [21, 8, 3]),
+            (hvkit.ShardedOptimizer(), False, 1, [0, 8, 3]),
+            (hvkit.Synchronous(), True, 1, [21, 8, 3]),
+            (hvkit.Synchronous(), False, 2, [21, 8, 3]),
+        ],
+        2,
+    ),
+)
+def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(
+    strategy, generator, steps, numbers
+):
+    """Which may be in other numbers of batches on each rank."""
     (x, y), size = data(), 4
-    model, _ = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+    optimizer = keras.optimizers.SGD(0.1)
+    model, _ = hvkit.distribute(mlp(), optimizer, strategy=strategy)
     loss, metric = "sparse_categorical_crossentropy", keras.metrics.SparseCategoricalAccuracy
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=[metric()], steps_per_execution=steps)
-    numbers = [13 - 5 * rank + 8 * (rank == 0) for rank in range(hvkit.size())]  # 21, 8, 3 rows
-    ends = np.cumsum([0, *numbers])
+    model.compile(optimizer, loss, metrics=[metric()], steps_per_execution=steps)
+    ends = np.cumsum([0, *numbers[: hvkit.size()]])
     own = slice(*ends[hvkit.rank() : hvkit.rank() + 2])
+    model.train_on_batch(x[:8], y[:8])
     one = mlp()
     one.set_weights(weights(model))
     one.compile("sgd", loss, metrics=[metric()])
     expected = one.evaluate(x[: ends[-1]], y[: ends[-1]], batch_size=64, verbose=0)
     rows = x[own], y[own]
+    sized = {} if generator else {"batch_size": size}
     for _ in range(2):
         given = [by_batches(rows, size)] if generator else rows
-        sized = {} if generator else {"batch_size": size}
         np.testing.assert_allclose(model.evaluate(*given, verbose=0, **sized), expected, rtol=1e-5)
-    history = model.fit(x[:8], y[:8], validation_data=rows, batch_size=8, epochs=2, verbose=0)
-    assert len(history.history["val_loss"]) == 2
     if steps == 1:
-        one.set_weights(weights(model))
-        probabilities = model.predict(by_batches(rows[:1], size), verbose=0)
-        np.testing.assert_allclose(probabilities, one.predict(rows[0], verbose=0), atol=1e-6)
-
-
-def test_a_rank_without_rows_has_the_metrics_of_the_others():
-    x, y = data()
-    model = distributed_mlp()
-    rows = 0 if hvkit.rank() == 0 else 8
-    results = hvkit.allgather(model.evaluate(x[:rows], y[:rows], batch_size=4, verbose=0))
-    assert results[0] == results[1]
-    one = mlp()
-    one.set_weights(weights(model))
-    one.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    np.testing.assert_allclose(results[0], one.evaluate(x[:8], y[:8], verbose=0), rtol=1e-5)
-    assert model.predict(x[:rows], batch_size=4, verbose=0).shape == (rows, 4)
+        given = by_batches(rows[:1], size) if generator else rows[0]
+        probabilities = model.predict(given, verbose=0, **sized)
+        np.testing.assert_allclose(probabilities, np.asarray(one(rows[0])), atol=1e-6)
+        assert probabilities.shape == (numbers[hvkit.rank()], 4)
+    if all(numbers):
+        options = {"batch_size": 8, "epochs": 2, "verbose": 0}
+        history = model.fit(x[:8], y[:8], validation_data=rows, **options)
+        assert len(history.history["val_loss"]) == 2
 
 
 @MORE

@@ -10,7 +10,6 @@ from cases import MORE
 from keras import ops
 from ranks import (
     error_of,
-    keras_in_float64,
     largest_difference,
     same_on_all_ranks,
     shared_folder,
@@ -46,10 +45,9 @@ pytestmark = MORE
     [{"global_clipnorm": 0.1}, {"clipnorm": 0.05}, {"clipvalue": 0.01}],
     ids=lambda options: next(iter(options)),
 )
-def test_clipping_is_by_the_gradients_of_all_stages(options):
+def test_clipping_is_by_the_gradients_of_all_stages(options, float64):
     make = functools.partial(keras.optimizers.SGD, 0.5, **options)
-    with keras_in_float64():
-        equals_one_process(residual, make, bound=1e-12)
+    equals_one_process(residual, make, bound=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +60,8 @@ def test_clipping_is_by_the_gradients_of_all_stages(options):
     ],
     ids=["schedule", "accumulation", "ema", "ema overwrites"],
 )
-def test_settings_of_optimizers(make):
-    with keras_in_float64():
-        equals_one_process(residual, make, samples=32, bound=1e-12)
+def test_settings_of_optimizers(make, float64):
+    equals_one_process(residual, make, samples=32, bound=1e-12)
 
 
 def clipped(gradients, model, bound):
@@ -81,7 +78,7 @@ def clipped(gradients, model, bound):
 
 
 @pytest.mark.skipif(ON_TENSORFLOW and ROWS > 1, reason="there a loop clips what is no mean yet")
-def test_a_loop_may_clip_by_the_norm_of_all_stages():
+def test_a_loop_may_clip_by_the_norm_of_all_stages(float64):
     def loop(model, optimizer, compute, x, y):
         for _ in range(3):
 
@@ -95,31 +92,29 @@ def test_a_loop_may_clip_by_the_norm_of_all_stages():
         return norm, float(total)
 
     l2 = keras.regularizers.L2(0.05)
-    with keras_in_float64():
-        alone = built(residual, regularizer=l2)
-        x, y = data(alone, PER_ROW)
-        expected = loop(alone, adam(), in_microbatches, x, y)
-        model, optimizer = distributed(residual, seed=0, regularizer=l2)
-        found = loop(model, optimizer, lambda model, x: model(x, training=True), mine(x), mine(y))
-        assert np.allclose(found[0], expected[0], rtol=1e-12, atol=0)
-        assert np.allclose(np.mean(gather("test", found[1])), expected[1], rtol=1e-12, atol=0)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+    alone = built(residual, regularizer=l2)
+    x, y = data(alone, PER_ROW)
+    expected = loop(alone, adam(), in_microbatches, x, y)
+    model, optimizer = distributed(residual, seed=0, regularizer=l2)
+    found = loop(model, optimizer, lambda model, x: model(x, training=True), mine(x), mine(y))
+    assert np.allclose(found[0], expected[0], rtol=1e-12, atol=0)
+    assert np.allclose(np.mean(gather("test", found[1])), expected[1], rtol=1e-12, atol=0)
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 @on_pytorch
-def test_gradients_of_several_passes_add_up():
-    with keras_in_float64():
-        alone = built(residual)
-        x, y = data(alone, PER_ROW)
-        model, _ = distributed(residual, seed=0)
-        norms = []
-        for each, inputs, targets in ((alone, x, y), (model, mine(x), mine(y))):
-            for _ in range(2):
-                errors = each(inputs, training=True) - ops.convert_to_tensor(targets)
-                ops.mean(errors**3).backward()
-            gradients = [v.value.grad for v in each.trainable_variables]
-            norms.append([float(ops.sqrt(ops.sum(g**2))) for g in gradients])
-        assert np.allclose(*norms, rtol=1e-11, atol=0)
+def test_gradients_of_several_passes_add_up(float64):
+    alone = built(residual)
+    x, y = data(alone, PER_ROW)
+    model, _ = distributed(residual, seed=0)
+    norms = []
+    for each, inputs, targets in ((alone, x, y), (model, mine(x), mine(y))):
+        for _ in range(2):
+            errors = each(inputs, training=True) - ops.convert_to_tensor(targets)
+            ops.mean(errors**3).backward()
+        gradients = [v.value.grad for v in each.trainable_variables]
+        norms.append([float(ops.sqrt(ops.sum(g**2))) for g in gradients])
+    assert np.allclose(*norms, rtol=1e-11, atol=0)
 
 
 @one_pipeline
