@@ -42,7 +42,11 @@ pytestmark = MORE
 
 @pytest.mark.parametrize(
     "options",
-    [{"global_clipnorm": 0.1}, {"clipnorm": 0.05}, {"clipvalue": 0.01}],
+    [
+        {"global_clipnorm": 0.1},
+        pytest.param({"clipnorm": 0.05}, marks=one_pipeline),
+        pytest.param({"clipvalue": 0.01}, marks=one_pipeline),
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_clipping_is_by_the_gradients_of_all_stages(options, float64):
@@ -50,6 +54,7 @@ def test_clipping_is_by_the_gradients_of_all_stages(options, float64):
     equals_one_process(residual, make, bound=1e-12)
 
 
+@one_pipeline
 @pytest.mark.parametrize(
     "make",
     [
