@@ -257,22 +257,22 @@ def by_batches(rows, size):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "generator", "steps", "numbers"),
+    ("strategy", "generator", "steps", "numbers", "size"),
     cases(
         [
-            (hvkit.FullyShard(), False, 1, [21, 8, 3]),
-            (hvkit.ShardedOptimizer(), False, 1, [0, 8, 3]),
-            (hvkit.Synchronous(), True, 1, [21, 8, 3]),
-            (hvkit.Synchronous(), False, 2, [21, 8, 3]),
+            (hvkit.FullyShard(), False, 1, [10, 11, 12], 16),
+            (hvkit.ShardedOptimizer(), False, 1, [0, 8, 3], 4),
+            (hvkit.Synchronous(), True, 1, [21, 8, 3], 4),
+            (hvkit.Synchronous(), False, 2, [21, 8, 3], 4),
         ],
         2,
     ),
 )
 def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(
-    strategy, generator, steps, numbers
+    strategy, generator, steps, numbers, size
 ):
     """Which may be in other numbers of batches on each rank."""
-    (x, y), size = data(), 4
+    x, y = data()
     optimizer = keras.optimizers.SGD(0.1)
     model, _ = hvkit.distribute(mlp(), optimizer, strategy=strategy)
     loss, metric = "sparse_categorical_crossentropy", keras.metrics.SparseCategoricalAccuracy
