@@ -145,7 +145,7 @@ def test_a_first_stage_without_weights(float64):
 
 
 @MORE
-def test_an_uneven_last_batch(float64):
+def test_a_last_batch_of_fewer_samples_than_micro_batches(float64):
     equals_one_process(residual, samples=PER_ROW + 3, bound=1e-12)
 
 
@@ -162,12 +162,6 @@ def test_evaluation_before_training():
     first = slice(0, PER_ROW)
     model.fit(mine(x)[first], mine(y)[first], batch_size=PER_ROW, verbose=0, shuffle=False)
     assert largest_difference(whole(model), alone.get_weights()) < 1e-6
-
-
-@MORE
-@one_pipeline
-def test_batches_of_fewer_samples_than_micro_batches(float64):
-    equals_one_process(residual, samples=PER_ROW + 1, bound=1e-12)
 
 
 @MORE
