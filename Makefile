@@ -81,19 +81,16 @@ parallel: setup
 	$(call RANKS,2) tests/parallel/jax
 	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch tests/parallel/keras_pipeline
 
-# On three ranks the cases of `make test`, and of meshes those of pipelines: every combination runs on
-# two ranks. On four, where a ring of neighbours is not all ranks, and pipelines of Keras, whose ranks
-# differ little by backend.
+# On three ranks the cases of `make test`, but of meshes, which need two or four. On four, where a ring
+# of neighbours is not all ranks: what two axes of two ranks, or two pipelines, show.
 FIRST := -m "not accuracy and not every_combination"
-MESHES := $(addprefix tests/parallel/mesh/test_,data_axis.py shard_axis.py tensor_in_mesh.py \
-	monitor_in_mesh.py nonfinite_in_mesh.py mesh_rounds.py script_hooks_in_mesh.py)
-ON_TWO_OR_FOUR := $(filter-out %/test_pipeline.py,$(wildcard tests/parallel/mesh/test_*.py))
-KERAS_PIPELINE := tests/parallel/keras_pipeline
+ON_FOUR := $(addprefix tests/parallel/,groups keras_pipeline \
+	$(addprefix pytorch/test_torch_,averaging.py rounds.py settled.py) \
+	$(addprefix mesh/test_,data_axis.py shard_axis.py tensor_in_mesh.py mesh_rounds.py steps_in_mesh.py))
 KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 more-ranks: setup
-	$(call RANKS,3) $(FIRST) tests/parallel $(addprefix --ignore=,$(KERAS_PIPELINE) $(ON_TWO_OR_FOUR))
-	$(call RANKS,4) $(addprefix tests/parallel/pytorch/test_torch_,averaging.py rounds.py settled.py)
-	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) tests/parallel/groups $(MESHES) $(KERAS_PIPELINE)
+	$(call RANKS,3) $(FIRST) tests/parallel $(addprefix --ignore=tests/parallel/,keras_pipeline mesh)
+	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(ON_FOUR)
 	KERAS_BACKEND=torch $(call RANKS,3) $(KERAS_TORCH)
 	$(call RANKS,3) tests/parallel/jax/test_jax_equals_one_process.py
 	$(call RANKS,4) tests/parallel/jax/test_jax_meshes.py

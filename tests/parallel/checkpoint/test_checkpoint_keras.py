@@ -47,6 +47,16 @@ def equal(mine, theirs):
     return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
 
+def begin(folder, seed, optimizer=None, callbacks=(), **compiled):
+    """A model of all ranks, compiled, its checkpoint, and where that has resumed it."""
+    optimizer = optimizer or keras.optimizers.Adam(0.01)
+    net, _ = hvkit.distribute(model(seed), optimizer)
+    net.compile(optimizer, "mse", **({"run_eagerly": True} | compiled))
+    parts = {"callbacks": callbacks} if callbacks else {}
+    checkpoint = Checkpoint(folder, keep=None, model=net, optimizer=optimizer, **parts)
+    return net, checkpoint, checkpoint.restore()
+
+
 def run_loop(folder, seed, until, save_at=None):
     net, optimizer = hvkit.distribute(
         model(seed), keras.optimizers.Adam(0.01), lr_scaling="linear", warmup_steps=8
@@ -73,8 +83,8 @@ def run_loop(folder, seed, until, save_at=None):
 
 @MORE
 def test_a_resumed_custom_loop_is_the_one_that_was_never_stopped(folder):
-    whole, _ = run_loop(folder, 1, until=10, save_at=1)
-    resumed, net = run_loop(folder, 2, until=10)
+    whole, _ = run_loop(folder, 1, until=4, save_at=2)
+    resumed, net = run_loop(folder, 2, until=4)
     assert equal(resumed, whole)
     assert same_on_all_ranks([w.numpy() for w in net.trainable_weights])
 
@@ -90,44 +100,19 @@ class Data(keras.utils.PyDataset):
         return x, x[:, :4]
 
 
-def run_fit(folder, seed, epochs, every="epoch"):
-    net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
-    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
-    start = checkpoint.restore()
-    net.compile(optimizer=optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
-    net.fit(
-        Data(), epochs=epochs, initial_epoch=start.epoch, verbose=0, shuffle=not OLD,
-        callbacks=[checkpoint.callback(every)],
-    )  # fmt: skip
-    return state(net, optimizer), start
-
-
-@MORE
-def test_fit_resumed_at_the_end_of_an_epoch_is_the_one_that_was_never_stopped(folder):
-    whole, _ = run_fit(folder, 1, 3)
-    if hvkit.rank() == 0:
-        shutil.rmtree(folder / "step-000000015")
-    resumed, start = run_fit(folder, 2, 3)
-    assert (start.epoch, start.step) == (2, 10)
-    assert equal(resumed, whole)
-
-
 def run_watched(folder, seed, file):
     """Fit until it stops early; no epoch counts as better than the first."""
-    net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
-    net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
     watching = [
         keras.callbacks.ReduceLROnPlateau("loss", patience=2, cooldown=1, min_delta=1e9),
         keras.callbacks.EarlyStopping("loss", 1e9, patience=5, restore_best_weights=True),
         keras.callbacks.ModelCheckpoint(str(file), "loss", save_best_only=True, mode="max"),
     ]
-    checkpoint = Checkpoint(folder, keep=None, model=net, optimizer=optimizer, callbacks=watching)
-    start = checkpoint.restore()
+    net, checkpoint, start = begin(folder, seed, callbacks=watching)
     history = net.fit(
         Data(), epochs=20, initial_epoch=start.epoch, verbose=0, shuffle=not OLD,
         callbacks=[*watching, checkpoint.callback()],
     )  # fmt: skip
-    return state(net, optimizer), history
+    return state(net, net.optimizer), history
 
 
 @MORE
@@ -167,15 +152,12 @@ class Stop(keras.callbacks.Callback):
 
 
 def run_until(folder, seed, make_data, *callbacks, every="epoch"):
-    net, optimizer = hvkit.distribute(model(seed), keras.optimizers.Adam(0.01))
-    net.compile(optimizer=optimizer, loss="mse", run_eagerly=make_data is Data)
-    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
-    start = checkpoint.restore()
+    net, checkpoint, start = begin(folder, seed, run_eagerly=make_data is Data)
     net.fit(
-        make_data(), epochs=3, initial_epoch=start.epoch, verbose=0, shuffle=False,
+        make_data(), epochs=2, initial_epoch=start.epoch, verbose=0, shuffle=False,
         callbacks=[checkpoint.callback(every), *callbacks],
     )  # fmt: skip
-    return state(net, optimizer), start
+    return state(net, net.optimizer), start
 
 
 @pytest.fixture(scope="module")
@@ -206,9 +188,7 @@ def test_fit_resumed_in_the_middle_of_an_epoch_is_the_one_that_was_never_stopped
 
 @MORE
 def test_the_callback_may_be_in_a_callback_list(folder):
-    net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
-    net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
-    checkpoint = Checkpoint(folder, keep=None, model=net, optimizer=optimizer)
+    net, checkpoint, _ = begin(folder, 1)
     saves = checkpoint.callback(every=2)
     given = keras.callbacks.CallbackList([saves], add_history=True, model=net)
     net.fit(Data(), epochs=1, verbose=0, callbacks=given)
@@ -226,12 +206,9 @@ class StopsInValidation(keras.callbacks.Callback):
 @MORE
 def test_an_epoch_that_is_repeated_after_a_stop_in_its_validation_has_metrics(folder):
     def run(*callbacks):
-        net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
-        net.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
-        checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
-        start = checkpoint.restore()
+        net, checkpoint, start = begin(folder, 1)
         history = net.fit(
-            Data(), epochs=3, initial_epoch=start.epoch, verbose=0, validation_data=Data(),
+            Data(), epochs=2, initial_epoch=start.epoch, verbose=0, validation_data=Data(),
             callbacks=[checkpoint.callback(every=5), *callbacks],
         )  # fmt: skip
         return start, history
@@ -274,18 +251,17 @@ def test_a_resumed_fit_takes_the_steps_that_are_left(
     net.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **options)
     seen = CountSteps()
     net.fit(
-        make_data(), epochs=4, initial_epoch=start.epoch, verbose=0, callbacks=[callback, seen],
+        make_data(), epochs=3, initial_epoch=start.epoch, verbose=0, callbacks=[callback, seen],
         **fit_options,
     )  # fmt: skip
     calls = -(-5 // at_once)
-    assert seen.steps == [calls - batches // at_once, calls, calls]
+    assert seen.steps == [calls - batches // at_once, calls]
 
 
 ORDERS = {"last": 3, "first": 0, "in between": 2}
 
 
-@pytest.mark.parametrize("place", cases(ORDERS))
-@pytest.mark.parametrize("ends", cases(["at its end", "killed"]))
+@pytest.mark.parametrize(("place", "ends"), cases(each_once(ORDERS, ["at its end", "killed"])))
 def test_a_checkpoint_holds_what_the_next_epoch_begins_with(folder, place, ends):
     """Others swap averages in, lower the rate and set weights at the end of an epoch."""
 
@@ -304,18 +280,17 @@ def test_a_checkpoint_holds_what_the_next_epoch_begins_with(folder, place, ends)
             rate,
         ]
         callbacks.insert(ORDERS[place], checkpoint.callback())
-        options = {"verbose": 0, "shuffle": False, "callbacks": callbacks}
+        options = {"verbose": 0, "shuffle": not OLD, "callbacks": callbacks}
         net.fit(Data(), epochs=epochs, initial_epoch=start.epoch, **options)
         return state(net, optimizer)
 
-    whole = run(1, "whole", 4)
+    whole = run(1, "whole", 3)
     name = "whole" if ends == "killed" else "stopped"
     if ends == "killed" and hvkit.is_main():
-        for step in (15, 20):
-            shutil.rmtree(folder / "whole" / f"step-{step:09d}")
+        shutil.rmtree(folder / "whole" / "step-000000015")
     elif ends != "killed":
         run(1, name, 2)
-    assert equal(run(2, name, 4), whole)
+    assert equal(run(2, name, 3), whole)
 
 
 class CountSteps(keras.callbacks.Callback):
@@ -338,16 +313,15 @@ class CountSteps(keras.callbacks.Callback):
 
 @MORE
 def test_batches_are_skipped_once(folder):
-    net, optimizer = hvkit.distribute(model(1), keras.optimizers.SGD(0.01))
-    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
+    optimizer = keras.optimizers.SGD(0.01)
+    net, checkpoint, _ = begin(folder, 1, optimizer, run_eagerly=False)
     checkpoint.save(epoch=0, step=3, batches=3)
     checkpoint.restore()
-    net.compile(optimizer=optimizer, loss="mse")
     steps = []
-    for _ in range(3):
+    for _ in range(2):
         net.fit(dataset(), epochs=1, verbose=0, callbacks=[checkpoint.callback()])
         steps.append(int(optimizer.iterations))
-    assert steps == [2, 7, 12]
+    assert steps == [2, 7]
 
 
 class Shuffled(keras.utils.PyDataset):
@@ -403,16 +377,9 @@ def test_accumulated_gradients_stay_with_their_rank(folder):
         checkpoint.save(epoch=0, step=stop)
         return [w.numpy() for w in net.trainable_weights]
 
-    whole = run(1, 8, "whole")
+    whole = run(1, 4, "whole")
     run(1, 3, "stopped")
-    assert equal(run(2, 8, "stopped"), whole)
-
-
-@MORE
-def test_the_callback_saves_after_a_number_of_steps(folder):
-    run_fit(folder, 1, 1, every=2)
-    found = sorted(path.name for path in folder.glob("step-*"))
-    assert found == ["step-000000002", "step-000000004", "step-000000005"]
+    assert equal(run(2, 4, "stopped"), whole)
 
 
 @MORE
@@ -433,20 +400,3 @@ def test_a_loss_scale_is_a_part_of_the_optimizer(folder):
     assert float(other_scaled.dynamic_scale) == float(scaled.dynamic_scale) != 2.0**15
     assert equal(state(other, other_scaled), state(net, scaled))
     assert float(other_scaled.inner_optimizer.learning_rate) == pytest.approx(0.01)
-
-
-@MORE
-def test_saving_disturbs_no_random_state(folder):
-    net, optimizer = hvkit.distribute(model(1), keras.optimizers.Adam(0.01))
-    checkpoint = Checkpoint(folder, model=net, optimizer=optimizer)
-    drawn = []
-    for save in (False, True):
-        keras.backend.clear_session()  # in Keras 3.5, a new seed leaves Keras's own generator
-        keras.utils.set_random_seed(3)
-        tf.random.get_global_generator().reset_from_seed(3)
-        if save:
-            checkpoint.save(epoch=0, step=0)
-        values = keras.random.normal((2,)), tf.random.get_global_generator().normal((2,))
-        values += (tf.random.normal((2,)), random.random(), np.random.normal())
-        drawn.append(np.hstack([np.asarray(v) for v in values]))
-    assert drawn[0].tobytes() == drawn[1].tobytes()

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from hosts import as_if_on, begin, state, train
 import hvkit
 from hvkit.checkpoint import manifests, store
 from hvkit.host import run_reports
-
-several = pytest.mark.skipif("hvkit.size() == 1", reason="copies are on other hosts")
 
 
 @pytest.fixture
@@ -27,9 +24,9 @@ def names(folder):
 
 
 @MORE
-@several
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("lost", ["directory", "newest", "nothing"])
+@pytest.mark.parametrize(
+    ("lost", "background"), [("directory", True), ("newest", False), ("nothing", False)]
+)
 def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
     model, optimizer, checkpoint = begin(folder, replicas=1, background=background)
     for step in (1, 2):
@@ -66,7 +63,6 @@ def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
     assert checkpoint.restore().step == 3
 
 
-@several
 def test_a_newer_checkpoint_in_the_directory_wins(folder, memory):
     _, _, checkpoint = begin(folder, replicas=1)
     checkpoint.save(epoch=0, step=1)
@@ -75,7 +71,6 @@ def test_a_newer_checkpoint_in_the_directory_wins(folder, memory):
     assert begin(folder, replicas=1)[2].restore().step == 2
 
 
-@several
 def test_what_another_training_left_in_the_directory_loses(folder, memory, monkeypatch, caplog):
     _, _, checkpoint = begin(folder, replicas=1)
     checkpoint.save(epoch=0, step=1)
@@ -96,37 +91,6 @@ def test_what_another_training_left_in_the_directory_loses(folder, memory, monke
     assert begin(folder)[2].restore().step == 2
 
 
-@several
-def test_a_damaged_copy_is_skipped(folder, memory, caplog):
-    _, _, checkpoint = begin(folder, replicas=1)
-    checkpoint.save(epoch=0, step=1)
-    hvkit.barrier()
-    for path in memory.glob("*/step-*/model.pt"):
-        os.truncate(path, 10)
-    hvkit.barrier()
-    assert begin(folder, replicas=1)[2].restore().step == 1
-    if hvkit.rank() == 0:
-        assert "skipped step-000000001 from the memory of" in caplog.text
-        assert "model.pt has 10 of" in caplog.text
-
-
-@several
-@pytest.mark.parametrize("of", ["hvkit.host.cpus.psutil.virtual_memory", "shutil.disk_usage"])
-def test_a_host_without_memory_for_it_is_an_entry_in_the_log(
-    of, folder, memory, caplog, monkeypatch
-):
-    left = SimpleNamespace(available=1000, free=1000)
-    monkeypatch.setattr(of, lambda *path: left)
-    _, _, checkpoint = begin(folder, replicas=1)
-    for step in (1, 2):
-        checkpoint.save(epoch=0, step=step)
-    assert names(memory) == []
-    assert begin(folder)[2].restore().step == 2
-    if hvkit.rank() == 0:
-        assert "bytes, and 1,000 bytes of memory are free there" in caplog.text
-
-
-@several
 def test_different_numbers_of_copies_are_an_error_on_every_rank(folder, memory):
     _, _, checkpoint = begin(folder, replicas=1 if hvkit.rank() == 0 else 0)
     message = "the same replicas= on every rank: rank 0 has 1, rank 1 has 0"
@@ -136,17 +100,6 @@ def test_different_numbers_of_copies_are_an_error_on_every_rank(folder, memory):
         checkpoint.save(epoch=0, step=1)
 
 
-@several
-def test_a_folder_of_others_takes_no_copy(folder, memory, caplog):
-    memory.mkdir(mode=0o755)
-    _, _, checkpoint = begin(folder, replicas=1)
-    checkpoint.save(epoch=0, step=1)
-    assert names(memory) == []
-    if hvkit.rank() == 0:
-        assert "no folder that only you can enter" in caplog.text
-
-
-@several
 def test_what_a_killed_run_left_behind_is_deleted_a_day_later(folder, memory):
     for age in (1, 30):
         other = memory.with_name(f"hvkit-run-{age:016x}")

@@ -1,7 +1,5 @@
 """What strategies and compressions keep: a run that is stopped goes on as if it had not been."""
 
-import io
-
 import keras
 import numpy as np
 import pytest
@@ -9,14 +7,13 @@ import torch
 from cases import MORE, cases
 from keras_models import eager_tape
 from keras_models import regression as keras_batches
-from ranks import error_of, largest_difference, my_part, same_on_all_ranks
+from ranks import error_of, my_part, same_on_all_ranks
 from runs import DILOCO, KerasGraphRun, KerasRun, Past, TorchRun
 from torch import nn
 from torch.nn import functional as F
 from torch_nets import arrays
 
 import hvkit
-from hvkit.checkpoint.strategies import StrategyPart
 
 pytestmark = pytest.mark.two_ranks
 
@@ -108,18 +105,18 @@ def test_parts_of_a_model_are_stopped_in_the_middle_of_a_round(run, past):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@FEWER
-def test_stopped_right_after_a_round(run, past):
-    resumed = run(past.saved(run, 10), 2).train(14).state()
-    assert all(map(np.array_equal, past.undisturbed(run), resumed))
+def test_stopped_right_after_a_round(past):
+    resumed = TorchRun(past.saved(TorchRun, 10), 2).train(14).state()
+    assert all(map(np.array_equal, past.undisturbed(TorchRun), resumed))
 
 
 @FEWER
-def test_a_run_can_go_back(run, folder):
-    script = run(folder, 1).train(8, save_at=8)
-    once = script.train(14).state()
+def test_saving_does_not_change_the_training_and_a_run_can_go_back(run, folder, past):
+    script = run(folder, 1)
+    once = script.train(14, save_at=8).state()
     again = script.train(14).state()
-    assert all(map(np.array_equal, once, again))
+    for state in (once, again):
+        assert all(map(np.array_equal, past.undisturbed(run), state))
 
 
 @FEWER
@@ -157,27 +154,40 @@ def test_residuals_are_saved(run, strategy, compression, past):
     assert all(map(np.array_equal, undisturbed, resumed))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [(hvkit.Synchronous(), hvkit.TopK(0.1)), (DEMO, "none"), (BESIDE, "none")],
-    ids=["residual", "momentum", "due"],
-)
-def test_without_residuals_the_run_would_differ(given, past, monkeypatch):
-    undisturbed, saved = past.undisturbed(TorchRun, *given), past.saved(TorchRun, 7, *given)
-    monkeypatch.setattr(StrategyPart, "load_own", lambda self, arrays: None)
-    resumed = TorchRun(saved, 2, *given).train(14).state()
-    assert largest_difference(resumed, undisturbed) > 1e-3
+SYNCHRONOUS = (hvkit.Synchronous(), "none")
 
 
 @FEWER
-def test_another_compression_begins_anew(run, past):
-    saved = past.saved(run, 8, hvkit.Synchronous(), hvkit.TopK(0.1))
-    second = run(saved, 2, hvkit.Synchronous(), hvkit.PowerSGD(1)).train(12)
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((DILOCO, "none"), SYNCHRONOUS),
+        ((DILOCO, "none"), (hvkit.LocalSGD(4), "none")),
+        (SYNCHRONOUS, (DILOCO, "none")),
+        ((hvkit.Synchronous(), hvkit.TopK(0.1)), (hvkit.Synchronous(), hvkit.PowerSGD(1))),
+    ],
+    ids=["synchronous", "other rounds", "rounds", "another compression"],
+)
+def test_another_strategy_begins_with_the_saved_weights(run, saved, resumed, past):
+    second = run(past.saved(run, 8, *saved), 2, *resumed)
+    assert second.checkpoint.restore().step == 8
+    # Up to the end of a round.
+    second.train(13 if resumed[0] == DILOCO else 12)
     assert same_on_all_ranks(second.state()[:2])
 
 
-@RUNS
-@pytest.mark.parametrize("strategy", cases([hvkit.Gossip(2), BESIDE, DILOCO]))
+@pytest.mark.parametrize(
+    ("run", "strategy"),
+    cases(
+        [
+            (TorchRun, hvkit.Gossip(2)),
+            (KerasRun, hvkit.Gossip(2)),
+            (TorchRun, BESIDE),
+            (KerasRun, DILOCO),
+        ],
+        2,
+    ),
+)
 def test_what_ranks_agree_on_is_shown_before_a_resumed_run_takes_a_step(run, strategy, past):
     resumed = run(past.saved(run, 7, strategy), 2, strategy)
     for _ in range(2):
@@ -187,30 +197,6 @@ def test_what_ranks_agree_on_is_shown_before_a_resumed_run_takes_a_step(run, str
             assert same_on_all_ranks(resumed.weights()[0])
         assert all(map(np.array_equal, resumed.weights(), own))
         assert not same_on_all_ranks(own[0])
-
-
-@FEWER
-def test_saving_does_not_change_the_training(run, folder, past):
-    saving = run(folder, 1).train(14, save_at=8).state()
-    assert all(map(np.array_equal, past.undisturbed(run), saving))
-
-
-@MORE
-@pytest.mark.parametrize("lost", ["anchor", "velocity", "counts"])
-def test_without_what_the_strategy_keeps_the_run_would_differ(lost, past, monkeypatch):
-    undisturbed, saved = past.undisturbed(TorchRun), past.saved(TorchRun, 8)
-
-    def load(self, content, facts):
-        with np.load(io.BytesIO(content)) as values:
-            arrays = {n: values[n] * (0 if n.startswith(lost) else 1) for n in values.files}
-        for name in arrays:
-            if name == "counts" or name.startswith("group-"):
-                arrays[name].flat[0] += lost == "counts"
-        self.keeper.load_state(arrays, in_round=True)
-
-    monkeypatch.setattr(StrategyPart, "load", load)
-    resumed = TorchRun(saved, 2).train(14).state()
-    assert largest_difference(resumed, undisturbed) > 1e-3
 
 
 def test_the_model_file_holds_the_agreed_weights(folder):
@@ -261,22 +247,6 @@ def test_the_callback_counts_steps_whose_update_one_rank_skips(folder):
     ]
 
 
-@FEWER
-@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(4)])
-def test_another_strategy_begins_with_the_saved_weights(run, strategy, past):
-    second = run(past.saved(run, 8), 2, strategy)
-    assert second.checkpoint.restore().step == 8
-    second.train(12)
-    assert same_on_all_ranks(second.state()[:2])
-
-
-@FEWER
-def test_a_synchronous_run_goes_on_in_rounds(run, folder):
-    run(folder, 1, hvkit.Synchronous()).train(8, save_at=8)
-    second = run(folder, 2).train(13)
-    assert same_on_all_ranks(second.state()[:2])
-
-
 def test_a_rank_s_own_statistics_and_gradients_are_resumed_in_rounds(folder):
     def run(strategy):
         layers = keras.layers.Dense(4), keras.layers.BatchNormalization()
@@ -321,9 +291,8 @@ def train_by(run, steps):
         run.optimizer.step()
 
 
-@MORE
-@RUNS
-def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
+def resumed_server(run, folder):
+    """Of a parameter server: a resumed run, a rank's own weights, and those of the server."""
     first = run(folder, 1, hvkit.ParameterServer(None))
     # The ranks with fewer steps have not read what the others did later.
     train_by(first, 4 + 4 * hvkit.rank())
@@ -332,16 +301,26 @@ def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
     with hvkit.settled(first.model):
         saved = first.weights()
     assert not same_on_all_ranks(own)
-
     second = run(folder, 2, hvkit.ParameterServer(None))
     second.checkpoint.restore()
+    return second, own, saved
+
+
+def stop_learning(run):
+    if isinstance(run, KerasRun):
+        run.optimizer.learning_rate = 0.0
+    else:
+        run.optimizer.param_groups[0]["lr"] = 0.0
+
+
+@MORE
+@RUNS
+def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
+    second, own, saved = resumed_server(run, folder)
     assert all(map(np.array_equal, second.weights(), own))
     with hvkit.settled(second.model):
         assert all(map(np.array_equal, second.weights(), saved))
-    if run is KerasRun:
-        second.optimizer.learning_rate = 0.0
-    else:
-        second.optimizer.param_groups[0]["lr"] = 0.0
+    stop_learning(second)
     train_by(second, 1)
     with hvkit.settled(second.model):  # the first layer: no step changes its statistics
         assert all(map(np.array_equal, second.weights()[:2], saved[:2]))
@@ -350,21 +329,13 @@ def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
 @MORE
 @RUNS
 def test_a_resumed_server_holds_also_weights_that_train_later(run, folder):
-    first = run(folder, 1, hvkit.ParameterServer(None))
-    train_by(first, 4 + 4 * hvkit.rank())
-    first.checkpoint.save(epoch=0, step=8)
-    with hvkit.settled(first.model):
-        saved = first.weights()
-
-    second = run(folder, 2, hvkit.ParameterServer(None))
-    second.checkpoint.restore()
+    second, _, saved = resumed_server(run, folder)
+    stop_learning(second)
     for trains in (False, True):
         if run is KerasRun:
             second.model.layers[-1].trainable = trains
-            second.optimizer.learning_rate = 0.0
         else:
             second.model[-1].requires_grad_(trains)
-            second.optimizer.param_groups[0]["lr"] = 0.0
         train_by(second, 1)
         with hvkit.settled(second.model):
             agreed = second.weights()

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import MORE
+from cases import MORE, each_once
 from ranks import same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -83,11 +83,10 @@ CASES = {
 
 
 @MORE
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("save_at", [3, 4, 5, 7])
+@pytest.mark.parametrize(("case", "save_at"), each_once(CASES, [3, 4, 5, 7]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(case, save_at, folder):
-    whole = Run(folder, *case, seed=1).train(until=12, save_at=save_at)
-    resumed = Run(folder, *case, seed=2).train(until=12)
+    whole = Run(folder, *CASES[case], seed=1).train(until=12, save_at=save_at)
+    resumed = Run(folder, *CASES[case], seed=2).train(until=12)
     for mine, theirs in zip(resumed.state(), whole.state(), strict=True):
         assert mine.tobytes() == theirs.tobytes()
     trained = arrays(resumed.model.parameters())
@@ -99,29 +98,6 @@ def test_a_run_whose_loader_has_workers_is_the_run_that_was_never_stopped(folder
     resumed = Run(folder, *CASES["adam"], seed=2, workers=1).train(until=7)
     for mine, theirs in zip(resumed.state(), whole.state(), strict=True):
         assert mine.tobytes() == theirs.tobytes()
-
-
-def test_saving_disturbs_no_random_state(folder):
-    run = Run(folder, *CASES["adam"], seed=1)
-    drawn = []
-    for save in (False, True):
-        for module in (random, np.random):
-            module.seed(3)
-        torch.manual_seed(3)
-        if save:
-            run.checkpoint.save(epoch=0, step=0)
-        drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1]
-
-
-def test_layers_keep_the_statistics_of_their_own_rank(folder):
-    run = Run(folder, *CASES["momentum"], seed=1)
-    own = torch.full((16,), float(hvkit.rank()))
-    run.model[1].running_mean.copy_(own)
-    run.checkpoint.save(epoch=0, step=1)
-    resumed = Run(folder, *CASES["momentum"], seed=2)
-    resumed.checkpoint.restore()
-    assert torch.equal(resumed.model[1].running_mean, own)
 
 
 class Watched(SGD):

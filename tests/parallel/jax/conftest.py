@@ -1,6 +1,8 @@
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
+# Small models run for milliseconds, and compile for seconds.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import hvkit
 

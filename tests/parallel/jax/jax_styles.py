@@ -15,7 +15,7 @@ import hvkit
 from hvkit.frameworks.jax.arrays import gathered
 from hvkit.mesh import position_in
 
-FEATURES, WIDTH, CLASSES, ROWS, STEPS = 8, 36, 4, 12, 30
+FEATURES, WIDTH, CLASSES, ROWS, STEPS = 8, 36, 4, 12, 8
 
 
 def batches():

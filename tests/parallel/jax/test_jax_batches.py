@@ -76,15 +76,6 @@ def test_an_uneven_batch_is_whole_on_every_rank():
     np.testing.assert_array_equal(np.asarray(x)[:, 0], np.repeat(np.arange(hvkit.size()), counts))
 
 
-def test_a_monitor_counts_the_samples_of_this_rank(tmp_path):
-    monitor = hvkit.Monitor(hvkit.broadcast(tmp_path))
-    parts = {"text": "a", "x": hvkit.batch(np.zeros((3, 2)))}
-    whole = hvkit.batch(np.zeros((2 * hvkit.rank(), 2)))
-    assert monitor.samples_in(parts) == 3
-    assert monitor.samples_in([whole]) == hvkit.size() - 1
-    assert monitor.samples_in(np.zeros((3, 2))) == 3
-
-
 def test_numpy_s_wide_numbers_become_those_of_jax():
     x, y = hvkit.batch(np.ones((2, 3)), np.arange(2))
     assert (x.dtype, y.dtype) == (jnp.float32, jnp.int32)
@@ -100,26 +91,24 @@ def test_tensors_of_pytorch_and_tensorflow_are_batches():
     assert x.shape == (2 * hvkit.size(), 3)
 
 
-def test_keys_and_text_are_refused_by_name():
-    for wrong in (jax.random.key(0)[None], np.array(["a", "b"])):
-        with pytest.raises(TypeError, match="takes arrays of numbers, got"):
-            hvkit.batch(wrong)
-    whole = hvkit.batch(np.ones((2, 3), np.float32))
-    with pytest.raises(ValueError, match="belongs to all ranks already"):
-        hvkit.batch(whole, np.ones((2, 3)))
+def of_all_ranks():
+    return hvkit.batch(np.ones((2, 3), np.float32))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "kind", "message"),
     [
-        (lambda: (np.ones((2, 3)), np.ones(3)), r"equally many rows.*\(2, 3\), \(3,\)"),
-        (tuple, "got no array"),
-        (lambda: (np.ones((1, 3)), 0.5), "arrays with rows, got 0.5"),
-        (lambda: ([1, 2],), "arrays with rows, got 1"),
+        (lambda: (np.ones((2, 3)), np.ones(3)), ValueError, r"equally many rows.*\(2, 3\), \(3,\)"),
+        (tuple, ValueError, "got no array"),
+        (lambda: (np.ones((1, 3)), 0.5), ValueError, "arrays with rows, got 0.5"),
+        (lambda: ([1, 2],), ValueError, "arrays with rows, got 1"),
+        (lambda: (jax.random.key(0)[None],), TypeError, "takes arrays of numbers, got"),
+        (lambda: (np.array(["a", "b"]),), TypeError, "takes arrays of numbers, got"),
+        (lambda: (of_all_ranks(), np.ones((2, 3))), ValueError, "belongs to all ranks already"),
     ],
 )
-def test_a_batch_needs_equally_many_rows(wrong, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_is_no_batch_is_refused(wrong, kind, message):
+    with pytest.raises(kind, match=message):
         hvkit.batch(*wrong())
 
 

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import MORE, cases
+from cases import cases
 from flax import nnx
 
 import hvkit
 from hvkit.frameworks.jax import batches as batches_of_ranks
 
-STEPS = 10
+STEPS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -89,16 +89,34 @@ def average(anchor, mean, velocity):
     return mean, velocity
 
 
-@pytest.mark.parametrize("every", cases([4, 1]))
-def test_local_sgd_averages_weights_after_each_round(every):
-    model, optimizer = hvkit.distribute(*made(hvkit.rank()), strategy=hvkit.LocalSGD(every=every))
+def nesterov(anchor, mean, velocity):
+    """An outer step of DiLoCo with a rate of 0.7 and a momentum of 0.9."""
+    change = jax.tree.map(lambda a, m: a.astype(float) - m, anchor, mean)
+    velocity = jax.tree.map(lambda v, c: 0.9 * v + c, velocity, change)
+    step = jax.tree.map(lambda c, v: c + 0.9 * v, change, velocity)
+    return jax.tree.map(lambda a, n: a - 0.7 * n, anchor, step), velocity
+
+
+@pytest.mark.parametrize(
+    ("strategy", "outer"),
+    cases(
+        [
+            (hvkit.LocalSGD(every=4), average),
+            (hvkit.LocalSGD(every=1), average),
+            (hvkit.DiLoCo(every=4, outer_lr=0.7, outer_momentum=0.9), nesterov),
+        ]
+    ),
+)
+def test_ranks_have_the_weights_computed_by_hand_after_each_round(strategy, outer):
+    every = strategy.every
+    model, optimizer = hvkit.distribute(*made(hvkit.rank()), strategy=strategy)
     assert all_alike(model)
-    expected = by_hand(every, average)
+    expected = by_hand(every, outer)
     for at, batch in enumerate(batches(hvkit.rank())):
         x, y = hvkit.batch(*batch)
         if at and at % every == 0:
             for mine, theirs in zip(weights(model), expected[at // every - 1], strict=True):
-                np.testing.assert_allclose(mine, theirs, atol=1e-6)
+                np.testing.assert_allclose(mine, theirs, atol=2e-6)
         step(model, optimizer, x, y)
     assert not all_alike(model) or every == 1
     own = weights(model)
@@ -108,27 +126,6 @@ def test_local_sgd_averages_weights_after_each_round(every):
     if every > 1:
         for mine, before in zip(weights(model), own, strict=True):
             np.testing.assert_array_equal(mine, before)
-
-
-@MORE
-def test_diloco_takes_an_outer_step_with_the_mean_change():
-    lr, momentum = 0.7, 0.9
-
-    def outer(anchor, mean, velocity):
-        change = jax.tree.map(lambda a, m: a.astype(float) - m, anchor, mean)
-        velocity = jax.tree.map(lambda v, c: momentum * v + c, velocity, change)
-        nesterov = jax.tree.map(lambda c, v: c + momentum * v, change, velocity)
-        return jax.tree.map(lambda a, n: a - lr * n, anchor, nesterov), velocity
-
-    strategy = hvkit.DiLoCo(every=4, outer_lr=lr, outer_momentum=momentum)
-    model, optimizer = hvkit.distribute(*made(hvkit.rank()), strategy=strategy)
-    expected = by_hand(4, outer)
-    for at, batch in enumerate(batches(hvkit.rank())):
-        x, y = hvkit.batch(*batch)
-        if at in (4, 8):
-            for mine, theirs in zip(weights(model), expected[at // 4 - 1], strict=True):
-                np.testing.assert_allclose(mine, theirs, atol=2e-6)
-        step(model, optimizer, x, y)
 
 
 def test_a_run_resumes_in_the_middle_of_a_round_with_the_same_bits(tmp_path):

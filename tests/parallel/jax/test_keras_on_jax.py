@@ -7,7 +7,7 @@ import types
 import keras
 import numpy as np
 import pytest
-from cases import MORE, cases
+from cases import MORE, cases, each_once
 from keras import layers
 
 import hvkit
@@ -17,7 +17,7 @@ from hvkit.functions.host_arrays import host_copy
 from hvkit.monitor import keras_on_jax
 from hvkit.watch.calls import current_call
 
-ROWS, BATCH, EPOCHS = 192, 24, 12
+ROWS, BATCH, EPOCHS = 192, 24, 2
 
 
 def data():
@@ -66,6 +66,18 @@ def weights(model):
     return [np.asarray(gathered(v.value)) for v in model.weights]
 
 
+def assert_same_weights(model, alone, bound=1e-6):
+    for mine, theirs in zip(weights(model), weights(alone), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=bound)
+
+
+def distributed_mlp(**options):
+    """A model whose ranks train together with SGD, compiled."""
+    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), **options)
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
 MODELS = {
     "mlp": (mlp, lambda: keras.optimizers.Adam(1e-3), 1e-6),
     "built in fit": (lambda: mlp(built=False), lambda: keras.optimizers.Adam(1e-3), 1e-6),
@@ -73,8 +85,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("strategy", cases([hvkit.Synchronous(), hvkit.FullyShard()]))
-@pytest.mark.parametrize("name", cases(MODELS))
+@pytest.mark.parametrize(
+    ("name", "strategy"), cases(each_once(MODELS, [hvkit.Synchronous(), hvkit.FullyShard()]))
+)
 def test_fit_trains_the_model_of_one_process(name, strategy):
     make, optimizer, bound = MODELS[name]
     keras.utils.set_random_seed(0)
@@ -82,33 +95,10 @@ def test_fit_trains_the_model_of_one_process(name, strategy):
     keras.utils.set_random_seed(0 if hvkit.rank() == 0 else 7)  # ranks begin with rank 0's
     model, losses = fitted(make(), optimizer(), strategy)
     np.testing.assert_allclose(losses, expected, atol=1e-6)
-    for mine, theirs in zip(weights(model), weights(alone), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=bound)
+    assert_same_weights(model, alone, bound)
     largest = max((v.value for v in model.trainable_variables), key=lambda array: array.size)
     divided = isinstance(strategy, hvkit.FullyShard)
     assert largest.size // largest.addressable_data(0).size == (hvkit.size() if divided else 1)
-
-
-@pytest.mark.parametrize("strategy", cases([hvkit.FullyShard(), hvkit.ShardedOptimizer()]))
-def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(strategy):
-    model, _ = fitted(mlp(), keras.optimizers.Adam(1e-3), strategy)
-    moments = [v for v in model.optimizer.variables if "momentum" in v.path and v.value.size > 100]
-    assert moments[0].value.size // moments[0].value.addressable_data(0).size == hvkit.size()
-    x, y = data()
-    ends = np.cumsum([0, *(10 + rank for rank in range(hvkit.size()))])  # uneven parts
-    own = slice(*ends[hvkit.rank() : hvkit.rank() + 2])
-    for _ in range(2):
-        probabilities = model.predict(x[own], batch_size=16, verbose=0)
-    np.testing.assert_array_equal(model.predict_on_batch(x[own]), probabilities)
-    whole = np.concatenate(hvkit.allgather(probabilities))
-    loss, accuracy = model.evaluate(x[own], y[own], batch_size=16, verbose=0)
-    one = mlp()
-    one.set_weights(weights(model))
-    expected = np.asarray(one(x[: ends[-1]]))
-    np.testing.assert_allclose(whole, expected, atol=1e-6)
-    likely = -np.log(expected[np.arange(ends[-1]), y[: ends[-1]]])
-    np.testing.assert_allclose(loss, likely.mean(), rtol=1e-5)
-    np.testing.assert_allclose(accuracy, (expected.argmax(1) == y[: ends[-1]]).mean(), rtol=1e-6)
 
 
 def test_updates_multiply_the_rate_and_warm_up_and_the_user_s_rate_stays():
@@ -132,8 +122,7 @@ def test_updates_multiply_the_rate_and_warm_up_and_the_user_s_rate_stays():
     model.compile(optimizer, "sparse_categorical_crossentropy")
     size = BATCH // hvkit.size()
     model.fit(part(x), part(y), batch_size=size, epochs=2, shuffle=False, verbose=0)
-    for mine, theirs in zip(weights(model), weights(alone), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    assert_same_weights(model, alone)
     assert float(optimizer.learning_rate) == pytest.approx(0.02)
 
 
@@ -142,33 +131,9 @@ def test_averages_that_ranks_divide_become_the_weights_of_one_process():
     keras.utils.set_random_seed(0)
     alone, _ = fitted(mlp(), keras.optimizers.SGD(0.05, use_ema=True))
     keras.utils.set_random_seed(hvkit.rank())
-    divided = keras.optimizers.SGD(0.05, use_ema=True)
-    model, _ = fitted(mlp(), divided, hvkit.ShardedOptimizer())
-    for mine, theirs in zip(weights(model), weights(alone), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
-
-
-@MORE
-def test_a_checkpoint_resumes_fit_with_the_same_bits(tmp_path):
-    folder = hvkit.broadcast(tmp_path)
-    x, y = map(part, data())
-    size = BATCH // hvkit.size()
-
-    def training(seed):
-        keras.utils.set_random_seed(seed + hvkit.rank())
-        model, optimizer = hvkit.distribute(cnn(), keras.optimizers.Adam(1e-3))
-        model.compile(optimizer, "sparse_categorical_crossentropy")
-        return model, hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
-
-    model, checkpoint = training(1)
-    model.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
-    checkpoint.save(epoch=1, step=8)
-    model.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
-    resumed, checkpoint = training(5)
-    assert checkpoint.restore().epoch == 1
-    resumed.fit(x, y, batch_size=size, epochs=1, shuffle=False, verbose=0)
-    for mine, theirs in zip(weights(resumed), weights(model), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    optimizer = keras.optimizers.SGD(0.05, use_ema=True)
+    model, _ = fitted(mlp(), optimizer, hvkit.ShardedOptimizer())
+    assert_same_weights(model, alone)
 
 
 class StopAfter(keras.callbacks.Callback):
@@ -188,7 +153,7 @@ def test_fit_resumes_in_the_middle_of_an_epoch(tmp_path):
     x, y = map(part, data())
 
     def run(folder, *callbacks):
-        model, optimizer = hvkit.distribute(mlp(), keras.optimizers.Adam(1e-3))
+        model, optimizer = hvkit.distribute(cnn(), keras.optimizers.Adam(1e-3))
         model.compile(optimizer, "sparse_categorical_crossentropy")
         checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
         start = checkpoint.restore()
@@ -210,7 +175,7 @@ def test_fit_resumes_in_the_middle_of_an_epoch(tmp_path):
 
 
 def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
-    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    model = distributed_mlp()
     with pytest.raises(ValueError, match="was passed to hvkit"):
         hvkit.distribute(model, keras.optimizers.SGD(0.1))
     another = mlp()
@@ -227,18 +192,6 @@ def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
         hvkit.distribute(another, keras.optimizers.SGD(0.1))
 
 
-def test_what_each_rank_assigns_needs_no_other_rank_and_is_compared_later(monkeypatch):
-    monkeypatch.setattr(batches, "_checks", [])  # of this model alone
-    x, y = map(part, data())
-    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), check_every=2)
-    model.compile(optimizer, "sparse_categorical_crossentropy")
-    assert np.isfinite(model.train_on_batch(x[:4], y[:4]))
-    if hvkit.is_main():
-        model.layers[-1].bias.assign(np.ones(4))
-    with pytest.raises(hvkit.RanksDisagreeError, match="differs from that of rank 0"):
-        model.fit(x, y, batch_size=4, verbose=0)
-
-
 @MORE
 def test_rank_0_alone_writes_the_files_of_callbacks_and_all_ranks_stop_together(tmp_path, capsys):
     class Stop(keras.callbacks.Callback):
@@ -246,29 +199,30 @@ def test_rank_0_alone_writes_the_files_of_callbacks_and_all_ranks_stop_together(
             self.model.stop_training = epoch == hvkit.size() - 1 - hvkit.rank()
 
     x, y = map(part, data())
-    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
     saved = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras", verbose=1)
-    log = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    history = model.fit(x, y, callbacks=[saved, log, Stop()], epochs=9, verbose=2)
+    history = distributed_mlp().fit(x, y, callbacks=[saved, Stop()], epochs=9, verbose=2)
     assert len(history.epoch) == 1  # the last rank stops first
     files = {file.name for file in tmp_path.iterdir()}  # each rank has a folder of its own
-    assert files == ({"1.keras", "log.csv"} if hvkit.is_main() else set())
+    assert files == ({"1.keras"} if hvkit.is_main() else set())
     assert bool(capsys.readouterr().out) == hvkit.is_main()
-    with pytest.raises(ValueError, match="BackupAndRestore does not work on several ranks"):
-        model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
-    divided, _ = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), strategy=hvkit.FullyShard())
-    divided.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+
+
+@MORE
+def test_callbacks_that_read_the_weights_are_refused_where_a_rank_has_a_part(tmp_path):
+    x, y = map(part, data())
+    saved = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
     best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    divided = distributed_mlp(strategy=hvkit.FullyShard())
     for reads in (saved, best):
         with pytest.raises(ValueError, match=r"holds a part: use the callback\(\) of hvkit"):
             divided.fit(x, y, callbacks=[reads])
-    states, _ = fitted(mlp(), keras.optimizers.Adam(1e-3), hvkit.ShardedOptimizer())
+    states = distributed_mlp(strategy=hvkit.ShardedOptimizer())  # has whole weights
     assert len(states.fit(x, y, callbacks=[best], verbose=0).epoch) == 1
 
 
 @MORE
 def test_other_models_stay_a_rank_s_own():
-    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    model = distributed_mlp()
     if hvkit.is_main():
         other = mlp()
         other.set_weights(weights(model))
@@ -278,8 +232,7 @@ def test_other_models_stay_a_rank_s_own():
         assert other.predict(x[:8], verbose=0).shape == (8, 4)
     model.fit(*map(part, data()), batch_size=8, verbose=0)
     # The names of its layers have other numbers on rank 0.
-    later, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), check_every=1)
-    later.compile(optimizer, "sparse_categorical_crossentropy")
+    later = distributed_mlp(check_every=1)
     x, y = map(part, data())
     for _ in range(3):
         later.train_on_batch(x[:4], y[:4])
@@ -288,7 +241,7 @@ def test_other_models_stay_a_rank_s_own():
 @MORE
 def test_ranks_with_other_numbers_of_batches_are_named():
     x, y = data()
-    model, _ = fitted(mlp(), keras.optimizers.SGD(0.1), hvkit.Synchronous())
+    model = distributed_mlp()
     rows = 16 if hvkit.rank() == 1 else 20
     with pytest.raises(hvkit.RanksDisagreeError, match="steps per epoch in rank order"):
         model.fit(x[:rows], y[:rows], batch_size=4, epochs=2, verbose=0)
@@ -303,47 +256,48 @@ def by_batches(rows, size):
     return (tuple(each[i:end] for each in rows) for i, end in itertools.pairwise(ends))
 
 
-@MORE
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("generator", [False, True])
-def test_ranks_may_have_other_numbers_of_batches_to_evaluate(generator, steps):
-    (x, y), size = data(), 4
-    model, _ = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
+@pytest.mark.parametrize(
+    ("strategy", "generator", "steps", "numbers", "size"),
+    cases(
+        [
+            (hvkit.FullyShard(), False, 1, [10, 11, 12], 16),
+            (hvkit.ShardedOptimizer(), False, 1, [0, 8, 3], 4),
+            (hvkit.Synchronous(), True, 1, [21, 8, 3], 4),
+            (hvkit.Synchronous(), False, 2, [21, 8, 3], 4),
+        ],
+        2,
+    ),
+)
+def test_evaluate_has_the_metrics_of_all_ranks_and_predict_this_rank_s_rows(
+    strategy, generator, steps, numbers, size
+):
+    """Which may be in other numbers of batches on each rank."""
+    x, y = data()
+    optimizer = keras.optimizers.SGD(0.1)
+    model, _ = hvkit.distribute(mlp(), optimizer, strategy=strategy)
     loss, metric = "sparse_categorical_crossentropy", keras.metrics.SparseCategoricalAccuracy
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=[metric()], steps_per_execution=steps)
-    numbers = [13 - 5 * rank + 8 * (rank == 0) for rank in range(hvkit.size())]  # 21, 8, 3 rows
-    ends = np.cumsum([0, *numbers])
+    model.compile(optimizer, loss, metrics=[metric()], steps_per_execution=steps)
+    ends = np.cumsum([0, *numbers[: hvkit.size()]])
     own = slice(*ends[hvkit.rank() : hvkit.rank() + 2])
+    model.train_on_batch(x[:8], y[:8])
     one = mlp()
     one.set_weights(weights(model))
     one.compile("sgd", loss, metrics=[metric()])
     expected = one.evaluate(x[: ends[-1]], y[: ends[-1]], batch_size=64, verbose=0)
     rows = x[own], y[own]
+    sized = {} if generator else {"batch_size": size}
     for _ in range(2):
         given = [by_batches(rows, size)] if generator else rows
-        sized = {} if generator else {"batch_size": size}
         np.testing.assert_allclose(model.evaluate(*given, verbose=0, **sized), expected, rtol=1e-5)
-    history = model.fit(x[:8], y[:8], validation_data=rows, batch_size=8, epochs=2, verbose=0)
-    assert len(history.history["val_loss"]) == 2
     if steps == 1:
-        one.set_weights(weights(model))
         given = by_batches(rows[:1], size) if generator else rows[0]
         probabilities = model.predict(given, verbose=0, **sized)
-        np.testing.assert_allclose(probabilities, one.predict(rows[0], verbose=0), atol=1e-6)
-
-
-def test_a_rank_without_rows_has_the_metrics_of_the_others():
-    x, y = data()
-    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    rows = 0 if hvkit.rank() == 0 else 8
-    results = hvkit.allgather(model.evaluate(x[:rows], y[:rows], batch_size=4, verbose=0))
-    assert results[0] == results[1]
-    one = mlp()
-    one.set_weights(weights(model))
-    one.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    np.testing.assert_allclose(results[0], one.evaluate(x[:8], y[:8], verbose=0), rtol=1e-5)
-    assert model.predict(x[:rows], batch_size=4, verbose=0).shape == (rows, 4)
+        np.testing.assert_allclose(probabilities, np.asarray(one(rows[0])), atol=1e-6)
+        assert probabilities.shape == (numbers[hvkit.rank()], 4)
+    if all(numbers):
+        options = {"batch_size": 8, "epochs": 2, "verbose": 0}
+        history = model.fit(x[:8], y[:8], validation_data=rows, **options)
+        assert len(history.history["val_loss"]) == 2
 
 
 @MORE
@@ -362,8 +316,7 @@ def test_a_rank_that_stops_to_evaluate_is_named(method, monkeypatch):
 
     monkeypatch.setattr(batches, "_checks", [])  # the error leaves the model without weights
     x, y = data()
-    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model = distributed_mlp()
     given = [x[:8]] if method == "predict" else [x[:8], y[:8]]
     with pytest.raises(hvkit.RanksDisagreeError, match=f"{method} has stopped on rank 1 alone"):
         getattr(model, method)(*given, batch_size=4, verbose=0, callbacks=[Stop()])
@@ -372,8 +325,7 @@ def test_a_rank_that_stops_to_evaluate_is_named(method, monkeypatch):
 
 def test_ranks_with_other_steps_to_evaluate_are_named():
     x, y = data()
-    model, optimizer = hvkit.distribute(mlp(), keras.optimizers.SGD(0.1))
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model = distributed_mlp()
     with pytest.raises(hvkit.RanksDisagreeError, match=r"the same steps .* got \[1, 2"):
         model.evaluate(x, y, batch_size=4, steps=1 + hvkit.rank(), verbose=0)
 

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from cases import MORE
+from cases import MORE, each_once
 from keras import layers
 
 import hvkit
@@ -43,8 +43,7 @@ def same_on_all_ranks(model):
 @pytest.fixture
 def warned(caplog):
     """The warnings with these words, on rank 0."""
-    for kind in ("own models", "evaluate of a model around"):
-        main_rank._logged.discard(kind)
+    main_rank._logged.discard("own models")
     return lambda words: hvkit.broadcast([each for each in caplog.messages if words in each])
 
 
@@ -58,15 +57,13 @@ class Around(keras.Model):
 
 
 AROUND = {
-    "a sequence": lambda base: keras.Sequential([base]),
     "a graph": lambda base: keras.Model(image := keras.Input((6,)), base(image)),
     "a class": Around,
     "a sequence of its layers": lambda base: keras.Sequential(base.layers),
 }
 
 
-@pytest.mark.parametrize("optimizer", ["that was passed", "another"])
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(("around", "optimizer"), each_once(AROUND, ["that was passed", "another"]))
 def test_training_a_model_around_the_one_that_was_passed_is_refused(around, optimizer):
     base, passed = hvkit.distribute(built(), sgd())
     outer = AROUND[around](base)
@@ -83,17 +80,9 @@ def test_training_a_model_around_the_one_that_was_passed_is_refused(around, opti
     assert same_on_all_ranks(base)
 
 
-def test_a_part_that_has_no_weights_yet_counts_as_well():
-    inner, optimizer = hvkit.distribute(mlp(), sgd())
-    with pytest.raises(ValueError, match=f"would train '{inner.name}'"):
-        fit(Around(inner), optimizer)
-
-
-@pytest.mark.parametrize("is_built", [True, False])
-def test_a_copy_with_the_optimizer_that_was_passed_is_refused(is_built):
+def test_a_copy_with_the_optimizer_that_was_passed_is_refused():
     base, optimizer = hvkit.distribute(built(), sgd())
-    if is_built:
-        optimizer.build(base.trainable_variables)
+    optimizer.build(base.trainable_variables)
     with pytest.raises(ValueError, match=r"uses optimizer 'sgd.*', passed to hvkit"):
         fit(keras.models.clone_model(base), optimizer)
 
@@ -117,13 +106,6 @@ def test_a_loop_that_updates_a_model_which_was_not_passed_is_refused():
             used.apply(gradients)
 
 
-def test_an_input_that_is_optimised_alone_gives_no_warning(warned):
-    hvkit.distribute(built(), sgd())
-    picture = keras.Variable(np.ones(4, np.float32), name="picture")
-    sgd().apply([np.ones(4, np.float32)], [picture])
-    assert warned("each rank trains a model of its own") == []
-
-
 def test_another_optimizer_of_the_model_that_was_passed_is_refused_if_rates_are_scaled():
     model, _ = hvkit.distribute(built(), sgd())
     fit(model, keras.optimizers.Adam())
@@ -131,15 +113,6 @@ def test_another_optimizer_of_the_model_that_was_passed_is_refused_if_rates_are_
     model, _ = hvkit.distribute(built(), sgd(), lr_scaling="linear")
     with pytest.raises(ValueError, match=r"'adam.*so that lr_scaling and .* do not reach it"):
         fit(model, keras.optimizers.Adam())
-
-
-def test_evaluate_of_a_model_around_a_distributed_one_warns_of_its_metrics(warned):
-    model, _ = hvkit.distribute(built(), sgd())
-    outer = keras.Sequential([model, layers.Softmax()])
-    outer.compile(loss="mse")
-    for _ in range(2):
-        outer.evaluate(*data(), verbose=0)
-    assert len(warned(f"evaluate of model '{outer.name}' reports the metrics of each rank's")) == 1
 
 
 def test_a_model_around_one_whose_weights_are_divided_computes_nothing():

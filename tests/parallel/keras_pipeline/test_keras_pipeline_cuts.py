@@ -21,21 +21,17 @@ from stages import (
 import hvkit
 from hvkit.communication.collectives import gather
 
-pytestmark = MORE
+pytestmark = [MORE, one_pipeline]
 
 
-def test_rank_0_says_where_it_has_cut(capfd):
-    distributed(residual)
-    said = "".join(gather("test", capfd.readouterr().err))
-    assert "stage 0 (rank 0 of the pipeline)" in said
-    assert "% of the weights" in said
-    assert "; cut after first" in said
-
-
-def test_stages_names_the_layer_after_which_to_cut(capfd):
-    model, optimizer = built(residual), adam()
-    hvkit.distribute(model, optimizer, mesh=MESH(), microbatches=2, stages=["again"])
-    assert "; cut after again" in "".join(gather("test", capfd.readouterr().err))
+def test_rank_0_says_after_which_layer_it_has_cut(capfd):
+    """The one that ``stages`` names, or its own choice."""
+    for options, cut in (({}, "first"), ({"stages": ["again"]}, "again")):
+        hvkit.distribute(built(residual), adam(), mesh=MESH(), microbatches=2, **options)
+        said = "".join(gather("test", capfd.readouterr().err))
+        assert "stage 0 (rank 0 of the pipeline)" in said
+        assert "% of the weights" in said
+        assert f"; cut after {cut}" in said
 
 
 class Subclassed(keras.Model):
@@ -103,7 +99,6 @@ def test_other_axes_are_refused_with_what_to_use(axes, message):
 
 
 @on_tensorflow
-@one_pipeline
 def test_a_call_in_a_graph_is_refused():
     import tensorflow as tf
 
@@ -115,7 +110,6 @@ def test_a_call_in_a_graph_is_refused():
 
 
 @on_pytorch
-@one_pipeline
 def test_an_input_that_requires_a_gradient_is_refused():
     model, _ = distributed(residual)
     x = keras.ops.convert_to_tensor(data(model, PER_ROW)[0]).requires_grad_()
@@ -124,7 +118,6 @@ def test_an_input_that_requires_a_gradient_is_refused():
     assert "requires a gradient, which no rank of a pipeline computes" in text
 
 
-@one_pipeline
 def test_a_loss_that_a_layer_adds_is_refused():
     class Adding(keras.layers.Layer):
         def call(self, x):

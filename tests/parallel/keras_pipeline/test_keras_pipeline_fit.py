@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import MORE, cases
 from keras import ops
-from ranks import error_of, keras_in_float64, largest_difference
+from ranks import error_of, largest_difference
 from stages import (
     MESH,
     MICRO,
@@ -56,24 +56,24 @@ def test_each_rank_holds_the_weights_and_the_state_of_its_stage_only():
 
 
 @MORE
-def test_a_model_without_weights_is_built_in_parts():
+@one_pipeline
+def test_a_model_without_weights_is_built_in_parts(float64):
     def make(**_):
         layers = keras.layers
         return keras.Sequential([*(layers.Dense(8, "tanh") for _ in range(3)), layers.Dense(3)])
 
-    with keras_in_float64():
-        alone = built(make)
-        alone.build((None, 64))
-        x, y = data(alone, PER_ROW)
-        start = alone.get_weights()
-        one_process(alone, adam(), x, y)
-        model, optimizer = distributed(make)
-        model.compile(optimizer, "mse")
-        model.predict(x, verbose=0)
-        assert all(map(np.array_equal, whole(model), start))
-        assert 0 < held_of(model.weights) < model.count_params()
-        model.fit(mine(x), mine(y), batch_size=PER_ROW, shuffle=False, verbose=0)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+    alone = built(make)
+    alone.build((None, 64))
+    x, y = data(alone, PER_ROW)
+    start = alone.get_weights()
+    one_process(alone, adam(), x, y)
+    model, optimizer = distributed(make)
+    model.compile(optimizer, "mse")
+    model.predict(x, verbose=0)
+    assert all(map(np.array_equal, whole(model), start))
+    assert 0 < held_of(model.weights) < model.count_params()
+    model.fit(mine(x), mine(y), batch_size=PER_ROW, shuffle=False, verbose=0)
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 def test_regularisation_of_all_stages_is_in_the_loss_and_the_gradients(precision):
@@ -89,18 +89,17 @@ def test_regularisation_of_all_stages_is_in_the_loss_and_the_gradients(precision
 
 @MORE
 @one_pipeline
-def test_batch_norm_keeps_the_statistics_of_micro_batches():
-    with keras_in_float64():
-        # With two samples in a micro-batch batch norm gives signs, which have no gradients.
-        model, alone = equals_one_process(residual, sgd, bound=1e-12, micro=2, norm=True)
-        x, _ = data(model, PER_ROW)
-        predicted = model.predict(x, verbose=0)
-        assert largest_difference([predicted], [alone.predict(x, verbose=0)]) < 1e-12
-        for each in (model, alone):  # norm now uses its statistics, and keeps them
-            freeze("norm")(each)
-        expected, found = in_microbatches(alone, x, 2), model(x, training=True)
-        assert largest_difference(*([ops.convert_to_numpy(t)] for t in (found, expected))) < 1e-12
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+def test_batch_norm_keeps_the_statistics_of_micro_batches(float64):
+    # With two samples in a micro-batch batch norm gives signs, which have no gradients.
+    model, alone = equals_one_process(residual, sgd, bound=1e-12, micro=2, norm=True)
+    x, _ = data(model, PER_ROW)
+    predicted = model.predict(x, verbose=0)
+    assert largest_difference([predicted], [alone.predict(x, verbose=0)]) < 1e-12
+    for each in (model, alone):  # norm now uses its statistics, and keeps them
+        freeze("norm")(each)
+    expected, found = in_microbatches(alone, x, 2), model(x, training=True)
+    assert largest_difference(*([ops.convert_to_numpy(t)] for t in (found, expected))) < 1e-12
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 def freeze(*names):
@@ -112,46 +111,42 @@ def freeze(*names):
 
 
 @MORE
-@pytest.mark.parametrize(
-    "names", [["branch", "last"], ["first", "branch"], ["last", "out"]], ids=" ".join
-)
-def test_frozen_layers_stay_as_they_are(names):
-    with keras_in_float64():
-        equals_one_process(residual, bound=1e-12, change=freeze(*names))
+@one_pipeline
+@pytest.mark.parametrize("names", [["first", "branch"], ["last", "out"]], ids=" ".join)
+def test_frozen_layers_stay_as_they_are(names, float64):
+    equals_one_process(residual, bound=1e-12, change=freeze(*names))
 
 
 @MORE
-def test_a_frozen_first_stage_counts_steps_all_the_same():
+def test_a_frozen_first_stage_counts_steps_all_the_same(float64):
     def change(model):
         for layer in model.layers:
             layer.trainable = layer.name in ("last", "out")
 
-    with keras_in_float64():
-        model, _ = equals_one_process(
-            residual,
-            functools.partial(adam, global_clipnorm=0.1, gradient_accumulation_steps=2),
-            bound=1e-12,
-            change=change,
-        )
+    model, _ = equals_one_process(
+        residual,
+        functools.partial(adam, global_clipnorm=0.1, gradient_accumulation_steps=2),
+        bound=1e-12,
+        change=change,
+    )
     assert int(model.optimizer.iterations) == 3
 
 
 @MORE
-def test_a_first_stage_without_weights():
+@one_pipeline
+def test_a_first_stage_without_weights(float64):
     def make(**_):
         layers = keras.layers
         return keras.Sequential(
             [keras.Input((64,)), layers.Reshape((64,)), layers.Dense(8, name="a"), layers.Dense(3)]
         )
 
-    with keras_in_float64():
-        equals_one_process(make, bound=1e-12)
+    equals_one_process(make, bound=1e-12)
 
 
 @MORE
-def test_an_uneven_last_batch():
-    with keras_in_float64():
-        equals_one_process(residual, samples=PER_ROW + 3, bound=1e-12)
+def test_a_last_batch_of_fewer_samples_than_micro_batches(float64):
+    equals_one_process(residual, samples=PER_ROW + 3, bound=1e-12)
 
 
 @MORE
@@ -167,14 +162,6 @@ def test_evaluation_before_training():
     first = slice(0, PER_ROW)
     model.fit(mine(x)[first], mine(y)[first], batch_size=PER_ROW, verbose=0, shuffle=False)
     assert largest_difference(whole(model), alone.get_weights()) < 1e-6
-
-
-@MORE
-@one_pipeline
-@pytest.mark.parametrize("samples", [1, 3])
-def test_batches_of_fewer_samples_than_micro_batches(samples):
-    with keras_in_float64():
-        equals_one_process(residual, samples=samples, bound=1e-12)
 
 
 @MORE
@@ -195,49 +182,33 @@ def test_single_batches():
 
 @MORE
 @on_tensorflow  # Keras has them there only
-@pytest.mark.parametrize("steps", [1, 3])
-def test_several_steps_per_execution(steps):
-    with keras_in_float64():
-        equals_one_process(
-            residual, samples=40, bound=1e-12, compiled={"steps_per_execution": steps}
-        )
+@one_pipeline
+def test_several_steps_per_execution(float64):
+    compiled = {"steps_per_execution": 3}
+    equals_one_process(residual, samples=40, bound=1e-12, compiled=compiled)
 
 
 @MORE
-def test_a_mean_by_weights_is_that_of_all_rows():
-    reduction = "mean_with_sample_weight"
-    with keras_in_float64():
-        alone = built(residual)
-        x, y = data(alone, 2 * PER_ROW)
-        # Samples of the first row weigh more.
-        weights = np.random.default_rng(1).uniform(0, 2, size=len(x)) + np.arange(len(x)) % ROWS
-        expected = one_process(alone, adam(), x, y, weights=weights, reduction=reduction)
-        model, optimizer = distributed(residual)
-        model.compile(optimizer, keras.losses.MeanSquaredError(reduction=reduction))
-        history = model.fit(
-            mine(x), mine(y), PER_ROW, sample_weight=mine(weights), shuffle=False, verbose=0
-        )
+@pytest.mark.parametrize("reduction", ["mean", "mean_with_sample_weight"])
+def test_weights_of_samples_count_in_the_whole_batch(reduction, float64):
+    alone = built(residual)
+    x, y = data(alone, 2 * PER_ROW)
+    # Samples of the first row weigh more.
+    weights = np.random.default_rng(1).uniform(0, 2, size=len(x)) + np.arange(len(x)) % ROWS
+    expected = one_process(alone, adam(), x, y, weights=weights, reduction=reduction)
+    model, optimizer = distributed(residual)
+    model.compile(optimizer, keras.losses.MeanSquaredError(reduction=reduction))
+    history = model.fit(
+        mine(x), mine(y), PER_ROW, sample_weight=mine(weights), shuffle=False, verbose=0
+    )
+    if reduction != "mean":  # Keras divides what it shows by the weights
         assert history.history["loss"] == pytest.approx([expected], rel=1e-12)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 @MORE
 @one_pipeline
-def test_weights_of_samples_count_in_the_whole_batch():
-    with keras_in_float64():
-        alone = built(residual)
-        x, y = data(alone, 16)
-        weights = np.random.default_rng(1).uniform(0, 2, size=len(x))
-        one_process(alone, adam(), x, y, weights=weights)
-        model, optimizer = distributed(residual, seed=0)
-        model.compile(optimizer, "mse")
-        model.fit(x, y, PER_ROW, sample_weight=weights, shuffle=False, verbose=0)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
-
-
-@MORE
-@one_pipeline
-def test_masks_travel_with_their_tensors_and_embeddings_get_gradients_of_rows():
+def test_masks_travel_with_their_tensors_and_embeddings_get_gradients_of_rows(float64):
     def make():
         layers = keras.layers
         words = layers.Embedding(20, 8, mask_zero=True)
@@ -249,37 +220,35 @@ def test_masks_travel_with_their_tensors_and_embeddings_get_gradients_of_rows():
         return model.fit(x, y, PER_ROW, shuffle=False, verbose=0).history["loss"]
 
     clipped = functools.partial(adam, global_clipnorm=0.01)
-    with keras_in_float64():
-        x = np.random.default_rng(0).integers(0, 4, size=(16, 6))
-        y = np.random.default_rng(1).normal(size=(16, 6, 3))
-        alone, model, optimizer = built(make), built(make), clipped()
-        hvkit.distribute(model, optimizer, mesh=MESH(), microbatches=MICRO, stages=["b"])
-        assert np.allclose(fit(alone, clipped()), fit(model, optimizer), rtol=1e-12, atol=0)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+    x = np.random.default_rng(0).integers(0, 4, size=(16, 6))
+    y = np.random.default_rng(1).normal(size=(16, 6, 3))
+    alone, model, optimizer = built(make), built(make), clipped()
+    hvkit.distribute(model, optimizer, mesh=MESH(), microbatches=MICRO, stages=["b"])
+    assert np.allclose(fit(alone, clipped()), fit(model, optimizer), rtol=1e-12, atol=0)
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 @MORE
 @on_tensorflow  # PyTorch's draws from one generator of the process
 @one_pipeline
-def test_dropout_is_that_of_one_process():
+def test_dropout_is_that_of_one_process(float64):
     def make(**_):
         layers = keras.layers
         hidden = [each for _ in range(3) for each in (layers.Dense(16), layers.Dropout(0.4))]
         return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(3)])
 
-    with keras_in_float64():
-        alone = built(make)
-        x, y = data(alone, 16)
-        one_process(alone, adam(), x, y)
-        model, optimizer = distributed(make, seed=0)
-        model.compile(optimizer, "mse")
-        model.fit(x, y, PER_ROW, shuffle=False, verbose=0)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+    alone = built(make)
+    x, y = data(alone, 16)
+    one_process(alone, adam(), x, y)
+    model, optimizer = distributed(make, seed=0)
+    model.compile(optimizer, "mse")
+    model.fit(x, y, PER_ROW, shuffle=False, verbose=0)
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 @MORE
 @one_pipeline
-def test_several_inputs_and_outputs_in_dicts():
+def test_several_inputs_and_outputs_in_dicts(float64):
     def make(**_):
         layers = keras.layers
         inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((3,), name="b")}
@@ -288,17 +257,16 @@ def test_several_inputs_and_outputs_in_dicts():
         outputs = {"one": layers.Dense(1, name="one")(x), "two": layers.Dense(2, name="two")(x)}
         return keras.Model(inputs, outputs)
 
-    with keras_in_float64():
-        alone = built(make)
-        rng = np.random.default_rng(0)
-        x = {"a": rng.normal(size=(8, 4)), "b": rng.normal(size=(8, 3))}
-        y = {"one": rng.normal(size=(8, 1)), "two": rng.normal(size=(8, 2))}
-        alone.compile(adam(), {"one": "mse", "two": "mae"})
-        alone.fit(x, y, 8, shuffle=False, verbose=0)
-        model, optimizer = distributed(make, seed=0)
-        model.compile(optimizer, {"one": "mse", "two": "mae"})
-        model.fit(x, y, 8, shuffle=False, verbose=0)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+    alone = built(make)
+    rng = np.random.default_rng(0)
+    x = {"a": rng.normal(size=(8, 4)), "b": rng.normal(size=(8, 3))}
+    y = {"one": rng.normal(size=(8, 1)), "two": rng.normal(size=(8, 2))}
+    alone.compile(adam(), {"one": "mse", "two": "mae"})
+    alone.fit(x, y, 8, shuffle=False, verbose=0)
+    model, optimizer = distributed(make, seed=0)
+    model.compile(optimizer, {"one": "mse", "two": "mae"})
+    model.fit(x, y, 8, shuffle=False, verbose=0)
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 @one_pipeline

@@ -1,15 +1,22 @@
 """Updates of a pipeline: clipping, settings of optimizers, and loops of a script."""
 
 import functools
+import json
 
 import keras
 import numpy as np
 import pytest
 from cases import MORE
 from keras import ops
-from ranks import error_of, keras_in_float64, largest_difference, same_on_all_ranks
+from ranks import (
+    error_of,
+    largest_difference,
+    same_on_all_ranks,
+    shared_folder,
+)
 from stages import (
     MESH,
+    MICRO,
     ON_TENSORFLOW,
     PER_ROW,
     ROWS,
@@ -35,15 +42,19 @@ pytestmark = MORE
 
 @pytest.mark.parametrize(
     "options",
-    [{"global_clipnorm": 0.1}, {"clipnorm": 0.05}, {"clipvalue": 0.01}],
+    [
+        {"global_clipnorm": 0.1},
+        pytest.param({"clipnorm": 0.05}, marks=one_pipeline),
+        pytest.param({"clipvalue": 0.01}, marks=one_pipeline),
+    ],
     ids=lambda options: next(iter(options)),
 )
-def test_clipping_is_by_the_gradients_of_all_stages(options):
+def test_clipping_is_by_the_gradients_of_all_stages(options, float64):
     make = functools.partial(keras.optimizers.SGD, 0.5, **options)
-    with keras_in_float64():
-        equals_one_process(residual, make, bound=1e-12)
+    equals_one_process(residual, make, bound=1e-12)
 
 
+@one_pipeline
 @pytest.mark.parametrize(
     "make",
     [
@@ -54,9 +65,8 @@ def test_clipping_is_by_the_gradients_of_all_stages(options):
     ],
     ids=["schedule", "accumulation", "ema", "ema overwrites"],
 )
-def test_settings_of_optimizers(make):
-    with keras_in_float64():
-        equals_one_process(residual, make, samples=32, bound=1e-12)
+def test_settings_of_optimizers(make, float64):
+    equals_one_process(residual, make, samples=32, bound=1e-12)
 
 
 def clipped(gradients, model, bound):
@@ -73,7 +83,7 @@ def clipped(gradients, model, bound):
 
 
 @pytest.mark.skipif(ON_TENSORFLOW and ROWS > 1, reason="there a loop clips what is no mean yet")
-def test_a_loop_may_clip_by_the_norm_of_all_stages():
+def test_a_loop_may_clip_by_the_norm_of_all_stages(float64):
     def loop(model, optimizer, compute, x, y):
         for _ in range(3):
 
@@ -87,31 +97,29 @@ def test_a_loop_may_clip_by_the_norm_of_all_stages():
         return norm, float(total)
 
     l2 = keras.regularizers.L2(0.05)
-    with keras_in_float64():
-        alone = built(residual, regularizer=l2)
-        x, y = data(alone, PER_ROW)
-        expected = loop(alone, adam(), in_microbatches, x, y)
-        model, optimizer = distributed(residual, seed=0, regularizer=l2)
-        found = loop(model, optimizer, lambda model, x: model(x, training=True), mine(x), mine(y))
-        assert np.allclose(found[0], expected[0], rtol=1e-12, atol=0)
-        assert np.allclose(np.mean(gather("test", found[1])), expected[1], rtol=1e-12, atol=0)
-        assert largest_difference(whole(model), alone.get_weights()) < 1e-12
+    alone = built(residual, regularizer=l2)
+    x, y = data(alone, PER_ROW)
+    expected = loop(alone, adam(), in_microbatches, x, y)
+    model, optimizer = distributed(residual, seed=0, regularizer=l2)
+    found = loop(model, optimizer, lambda model, x: model(x, training=True), mine(x), mine(y))
+    assert np.allclose(found[0], expected[0], rtol=1e-12, atol=0)
+    assert np.allclose(np.mean(gather("test", found[1])), expected[1], rtol=1e-12, atol=0)
+    assert largest_difference(whole(model), alone.get_weights()) < 1e-12
 
 
 @on_pytorch
-def test_gradients_of_several_passes_add_up():
-    with keras_in_float64():
-        alone = built(residual)
-        x, y = data(alone, PER_ROW)
-        model, _ = distributed(residual, seed=0)
-        norms = []
-        for each, inputs, targets in ((alone, x, y), (model, mine(x), mine(y))):
-            for _ in range(2):
-                errors = each(inputs, training=True) - ops.convert_to_tensor(targets)
-                ops.mean(errors**3).backward()
-            gradients = [v.value.grad for v in each.trainable_variables]
-            norms.append([float(ops.sqrt(ops.sum(g**2))) for g in gradients])
-        assert np.allclose(*norms, rtol=1e-11, atol=0)
+def test_gradients_of_several_passes_add_up(float64):
+    alone = built(residual)
+    x, y = data(alone, PER_ROW)
+    model, _ = distributed(residual, seed=0)
+    norms = []
+    for each, inputs, targets in ((alone, x, y), (model, mine(x), mine(y))):
+        for _ in range(2):
+            errors = each(inputs, training=True) - ops.convert_to_tensor(targets)
+            ops.mean(errors**3).backward()
+        gradients = [v.value.grad for v in each.trainable_variables]
+        norms.append([float(ops.sqrt(ops.sum(g**2))) for g in gradients])
+    assert np.allclose(*norms, rtol=1e-11, atol=0)
 
 
 @one_pipeline
@@ -155,3 +163,21 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all():
     optimizer.apply(gradients, model.trainable_variables)
     assert not all(map(np.array_equal, whole(model), before))
     assert same_on_all_ranks([optimizer.dynamic_scale.numpy()])
+
+
+@one_pipeline
+def test_a_monitor_records_the_norm_of_the_gradients_of_all_stages(tmp_path_factory):
+    folder, rate, states = shared_folder(tmp_path_factory), 0.1, []
+    with hvkit.Monitor(folder, every=1) as monitor:
+        model, optimizer = built(residual), keras.optimizers.SGD(rate)
+        hvkit.distribute(model, optimizer, monitor=monitor, mesh=MESH(), microbatches=MICRO)
+        model.compile(optimizer, "mse")
+        x, y = data(model, PER_ROW)
+        for _ in range(2):  # of the first step, which makes functions, there is no record
+            model.fit(x, y, batch_size=PER_ROW, verbose=0)
+            states.append(np.concatenate([w.ravel() for w in whole(model)]))
+    norm = np.linalg.norm(states[1] - states[0]) / rate
+    text = (folder / "metrics.jsonl").read_text() if hvkit.is_main() else ""
+    lines = map(json.loads, hvkit.broadcast(text).splitlines())
+    found = [line["gradient_norm"] for line in lines if "samples_per_second" in line]
+    assert found[-1:] == [pytest.approx(norm, rel=1e-3)]

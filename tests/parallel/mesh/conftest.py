@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from ranks import shared_folder
 
 import hvkit
 from hvkit.frameworks.pytorch.divided_state import process_group
@@ -25,6 +26,12 @@ def torch_distributed():
     process_group.start()
     yield
     process_group.stop()
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    """One folder for all ranks."""
+    return shared_folder(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,9 @@
 
 import copy
 
+import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hvkit
@@ -101,6 +103,34 @@ def both(make, optimizer=adamw, **options):
     return (reference, optimizer(reference)), distributed(model, optimizer, **options)
 
 
+def apart(steps, make, data, *, optimizer=adamw, alone=lambda model: model, **options):
+    """How far weights are from those of one process, after ``steps`` with either model.
+
+    Args:
+        steps: a function of a model, its optimizer and batches.
+        make: a model.
+        data: global batches.
+        alone: what the steps get in one process in place of the model.
+        options: of ``hvkit.distribute``, in place of a mesh with a pipeline of two ranks.
+    """
+    (reference, its), (model, own) = both(make, optimizer, **options)
+    steps(alone(reference), its, data)
+    steps(model, own, of_this_rank(data))
+    counted = with_gradients(reference, its)
+    return difference(whole_state(model, own), reference.state_dict(), counted)
+
+
+def fewer_on_four(params, chosen):
+    """Cases of ``pytest.param``, of which four ranks run those that begin with a chosen value."""
+    more = pytest.mark.two_ranks
+    return [
+        each
+        if each.values[0] in chosen
+        else pytest.param(*each.values, id=each.id, marks=[*each.marks, more])
+        for each in params
+    ]
+
+
 def part_size(p):
     """How many elements this rank holds of a parameter, which has the shape of the whole."""
     own = p.to_local() if hasattr(p, "to_local") else p
@@ -113,6 +143,21 @@ def whole_state(model, *optimizers):
         if hvkit.rank() == 0:
             return {name: t.detach().clone() for name, t in model.state_dict().items()}
     return {}
+
+
+def held_by_rank(model, *optimizers):
+    """Copies of the weights and states that this rank holds, by name."""
+    held = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
+    for optimizer in optimizers:
+        for i, state in enumerate(optimizer.state.values()):
+            held |= {f"{i}.{key}": t for key, t in state.items() if isinstance(t, torch.Tensor)}
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in held.items()}
+
+
+def assert_equal(found, expected):
+    """On all ranks, tensors by name have the same bits; a collective."""
+    apart = [n for n, t in expected.items() if n not in found or not torch.equal(found[n], t)]
+    assert hvkit.allgather(apart) == [[]] * hvkit.size()
 
 
 def difference(found, expected, counted=()):

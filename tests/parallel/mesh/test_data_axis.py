@@ -1,12 +1,11 @@
 """PyTorch: pipelines beside each other are kept in step by a strategy, as single ranks are."""
 
 import copy
-import functools
 
 import pytest
 import torch
 from cases import MORE
-from mesh_models import GPT
+from mesh_models import SMALL
 from mesh_training import (
     adamw,
     cross_entropy,
@@ -24,8 +23,6 @@ import hvkit
 from hvkit.communication.division import divide
 
 pytestmark = [MORE, pytest.mark.skipif(hvkit.size() < 4, reason="two pipelines are four ranks")]
-
-SMALL = functools.partial(GPT, layers=4)
 
 
 def by_hand(start, data, strategy):
@@ -59,24 +56,13 @@ def test_stages_that_share_a_weight_find_each_other_after_others_have():
         train(model, optimizer, of_this_rank(tokens(1), stages))
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_diloco_between_pipelines(schedule):
+def test_diloco_between_pipelines():
     strategy = hvkit.DiLoCo(every=4)
-    start, data = SMALL(), tokens(12)
+    start, data = SMALL(), tokens(8)
     expected = by_hand(start, data, strategy)
-    model, optimizer = distributed(start, strategy=strategy, schedule=schedule)
+    model, optimizer = distributed(start, strategy=strategy)
     train(model, optimizer, of_this_rank(data))
     assert difference(whole_state(model), expected) < 1e-9
-
-
-def test_local_sgd_differs_between_agreements_only():
-    model, optimizer = distributed(SMALL(), strategy=hvkit.LocalSGD(every=4))
-    group = divide([(0, 2), (1, 3)], "torch")
-    data = of_this_rank(tokens(8))
-    for steps, equal in ((3, False), (1, True)):
-        train(model, optimizer, data[:steps])
-        own = [p.detach().numpy() for p in model.parameters() if not p.is_meta]
-        assert same_on_all_ranks(own, group) is equal
 
 
 def sgd(model):
@@ -84,7 +70,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("compression", ["none", "int8"])
 def test_compressed_gradients_are_those_of_two_ranks(compression):
     torch.set_default_dtype(torch.float32)
     start, data = SMALL(), of_this_rank(tokens(6))
@@ -104,7 +90,7 @@ def test_compressed_gradients_are_those_of_two_ranks(compression):
     shared = 2 * 6 * model.wte.weight.nbytes // 2  # of both stages
     if compression != "none" and hvkit.rank() % 2 == 0:  # as the first stage has rounded it
         shared += 6 * model.wte.weight.nbytes
-    share = {"none": 1, "bf16": 1 / 2, "int8": 1 / 4}[compression]
+    share = {"none": 1, "int8": 1 / 4}[compression]
     assert sent == pytest.approx(size * share + shared, rel=0.1)
 
 
@@ -140,11 +126,10 @@ def test_accumulated_gradients_travel_once():
 
 
 def test_the_global_batch_scales_the_rate():
-    optimizer = functools.partial(lambda model: torch.optim.SGD(model.parameters(), 0.1))
     start, data = SMALL(), tokens(3)
     reference = copy.deepcopy(start)
     train(reference, torch.optim.SGD(reference.parameters(), 0.2), data)
-    model, own = distributed(start, optimizer, lr_scaling="linear")
+    model, own = distributed(start, sgd, lr_scaling="linear")
     train(model, own, of_this_rank(data))
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
 

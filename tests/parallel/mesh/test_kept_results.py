@@ -17,23 +17,24 @@ from hvkit.frameworks.pytorch.model_parallel import parallel_model
 from hvkit.frameworks.pytorch.model_parallel.pipeline import result_comparison
 
 pytestmark = pytest.mark.skipif(hvkit.size() != 2, reason="for two ranks")
-AXES = [
-    {"pipeline": 2, "microbatches": 1},
-    {"pipeline": 2, "microbatches": 4},
-    {"pipeline": 2, "microbatches": 4, "schedule": "1F1B"},
-    {"tensor": 2},
-    {"shard": 2},
-]
+AXES = {
+    "GPipe, whole batch": {"pipeline": 2, "microbatches": 1},
+    "GPipe": {"pipeline": 2, "microbatches": 4},
+    "1F1B": {"pipeline": 2, "microbatches": 4, "schedule": "1F1B"},
+    "tensor": {"tensor": 2},
+    "shard": {"shard": 2},
+}
 
 
-def trained_apart(make, loss_of, options, collect=None):
+def trained_apart(make, loss_of, axis, collect=None, **options):
     """How far weights and losses are from those of one process in the same micro-batches.
 
     Args:
+        axis: a name in ``AXES``.
         collect: called with the model, returns what its hooks fill, which the loss takes.
     """
-    options = dict(options)
-    axis = next(name for name in ("pipeline", "tensor", "shard") if name in options)
+    options = AXES[axis] | options
+    axis = next(iter(options))
     mesh = hvkit.Mesh(**{axis: options.pop(axis)})
     torch.manual_seed(0)
     reference = make()
@@ -42,7 +43,7 @@ def trained_apart(make, loss_of, options, collect=None):
     its, own = adamw(reference), adamw(model)
     model, own = hvkit.distribute(model, own, mesh=mesh, **options)
     losses = []
-    for x, y in tokens(4, rows=8, length=6):
+    for x, y in tokens(3, rows=8, length=4):
         its.zero_grad()
         own.zero_grad()
         parts = 2 if axis == "shard" else 1
@@ -71,18 +72,31 @@ def with_attributes(model, x, y, _):
     return of_logits(model(x), y) + 0.1 * sum(block.mixture.aux for block in model.blocks)
 
 
-@pytest.mark.parametrize("options", cases(AXES, [AXES[1], AXES[3]]))
-@pytest.mark.parametrize("experts", cases(["loop in a module", "products", "loop", "module"]))
-def test_an_auxiliary_loss_on_a_block(experts, options):
-    assert trained_apart(lambda: MixtureNet(experts), with_attributes, options) < 1e-11
+@pytest.mark.parametrize(
+    ("experts", "axis"),
+    cases(
+        [
+            ("loop in a module", "GPipe"),
+            ("loop in a module", "tensor"),
+            ("loop", "GPipe, whole batch"),
+            ("loop", "tensor"),
+            ("products", "1F1B"),
+            ("products", "shard"),
+            ("module", "GPipe"),
+        ],
+        2,
+    ),
+)
+def test_an_auxiliary_loss_on_a_block(experts, axis):
+    assert trained_apart(lambda: MixtureNet(experts), with_attributes, axis) < 1e-11
 
 
 @MORE
-@pytest.mark.parametrize("options", AXES[1::2] + AXES[4:])
-def test_experts_without_samples(options):
+@pytest.mark.parametrize("axis", ["GPipe", "tensor", "shard"])
+def test_experts_without_samples(axis):
     """Other ones on each rank and in each micro-batch; AdamW leaves out what no rank has used."""
-    make = lambda: MixtureNet("loop", count=12, chosen=1)  # noqa: E731
-    assert trained_apart(make, with_attributes, options) < 1e-11
+    make = lambda: MixtureNet("loop", count=8, chosen=1)  # noqa: E731
+    assert trained_apart(make, with_attributes, axis) < 1e-11
 
 
 class OnlyInTraining(Mixture):
@@ -94,8 +108,7 @@ class OnlyInTraining(Mixture):
 
 
 @MORE
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("first", "schedule"), [(True, "GPipe"), (False, "1F1B")])
 def test_a_loss_that_only_training_keeps(first, schedule):
     torch.manual_seed(0)
     reference = MixtureNet("products")
@@ -135,7 +148,7 @@ def in_a_list(model):
     return kept
 
 
-def in_a_default(model):
+def in_a_deque(model):
     kept = collections.deque()
     for block in model.blocks:
         # Between a column and a row layer, if a tensor axis divided them.
@@ -143,33 +156,18 @@ def in_a_default(model):
     return kept
 
 
-class Collector:
-    """An object with a method as a hook."""
-
-    def __init__(self):
-        self.found = {}
-
-    def __call__(self, name):
-        return lambda module, args, output: self.found.__setitem__(name, output)
-
-
-def in_an_object(model):
-    collector = Collector()
-    for i, block in enumerate(model.blocks):
-        block.norm.register_forward_hook(collector(i))
-    return collector.found
-
-
 @MORE
 @pytest.mark.parametrize(
-    ("collect", "options"),
+    ("collect", "axis"),
     [
-        *((in_a_list, options) for options in AXES[1:]),
-        *((collect, o) for collect in (in_a_default, in_an_object) for o in (AXES[1], AXES[3])),
+        (in_a_list, "GPipe"),
+        (in_a_list, "shard"),
+        (in_a_deque, "1F1B"),
+        (in_a_deque, "tensor"),
     ],
 )
-def test_activations_that_hooks_collect(collect, options):
-    assert trained_apart(lambda: MixtureNet("products"), with_penalty, options, collect) < 1e-11
+def test_activations_that_hooks_collect(collect, axis):
+    assert trained_apart(lambda: MixtureNet("products"), with_penalty, axis, collect) < 1e-11
 
 
 class AddsUp(MixtureNet):
@@ -187,16 +185,6 @@ class AddsUpAtTheEnd(MixtureNet):
     def forward(self, ids):
         logits = super().forward(ids)
         return logits, torch.stack([block.mixture.aux for block in self.blocks]).sum()
-
-
-class ListOfItsOwn(MixtureNet):
-    def forward(self, ids):
-        self.losses = []
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-            self.losses.append(block.mixture.aux)
-        return self.head(x), sum(self.losses)
 
 
 class ClearsItsList(MixtureNet):
@@ -218,15 +206,15 @@ class ClearsItsList(MixtureNet):
 
 
 @MORE
-@pytest.mark.parametrize("options", AXES)
-def test_a_list_that_the_forward_clears(options):
+@pytest.mark.parametrize("axis", ["1F1B", "tensor", "shard"])
+def test_a_list_that_the_forward_clears(axis):
     def loss_of(model, x, y, _):
         loss = of_logits(model(x), y) + 0.1 * sum(model.log)
         assert len(model.log) == len(model.blocks)
         assert all(block.log is model.log for block in model.blocks)
         return loss
 
-    assert trained_apart(lambda: ClearsItsList("products"), loss_of, options) < 1e-11
+    assert trained_apart(lambda: ClearsItsList("products"), loss_of, axis) < 1e-11
 
 
 class KeepsFloats(MixtureNet):
@@ -242,33 +230,9 @@ def test_floats_that_a_forward_keeps_are_named(named, monkeypatch):
     found = []
     monkeypatch.setattr(parallel_model, "warn_once", lambda kind, text: found.append(text))
     make = KeepsFloats if named else MixtureNet
-    options = {"pipeline": 2, "microbatches": 1}
-    trained_apart(lambda: make("products"), lambda m, x, y, _: of_logits(m(x), y), options)
+    loss_of = lambda m, x, y, _: of_logits(m(x), y)  # noqa: E731
+    trained_apart(lambda: make("products"), loss_of, "GPipe, whole batch")
     assert any("keeps a Python number in mean" in each for each in found) == named
-
-
-class ReturnsBoth(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        x = self.block(x)
-        aux, self.block.mixture.aux = self.block.mixture.aux, None
-        return x, aux
-
-
-class AddsUpResults(MixtureNet):
-    def __init__(self, experts):
-        super().__init__(experts)
-        self.blocks = nn.ModuleList(map(ReturnsBoth, self.blocks))
-
-    def forward(self, ids):
-        x, total = self.embed(ids), 0.0
-        for block in self.blocks:
-            x, aux = block(x)
-            total = total + aux
-        return self.head(x), total
 
 
 def with_total(model, x, y, _):
@@ -277,13 +241,12 @@ def with_total(model, x, y, _):
 
 
 @MORE
-@pytest.mark.parametrize("kind", [AddsUp, AddsUpAtTheEnd, ListOfItsOwn, AddsUpResults])
-def test_a_forward_that_adds_up_auxiliary_losses(kind):
+@pytest.mark.parametrize(("kind", "experts"), [(AddsUp, "loop"), (AddsUpAtTheEnd, "products")])
+def test_a_forward_that_adds_up_auxiliary_losses(kind, experts):
     """Right in one micro-batch; in several, the mean is refused as any other."""
-    options = {"pipeline": 2, "microbatches": 1}
-    assert trained_apart(lambda: kind("loop"), with_total, options) < 1e-11
-    options["microbatches"] = 4
-    refused, text = error_of(lambda: trained_apart(lambda: kind("loop"), with_total, options))
+    make = lambda: kind(experts)  # noqa: E731
+    assert trained_apart(make, with_total, "GPipe, whole batch") < 1e-11
+    refused, text = error_of(lambda: trained_apart(make, with_total, "GPipe"))
     assert refused is ValueError
     assert "in 4 micro-batches" in text
 
@@ -311,12 +274,10 @@ def with_router_logits(model, x, y, _):
 
 
 @MORE
-@pytest.mark.parametrize("experts", ["products", "loop"])
-@pytest.mark.parametrize("axis", ["pipeline", "tensor", "shard"])
-def test_router_logits_for_a_loss_of_the_whole_batch(axis, experts):
-    options = {axis: 2} | ({"microbatches": 1} if axis == "pipeline" else {})
-    make = lambda: ReturnsRouterLogits(experts)  # noqa: E731
-    assert trained_apart(make, with_router_logits, options) < 1e-11
+@pytest.mark.parametrize("axis", ["GPipe, whole batch", "tensor", "shard"])
+def test_router_logits_for_a_loss_of_the_whole_batch(axis):
+    make = lambda: ReturnsRouterLogits("products")  # noqa: E731
+    assert trained_apart(make, with_router_logits, axis) < 1e-11
 
 
 @MORE
@@ -333,39 +294,28 @@ def test_router_logits_of_the_block_after_which_the_model_is_cut(options):
         return of_logits(logits, y) + sum((1 + i) * t.square().mean() for i, t in enumerate(found))
 
     make = lambda: ReturnsRouterLogits("module", layers=4)  # noqa: E731
-    assert trained_apart(make, with_sizes, {"pipeline": 2, "microbatches": 2, **options}) < 1e-11
+    assert trained_apart(make, with_sizes, "GPipe", microbatches=2, **options) < 1e-11
 
 
 @MORE
 def test_a_mean_over_micro_batches_is_named(monkeypatch):
     found = []
     monkeypatch.setattr(result_comparison, "warn_once", lambda kind, text: found.append(text))
-    options = {"pipeline": 2, "microbatches": 4}
-    trained_apart(lambda: MixtureNet("products"), with_attributes, options)
+    trained_apart(lambda: MixtureNet("products"), with_attributes, "GPipe")
     assert "is another mean over 4 micro-batches than for the whole batch" in found[0]
 
 
-class Grows(nn.Module):
-    """Decides by a value how long its result is."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(20, 20)
-
-    def forward(self, x):
-        x = self.layer(x)
-        return x[x.sum(-1) > 0]
-
-
 class CountsRows(nn.Module):
+    """Decides by a value how long a result is, and uses its length in the last layer."""
+
     def __init__(self):
         super().__init__()
-        self.first, self.grows = nn.Linear(20, 20), Grows()
+        self.first = nn.Linear(20, 20)
         self.rest = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
 
     def forward(self, x):
         x = self.first(x)
-        count = len(self.grows(x))
+        count = len(x[x.sum(-1) > 0])
         for layer in self.rest:
             x = torch.tanh(layer(x))
         return x / (1 + count)

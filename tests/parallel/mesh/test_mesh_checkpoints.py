@@ -2,69 +2,96 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 from cases import MORE, cases
-from mesh_models import CNN, GPT
+from mesh_models import CNN, GPT, SMALL, Encoder
 from mesh_training import (
     adamw,
+    assert_equal,
     difference,
     distributed,
+    held_by_rank,
     images,
     of_this_rank,
     tokens,
     train,
+    vectors,
     whole_state,
+    with_gradients,
 )
-from ranks import shared_folder
 
 import hvkit
 
-MODELS = {"GPT": (functools.partial(GPT, layers=4, dropout=0.1), tokens), "CNN": (CNN, images)}
+MESHES = {
+    "GPipe": {"mesh": hvkit.Mesh(pipeline=2)},
+    "1F1B": {"mesh": hvkit.Mesh(pipeline=2), "schedule": "1F1B"},
+    "other cut": {"mesh": hvkit.Mesh(pipeline=2), "microbatches": 2, "stages": ["h.0"]},
+    "tensor": {"mesh": hvkit.Mesh(tensor=2), "microbatches": None},
+    "shard": {"mesh": hvkit.Mesh(shard=2), "microbatches": None},
+    "none": {"mesh": None, "microbatches": None},
+}
+MODELS = {
+    "GPT": (functools.partial(GPT, layers=4, dropout=0.1), tokens),
+    "CNN": (CNN, images),
+    "encoder": (Encoder, functools.partial(vectors, shape=(5, 20))),
+}
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    return shared_folder(tmp_path_factory)
+def data_for(mesh, data):
+    """This rank's part of global batches."""
+    return of_this_rank(data, 1 if mesh in ("shard", "none") else 2)
 
 
-@pytest.mark.parametrize("schedule", cases(["GPipe", "1F1B"]))
-@pytest.mark.parametrize("name", cases(MODELS))
-def test_a_resumed_run_is_the_undisturbed_run(name, schedule, folder):
+@pytest.mark.parametrize(
+    ("mesh", "name", "sharded"),
+    cases(
+        [
+            ("GPipe", "GPT", False),
+            ("GPipe", "GPT", True),
+            ("1F1B", "CNN", False),
+            ("1F1B", "CNN", True),
+            ("tensor", "GPT", False),
+            ("tensor", "encoder", True),
+            ("shard", "GPT", False),
+            ("shard", "GPT", True),
+        ],
+        2,
+    ),
+)
+def test_a_resumed_run_is_the_undisturbed_run(mesh, name, sharded, folder):
     make, data_of = MODELS[name]
-    data = of_this_rank(data_of(8))
+    data = data_for(mesh, data_of(4))
 
     def begin():
-        model, optimizer = distributed(make(), schedule=schedule)
-        parts = {"model": model, "optimizer": optimizer}
-        return model, optimizer, hvkit.Checkpoint(folder, **parts)
+        model, own = distributed(make(), **MESHES[mesh])
+        return model, own, hvkit.Checkpoint(folder, model=model, optimizer=own, sharded=sharded)
 
     torch.manual_seed(hvkit.rank())
     model, optimizer, checkpoint = begin()
     assert checkpoint.restore().step == 0
-    train(model, optimizer, data[:4])
-    checkpoint.save(epoch=0, step=4)
-    train(model, optimizer, data[4:])
-    undisturbed = whole_state(model)
+    train(model, optimizer, data[:2])
+    checkpoint.save(epoch=0, step=2)
+    train(model, optimizer, data[2:])
+    undisturbed, whole = held_by_rank(model, optimizer), whole_state(model)
 
     for trained_before in (0, 1):
         torch.manual_seed(7)
         model, optimizer, checkpoint = begin()
         train(model, optimizer, data[:trained_before])
-        assert checkpoint.restore().step == 4
-        train(model, optimizer, data[4:])
-        assert difference(whole_state(model), undisturbed) == 0.0
+        assert checkpoint.restore().step == 2
+        train(model, optimizer, data[2:])
+        assert_equal(held_by_rank(model, optimizer), undisturbed)
+        assert difference(whole_state(model), whole) == 0.0
 
 
 @MORE
 def test_a_file_is_that_of_the_plain_model(folder):
-    data = of_this_rank(tokens(3))
-    model, optimizer = distributed(GPT(layers=4))
+    model, optimizer = distributed(SMALL())
     checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
-    train(model, optimizer, data)
-    at = checkpoint.save(epoch=0, step=3)
-    plain = GPT(layers=4)
+    train(model, optimizer, tokens(2))
+    at = checkpoint.save(epoch=0, step=2)
+    plain = SMALL()
     plain.load_state_dict(torch.load(at / "model.pt"))
     own = adamw(plain)
     own.load_state_dict(torch.load(at / "optimizer.pt"))
@@ -77,27 +104,20 @@ def test_a_file_is_that_of_the_plain_model(folder):
 
 @MORE
 def test_a_run_goes_on_in_another_mesh_and_in_none(folder):
-    data = tokens(9)
-    meshes = [
-        {"mesh": hvkit.Mesh(pipeline=2), "microbatches": 4},
-        {"mesh": None, "microbatches": None},
-        {"mesh": hvkit.Mesh(pipeline=2), "microbatches": 2, "stages": ["h.0"]},
-    ]
-    torch.manual_seed(0)
-    reference = GPT(layers=4)
-    alone = adamw(reference)
-    for number, options in enumerate(meshes):
-        steps = data[3 * number : 3 * number + 3]
-        torch.manual_seed(0)
-        model, optimizer = distributed(GPT(layers=4), **options)
+    reference, data = SMALL(), tokens(8)
+    its = adamw(reference)
+    for number, mesh in enumerate(["GPipe", "none", "tensor", "other cut"]):
+        steps = data[2 * number : 2 * number + 2]
+        torch.manual_seed(number)
+        model, optimizer = distributed(SMALL(), **MESHES[mesh])
+        if number == 0:
+            model.load_state_dict(reference.state_dict())
         checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
-        assert checkpoint.restore().step == 3 * number
-        if options["mesh"]:
-            train(model, optimizer, of_this_rank(steps))
-        else:
-            rank, size = hvkit.rank(), hvkit.size()
-            train(model, optimizer, [(x[rank::size], y[rank::size]) for x, y in steps])
-        train(reference, alone, steps)
-        checkpoint.save(epoch=0, step=3 * number + 3)
-    assert difference(whole_state(model), reference.state_dict()) < 1e-11
-    assert np.isfinite(difference(whole_state(model), reference.state_dict()))
+        if mesh == "tensor":  # also into a model that is divided already
+            train(model, optimizer, data[:1])
+        assert checkpoint.restore().step == 2 * number
+        train(model, optimizer, data_for(mesh, steps))
+        train(reference, its, steps)
+        checkpoint.save(epoch=0, step=2 * number + 2)
+    counted = with_gradients(reference, its)
+    assert difference(whole_state(model), reference.state_dict(), counted) < 1e-11

@@ -6,15 +6,7 @@ import pytest
 import torch
 from cases import MORE
 from mesh_models import MLP, SMALL, Masked, PassesTwo, Recurrent
-from mesh_training import (
-    adamw,
-    cross_entropy,
-    distributed,
-    of_this_rank,
-    tokens,
-    train,
-    vectors,
-)
+from mesh_training import adamw, cross_entropy, distributed, tokens, train, vectors
 from ranks import error_of
 from torch import nn
 
@@ -24,79 +16,38 @@ from hvkit.errors import RanksDisagreeError
 pytestmark = MORE
 
 
-def test_a_model_that_takes_time_before_the_batch_is_refused():
-    model, own = distributed(Recurrent(batch_first=False))
-    with pytest.raises(ValueError, match="batch_first=True"):
-        train(model, own, of_this_rank(tokens(1)))
+def with_old_weight_norm():
+    return nn.Sequential(MLP(), nn.utils.weight_norm(nn.Linear(10, 4)))
 
 
-def test_a_rank_with_another_batch_is_named():
-    model, own = distributed(SMALL())
-    data = of_this_rank(tokens(3))
-    mine = data if hvkit.rank() % 2 == 0 else data[1:]
-    with pytest.raises(RanksDisagreeError, match="gets another batch"):
-        train(model, own, mine)
+def with_a_loose_parameter(model):
+    return torch.optim.SGD([*model.parameters(), torch.zeros(2, requires_grad=True)])
 
 
-def test_weights_that_one_rank_has_loaded_since_are_named():
-    model, _ = distributed(MLP())
-    if hvkit.rank() == 1:
-        nn.init.zeros_(model[0].bias)
-    last = hvkit.size() == 4 and hvkit.rank() > 1
-    if not last:  # another pipeline
-        with pytest.raises(RanksDisagreeError, match=r"rank 1 holds other weights .* in 0\.bias:"):
-            model(torch.ones(4, 20))
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters())
 
 
-def test_refusals():
-    two = hvkit.Mesh(pipeline=2)
-
-    def refused(text, model=None, **options):
-        model = MLP() if model is None else model
-        options = {"mesh": two} | options
-        kind, message = error_of(lambda: hvkit.distribute(model, adamw(model), **options))
-        assert kind in (TypeError, ValueError), (kind, message)
-        assert text in message, message
-
-    refused("needs a number of ranks that", mesh=hvkit.Mesh(pipeline=3))
-    refused("must be one of", schedule="zero")
-    refused("must be a multiple of the 2 ranks", schedule="1F1B", microbatches=3)
-    refused("needs a pipeline", mesh=hvkit.Mesh(tensor=2, pipeline=1), microbatches=3)
-    refused("Gossip", strategy=hvkit.Gossip())
-    refused("needs a mesh", mesh=None, microbatches=2)
-    model = MLP()
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    kind, text = error_of(lambda: hvkit.distribute(model, lbfgs, mesh=two))
-    assert kind is ValueError
-    assert "LBFGS" in text
-    assert "its step() needs a closure" in text
-    loose = torch.optim.SGD([*model.parameters(), torch.zeros(2, requires_grad=True)])
-    kind, text = error_of(lambda: hvkit.distribute(model, loose, mesh=two))
-    assert kind is ValueError
-    assert "SGD updates a parameter of shape (2,) that is not in the model" in text
-
-    model, _ = distributed(MLP(), stages=["7"])
-    with pytest.raises(ValueError, match="cannot be cut after '7', only after 0"):
-        model(torch.ones(4, 20))
-    model, _ = distributed(MLP())
-    with pytest.raises(ValueError, match="requires a gradient"):
-        model(torch.ones(4, 20, requires_grad=True))
-    model, _ = distributed(nn.Sequential(nn.Linear(20, 4)))
-    with pytest.raises(ValueError, match="needs 1 places to cut the model, but there are 0"):
-        model(torch.ones(4, 20))
-    model, own = distributed(MLP())
-    with pytest.raises(ValueError, match="cannot be copied"):
-        copy.deepcopy(model)
-    outputs = model(torch.ones(4, 20))
-    outputs.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second time"):
-        outputs.sum().backward()
-    kind, text = error_of(model.state_dict)
-    assert kind is ValueError
-    assert "settled" in text
-    kind, text = error_of(own.state_dict)
-    assert kind is ValueError
-    assert "settled" in text
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    ("make", "optimizer", "options", "text"),
+    [
+        (MLP, adamw, {"mesh": hvkit.Mesh(pipeline=3)}, "needs a number of ranks that"),
+        (MLP, adamw, {"schedule": "zero"}, "must be one of"),
+        (MLP, adamw, {"schedule": "1F1B", "microbatches": 3}, "must be a multiple of the 2 ranks"),
+        (MLP, adamw, {"mesh": hvkit.Mesh(tensor=2, pipeline=1)}, "needs a pipeline"),
+        (MLP, adamw, {"strategy": hvkit.Gossip()}, "Gossip"),
+        (MLP, adamw, {"mesh": None}, "needs a mesh"),
+        (MLP, lbfgs, {}, "its step() needs a closure"),
+        (MLP, with_a_loose_parameter, {}, "SGD updates a parameter of shape (2,) that is not in"),
+        (lambda: torch.compile(MLP(), backend="eager"), adamw, {}, "compile its blocks"),
+        (with_old_weight_norm, adamw, {}, "use torch.nn.utils.parametrizations.weight_norm"),
+    ],
+)
+def test_what_distribute_refuses(make, optimizer, options, text):
+    kind, message = error_of(lambda: distributed(make(), optimizer, **options))
+    assert kind in (TypeError, ValueError), (kind, message)
+    assert text in message
 
 
 class LooksAtValues(PassesTwo):
@@ -106,40 +57,81 @@ class LooksAtValues(PassesTwo):
         return super().forward(x)
 
 
-def test_a_forward_that_looks_at_what_weights_give_is_refused():
-    model, _ = distributed(LooksAtValues())
-    with pytest.raises(ValueError, match="looks at a value that depends on its weights"):
-        model(vectors(1)[0][0])
+def with_one_layer():
+    return nn.Sequential(nn.Linear(20, 4))
 
 
-def test_one_from_the_first_batch_on_is_refused():
-    model, _ = distributed(Masked())
-    with pytest.raises(ValueError, match="whole batch of 10 samples, but not a micro-batch of 3"):
-        model(torch.ones(10, 20), torch.randn(10, 10))
-    # Not the plain forward, without the other ranks.
-    with pytest.raises(ValueError, match="but not a micro-batch of 3"):
-        model(torch.ones(10, 20), torch.randn(10, 10))
+@pytest.mark.parametrize(
+    ("make", "options", "inputs", "text"),
+    [
+        (MLP, {"stages": ["7"]}, [torch.ones(4, 20)], "cannot be cut after '7', only after 0"),
+        (MLP, {}, [torch.ones(4, 20, requires_grad=True)], "requires a gradient"),
+        (with_one_layer, {}, [torch.ones(4, 20)], "needs 1 places to cut the model, but there are"),
+        (LooksAtValues, {}, [torch.ones(4, 20)], "looks at a value that depends on its weights"),
+        (
+            Masked,
+            {},
+            [torch.ones(10, 20), torch.eye(10)],
+            "whole batch of 10 samples, but not a micro-batch of 3",
+        ),
+    ],
+)
+def test_what_the_first_batch_refuses(make, options, inputs, text):
+    torch.set_default_dtype(torch.float32)
+    model, _ = distributed(make(), **options)
+    for _ in range(2):  # not the plain forward, without the other ranks, in the second call
+        kind, message = error_of(lambda: model(*inputs))
+        assert kind is ValueError
+        assert text in message
+
+
+def test_a_model_that_takes_time_before_the_batch_is_refused():
+    model, own = distributed(Recurrent(batch_first=False))
+    with pytest.raises(ValueError, match="batch_first=True"):
+        train(model, own, tokens(1))
+
+
+def test_a_rank_with_another_batch_is_named():
+    model, own = distributed(SMALL())
+    with pytest.raises(RanksDisagreeError, match="gets another batch"):
+        train(model, own, tokens(3)[hvkit.rank() :])
+
+
+def test_weights_that_one_rank_has_loaded_since_are_named():
+    model, _ = distributed(MLP())
+    if hvkit.rank() == 1:
+        nn.init.zeros_(model[0].bias)
+    with pytest.raises(RanksDisagreeError, match=r"rank 1 holds other weights .* in 0\.bias:"):
+        model(torch.ones(4, 20))
+
+
+def test_what_a_divided_model_refuses():
+    model, own = distributed(MLP())
+    with pytest.raises(ValueError, match="cannot be copied"):
+        copy.deepcopy(model)
+    outputs = model(torch.ones(4, 20))
+    outputs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        outputs.sum().backward()
+    for each in (model, own):
+        kind, text = error_of(each.state_dict)
+        assert kind is ValueError
+        assert "settled" in text
 
 
 def test_modules_of_other_stages_outside_of_forward():
     model, own = distributed(MLP())
-    train(model, own, of_this_rank(vectors(1)))
-    other = model[-1] if hvkit.rank() % 2 == 0 else model[0]
+    train(model, own, vectors(1))
+    other = model[-1] if hvkit.rank() == 0 else model[0]
     kind, text = error_of(lambda: other(torch.ones(2, other.in_features)))
     assert kind is ValueError
     assert "another rank of the pipeline has its weights" in text
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_refused():
-    kind, text = error_of(lambda: distributed(torch.compile(MLP(), backend="eager")))
-    assert kind is ValueError
-    assert "compile its blocks" in text
-
-
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
 def test_gradients_of_chosen_parameters_are_refused(schedule):
     model, _ = distributed(SMALL(), schedule=schedule)
-    x, y = of_this_rank(tokens(1))[0]
+    x, y = tokens(1)[0]
     for _ in range(2):  # the first batch of a shape takes GPipe
         cross_entropy(model(x), y).backward()
     loss = cross_entropy(model(x), y)
@@ -151,14 +143,6 @@ def test_gradients_of_chosen_parameters_are_refused(schedule):
         with pytest.raises(ValueError, match="inputs="):
             way()
     loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-def test_the_older_weight_norm_is_refused_with_what_replaces_it():
-    model = nn.Sequential(MLP(), nn.utils.weight_norm(nn.Linear(10, 4)))
-    kind, text = error_of(lambda: distributed(model))
-    assert kind is ValueError
-    assert "use torch.nn.utils.parametrizations.weight_norm" in text
 
 
 def test_spectral_norm_in_micro_batches_is_named(capfd):

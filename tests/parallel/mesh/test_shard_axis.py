@@ -6,13 +6,14 @@ import functools
 import pytest
 import torch
 from cases import MORE, cases
-from mesh_models import CNN, GPT, MLP, Block, EncoderDecoder, UNet
+from mesh_models import CNN, GPT, MLP, Block, UNet
 from mesh_training import (
     adamw,
     cross_entropy,
     difference,
     differences,
     distributed,
+    fewer_on_four,
     images,
     of_this_rank,
     tokens,
@@ -20,13 +21,12 @@ from mesh_training import (
     vectors,
     whole_state,
 )
-from ranks import error_of, shared_folder
+from ranks import error_of
 from torch import nn
 from torch.nn import functional as F
 
 import hvkit
 from hvkit import main_rank
-from hvkit.errors import RanksDisagreeError
 
 
 class PatchTransformer(nn.Module):
@@ -48,23 +48,25 @@ class PatchTransformer(nn.Module):
         return self.head(x[:, 0])
 
 
-ALONE = hvkit.Mesh(shard=2) if hvkit.size() == 2 else hvkit.Mesh(shard=2, data=2)
+SHARD = {"mesh": hvkit.Mesh(shard=2), "microbatches": None}
+two_ranks = pytest.mark.two_ranks
+on_four = pytest.mark.skipif(hvkit.size() < 4, reason="two axes of two ranks each")
 
 
-@pytest.mark.parametrize("tied", cases([True, False]))
+@pytest.mark.parametrize("tied", fewer_on_four(cases([True, False]), [True]))
 def test_it_trains_the_model_of_one_process(tied):
     make = functools.partial(GPT, layers=4, tied=tied)
-    found = differences(make, tokens(), mesh=ALONE, microbatches=None, together=1)
-    assert max(found) < 1e-11
+    assert max(differences(make, tokens(4), together=1, **SHARD)) < 1e-11
 
 
 @MORE
+@two_ranks
 def test_a_model_without_parts_and_parameters_kept_from_before():
     """All weights are gathered together, and clipping gets what the script has listed early."""
     reference = MLP()
     model = copy.deepcopy(reference)
     its = adamw(reference)
-    model, own = distributed(model, mesh=ALONE, microbatches=None)
+    model, own = distributed(model, **SHARD)
     kept = {id(model): list(model.parameters()), id(reference): list(reference.parameters())}
     data = vectors(6)
     for (x, y), mine in zip(data, of_this_rank(data, 1), strict=True):
@@ -78,36 +80,30 @@ def test_a_model_without_parts_and_parameters_kept_from_before():
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-@pytest.mark.parametrize("tied", [True, False])
+@on_four
+@pytest.mark.parametrize(("tied", "schedule"), [(True, "GPipe"), (False, "1F1B")])
 def test_shards_of_stages(tied, schedule):
-    if hvkit.size() < 4:
-        pytest.skip("two stages, and each on two ranks")
     make = functools.partial(GPT, layers=4, tied=tied)
     mesh = hvkit.Mesh(shard=2, pipeline=2)
-    found = differences(make, tokens(), mesh=mesh, schedule=schedule)
+    assert max(differences(make, tokens(4), mesh=mesh, schedule=schedule)) < 1e-11
+
+
+@on_four
+@pytest.mark.parametrize("make", [UNet, PatchTransformer])
+def test_shards_of_stages_with_cuts_inside_of_layers(make):
+    found = differences(make, images(4), mesh=hvkit.Mesh(shard=2, pipeline=2))
     assert max(found) < 1e-11
 
 
-@pytest.mark.parametrize(
-    ("make", "data_of"), [(EncoderDecoder, tokens), (UNet, images), (PatchTransformer, images)]
-)
-def test_shards_of_stages_with_cuts_inside_of_layers(make, data_of):
-    if hvkit.size() < 4:
-        pytest.skip("two stages, and each on two ranks")
-    found = differences(make, data_of(6), mesh=hvkit.Mesh(shard=2, pipeline=2))
-    assert max(found) < 1e-11
-
-
+@on_four
 def test_shards_of_divided_layers():
-    if hvkit.size() < 4:
-        pytest.skip("two parts of layers, and each on two ranks")
     make = functools.partial(GPT, layers=4, tied=False)
     mesh = hvkit.Mesh(shard=2, tensor=2)
-    assert max(differences(make, tokens(), mesh=mesh, microbatches=None)) < 1e-11
+    assert max(differences(make, tokens(4), mesh=mesh, microbatches=None)) < 1e-11
 
 
 @MORE
+@two_ranks
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="came with PyTorch 2.9")
 def test_muon_orthogonalises_whole_matrices(monkeypatch):
     """In float64: PyTorch iterates in bfloat16, and rounding leads the weights 1e-2 apart."""
@@ -120,14 +116,12 @@ def test_muon_orthogonalises_whole_matrices(monkeypatch):
         return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.double().clone())
-    found = differences(
-        make, vectors(10), optimizer=muon, mesh=ALONE, microbatches=None, together=1
-    )
-    assert max(found) < 1e-11
+    assert max(differences(make, vectors(6), optimizer=muon, together=1, **SHARD)) < 1e-11
 
 
+@two_ranks
 def test_each_rank_holds_its_shard():
-    model, optimizer = distributed(GPT(layers=4), mesh=ALONE, microbatches=None)
+    model, optimizer = distributed(GPT(layers=4), **SHARD)
     train(model, optimizer, of_this_rank(tokens(1), 1))
     total = sum(p.numel() for p in model.parameters())
     mine = sum(p.to_local().numel() for p in model.parameters())
@@ -136,44 +130,26 @@ def test_each_rank_holds_its_shard():
     assert 0.45 < mine / total < 0.55
 
 
-def test_a_resumed_run_is_the_undisturbed_run(tmp_path_factory):
-    folder = shared_folder(tmp_path_factory)
-    data = of_this_rank(tokens(6), 1)
-    make = functools.partial(distributed, mesh=ALONE, microbatches=None)
-    model, optimizer = make(GPT(layers=4))
-    checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
-    train(model, optimizer, data[:3])
-    checkpoint.save(epoch=0, step=3)
-    train(model, optimizer, data[3:])
-    undisturbed = whole_state(model)
-    for before in (0, 1):
-        model, optimizer = make(GPT(layers=4))
-        train(model, optimizer, data[:before])
-        assert hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore().step == 3
-        train(model, optimizer, data[3:])
-        assert difference(whole_state(model), undisturbed) == 0.0
-
-
+@two_ranks
 def test_refusals():
     for text, make, options in (
         ("PyTorch averages gradients", MLP, {"compression": "bf16"}),
         ("PyTorch averages gradients", MLP, {"strategy": hvkit.LocalSGD(every=2)}),
         ("row-sparse gradients", lambda: torch.nn.Embedding(3, 2, sparse=True), {}),
     ):
-        kind, message = error_of(
-            functools.partial(distributed, make(), mesh=ALONE, microbatches=None, **options)
-        )
+        kind, message = error_of(functools.partial(distributed, make(), **SHARD | options))
         assert kind is ValueError
         assert text in message
-    model, optimizer = distributed(CNN(), mesh=ALONE, microbatches=None)
+    model, optimizer = distributed(CNN(), **SHARD)
     kind, message = error_of(lambda: train(model, optimizer, of_this_rank(images(1), 1)))
     assert kind is ValueError
     assert "batch norm keeps statistics" in message
 
 
 @MORE
+@two_ranks
 def test_ranks_that_call_another_number_of_times_are_named():
-    model, optimizer = distributed(MLP(), mesh=ALONE, microbatches=None)
+    model, optimizer = distributed(MLP(), **SHARD)
     data = of_this_rank(vectors(2), 1)
     train(model, optimizer, data[:1])
     if hvkit.rank() == 0:
@@ -197,8 +173,9 @@ class ActorCritic(nn.Module):
         return self.actor(x)
 
 
+@two_ranks
 def test_a_loop_that_calls_methods_before_the_model_itself_is_refused():
-    model, own = distributed(ActorCritic(), mesh=ALONE, microbatches=None)
+    model, own = distributed(ActorCritic(), **SHARD)
     own.step()  # without a gradient, as before the first step of a scheduler
     x, y = of_this_rank(vectors(1), 1)[0]
     cross_entropy(model.act(x), y).backward()
@@ -207,19 +184,10 @@ def test_a_loop_that_calls_methods_before_the_model_itself_is_refused():
     assert "AdamW.step() without a call of ActorCritic itself" in message
 
 
-def test_ranks_with_other_learning_rates_are_named():
-    model, own = distributed(MLP(), mesh=ALONE, microbatches=None)
-    data = of_this_rank(vectors(2), 1)
-    train(model, own, data[:1])
-    own.param_groups[0]["lr"] = 0.5 + hvkit.rank()
-    kind, message = error_of(lambda: train(model, own, data[1:]))
-    assert kind is RanksDisagreeError
-    assert "parameter group 0 of AdamW is 0.5 on rank 0 but 1.5 on rank 1" in message
-
-
+@two_ranks
 def test_functional_calls_are_refused():
     """They put tensors in place of the parameters, of which a rank has a part."""
-    model, _ = distributed(MLP(), mesh=ALONE, microbatches=None)
+    model, _ = distributed(MLP(), **SHARD)
     x = of_this_rank(vectors(1), 1)[0][0]
     model(x)
     halves = {name: p / 2 for name, p in MLP().named_parameters()}
@@ -229,11 +197,12 @@ def test_functional_calls_are_refused():
 
 
 @MORE
+@two_ranks
 def test_a_function_that_is_compiled_around_the_model_trains_it():
     reference = MLP()
     model = copy.deepcopy(reference)
     its = adamw(reference)
-    model, own = distributed(model, mesh=ALONE, microbatches=None)
+    model, own = distributed(model, **SHARD)
 
     @torch.compile(backend="aot_eager")
     def loss_of(x, y):
@@ -250,10 +219,11 @@ def test_a_function_that_is_compiled_around_the_model_trains_it():
 
 
 @MORE
+@two_ranks
 @pytest.mark.parametrize("mean", [False, True])
 def test_losses_over_other_numbers_are_named(mean, capsys):
     main_rank._logged.clear()
-    model, optimizer = distributed(MLP(), mesh=ALONE, microbatches=None)
+    model, optimizer = distributed(MLP(), **SHARD)
     weights = torch.linspace(0.1, 1, 10)
     for x, y in of_this_rank(vectors(3), 1):
         loss = F.cross_entropy(model(x), y, weights, reduction="sum" if mean else "mean")

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from cases import MORE
+from cases import MORE, cases
 from mesh_models import GPT
 from mesh_training import (
     cross_entropy,
@@ -22,32 +22,19 @@ from torch import nn
 import hvkit
 
 LAYOUTS = {
-    2: {
-        "tensor": {"mesh": hvkit.Mesh(tensor=2)},
-        "shard": {"mesh": hvkit.Mesh(shard=2)},
-        "FullyShard": {"mesh": None, "strategy": hvkit.FullyShard()},
-    },
-    4: {
-        "tensor of four": {"mesh": hvkit.Mesh(tensor=4)},
-        "tensor and data": {"mesh": hvkit.Mesh(tensor=2, data=2)},
-        "tensor and shard": {"mesh": hvkit.Mesh(tensor=2, shard=2)},
-        "tensor and pipeline": {"mesh": hvkit.Mesh(tensor=2, pipeline=2), "microbatches": 4},
-    },
-}[hvkit.size()]
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+    "tensor": {"mesh": hvkit.Mesh(tensor=2)},
+    "shard": {"mesh": hvkit.Mesh(shard=2)},
+    "FullyShard": {"mesh": None, "strategy": hvkit.FullyShard()},
+}
 
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def held(model):
-    return [p for p in model.parameters() if not p.is_meta]
-
-
 def in_loop(model):
     """Lines that people write between ``backward()`` and ``step()``."""
-    for p in held(model):
+    for p in model.parameters():
         g = p.grad
         if p.dim() > 1:
             p.grad -= p.grad.mean(1, keepdim=True)  # gradient centralisation
@@ -61,12 +48,12 @@ def in_loop(model):
         g.clamp_(-limit, limit)
         g.div_(g.abs().max() + g.flatten().sort().values[-2])
         g.view(-1)[3:].add_(g.std())
-    gradients = [p.grad for p in held(model)]
+    gradients = [p.grad for p in model.parameters()]
     norms = torch._foreach_norm(gradients)
     torch._foreach_div_(gradients, [norm + 1 for norm in norms])
-    torch.nn.utils.clip_grad_value_(held(model), 0.05)
+    torch.nn.utils.clip_grad_value_(list(model.parameters()), 0.05)
     with torch.no_grad():
-        for p in held(model):
+        for p in model.parameters():
             p.mul_(0.99)
             p.sub_(p.sign() * 1e-4)
             p.div_(p.norm(dim=-1, keepdim=True).clamp(min=1))
@@ -87,7 +74,7 @@ PENALTIES = [
 
 
 def in_loss(model):
-    return 1e-2 * sum(penalty(p) for penalty in PENALTIES for p in held(model))
+    return 1e-2 * sum(penalty(p) for penalty in PENALTIES for p in model.parameters())
 
 
 class Momentum:
@@ -98,17 +85,13 @@ class Momentum:
 
     @torch.no_grad()
     def __call__(self, model):
-        for p in held(model):
+        for p in model.parameters():
             momentum = self.momenta.setdefault(p, torch.zeros_like(p))
             momentum.mul_(0.9).add_(p.grad)
             p.add_(momentum, alpha=-0.1 / float(momentum.norm()))
             average = self.average.setdefault(p, copy.deepcopy(p.detach()))
             average.lerp_(p, 0.1)
             p.copy_(p + 0.01 * (average - p))
-
-
-def of_hook(g):
-    return g - g.mean(0) + g.max()
 
 
 def steps(model, optimizer, data, after=None, penalty=None):
@@ -127,76 +110,63 @@ def steps(model, optimizer, data, after=None, penalty=None):
     return losses
 
 
-def apart(layout, prepare=None, make_after=None, **lines):
-    """How far weights and losses are from those of one process."""
+def apart(layout, prepare=lambda model: None, after=lambda: None, penalty=None):
+    """How far weights and losses are from those of one process.
+
+    Args:
+        layout: a name in ``LAYOUTS``.
+        prepare: called with each model first.
+        after: makes what is called with the model before each step of the optimizer.
+        penalty: is added to the loss.
+    """
     data = tokens(3, 8)
-    reference = GPT(layers=1, width=64)
+    reference = GPT(layers=1)
     with torch.no_grad():  # no norm is zero
         for p in reference.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     model = copy.deepcopy(reference)
-    for each in (reference, model) if prepare else ():
-        prepare(each)
-    after = {"after": make_after()} if make_after else {}
-    expected = steps(reference, sgd(reference), data, **lines, **after)
-    together = 1 if layout in ("shard", "FullyShard") else hvkit.size()
-    together = 2 if layout in ("tensor and data", "tensor and shard") else together
-    options = {"microbatches": None} | LAYOUTS[layout]
-    model, own = distributed(model, sgd, **options)
-    after = {"after": make_after()} if make_after else {}
-    found = steps(model, own, of_this_rank(data, together), **lines, **after)
+    prepare(reference)
+    prepare(model)
+    expected = steps(reference, sgd(reference), data, after(), penalty)
+    model, own = distributed(model, sgd, microbatches=None, **LAYOUTS[layout])
+    mine = of_this_rank(data, 2 if layout == "tensor" else 1)
+    found = steps(model, own, mine, after(), penalty)
     losses = [abs(hvkit.average(a) - b) for a, b in zip(found, expected, strict=True)]
-    return difference(whole_state(model, own), reference.state_dict()), max(losses)
+    return max(*losses, difference(whole_state(model, own), reference.state_dict()))
 
 
-@each_layout
-def test_lines_in_the_loop(layout):
-    assert max(apart(layout, after=in_loop)) < 1e-12
-
-
-@MORE
-@each_layout
-def test_penalties_in_the_loss(layout):
-    weights, losses = apart(layout, penalty=in_loss)
-    assert weights < 1e-12
-    # A stage of a pipeline computes the loss of its own parameters.
-    assert losses < 1e-12 or "pipeline" in layout
-
-
-@MORE
-@each_layout
-def test_an_optimizer_of_the_scripts_own(layout):
-    assert max(apart(layout, make_after=Momentum)) < 1e-12
-
-
-@MORE
-@each_layout
-def test_hooks_that_were_there_before(layout):
-    def prepare(model):
-        for p in model.parameters():
-            p.register_hook(of_hook)
-
-    assert max(apart(layout, prepare)) < 1e-12
-
-
-@MORE
-@each_layout
-def test_hooks_on_gradients_that_are_complete(layout):
+def change_complete_gradients(model):
     def change(p):
         p.grad.sub_(p.grad.mean(0)).add_(p.grad.max())
 
-    def register(model):
-        for p in held(model):
-            p.register_post_accumulate_grad_hook(change)
-
-    assert max(apart(layout, register)) < 1e-12
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(change)
 
 
-@pytest.fixture(params=[n for n in LAYOUTS if n not in ("FullyShard", "tensor and pipeline")])
+def change_gradients(model):
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient - gradient.mean(0) + gradient.max())
+
+
+LINES = {
+    "in the loop": {"after": lambda: in_loop},
+    "penalties in the loss": {"penalty": in_loss},
+    "an optimizer of the script's own": {"after": Momentum},
+    "hooks": {"prepare": change_gradients},
+    "hooks on complete gradients": {"prepare": change_complete_gradients},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lines", cases(LINES))
+def test_lines_of_a_script_see_whole_parameters(lines, layout):
+    assert apart(layout, **LINES[lines]) < 1e-12
+
+
+@pytest.fixture(params=["tensor", "shard"])
 def divided(request):
     """A model after a step, one of its parameters, and the whole of it."""
-    options = {"microbatches": None} | LAYOUTS[request.param]
-    model, own = distributed(GPT(layers=1), sgd, **options)
+    model, own = distributed(GPT(layers=1), sgd, microbatches=None, **LAYOUTS[request.param])
     steps(model, own, tokens(1))
     state = hvkit.broadcast(whole_state(model))
     return model, model.h[0].mlp[0].weight, state["h.0.mlp.0.weight"]
@@ -276,10 +246,10 @@ class Pairs(nn.Module):
 @MORE
 def test_a_penalty_on_gradients_is_that_of_one_process():
     """Its gradients go back through the exchanges of a backward pass."""
-    models = Pairs().double(), Pairs().double()
+    models = Pairs(), Pairs()
     models[1].load_state_dict(models[0].state_dict())
     distributed(models[1], mesh=hvkit.Mesh(tensor=2), microbatches=None)
-    x, found = vectors(1, shape=(6,))[0][0].double(), []
+    x, found = vectors(1, shape=(6,))[0][0], []
     for model in models:
         loss = model(x).square().mean()
         parameters = list(model.parameters())

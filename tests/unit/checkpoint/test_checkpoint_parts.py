@@ -241,6 +241,11 @@ LAYER = torch.nn.Linear(1, 1)
         ({"model": LAYER, "keep": 0}, ValueError, "keep must be at least 1"),
         ({"model": LAYER, "keep": "3"}, TypeError, "keep must be an int"),
         ({"model": LAYER, "background": 1}, TypeError, "background must be True or False, got 1"),
+        ({"model": LAYER, "sharded": 2}, TypeError, "sharded must be True or False"),
+        *(
+            ({"model": LAYER, "sharded": True, **other}, ValueError, "sharded=True writes at once")
+            for other in ({"background": True}, {"replicas": 1})
+        ),
     ],
 )
 def test_wrong_arguments(arguments, error, text, tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints that a thread writes while training goes on."""
+"""What rank 0 writes: in a thread while training goes on, and with the states of all ranks."""
 
 import hashlib
 import os
@@ -11,9 +11,9 @@ import torch
 from ranks import error_of, shared_folder
 
 import hvkit
+from hvkit import runtime
 from hvkit.checkpoint import manifests, store
-
-pytestmark = pytest.mark.two_ranks
+from hvkit.communication import engines, point_to_point
 
 
 def torch_parts():
@@ -56,6 +56,7 @@ def gate(monkeypatch):
     gate.set()
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("parts", [torch_parts, keras_parts])
 def test_the_files_are_those_of_the_moment_of_the_save(parts, folders, gate):
     things = parts()
@@ -82,6 +83,7 @@ def test_the_files_are_those_of_the_moment_of_the_save(parts, folders, gate):
         assert all(map(torch.equal, things["model"].state_dict().values(), fresh.values()))
 
 
+@pytest.mark.two_ranks
 def test_the_next_save_waits_and_memory_is_freed(folders, gate):
     files = len(os.listdir("/proc/self/fd"))
     checkpoint = hvkit.Checkpoint(folders[0], background=True, keep=1, **torch_parts())
@@ -94,6 +96,7 @@ def test_the_next_save_waits_and_memory_is_freed(folders, gate):
     assert len(os.listdir("/proc/self/fd")) <= files + 1  # that of the lock
 
 
+@pytest.mark.two_ranks
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(folders, monkeypatch, capsys):
     checkpoint = hvkit.Checkpoint(folders[0], background=True, **torch_parts())
     checkpoint.save(epoch=1, step=1)
@@ -112,3 +115,65 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(folders, monkey
     checkpoint.save(epoch=1, step=4)
     checkpoint.wait()
     assert checkpoint.restore().step == 4
+
+
+WIDTH = 50_000
+STATISTICS = 4 * WIDTH
+
+
+def pytorch_statistics():
+    model = torch.nn.BatchNorm1d(WIDTH)
+    hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1), batch_norm="local")
+    model.running_mean.fill_(hvkit.rank())
+    return model, lambda: model.running_mean.numpy()
+
+
+def keras_statistics():
+    model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.BatchNormalization()])
+    hvkit.distribute(model, keras.optimizers.SGD(0.1), batch_norm="local")
+    layer = model.layers[0]
+    layer.moving_mean.assign(np.full(WIDTH, hvkit.rank(), np.float32))
+    return model, lambda: layer.moving_mean.numpy()
+
+
+@pytest.mark.parametrize("make", [pytorch_statistics, keras_statistics])
+@pytest.mark.parametrize("by_mpi", [True, False])
+def test_the_ranks_states_reach_rank_0_alone_in_pieces(folder, monkeypatch, make, by_mpi):
+    model, statistics = make()
+    checkpoint = hvkit.Checkpoint(folder, model=model)
+    engine, gathered, pieces = runtime.any_engine(), [], []
+    allgather, broadcast, receive = engine.allgather, engine.broadcast, point_to_point.receive
+
+    def recorded(into, call, of):
+        def recorded_call(*arguments):
+            result = call(*arguments)
+            into.append(of(arguments, result))
+            return result
+
+        return recorded_call
+
+    def size(arguments, result):
+        return result.size
+
+    for limit in "CHUNK", "PIECE":
+        monkeypatch.setattr(engines, limit, 50_000)
+    monkeypatch.setattr(engine, "allgather", recorded(gathered, allgather, size))
+    monkeypatch.setattr(engine, "broadcast", recorded(pieces, broadcast, size))
+    monkeypatch.setattr(
+        point_to_point, "receive", recorded(pieces, receive, lambda a, _: a[0].size)
+    )
+    if not by_mpi:
+        monkeypatch.setattr(point_to_point, "can_send", lambda engine: False)
+    checkpoint.save(epoch=0, step=1)
+    monkeypatch.undo()
+
+    assert sum(gathered) < STATISTICS / 10
+    assert max(pieces) <= 50_000
+    if by_mpi and hvkit.rank() > 0:
+        assert sum(pieces) < STATISTICS / 10
+    else:
+        assert sum(pieces) > STATISTICS * (hvkit.size() - 1)
+
+    model, statistics = make()
+    hvkit.Checkpoint(folder, model=model).restore()
+    assert statistics().tolist() == [hvkit.rank()] * WIDTH
