@@ -109,7 +109,11 @@ def equals_one_process(make=sgd, build=mlp, steps=train, data=None, within=1e-5,
     data = data or regression(steps=6)
     reference = build()
     steps(reference, make(reference.parameters()), data)
-    model, optimizer = distributed(make, build(), **options)
+    model = build()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(hvkit.rank())  # all begin as rank 0 does
+    model, optimizer = distributed(make, model, **options)
     steps(model, optimizer, local(data))
     assert same_on_all_ranks(weights(model))
     assert largest_difference(weights(model), weights(reference)) < within

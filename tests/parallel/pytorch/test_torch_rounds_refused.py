@@ -55,8 +55,8 @@ def test_weights_that_one_rank_loaded_alone_are_found_before_the_first_step(stra
 def test_ranks_that_train_other_parameters_are_named(strategy):
     model, optimizer = in_rounds(strategy)
     model[2].requires_grad_(hvkit.rank() == 0)
-    data, text = local(regression(steps=8)), "2.weight requires a gradient on rank 0"
-    assert raised_everywhere(lambda: train(model, optimizer, data), text)
+    data = local(regression(steps=8))
+    assert raised_everywhere(lambda: train(model, optimizer, data), "2.weight", "on rank 0")
 
 
 def test_ranks_that_train_different_parameters_in_a_round_are_named():
