@@ -5,16 +5,15 @@ import warnings
 
 import pytest
 import torch
-from torch.optim import lr_scheduler as schedulers
 from torch_nets import local, mlp, regression
 from twin import (
     RATE,
     SETTERS,
     Twin,
-    backward,
     compare,
     identical,
     multiplied,
+    new_gradients,
     rates_of,
     sgd,
     tensor_sgd,
@@ -26,35 +25,32 @@ pytestmark = pytest.mark.two_ranks
 
 
 @pytest.mark.parametrize(
-    ("made", "warmup", "make"),
-    [("before", 4, sgd), ("after", 0, tensor_sgd)],
-    ids=["before, float, warm-up", "after, tensor"],
+    ("setter", "made", "warmup", "make"),
+    [
+        (setter, *how)
+        for setter in SETTERS
+        for how in [("before", 4, sgd), ("after", 0, tensor_sgd)]
+    ],
 )
-@pytest.mark.parametrize("setter", SETTERS)
 def test_schedulers_see_the_users_rate_and_updates_use_the_multiplied(setter, made, warmup, make):
-    compare(make, **{made: SETTERS[setter]}, warmup=warmup)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", r".*optimizer\.step")  # that it were called too late
+        compare(make, **{made: SETTERS[setter]}, warmup=warmup)
 
 
-@pytest.mark.parametrize("scaling", ["none", "sqrt"])
-@pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
+@pytest.mark.parametrize(
+    ("scaling", "warmup"), [("none", 0), ("none", 4), ("sqrt", 0), ("sqrt", 4)]
+)
 def test_the_other_rules(scaling, warmup):
     compare(sgd, after=SETTERS["StepLR"], scaling=scaling, warmup=warmup)
 
 
-def test_by_default_the_rate_is_used_as_it_is():
-    model = mlp()
-    optimizer = sgd(model)
-    twin = Twin(model, sgd)
-    hvkit.distribute(model, optimizer)
-    for batch in local(regression(steps=3)):
-        backward(model, batch)
-        optimizer.step()
-        twin.step(model, [RATE], optimizer.param_groups)
-        assert identical(model, twin.model)
-
-
 def groups_of(model):
     return [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+
+
+def of_all(make, lr=0.01, **options):
+    return lambda model: make(model.parameters(), lr=copy.deepcopy(lr), **options)
 
 
 OPTIMIZERS = {
@@ -62,21 +58,14 @@ OPTIMIZERS = {
         [groups_of(m)[0] | {"lr": 0.3}, groups_of(m)[1]], lr=0.1
     ),
     "two groups, one tensor": lambda m: torch.optim.SGD(groups_of(m), lr=torch.tensor(0.1)),
-    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
-    "Adam foreach": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, foreach=True),
-    "Adam fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, fused=True),
-    "Adam fused, tensor": lambda m: torch.optim.Adam(
-        m.parameters(), lr=torch.tensor(0.01), fused=True
-    ),
-    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
-    "SGD fused": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, fused=True),
-    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01),
-    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5),
-    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters(), lr=0.5),
-    "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
-    "ASGD": lambda m: torch.optim.ASGD(m.parameters(), lr=0.01),
-    "NAdam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
-    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
+    "foreach": of_all(torch.optim.Adam, foreach=True),
+    "fused": of_all(torch.optim.Adam, fused=True),
+    "fused, tensor": of_all(torch.optim.Adam, torch.tensor(0.01), fused=True),
+    "SGD fused": of_all(torch.optim.SGD, fused=True),
+    "weight decay": of_all(torch.optim.AdamW, weight_decay=0.1),
+    "Rprop": of_all(torch.optim.Rprop),
+    "ASGD": of_all(torch.optim.ASGD),
+    "Adafactor": of_all(torch.optim.Adafactor),
 }
 
 
@@ -93,7 +82,7 @@ def test_a_rate_that_requires_a_gradient_is_replaced_not_changed_in_place():
     hvkit.distribute(model, optimizer, lr_scaling="linear")
     rate = optimizer.param_groups[0]["lr"]
     penalty = rate.square()  # keeps the rate for its gradient
-    backward(model, local(regression(steps=1))[0])
+    new_gradients(model, local(regression(steps=1))[0])
     optimizer.step()
     twin.step(model, [multiplied(optimizer.param_groups[0], hvkit.size())], optimizer.param_groups)
     assert identical(model, twin.model)
@@ -110,7 +99,7 @@ def test_a_tensor_that_the_script_holds_sets_the_rate_on_every_rank():
     assert rate == torch.tensor(0.7)  # rank 0's
     twin = Twin(model, sgd)
     rate.fill_(0.25)
-    backward(model, local(regression(steps=1))[0])
+    new_gradients(model, local(regression(steps=1))[0])
     optimizer.step()
     twin.step(model, [0.25 * hvkit.size()], optimizer.param_groups)
     assert identical(model, twin.model)
@@ -129,7 +118,7 @@ def test_groups_added_later_keep_the_users_rate(rate):
     twin = mlp()
     reference = torch.optim.SGD(twin.parameters(), lr=shared * hvkit.size())
     for batch in local(regression(steps=3)):
-        backward(model, batch)
+        new_gradients(model, batch)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             q.grad = p.grad.clone()
         optimizer.step()
@@ -137,18 +126,6 @@ def test_groups_added_later_keep_the_users_rate(rate):
         assert float(shared) == float(torch.tensor(RATE))
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-
-
-def test_a_scheduler_made_before_the_call_does_not_warn():
-    model = mlp()
-    optimizer = sgd(model)
-    scheduler = schedulers.StepLR(optimizer, 1)
-    hvkit.distribute(model, optimizer, lr_scaling="linear")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        backward(model, local(regression(steps=1))[0])
-        optimizer.step()
-        scheduler.step()
 
 
 @pytest.mark.parametrize("loaded", ["before", "after"])
@@ -168,7 +145,7 @@ def test_saved_rates_are_the_users_whenever_they_are_loaded(loaded, tmp_path):
     if loaded == "after":
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == rate
-    backward(model, local(regression(steps=1))[0])
+    new_gradients(model, local(regression(steps=1))[0])
     optimizer.step()
     twin.step(model, [rate * hvkit.size()], optimizer.param_groups)
     assert identical(model, twin.model)
