@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import MORE, cases
+from cases import cases
 from ranks import same_on_all_ranks
 from torch import nn
 from torch_nets import (
@@ -108,17 +108,6 @@ def test_optimizers_of_later_phases_that_were_passed_may_step():
     model, phases = hvkit.distribute(model, phases)
     for optimizer in phases:
         train(model, optimizer, local(regression(steps=2)))
-    assert same_on_all_ranks(weights(model))
-
-
-@MORE
-def test_a_compiled_step_of_the_optimizer_that_was_passed_goes_on():
-    model, optimizer = distributed()
-    step = torch.compile(optimizer.step, backend="eager")
-    for batch in local(regression(steps=3)):
-        optimizer.zero_grad()
-        backward(model, batch)
-        step()
     assert same_on_all_ranks(weights(model))
 
 
