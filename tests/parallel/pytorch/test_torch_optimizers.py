@@ -214,10 +214,17 @@ class Decays(torch.optim.SGD):
             group["lr"] = group["lr"] * 0.5
 
 
-class DecaysInPlace(torch.optim.SGD):
+class DecaysInItsUpdate(torch.optim.Optimizer):
+    """Lowers its rate, a tensor in place, in a step that calls no other."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
     def step(self, closure=None):
-        super().step(closure)
         for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
             group["lr"] *= 0.5
 
 
@@ -242,7 +249,7 @@ OF_THEIR_OWN = {
     Sets: (lambda i: RATE / (i + 1), lambda i: RATE / (i + 1)),
     SetsAndNamesItsParent: (lambda i: RATE / 3, lambda i: RATE / 3),
     Decays: (lambda i: RATE / 2**i, lambda i: RATE / 2 ** (i + 1)),
-    DecaysInPlace: (lambda i: RATE / 2**i, lambda i: RATE / 2 ** (i + 1)),
+    DecaysInItsUpdate: (lambda i: RATE / 2**i, lambda i: RATE / 2 ** (i + 1)),
     Around: (lambda i: RATE, lambda i: RATE),
 }
 
