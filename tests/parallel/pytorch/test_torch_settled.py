@@ -63,6 +63,7 @@ def test_settled_between_forward_and_backward():
     model, optimizer = in_rounds(hvkit.LocalSGD(4))
     data = local(regression(steps=2))
     train(model, optimizer, data[:1])
+    model.zero_grad()
     backward(model, data[1])
     expected = model[0].weight.grad.clone()
     model.zero_grad()
