@@ -59,12 +59,6 @@ def test_broadcast_brings_any_object_from_any_root(root):
     assert received["text"] == "ä" * root
 
 
-def test_a_broadcast_longer_than_one_message_goes_out_in_pieces(monkeypatch):
-    monkeypatch.setattr(engines, "PIECE", 1000)
-    everything = hvkit.broadcast(list(range(5000)) if hvkit.rank() == 0 else None)
-    assert everything == list(range(5000))
-
-
 def test_allgather_keeps_the_order_and_takes_objects_of_any_length():
     assert hvkit.allgather(None) == [None] * hvkit.size()
     assert hvkit.allgather("x" * 1000 * hvkit.rank()) == [
@@ -190,17 +184,14 @@ def test_an_object_that_rank_0_cannot_make_is_an_error_on_all():
             raise ValueError("no such file")
         return "x" * 5000
 
-    error, text = error_of(lambda: large_objects.scatter("test", make))
-    assert error is ValueError
-    assert text.endswith("no such file")
+    with pytest.raises(ValueError, match=r"no such file$"):
+        large_objects.scatter("test", make)
     hvkit.barrier()
 
 
 def test_an_object_that_a_rank_cannot_read_is_an_error_on_all():
-    error, text = error_of(lambda: large_objects.scatter("test", lambda rank: Poison()))
-    assert error is hvkit.HvkitError
-    assert "ValueError" in text
-    assert "of rank 0" in text
+    with pytest.raises(hvkit.HvkitError, match=r"of rank 0.*ValueError|ValueError.*of rank 0"):
+        large_objects.scatter("test", lambda rank: Poison())
     assert large_objects.scatter("test", lambda rank: rank) == hvkit.rank()
 
 
@@ -238,11 +229,6 @@ def test_collect_notices_a_rank_that_calls_something_else():
     assert re.search(r"rank 1 calls hvkit.barrier \(.*\) while rank 0 calls save \(", text), text
 
 
-def test_a_root_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match=rf"from 0 to {hvkit.size() - 1}, got {hvkit.size()}"):
-        hvkit.broadcast(1, root=hvkit.size())
-
-
 def test_barrier_holds_everyone_back_until_the_last_has_come(tmp_path):
     folder = hvkit.broadcast(str(tmp_path))
     with open(os.path.join(folder, str(hvkit.rank())), "w"):
@@ -269,15 +255,9 @@ def test_a_process_that_a_rank_starts_knows_its_rank_and_does_not_join():
     assert f"LaunchError: this process was started by rank {hvkit.rank()}" in child.stderr
 
 
-def test_both_frameworks_engines_run_in_one_process():
-    torch, tensorflow = runtime.engine("torch"), runtime.engine("tensorflow")
-    mine = np.full(3, hvkit.rank(), np.uint8)
-    for engine in (torch, tensorflow):
-        assert engine.allgather(mine).tolist() == [r for r in range(hvkit.size()) for _ in range(3)]
-        assert engine.broadcast(mine, 1).tolist() == [1, 1, 1]
-
-
-def test_an_unknown_framework_is_an_error():
+def test_an_unknown_framework_or_root_is_an_error():
+    with pytest.raises(ValueError, match=rf"from 0 to {hvkit.size() - 1}, got {hvkit.size()}"):
+        hvkit.broadcast(1, root=hvkit.size())
     with pytest.raises(ValueError, match="'mxnet'"):
         hvkit.init("mxnet")
 

@@ -1,7 +1,7 @@
 """Small networks and training loops of the PyTorch tests."""
 
 import torch
-from ranks import batches, error_of, my_part, same_on_all_ranks
+from ranks import batches, error_of, largest_difference, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,6 +33,12 @@ def train(model, optimizer, data):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
+
+
+def backward(model, batch):
+    """Add the gradients of a batch to those that are there."""
+    x, y = batch
+    F.mse_loss(model(x), y).backward()
 
 
 def train_with_closure(model, optimizer, data):
@@ -68,35 +74,65 @@ def mean_over_ranks(tensor):
     return torch.stack(hvkit.allgather(tensor)).mean(0)
 
 
-def distributed(make=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), **options):
-    model = mlp()
-    return hvkit.distribute(model, make(model.parameters()), **options)
+def weights(model):
+    return arrays(model.parameters())
 
 
 def sgd(parameters, lr=0.05, **options):
     return torch.optim.SGD(parameters, lr, momentum=0.9, **options)
 
 
+def distributed(make=sgd, model=None, **options):
+    """A model that all ranks train, and its optimizer."""
+    model = mlp() if model is None else model
+    return hvkit.distribute(model, make(model.parameters()), **options)
+
+
 def in_rounds(strategy, make=sgd, model=None, **options):
-    model = model or mlp()
-    return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)
+    return distributed(make, model, strategy=strategy, **options)
+
+
+def served(staleness, make=sgd, model=None, **options):
+    return distributed(make, model, strategy=hvkit.ParameterServer(staleness), **options)
+
+
+def equals_one_process(make=sgd, build=mlp, steps=train, data=None, within=1e-5, **options):
+    """Whether ranks with their parts of batches get the weights of one process with the whole.
+
+    Args:
+        make: an optimizer of parameters.
+        build: a model.
+        steps: a training loop over a model, its optimizer and batches.
+        data: global batches.
+        options: of ``hvkit.distribute``.
+    """
+    data = data or regression(steps=6)
+    reference = build()
+    steps(reference, make(reference.parameters()), data)
+    model = build()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(hvkit.rank())  # all begin as rank 0 does
+    model, optimizer = distributed(make, model, **options)
+    steps(model, optimizer, local(data))
+    assert same_on_all_ranks(weights(model))
+    assert largest_difference(weights(model), weights(reference)) < within
+    return True
 
 
 def alike(model):
     return same_on_all_ranks(arrays(model.state_dict().values()))
 
 
-def raised_everywhere(function, *parts):
-    """Whether ``function`` raises the same RanksDisagreeError with these parts on all ranks."""
-    kind, text = error_of(function)
-    assert kind is hvkit.RanksDisagreeError, text
+def alike_gradients(model):
+    return same_on_all_ranks(arrays(p.grad for p in model.parameters()))
+
+
+def raised_everywhere(function, *parts, kind=hvkit.RanksDisagreeError):
+    """Whether ``function`` raises the same error on all ranks, with these parts in its text."""
+    found, text = error_of(function)
+    assert found is kind, text
     assert hvkit.allgather(text) == [text] * hvkit.size()
     for part in parts:
         assert part in text
     return True
-
-
-def served(staleness, make=sgd, model=None, **options):
-    model = model or mlp()
-    strategy = hvkit.ParameterServer(staleness)
-    return hvkit.distribute(model, make(model.parameters()), strategy=strategy, **options)

@@ -48,6 +48,14 @@ def test_rates_are_described_by_what_multiplies_them():
         "learning rate 0.1, not scaled (the global batch is 4 times one rank's: "
         'lr_scaling="linear" would use 0.4)'
     )
+    assert describe([(0.5, make_multiplier("linear", 4, 30))], "linear", 4) == (
+        "learning rate 0.5; steps use 0.5 at first and 2 after 30 steps "
+        '(lr_scaling="linear", warm-up)'
+    )
+    assert describe([(0.5, make_multiplier("none", 4, 30))], "none", 4) == (
+        "learning rate 0.5; steps use 0.125 at first and 0.5 after 30 steps "
+        '(lr_scaling="none", warm-up)'
+    )
     # Of ranks that train one model together, on the same batches.
     assert describe([(0.1, make_multiplier("linear", 1, 0))], "linear", 1) == "learning rate 0.1"
     assert describe([], "linear", 4) == "no learning rate"

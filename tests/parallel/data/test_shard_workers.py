@@ -97,10 +97,6 @@ def test_a_loader_that_a_script_drops_ends_its_workers_at_once():
         gc.enable()
 
 
-def test_without_an_adapter_workers_are_forked():
-    assert read(shard(DataLoader(Numbers(), 4, num_workers=1)))[0][1] == {os.getpid()}
-
-
 def test_a_function_that_does_not_pickle_is_an_error_that_names_the_fix(infiniband):
     part = shard(DataLoader(Numbers(), 4, num_workers=1, collate_fn=lambda samples: samples))
     error, text = error_of(lambda: list(part))

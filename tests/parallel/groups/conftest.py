@@ -2,7 +2,10 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras
 import pytest
+from group_frameworks import Keras, PyTorch
+from ranks import keras_in_float64
 
 import hvkit
 from hvkit.communication.division import divide
@@ -17,7 +20,15 @@ def pytest_collection_modifyitems(config, items):
         items[:] = left
 
 
+@pytest.fixture(params=[PyTorch, Keras], ids=lambda each: each.__name__)
+def framework(request):
+    """Where models train in float64."""
+    keras.backend.clear_session()
+    with keras_in_float64():
+        yield request.param
+
+
 @pytest.fixture
-def group(request):
+def group(request, framework):
     """This rank's group, of two ranks; its framework's Horovod carries what both send."""
-    return divide(getattr(request, "param", [(0, 2), (1, 3)]), request.module.FRAMEWORK)
+    return divide(getattr(request, "param", [(0, 2), (1, 3)]), framework.name)

@@ -4,11 +4,19 @@ import copy
 
 import pytest
 import torch
-from ranks import all_but_rank_0, error_of, largest_difference, same_on_all_ranks, shared_folder
+from ranks import all_but_rank_0, largest_difference, same_on_all_ranks, shared_folder
 from torch import nn
-from torch.nn import functional as F
 from torch.optim import swa_utils
-from torch_nets import arrays, local, my_part, raised_everywhere, regression
+from torch_nets import (
+    arrays,
+    backward,
+    distributed,
+    local,
+    my_part,
+    raised_everywhere,
+    regression,
+    sgd,
+)
 
 import hvkit
 from hvkit import main_rank
@@ -38,13 +46,9 @@ def net(seed):
 def train(model, optimizer, data, average=lambda module: None):
     for x, y in data:
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        backward(model, (x, y))
         optimizer.step()
         average(model[1])
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +64,8 @@ def said(caplog):
 def test_averaged_buffers_are_those_of_one_process_if_they_are_means():
     data = regression(steps=1)
     reference = net(0)
-    train(reference, sgd(reference), data)
-    model = net(hvkit.rank())
-    optimizer = sgd(model)
-    hvkit.distribute(model, optimizer, batch_norm="sync")
+    train(reference, sgd(reference.parameters()), data)
+    model, optimizer = distributed(model=net(hvkit.rank()), batch_norm="sync")
     train(model, optimizer, local(data), hvkit.average_buffers)
     assert largest_difference(arrays([model[1].scale]), arrays([reference[1].scale])) < 1e-6
     train(model, optimizer, local(regression(steps=4)), hvkit.average_buffers)
@@ -71,10 +73,7 @@ def test_averaged_buffers_are_those_of_one_process_if_they_are_means():
 
 
 def test_learnt_buffers_are_named_in_the_first_step(caplog):
-    model = net(0)
-    optimizer = sgd(model)
-    hvkit.distribute(model, optimizer)
-    train(model, optimizer, local(regression(steps=2)))
+    train(*distributed(model=net(0)), local(regression(steps=2)))
     (text,) = said(caplog)
     assert f"buffer 1.scale of {all_but_rank_0()}" in text
     assert "hvkit.average_buffers(module)" in text
@@ -82,9 +81,7 @@ def test_learnt_buffers_are_named_in_the_first_step(caplog):
 
 
 def test_a_model_whose_buffers_are_alike_is_not_warned_of(caplog, tmp_path_factory):
-    model = net(0)[2:]
-    optimizer = sgd(model)
-    hvkit.distribute(model, optimizer, batch_norm="local")
+    model, optimizer = distributed(model=net(0)[2:], batch_norm="local")
     batch = torch.randn(6, 6) + hvkit.rank()
     train(nn.Sequential(*model, nn.Identity()), optimizer, [(batch, torch.randn(6, 4))])
     folder = shared_folder(tmp_path_factory)
@@ -93,8 +90,7 @@ def test_a_model_whose_buffers_are_alike_is_not_warned_of(caplog, tmp_path_facto
 
 
 def test_a_teacher_that_was_not_passed_is_named_at_a_save(caplog, tmp_path_factory):
-    model = nn.Linear(8, 4)
-    hvkit.distribute(model, optimizer := sgd(model))
+    model, optimizer = distributed(model=nn.Linear(8, 4))
     torch.manual_seed(hvkit.rank())
     teacher = nn.Linear(8, 4)
     folder = shared_folder(tmp_path_factory)
@@ -107,7 +103,7 @@ def test_a_teacher_that_was_not_passed_is_named_at_a_save(caplog, tmp_path_facto
 
 def test_a_teacher_that_was_passed_follows_alike_on_all_ranks():
     model, teacher = net(hvkit.rank()), net(hvkit.rank() + 7).requires_grad_(False)
-    hvkit.distribute([model, teacher], optimizer := sgd(model), check_every=1)
+    hvkit.distribute([model, teacher], optimizer := sgd(model.parameters()), check_every=1)
     for batch in local(regression(steps=4)):
         teacher(batch[0])
         train(model, optimizer, [batch], hvkit.average_buffers)
@@ -157,6 +153,5 @@ def test_buffers_of_every_dtype_are_averaged():
 
 def test_other_modules_and_other_things_are_refused():
     assert raised_everywhere(lambda: hvkit.average_buffers(Scaled(2 + hvkit.rank())), "(3,)")
-    error, text = error_of(lambda: hvkit.average_buffers(torch.ones(2)))
-    assert error is TypeError
-    assert "a torch.nn.Module, or a Keras model or layer" in text
+    text = "a torch.nn.Module, or a Keras model or layer"
+    assert raised_everywhere(lambda: hvkit.average_buffers(torch.ones(2)), text, kind=TypeError)

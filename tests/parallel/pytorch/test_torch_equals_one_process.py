@@ -3,7 +3,16 @@
 import pytest
 import torch
 from ranks import largest_difference, same_on_all_ranks
-from torch_nets import arrays, convnet, local, mlp, regression, train
+from torch_nets import (
+    convnet,
+    distributed,
+    equals_one_process,
+    local,
+    mlp,
+    regression,
+    train,
+    weights,
+)
 
 import hvkit
 
@@ -23,14 +32,13 @@ def test_twenty_steps_give_the_weights_of_one_process(name, lr_scaling):
     used = 0.01 * {"none": 1, "linear": hvkit.size()}[lr_scaling]
     train(reference, make(reference.parameters(), used), data)
 
-    model = convnet(seed=hvkit.rank())
-    optimizer = make(model.parameters(), 0.01)
-    hvkit.distribute(model, optimizer, lr_scaling=lr_scaling)
+    model, optimizer = distributed(
+        lambda p: make(p, 0.01), convnet(seed=hvkit.rank()), lr_scaling=lr_scaling
+    )
     train(model, optimizer, local(data))
 
-    identical = same_on_all_ranks(arrays(model.parameters()))
-    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-5
-    assert identical
+    assert same_on_all_ranks(weights(model))
+    assert largest_difference(weights(model), weights(reference)) < 1e-5
 
 
 LINEAR_UPDATES = {
@@ -45,16 +53,10 @@ LINEAR_UPDATES = {
 @pytest.mark.parametrize("name", LINEAR_UPDATES)
 def test_rounds_of_one_step_give_the_weights_of_one_process(name, strategy):
     # In float32, the roundings of 20 steps on 3 ranks come near 1e-6 of a small bias.
-    data = [(x.double(), y.double()) for x, y in regression()]
-    make = LINEAR_UPDATES[name]
-    reference = mlp().double()
-    train(reference, make(reference.parameters()), data)
-
-    model = mlp(seed=hvkit.rank()).double()
-    optimizer = make(model.parameters())
-    hvkit.distribute(model, optimizer, strategy=strategy)
-    train(model, optimizer, local(data))
-
-    identical = same_on_all_ranks(arrays(model.parameters()))
-    assert largest_difference(arrays(model.parameters()), arrays(reference.parameters())) < 1e-12
-    assert identical
+    assert equals_one_process(
+        LINEAR_UPDATES[name],
+        build=lambda: mlp().double(),
+        data=[(x.double(), y.double()) for x, y in regression(steps=10)],
+        within=1e-12,
+        strategy=strategy,
+    )

@@ -5,16 +5,15 @@ import warnings
 
 import pytest
 import torch
-from torch.optim import lr_scheduler as schedulers
 from torch_nets import local, mlp, regression
 from twin import (
     RATE,
     SETTERS,
     Twin,
-    backward,
     compare,
     identical,
     multiplied,
+    new_gradients,
     rates_of,
     sgd,
     tensor_sgd,
@@ -26,35 +25,32 @@ pytestmark = pytest.mark.two_ranks
 
 
 @pytest.mark.parametrize(
-    ("made", "warmup", "make"),
-    [("before", 4, sgd), ("after", 0, tensor_sgd)],
-    ids=["before, float, warm-up", "after, tensor"],
+    ("setter", "made", "warmup", "make"),
+    [
+        (setter, *how)
+        for setter in SETTERS
+        for how in [("before", 4, sgd), ("after", 0, tensor_sgd)]
+    ],
 )
-@pytest.mark.parametrize("setter", SETTERS)
 def test_schedulers_see_the_users_rate_and_updates_use_the_multiplied(setter, made, warmup, make):
-    compare(make, **{made: SETTERS[setter]}, warmup=warmup)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", r".*optimizer\.step")  # that it were called too late
+        compare(make, **{made: SETTERS[setter]}, warmup=warmup)
 
 
-@pytest.mark.parametrize("scaling", ["none", "sqrt"])
-@pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
+@pytest.mark.parametrize(
+    ("scaling", "warmup"), [("none", 0), ("none", 4), ("sqrt", 0), ("sqrt", 4)]
+)
 def test_the_other_rules(scaling, warmup):
     compare(sgd, after=SETTERS["StepLR"], scaling=scaling, warmup=warmup)
 
 
-def test_by_default_the_rate_is_used_as_it_is():
-    model = mlp()
-    optimizer = sgd(model)
-    twin = Twin(model, sgd)
-    hvkit.distribute(model, optimizer)
-    for batch in local(regression(steps=3)):
-        backward(model, batch)
-        optimizer.step()
-        twin.step(model, [RATE], optimizer.param_groups)
-        assert identical(model, twin.model)
-
-
 def groups_of(model):
     return [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+
+
+def of_all(make, lr=0.01, **options):
+    return lambda model: make(model.parameters(), lr=copy.deepcopy(lr), **options)
 
 
 OPTIMIZERS = {
@@ -62,21 +58,14 @@ OPTIMIZERS = {
         [groups_of(m)[0] | {"lr": 0.3}, groups_of(m)[1]], lr=0.1
     ),
     "two groups, one tensor": lambda m: torch.optim.SGD(groups_of(m), lr=torch.tensor(0.1)),
-    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
-    "Adam foreach": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, foreach=True),
-    "Adam fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, fused=True),
-    "Adam fused, tensor": lambda m: torch.optim.Adam(
-        m.parameters(), lr=torch.tensor(0.01), fused=True
-    ),
-    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
-    "SGD fused": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, fused=True),
-    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01),
-    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5),
-    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters(), lr=0.5),
-    "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
-    "ASGD": lambda m: torch.optim.ASGD(m.parameters(), lr=0.01),
-    "NAdam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
-    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
+    "foreach": of_all(torch.optim.Adam, foreach=True),
+    "fused": of_all(torch.optim.Adam, fused=True),
+    "fused, tensor": of_all(torch.optim.Adam, torch.tensor(0.01), fused=True),
+    "SGD fused": of_all(torch.optim.SGD, fused=True),
+    "weight decay": of_all(torch.optim.AdamW, weight_decay=0.1),
+    "Rprop": of_all(torch.optim.Rprop),
+    "ASGD": of_all(torch.optim.ASGD),
+    "Adafactor": of_all(torch.optim.Adafactor),
 }
 
 
@@ -93,7 +82,7 @@ def test_a_rate_that_requires_a_gradient_is_replaced_not_changed_in_place():
     hvkit.distribute(model, optimizer, lr_scaling="linear")
     rate = optimizer.param_groups[0]["lr"]
     penalty = rate.square()  # keeps the rate for its gradient
-    backward(model, local(regression(steps=1))[0])
+    new_gradients(model, local(regression(steps=1))[0])
     optimizer.step()
     twin.step(model, [multiplied(optimizer.param_groups[0], hvkit.size())], optimizer.param_groups)
     assert identical(model, twin.model)
@@ -110,45 +99,30 @@ def test_a_tensor_that_the_script_holds_sets_the_rate_on_every_rank():
     assert rate == torch.tensor(0.7)  # rank 0's
     twin = Twin(model, sgd)
     rate.fill_(0.25)
-    backward(model, local(regression(steps=1))[0])
+    new_gradients(model, local(regression(steps=1))[0])
     optimizer.step()
     twin.step(model, [0.25 * hvkit.size()], optimizer.param_groups)
     assert identical(model, twin.model)
     assert rate == 0.25
 
 
-@pytest.mark.parametrize("rate", ["float", "tensor", "shared tensor"])
+SHARED = torch.tensor(RATE)
+
+
+@pytest.mark.parametrize("rate", [RATE, torch.tensor(RATE), SHARED], ids=["float", "own", "shared"])
 def test_groups_added_later_keep_the_users_rate(rate):
-    shared = torch.tensor(RATE)
-    rate = {"float": RATE, "tensor": torch.tensor(RATE), "shared tensor": shared}[rate]
     model = mlp()
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=shared)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=SHARED)
     hvkit.distribute(model, optimizer, lr_scaling="linear")
     optimizer.add_param_group({"params": model[2].parameters(), "lr": rate})
-    assert rates_of(optimizer) == [pytest.approx(RATE)] * 2
-    twin = mlp()
-    reference = torch.optim.SGD(twin.parameters(), lr=shared * hvkit.size())
+    before = [p.detach().clone() for p in model.parameters()]
     for batch in local(regression(steps=3)):
-        backward(model, batch)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            q.grad = p.grad.clone()
+        new_gradients(model, batch)
         optimizer.step()
-        reference.step()
-        assert float(shared) == float(torch.tensor(RATE))
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-
-
-def test_a_scheduler_made_before_the_call_does_not_warn():
-    model = mlp()
-    optimizer = sgd(model)
-    scheduler = schedulers.StepLR(optimizer, 1)
-    hvkit.distribute(model, optimizer, lr_scaling="linear")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        backward(model, local(regression(steps=1))[0])
-        optimizer.step()
-        scheduler.step()
+        assert rates_of(optimizer) == [pytest.approx(RATE)] * 2
+        for p, old in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p, old - RATE * hvkit.size() * p.grad)
+            old.copy_(p.detach())
 
 
 @pytest.mark.parametrize("loaded", ["before", "after"])
@@ -168,7 +142,7 @@ def test_saved_rates_are_the_users_whenever_they_are_loaded(loaded, tmp_path):
     if loaded == "after":
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == rate
-    backward(model, local(regression(steps=1))[0])
+    new_gradients(model, local(regression(steps=1))[0])
     optimizer.step()
     twin.step(model, [rate * hvkit.size()], optimizer.param_groups)
     assert identical(model, twin.model)
@@ -179,43 +153,20 @@ def test_a_copy_of_the_optimizer_is_a_plain_one():
     optimizer = sgd(model)
     hvkit.distribute(model, optimizer, lr_scaling="linear")
     twin = copy.deepcopy(optimizer)
-    for p in twin.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    before = [p.detach().clone() for p in twin.param_groups[0]["params"]]
+    (p, *_) = twin.param_groups[0]["params"]
+    before, p.grad = p.detach().clone(), torch.ones_like(p)
     twin.step()
-    for p, q in zip(twin.param_groups[0]["params"], before, strict=True):
-        assert torch.equal(p, q - RATE)
-
-
-def announced(capfd, model, optimizer, **options):
-    hvkit.distribute(model, optimizer, **options)
-    logged = capfd.readouterr().err
-    assert (hvkit.rank() == 0) == (logged != "")
-    return hvkit.broadcast(logged).removeprefix(f"hvkit: {hvkit.size()} ranks; ")
+    assert torch.equal(p, before - RATE)
 
 
 def test_rank_0_logs_the_rate_that_a_step_uses(capfd):
-    n = hvkit.size()
-
-    def line(**options):
-        model = mlp()
-        groups = groups_of(model)
-        groups[0]["lr"], groups[1]["lr"] = 0.5, torch.tensor(0.25)
-        return announced(capfd, model, torch.optim.Adam(groups), **options)
-
-    assert line() == (
-        f"learning rate 0.5, 0.25, not scaled (the global batch is {n} times one rank's: "
-        f'lr_scaling="linear" would use {0.5 * n:g}, {0.25 * n:g})\n'
+    """``describe`` has its own test."""
+    model, n = mlp(), hvkit.size()
+    groups = groups_of(model)
+    groups[0]["lr"], groups[1]["lr"] = 0.5, torch.tensor(0.25)
+    hvkit.distribute(model, torch.optim.Adam(groups), lr_scaling="sqrt")
+    line = (
+        f"hvkit: {n} ranks; learning rate 0.5, 0.25; steps use {0.5 * n**0.5:g}, "
+        f'{0.25 * n**0.5:g} (lr_scaling="sqrt")\n'
     )
-    assert line(lr_scaling="sqrt") == (
-        f"learning rate 0.5, 0.25; steps use {0.5 * n**0.5:g}, {0.25 * n**0.5:g} "
-        '(lr_scaling="sqrt")\n'
-    )
-    assert line(lr_scaling="linear", warmup_steps=30) == (
-        f"learning rate 0.5, 0.25; steps use 0.5, 0.25 at first and {0.5 * n:g}, "
-        f'{0.25 * n:g} after 30 steps (lr_scaling="linear", warm-up)\n'
-    )
-    assert line(warmup_steps=30) == (
-        f"learning rate 0.5, 0.25; steps use {0.5 / n:g}, {0.25 / n:g} at first and "
-        '0.5, 0.25 after 30 steps (lr_scaling="none", warm-up)\n'
-    )
+    assert capfd.readouterr().err == (line if hvkit.is_main() else "")

@@ -4,13 +4,12 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
-from cases import cases, pairwise
-from ranks import error_of, same_on_all_ranks
+from cases import cases, each_once, pairwise
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch_nets import raised_everywhere
+from torch_nets import alike_gradients, distributed, raised_everywhere
 
 import hvkit
 from hvkit import main_rank
@@ -27,14 +26,35 @@ def classifier():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5)).double()
 
 
+def plain(parameters):
+    return torch.optim.SGD(parameters, 0.5)
+
+
+def trained_classifier(**options):
+    return distributed(plain, classifier(), **options)
+
+
 def data():
     torch.manual_seed(1)
-    targets = [torch.where(torch.rand(8) < 0.5, -100, torch.randint(0, 5, (8,))) for _ in range(6)]
+    targets = [torch.where(torch.rand(8) < 0.5, -100, torch.randint(0, 5, (8,))) for _ in range(4)]
     return [(torch.randn(8, 8).double(), y) for y in targets]
 
 
+def mine(batch, first=6):
+    """Rank 0 has the first samples of a batch, rank 1 the rest."""
+    return [part.tensor_split([first])[hvkit.rank()] for part in batch]
+
+
+def counted(y):
+    return (y != -100).sum()
+
+
+def summed(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
 def ignored(model, x, y):
-    return F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum()
+    return summed(model, x, y), counted(y)
 
 
 def weighted(model, x, y):
@@ -55,29 +75,31 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("sums", [ignored, weighted, samples])
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sums", "options"), each_once([ignored, weighted, samples], list(STRATEGIES.values()))
+)
 def test_ranks_with_different_counts_train_the_model_of_one_process(options, sums):
-    model, reference = classifier(), classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    its = torch.optim.SGD(reference.parameters(), 0.5)
-    hvkit.distribute(model, optimizer, **options)
-    for number, (x, y) in enumerate(data()):
-        total, count = sums(reference, x, y)
+    reference = classifier()
+    model, optimizer = trained_classifier(**options)
+    its = plain(reference.parameters())
+    for number, batch in enumerate(data()):
+        total, count = sums(reference, *batch)
         expected = total / count
         expected.backward()
-        mine = [part.tensor_split([6])[hvkit.rank()] for part in (x, y)]
-        loss = hvkit.mean(*sums(model, *mine))
+        loss = hvkit.mean(*sums(model, *mine(batch)))
         loss.backward()
-        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+        assert_same(loss, expected)
         if number % 2:
             for each in (optimizer, its):
                 each.step()
                 each.zero_grad()
     with hvkit.settled(model):
-        state = model.state_dict() if hvkit.is_main() else {}
-    for name, value in state.items():
-        torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-12)
+        if hvkit.is_main():
+            assert_same(dict(model.state_dict()), dict(reference.state_dict()))
 
 
 def test_a_rank_may_count_nothing():
@@ -132,30 +154,31 @@ def test_ranks_without_tokens_may_pass_numbers():
 
 @pytest.mark.usefixtures("no_other_models")
 def test_a_model_of_which_a_rank_without_tokens_computes_nothing():
-    model, reference = classifier(), classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    hvkit.distribute(model, optimizer)
-    x, y = data()[0]
-    hvkit.mean(*(ignored(model, x, y) if hvkit.rank() else (0.0, 0))).backward()
-    total, count = ignored(reference, x, y)
+    reference, (model, optimizer) = classifier(), trained_classifier()
+    batch = data()[0]
+    hvkit.mean(*(ignored(model, *batch) if hvkit.rank() else (0.0, 0))).backward()
+    total, count = ignored(reference, *batch)
     (total / count).backward()
-    for each in (model, reference):
+    for each, its in ((model, optimizer), (reference, plain(reference.parameters()))):
         nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-    for each in (optimizer, torch.optim.SGD(reference.parameters(), 0.5)):
-        each.step()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        its.step()
+    assert_same(list(model.parameters()), list(reference.parameters()))
 
 
-def test_other_shapes_and_complex_numbers_are_refused_on_every_rank():
-    shapes = (2, 2), (4,)
-    pair = torch.ones(shapes[hvkit.rank()]), 1.0
-    assert raised_everywhere(lambda: hvkit.mean(*pair), "(4,) to hvkit.mean, rank 0 one of (2, 2)")
-    mixed = torch.ones(1 + 2 * hvkit.rank()), torch.ones(3 - 2 * hvkit.rank())
-    assert raised_everywhere(lambda: hvkit.mean(*mixed), "shape (3,) to hvkit.mean, rank 0")
-    kind, text = error_of(lambda: hvkit.mean(torch.ones(2, dtype=torch.complex64), 2))
-    assert kind is TypeError
-    assert "pass the real and the imaginary part" in text
+def test_what_has_no_mean_is_refused_on_every_rank():
+    def refused(total, count, *parts, kind=hvkit.RanksDisagreeError):
+        return raised_everywhere(lambda: hvkit.mean(total, count), *parts, kind=kind)
+
+    rank = hvkit.rank()
+    pair = torch.ones([(2, 2), (4,)][rank]), 1.0
+    assert refused(*pair, "(4,) to hvkit.mean, rank 0 one of (2, 2)")
+    mixed = torch.ones(1 + 2 * rank), torch.ones(3 - 2 * rank)
+    assert refused(*mixed, "shape (3,) to hvkit.mean, rank 0")
+    assert refused(torch.ones(1 + rank), 2, "hvkit.mean")
+    text = "pass the real and the imaginary part"
+    assert refused(torch.ones(2, dtype=torch.complex64), 2, text, kind=TypeError)
+    with pytest.raises(TypeError, match=r"and what it counts, got 1\.0 of type float and 'two'"):
+        hvkit.mean(1.0, 2 if rank else "two")
 
 
 def test_a_compiled_loss_under_autocast():
@@ -169,29 +192,18 @@ def test_a_compiled_loss_under_autocast():
     assert len({float(each) for each in hvkit.allgather(loss.detach())}) == 1
 
 
-def test_what_is_no_number_is_an_error_on_every_rank():
-    kind, text = error_of(lambda: hvkit.mean(1.0, 2 if hvkit.rank() else "two"))
-    assert kind is TypeError
-    assert "takes a tensor or a number and what it counts, got 1.0 of type float and 'two'" in text
-    assert raised_everywhere(lambda: hvkit.mean(torch.ones(1 + hvkit.rank()), 2), "hvkit.mean")
-
-
 def masked_sum(model, x, y):
     losses = F.cross_entropy(model(x), y, reduction="none")
-    return losses.sum() / (y != -100).sum()
+    return losses.sum() / counted(y)
 
 
 def in_chunks(model, x, y):
     chunks = zip(model(x).split(2), y.split(2), strict=True)
-    return sum(F.cross_entropy(*each, reduction="sum") for each in chunks) / (y != -100).sum()
+    return sum(F.cross_entropy(*each, reduction="sum") for each in chunks) / counted(y)
 
 
 def ignored_mean(model, x, y):
     return F.cross_entropy(model(x), y)
-
-
-def summed(model, x, y):
-    return F.cross_entropy(model(x), y, reduction="sum")
 
 
 MEANS = {
@@ -201,7 +213,7 @@ MEANS = {
     "masked": masked_sum,
     "rows": lambda model, x, y: F.mse_loss(model(x), torch.zeros(len(x), 5).double()) * 3,
     "of elements": lambda model, x, y: 0.1 + model(x).square().mean(),
-    "times a reciprocal": lambda model, x, y: summed(model, x, y) * (1 / (y != -100).sum()),
+    "times a reciprocal": lambda model, x, y: summed(model, x, y) * (1 / counted(y)),
     "in chunks": in_chunks,
     "in a list": lambda *batch: torch.stack([ignored_mean(*batch), torch.tensor(2.0)]).mean(),
     "in a list added up": lambda *batch: torch.stack([ignored_mean(*batch)]).sum().mean(),
@@ -213,54 +225,60 @@ MEANS = {
     "of samples in a list": lambda model, x, y: torch.stack([m.sum() for m in model(x)]).mean(),
     "of means in a list": lambda model, x, y: torch.stack([m.mean() for m in model(x)]).mean(),
 }
+NAMED = "write `loss = hvkit.mean(total, count)`"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_warned_yet(monkeypatch):
+    monkeypatch.setattr(main_rank, "_logged", set())
 
 
 def warned(loss_of, capsys, first=6, **options):
     """Whether rank 0 warns of losses over different numbers, in one step of training."""
     main_rank._logged.clear()
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    hvkit.distribute(model, optimizer, **options)
-    x, y = (part.tensor_split([first])[hvkit.rank()] for part in data()[0])
-    loss_of(model, x, y).backward()
+    model, optimizer = trained_classifier(**options)
+    loss_of(model, *mine(data()[0], first)).backward()
     optimizer.step()
-    return "write `loss = hvkit.mean(total, count)`" in capsys.readouterr().err
+    return NAMED in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loss_of", MEANS.values(), ids=MEANS)
 def test_means_over_other_numbers_are_named_once(loss_of, capsys):
     assert warned(loss_of, capsys) == hvkit.is_main()
-    assert warned(loss_of, capsys, strategy=hvkit.FullyShard()) == hvkit.is_main()
 
 
-def test_means_of_one_process_are_not_named(capsys):
-    def corrected(model, x, y):
-        own = int((y != -100).sum())
-        return F.cross_entropy(model(x), y) * (own / hvkit.average(own))
+def corrected(model, x, y):
+    own = int(counted(y))
+    return F.cross_entropy(model(x), y) * (own / hvkit.average(own))
 
-    assert not warned(lambda *batch: hvkit.mean(*ignored(*batch)), capsys)
-    assert not warned(lambda *batch: hvkit.mean(*samples(*batch)), capsys)
-    assert not warned(corrected, capsys)
-    assert not warned(lambda model, x, y: model(x).sum() / 3, capsys)
-    assert not warned(MEANS["rows"], capsys, first=4)
-    assert not warned(MEANS["of means in a list"], capsys, first=4)
+
+OF_ONE_PROCESS = [
+    (lambda *batch: hvkit.mean(*ignored(*batch)), 6),
+    (lambda *batch: hvkit.mean(*samples(*batch)), 6),
+    (corrected, 6),
+    (lambda model, x, y: model(x).sum() / 3, 6),
+    (MEANS["rows"], 4),
+    (MEANS["of means in a list"], 4),
     # What a sum is multiplied with need not be one over a count.
-    assert not warned(lambda model, x, y: model(x).sum() * x.mean(), capsys)
-    assert not warned(lambda model, x, y: model(x).sum() * model(x).std(), capsys)
+    (lambda model, x, y: model(x).sum() * x.mean(), 6),
+    (lambda model, x, y: model(x).sum() * model(x).std(), 6),
+]
+
+
+@pytest.mark.parametrize(("loss_of", "first"), OF_ONE_PROCESS)
+def test_means_of_one_process_are_not_named(loss_of, first, capsys):
+    assert not warned(loss_of, capsys, first)
 
 
 def test_a_pass_from_an_edge_of_the_graph():
-    model = classifier()
-    hvkit.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, _ = trained_classifier()
     loss = model(data()[hvkit.rank()][0]).sum()
     torch.autograd.backward([get_gradient_edge(loss)])
-    assert same_on_all_ranks([p.grad.numpy() for p in model.parameters()])
+    assert alike_gradients(model)
 
 
 def test_a_checkpointed_loss_is_not_computed_once_more():
-    model, calls = classifier(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    hvkit.distribute(model, optimizer)
+    (model, _), calls = trained_classifier(), []
 
     def loss_of(x, y):
         calls.append(1)
@@ -275,17 +293,14 @@ def test_a_checkpointed_loss_is_not_computed_once_more():
     cases(
         pairwise(
             [MEANS[n] for n in ("ignored", "masked", "rows")],
-            [4, 6, 7],
+            [1, 4, 6, 7],
             [{}, STRATEGIES["accumulated"], STRATEGIES["fully"]],
         ),
         first=3,
     ),
 )
 def test_a_shorter_last_batch_on_one_rank_is_named_in_any_step(loss_of, last, options, capsys):
-    main_rank._logged.clear()
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    hvkit.distribute(model, optimizer, **options)
+    model, optimizer = trained_classifier(**options)
     x, y = (part[:4] for part in data()[0])
     y = y.clamp(min=0)
     for step in range(1, 9):
@@ -294,18 +309,14 @@ def test_a_shorter_last_batch_on_one_rank_is_named_in_any_step(loss_of, last, op
         if step % options.get("accumulate", 1) == 0:
             optimizer.step()
             optimizer.zero_grad()
-    error = capsys.readouterr().err
-    assert ("write `loss = hvkit.mean(total, count)`" in error) == hvkit.is_main()
+    assert (NAMED in capsys.readouterr().err) == hvkit.is_main()
 
 
 def test_losses_of_other_shapes_that_count_alike_are_left_alone_soon(capsys, monkeypatch):
     compared = []
     check = Checks.compare_losses
     monkeypatch.setattr(Checks, "compare_losses", lambda c: (compared.append(c), check(c)))
-    main_rank._logged.clear()
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    hvkit.distribute(model, optimizer)
+    model, optimizer = trained_classifier()
     x = data()[0][0][: 4 - hvkit.rank()]
     for _ in range(20):
         (model(x).square().mean() * len(x) / 3.5).backward()
@@ -315,15 +326,12 @@ def test_losses_of_other_shapes_that_count_alike_are_left_alone_soon(capsys, mon
 
 
 def test_a_penalty_on_gradients_of_all_ranks_samples():
-    models = classifier(), classifier()
-    hvkit.distribute(models[1], torch.optim.SGD(models[1].parameters(), 0.1))
-    x, found = data()[0][0], []
-    for model, mine in zip(models, (x, x.chunk(hvkit.size())[hvkit.rank()]), strict=True):
-        loss = model(mine).square().mean()
-        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        if model is models[1]:
-            gradients = [hvkit.mean(each, 1) for each in gradients]
-        (loss + sum(each.square().sum() for each in gradients)).backward()
-        found.append([p.grad for p in model.parameters()])
-    for expected, own in zip(*found, strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
+    reference, (model, _) = classifier(), trained_classifier()
+    x = data()[0][0]
+    for each, own in ((reference, x), (model, x.chunk(hvkit.size())[hvkit.rank()])):
+        loss = each(own).square().mean()
+        gradients = torch.autograd.grad(loss, list(each.parameters()), create_graph=True)
+        if each is model:
+            gradients = [hvkit.mean(g, 1) for g in gradients]
+        (loss + sum(g.square().sum() for g in gradients)).backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])

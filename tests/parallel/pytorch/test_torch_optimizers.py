@@ -1,24 +1,23 @@
 """Optimizers that step in unusual ways multiply the rate once and restore the user's."""
 
 import copy
-import functools
 
 import pytest
 import torch
-from cases import MORE, cases
-from torch.nn import functional as F
+from cases import MORE, cases, each_once, pairwise
 from torch.optim import lr_scheduler as schedulers
 from torch_nets import local, mlp, regression, train_with_closure
 from twin import (
     RATE,
     SETTERS,
     Twin,
-    backward,
     compare,
     identical,
     multiplied,
     multipliers,
+    new_gradients,
     rates_of,
+    set_rate,
     sgd,
     tensor_sgd,
 )
@@ -28,11 +27,11 @@ import hvkit
 pytestmark = pytest.mark.two_ranks
 
 
-def compiled_method(optimizer, backend="aot_eager"):
+def compiled_method(optimizer, backend="eager"):
     return torch.compile(optimizer.step, backend=backend)
 
 
-def compiled_function(optimizer, backend="aot_eager"):
+def compiled_function(optimizer, backend="eager"):
     return torch.compile(lambda: optimizer.step(), backend=backend)
 
 
@@ -49,15 +48,13 @@ def _not_compiled_before():
 @MORE
 @pytest.mark.usefixtures("_not_compiled_before")
 @pytest.mark.parametrize(
-    ("step", "make"),
-    # A rate that is a number compiles each step anew, so by the quickest backend.
-    [(functools.partial(compiled_function, backend="eager"), sgd), (compiled_method, capturable)],
-    ids=["function", "method"],
+    ("step", "make"), [(compiled_function, sgd), (compiled_method, capturable)]
 )
 def test_compiled_steps(step, make):
     """On CPUs, Adam accepts ``capturable`` only in a compiled update."""
-    with torch._dynamo.config.patch(recompile_limit=32):  # three optimizers
-        compare(make, after=SETTERS["OneCycleLR"], warmup=4, step=step)
+    # A rate that is a number compiles each step anew, of three optimizers.
+    with torch._dynamo.config.patch(recompile_limit=32):
+        compare(make, after=SETTERS["StepLR"], warmup=2, step=step)
 
 
 @MORE
@@ -76,7 +73,7 @@ def test_a_compiled_step_is_compiled_once(step):
     scheduler = schedulers.StepLR(optimizer, 1, 0.5)
     take = step(optimizer, count)
     for batch in local(regression(steps=5)):
-        backward(model, batch)
+        new_gradients(model, batch)
         take()
         scheduler.step()
     assert len(graphs) == 1
@@ -90,7 +87,7 @@ def test_a_step_that_was_kept_from_before_the_call_uses_the_multiplied_rate(kept
     twin = Twin(model, sgd)
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=2)
     for batch, by in zip(local(regression(steps=4)), multipliers("linear", 2), strict=False):
-        backward(model, batch)
+        new_gradients(model, batch)
         step()
         twin.step(model, [RATE * by], optimizer.param_groups)
         assert optimizer.param_groups[0]["lr"] == RATE
@@ -110,15 +107,9 @@ def test_a_closure_reads_and_sets_the_users_rate(make):
 
         def closure(i=i, batch=batch):
             seen.append(float(group["lr"]))
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(0.5 / (i + 1))
-            else:
-                group["lr"] = 0.5 / (i + 1)
-            model.zero_grad()
-            x, y = batch
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
+            set_rate(group, 0.5 / (i + 1))
+            new_gradients(model, batch)
+            return 0.0
 
         optimizer.step(closure) if i % 2 else optimizer.step(closure=closure)
         by = multipliers("linear", 2)[i]
@@ -146,7 +137,7 @@ def test_hooks_of_the_user_read_and_set_the_users_rate():
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_pre_hook(assign)
     for batch in local(regression(steps=2)):
-        backward(model, batch)
+        new_gradients(model, batch)
         optimizer.step()
         twin.step(model, [0.25 * hvkit.size()], optimizer.param_groups)
         assert identical(model, twin.model)
@@ -157,68 +148,44 @@ class Fails(torch.optim.SGD):
     """A step that raises after it has read its rate."""
 
     def step(self, closure=None):
-        if closure is not None:
-            closure()
         raise MemoryError(f"at {float(self.param_groups[0]['lr']):g}")
 
 
-@MORE
-@pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
-@pytest.mark.parametrize("where", ["update", "closure", "hook"])
-@pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
+@pytest.mark.parametrize(
+    ("where", "lr", "warmup"),
+    cases(pairwise(["update", "closure", "hook"], [RATE, torch.tensor(RATE)], [0, 4]), 3),
+)
 def test_a_step_that_raises_leaves_the_users_rate_in_place(where, lr, warmup):
-    lr = copy.deepcopy(lr)
     model = mlp()
     kind = Fails if where == "update" else torch.optim.SGD
-    optimizer = kind(model.parameters(), lr=lr)
+    optimizer = kind(model.parameters(), lr=copy.deepcopy(lr))
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
     lr = optimizer.param_groups[0]["lr"]
 
     def fail(*_):
         raise MemoryError("at no rate")
 
-    if where == "hook":
-        hook = optimizer.register_step_pre_hook(fail)
-    backward(model, local(regression(steps=1))[0])
+    batch, used = local(regression(steps=1))[0], RATE if warmup else RATE * hvkit.size()
+    hook = optimizer.register_step_pre_hook(fail) if where == "hook" else None
+    new_gradients(model, batch)
     for _ in range(3):
-        used = RATE if warmup else RATE * hvkit.size()
         with pytest.raises(MemoryError, match=f"at {used:g}" if where == "update" else "at no"):
             optimizer.step(fail) if where == "closure" else optimizer.step()
         assert optimizer.param_groups[0]["lr"] is lr
         assert float(lr) == pytest.approx(RATE)
-    if where == "hook":
+    if hook:
         hook.remove()
     if where != "update":
-        twin = Twin(model, lambda m: torch.optim.SGD(m.parameters(), lr=copy.deepcopy(lr)))
-        backward(model, local(regression(steps=1))[0])
+        before = [p.detach().clone() for p in model.parameters()]
+        new_gradients(model, batch)
         optimizer.step()
-        by = 1 if warmup else hvkit.size()
-        twin.step(model, [float(lr * by)], optimizer.param_groups)
-        assert identical(model, twin.model)
+        for p, old in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p, old - used * p.grad)
 
 
-class Own(torch.optim.SGD):
-    """A step that calls its parent's."""
-
+class CallsItsParents(torch.optim.SGD):
     def step(self, closure=None):
         return super().step(closure)
-
-
-class Decays(torch.optim.SGD):
-    """Lowers its own rate at the end of its step."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            if self.in_place:
-                group["lr"] *= 0.5
-            else:
-                group["lr"] = group["lr"] * 0.5
-
-
-@pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
-def test_a_step_that_calls_its_parents_counts_once(warmup):
-    compare(lambda m: Own(m.parameters(), lr=RATE), after=SETTERS["StepLR"], warmup=warmup)
 
 
 class Sets(torch.optim.SGD):
@@ -227,35 +194,38 @@ class Sets(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             group["done"] = group.get("done", 0) + 1
-            group["lr"] = RATE / group["done"]
+            set_rate(group, RATE / group["done"])
         return super().step(closure)
 
 
-class SetsAndSteps(torch.optim.SGD):
-    """The same, naming the parent class."""
-
+class SetsAndNamesItsParent(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
-            group["lr"] = RATE / 3
+            set_rate(group, RATE / 3)
         return torch.optim.SGD.step(self, closure)
 
 
-@pytest.mark.parametrize("kind", [Sets, SetsAndSteps])
-@pytest.mark.parametrize("warmup", [0, 4], ids=["at once", "warm-up"])
-def test_a_rate_set_inside_a_step_counts_as_the_users(kind, warmup):
-    model = mlp()
-    optimizer = kind(model.parameters(), lr=RATE)
-    hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
-    before = [p.detach().clone() for p in model.parameters()]
-    for i, batch in enumerate(local(regression(steps=6))):
-        backward(model, batch)
-        optimizer.step()
-        users = RATE / 3 if kind is SetsAndSteps else RATE / (i + 1)
-        assert rates_of(optimizer) == [users]
-        by = 1 + (hvkit.size() - 1) * min(1, i / warmup if warmup else 1)
-        for p, old in zip(model.parameters(), before, strict=True):
-            torch.testing.assert_close(p, old - users * by * p.grad)
-            old.copy_(p.detach())
+class Decays(torch.optim.SGD):
+    """Lowers its own rate at the end of its step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+
+class DecaysInItsUpdate(torch.optim.Optimizer):
+    """Lowers its rate, a tensor in place, in a step that calls no other."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+            group["lr"] *= 0.5
 
 
 class Around(torch.optim.Optimizer):
@@ -273,42 +243,44 @@ class Around(torch.optim.Optimizer):
         self.base.step()
 
 
-@pytest.mark.parametrize("warmup", [0, 3], ids=["at once", "warm-up"])
-@pytest.mark.parametrize("take", ["step", "second_step"])
-def test_an_optimizer_inside_another_updates_at_the_multiplied_rate_once(take, warmup):
+# The rate that each uses in a step, and the one that it shows after it.
+OF_THEIR_OWN = {
+    CallsItsParents: (lambda i: RATE, lambda i: RATE),
+    Sets: (lambda i: RATE / (i + 1), lambda i: RATE / (i + 1)),
+    SetsAndNamesItsParent: (lambda i: RATE / 3, lambda i: RATE / 3),
+    Decays: (lambda i: RATE / 2**i, lambda i: RATE / 2 ** (i + 1)),
+    DecaysInItsUpdate: (lambda i: RATE / 2**i, lambda i: RATE / 2 ** (i + 1)),
+    Around: (lambda i: RATE, lambda i: RATE),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "warmup", "lr"),
+    [
+        *((kind, "step", 3, RATE) for kind in OF_THEIR_OWN),
+        *((kind, "step", 0, torch.tensor(RATE)) for kind in OF_THEIR_OWN),
+        *((Around, "second_step", warmup, RATE) for warmup in (0, 3)),
+    ],
+)
+def test_steps_of_their_own_use_the_multiplied_rate_once(kind, step, warmup, lr):
+    used, shown = OF_THEIR_OWN[kind]
     model = mlp()
-    optimizer = Around(model.parameters(), lr=RATE)
+    optimizer = kind(model.parameters(), lr=copy.deepcopy(lr))
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
     before = [p.detach().clone() for p in model.parameters()]
     for i, batch in enumerate(local(regression(steps=5))):
-        backward(model, batch)
-        getattr(optimizer, take)()
-        assert rates_of(optimizer) == [RATE]
+        new_gradients(model, batch)
+        getattr(optimizer, step)()
+        assert rates_of(optimizer) == pytest.approx([shown(i)])
         by = multipliers("linear", warmup)[i]
         for p, old in zip(model.parameters(), before, strict=True):
-            torch.testing.assert_close(p, old - RATE * by * p.grad)
+            torch.testing.assert_close(p, old - used(i) * by * p.grad)
             old.copy_(p.detach())
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
-def test_an_optimizer_that_lowers_its_rate_itself_lowers_the_users(lr, in_place):
-    lr = copy.deepcopy(lr)
-    model = mlp()
-    optimizer = Decays(model.parameters(), lr=lr)
-    optimizer.in_place = in_place
-    hvkit.distribute(model, optimizer, lr_scaling="linear")
-    seen = []
-    for batch in local(regression(steps=3)):
-        backward(model, batch)
-        optimizer.step()
-        seen.append(float(optimizer.param_groups[0]["lr"]))
-    assert seen == pytest.approx([RATE / 2, RATE / 4, RATE / 8], rel=1e-6)
-
-
-@MORE
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize(
+    ("line_search", "warmup"), cases(each_once([None, "strong_wolfe"], [0, 4]))
+)
 def test_the_step_length_of_lbfgs_is_never_scaled(line_search, warmup, capfd):
     def make(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
@@ -332,16 +304,16 @@ def test_a_step_in_the_warm_up_is_not_captured_into_a_cuda_graph(monkeypatch):
     model = mlp()
     optimizer = sgd(model)
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=1)
-    batches = local(regression(steps=3))
-    backward(model, batches[0])
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_available", lambda: True)
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(RuntimeError, match="capture it after the warm-up"):
+    new_gradients(model, local(regression(steps=1))[0])
+
+    def captured():
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_available", lambda: True)
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             optimizer.step()
+
+    with pytest.raises(RuntimeError, match="capture it after the warm-up"):
+        captured()
     assert optimizer.param_groups[0]["lr"] == RATE
-    backward(model, batches[1])
     optimizer.step()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    optimizer.step()
+    captured()

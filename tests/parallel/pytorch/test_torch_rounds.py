@@ -1,18 +1,17 @@
 """PyTorch: strategies that let ranks train alone for a round, and then agree on weights."""
 
-import gc
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_on_all_ranks
+from ranks import as_vector, gossip_matrix, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch_nets import (
     alike,
     arrays,
+    backward,
     in_rounds,
     local,
     mlp,
@@ -20,36 +19,12 @@ from torch_nets import (
     sgd,
     train,
     train_with_closure,
+    weights,
 )
 
 import hvkit
 from hvkit.communication.exchanges import Mean
 from hvkit.strategies.strategy import Rounds
-
-
-def test_rounds_of_two_steps_are_not_synchronous():
-    synchronous, optimizer = in_rounds(hvkit.Synchronous())
-    train(synchronous, optimizer, local(regression()))
-    model, optimizer = in_rounds(hvkit.LocalSGD(2))
-    train(model, optimizer, local(regression()))
-    found, expected = arrays(model.parameters()), arrays(synchronous.parameters())
-    assert largest_difference(found, expected) > 1e-2
-
-
-def test_two_optimizers_of_the_same_parameters_end_their_rounds_in_turn():
-    strategy = hvkit.LocalSGD(4)
-    model = mlp()
-    both = [torch.optim.SGD(model.parameters(), 0.05) for _ in range(2)]
-    hvkit.distribute(model, both, strategy=strategy)
-    data = local(regression(steps=12))
-    for step, batch in enumerate(data):
-        train(model, both[step % 3 == 0], [batch])
-    with hvkit.settled(model):
-        assert alike(model)
-    train(model, both[0], data[:4])
-    train(model, both[1], data[:4])
-    train(model, both[0], data[:4])
-    assert alike(model)
 
 
 @pytest.mark.parametrize("strategy", [hvkit.LocalSGD(5), hvkit.DiLoCo(5)])
@@ -71,16 +46,14 @@ def test_gossip_without_gradients_multiplies_by_its_matrix_in_each_step(topology
     with torch.no_grad():
         for p in model.parameters():
             p.add_(hvkit.rank())
-    everyone = hvkit.allgather(as_vector(arrays(model.parameters())))
+    everyone = hvkit.allgather(as_vector(weights(model)))
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, local(regression(steps=3)))
     matrix = np.linalg.matrix_power(gossip_matrix(topology, hvkit.size()), 3)
-    found = as_vector(arrays(model.parameters()))
-    assert np.abs(found - matrix[hvkit.rank()] @ everyone).max() < 1e-6
+    assert np.abs(as_vector(weights(model)) - matrix[hvkit.rank()] @ everyone).max() < 1e-6
     with hvkit.settled(model):
         assert alike(model)
-        settled = as_vector(arrays(model.parameters()))
-        assert np.abs(settled - np.mean(everyone, axis=0)).max() < 1e-6
+        assert np.abs(as_vector(weights(model)) - np.mean(everyone, axis=0)).max() < 1e-6
 
 
 def test_elastic_averaging_pulls_to_the_centre():
@@ -88,28 +61,16 @@ def test_elastic_averaging_pulls_to_the_centre():
         hvkit.ElasticAveraging(1, pull=0.5), lambda parameters: torch.optim.SGD(parameters, lr=1)
     )
     size, rank, mean = hvkit.size(), hvkit.rank(), (hvkit.size() - 1) / 2
-    centre = arrays(model.parameters())
+    centre = weights(model)
     for p in model.parameters():
         p.grad = torch.full_like(p, -rank)
     optimizer.step()
     expected = [c + rank * (1 - 0.5 / size) for c in centre]
-    assert largest_difference(arrays(model.parameters()), expected) < 1e-6
+    assert largest_difference(weights(model), expected) < 1e-6
     with hvkit.settled(model):
         assert alike(model)
         shown = [c + 0.5 * mean + 0.5 * (mean * (1 - 0.5 / size) - 0.5 * mean) for c in centre]
-        assert largest_difference(arrays(model.parameters()), shown) < 1e-6
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_gossip_with_all_ranks_is_local_sgd(every):
-    found = []
-    for strategy in (hvkit.LocalSGD(every), hvkit.Gossip(every, topology="complete")):
-        model, optimizer = in_rounds(strategy)
-        sent = sent_in(lambda m=model, o=optimizer: train(m, o, local(regression(steps=20))))
-        found.append(arrays(model.parameters()))
-        count = sum(p.numel() for p in model.parameters())
-    assert largest_difference(*found) < 1e-6
-    assert sent["weights"] == 20 // every * 4 * count * (hvkit.size() - 1)
+        assert largest_difference(weights(model), shown) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -125,21 +86,21 @@ def test_gossip_with_all_ranks_is_local_sgd(every):
 )
 def test_ranks_with_the_same_data_train_as_one_process(strategy):
     """With accumulated and clipped gradients, and a schedule."""
-    data, found = regression(steps=24), []
+    found = []
     for distribute in (True, False):
         model = mlp()
         optimizer = sgd(model.parameters())
         if distribute:
             hvkit.distribute(model, optimizer, strategy=strategy, accumulate=2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        for step, (x, y) in enumerate(data, 1):
+        for step, (x, y) in enumerate(regression(steps=12), 1):
             (F.mse_loss(model(x), y) / 2).backward()
             if step % 2 == 0:
                 assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-        found.append(arrays(model.parameters()))
+        found.append(weights(model))
     assert largest_difference(*found) < 1e-6
 
 
@@ -174,36 +135,39 @@ def test_a_strategy_that_is_not_part_of_hvkit():
         assert torch.allclose(model[0].weight, torch.stack(own).mean(0), atol=1e-6)
 
 
-def sent_in(function):
+def bytes_sent(model, optimizer, data):
+    """What training sends, by its purpose."""
     before = hvkit.traffic()
-    function()
+    train(model, optimizer, data)
     return {
         purpose: sent.bytes - (before[purpose].bytes if purpose in before else 0)
         for purpose, sent in hvkit.traffic().items()
     }
 
 
-@pytest.mark.parametrize(("compression", "width"), [("none", 4), ("bf16", 2)])
-def test_a_round_sends_the_weights_once(compression, width):
-    model, optimizer = in_rounds(hvkit.LocalSGD(5), compression=compression)
+RING, EACH_OTHER = 2 * (hvkit.size() - 1) / hvkit.size(), hvkit.size() - 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compression", "purpose", "times"),
+    [
+        (hvkit.LocalSGD(5), "none", "weights", 3 * 4 * RING),
+        (hvkit.LocalSGD(5), "bf16", "weights", 3 * 2 * RING),
+        (hvkit.Gossip(5, topology="complete"), "none", "weights", 3 * 4 * EACH_OTHER),
+        (hvkit.Synchronous(), "none", "gradients", 15 * 4 * RING),
+    ],
+)
+def test_a_round_sends_the_weights_once(strategy, compression, purpose, times):
+    """In 15 steps, three rounds; the default sends gradients in each, and a report."""
+    model, optimizer = in_rounds(strategy, compression=compression)
     data = local(regression(steps=20))
     train(model, optimizer, data[:5])
-    sent = sent_in(lambda: train(model, optimizer, data[5:]))
+    sent = bytes_sent(model, optimizer, data[5:])
     count = sum(p.numel() for p in model.parameters())
-    ring = 2 * (hvkit.size() - 1) / hvkit.size() * count * width
-    assert sent["weights"] == pytest.approx(3 * ring, rel=0.03)
-    assert sent.get("gradients", 0) == sent.get("checks", 0) == 0
-    assert alike(model)
-
-
-def test_the_default_sends_gradients():
-    model, optimizer = in_rounds(hvkit.Synchronous())
-    data = local(regression(steps=4))
-    train(model, optimizer, data[:1])
-    sent = sent_in(lambda: train(model, optimizer, data[1:]))
-    count = sum(p.numel() for p in model.parameters())
-    assert sent["gradients"] >= 3 * 2 * (hvkit.size() - 1) * count * 4 // hvkit.size()
-    assert sent.get("weights", 0) == 0
+    other = "gradients" if purpose == "weights" else "weights"
+    assert sent[purpose] == pytest.approx(times * count, rel=0.03 if purpose == "weights" else 0.3)
+    assert sent.get(other, 0) == 0
+    assert purpose == "gradients" or sent.get("checks", 0) == 0
 
 
 def test_an_overflow_on_one_rank_does_not_shift_its_rounds():
@@ -222,17 +186,24 @@ def test_an_overflow_on_one_rank_does_not_shift_its_rounds():
 def test_frozen_parameters_stay_as_they_are():
     model = mlp()
     model[0].requires_grad_(False)
-    before = arrays(model[0].parameters())
+    before = weights(model[0])
     model, optimizer = in_rounds(hvkit.LocalSGD(2), model=model)
-    sent = sent_in(lambda: train(model, optimizer, local(regression(steps=4))))
-    assert all(map(np.array_equal, arrays(model[0].parameters()), before))
+    sent = bytes_sent(model, optimizer, local(regression(steps=4)))
+    assert all(map(np.array_equal, weights(model[0]), before))
     trained = sum(p.numel() for p in model[2].parameters())
     assert sent["weights"] == 2 * (2 * 4 * trained * (hvkit.size() - 1) // hvkit.size())
-    # Frozen in the middle of a round: that round still agrees on it.
-    model[0].requires_grad_(True)
-    train(model, optimizer, local(regression(steps=1)))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["stays", "moved by momentum"])
+def test_a_parameter_that_is_frozen_in_the_middle_of_a_round_is_agreed_on(set_to_none):
+    model, optimizer = in_rounds(hvkit.LocalSGD(2))
+    data = local(regression(steps=4))
+    train(model, optimizer, data[:1])
     model[0].requires_grad_(False)
-    train(model, optimizer, local(regression(steps=1)))
+    for batch in data[1:2] if set_to_none else data[1:]:
+        optimizer.zero_grad(set_to_none)
+        backward(model, batch)
+        optimizer.step()
     assert alike(model)
 
 
@@ -252,18 +223,43 @@ def test_batch_norm_statistics_are_averaged_at_each_agreement():
     assert alike(model)
 
 
+def test_compressed_rounds_keep_the_statistics_exact():
+    layer = nn.BatchNorm1d(8, momentum=1.0)
+    _, optimizer = in_rounds(hvkit.LocalSGD(1), model=layer, compression="int8")
+    x = torch.randn(64, 8) * torch.tensor([100.0, *[0.1] * 7])
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+    assert layer.running_var == pytest.approx(x.var(0).detach(), rel=0.1)
+
+
 def test_each_optimizer_has_its_own_rounds():
     model = mlp()
     first, second = sgd(model[0].parameters()), sgd(model[2].parameters())
     hvkit.distribute(model, [first, second], strategy=hvkit.LocalSGD(2))
-    for step, (x, y) in enumerate(local(regression(steps=8))):
+    for step, batch in enumerate(local(regression(steps=8))):
         model.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        backward(model, batch)
         first.step()
         if step % 2:
             second.step()
         assert alike(model[0]) == (step % 2 == 1)
         assert alike(model[2]) == (step % 4 in (3, 0))
+
+
+def test_two_optimizers_of_the_same_parameters_end_their_rounds_in_turn():
+    model = mlp()
+    both = [torch.optim.SGD(model.parameters(), 0.05) for _ in range(2)]
+    hvkit.distribute(model, both, strategy=hvkit.LocalSGD(4))
+    data = local(regression(steps=12))
+    for step, batch in enumerate(data):
+        train(model, both[step % 3 == 0], [batch])
+    with hvkit.settled(model):
+        assert alike(model)
+    for optimizer in (both[0], both[1], both[0]):
+        train(model, optimizer, data[:4])
+    assert alike(model)
 
 
 def test_parameters_that_are_added_later_are_agreed_on():
@@ -282,6 +278,25 @@ def test_parameters_that_are_added_later_are_agreed_on():
         optimizer.step()
     assert alike(model)
     assert same_on_all_ranks(arrays([extra]))
+
+
+def test_a_skipped_step_takes_new_parameters_along():
+    model = mlp()
+    optimizer = sgd(model[0].parameters())
+    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step, (x, y) in enumerate(local(regression(steps=2))):
+        if step == 1:
+            optimizer.param_groups.append(
+                {**optimizer.param_groups[0], "params": [*model[2].parameters()]}
+            )
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        if step == 1 and hvkit.rank() == 0:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    assert alike(model)
 
 
 def test_an_optimizer_inside_another_counts_once():
@@ -309,7 +324,8 @@ def test_a_step_that_fails_does_not_count():
     train(model, optimizer, data[:1])
     model[0].weight.grad = torch.zeros(16, 8).to_sparse()
     optimizer.param_groups[0]["weight_decay"] = 0.1
-    assert error_of(optimizer.step)[0] is not None
+    with pytest.raises(RuntimeError):
+        optimizer.step()
     optimizer.param_groups[0]["weight_decay"] = 0
     train(model, optimizer, data[1:])
     assert alike(model)
@@ -317,77 +333,20 @@ def test_a_step_that_fails_does_not_count():
 
 def test_closures_stay_local():
     model, optimizer = in_rounds(hvkit.LocalSGD(2), torch.optim.LBFGS)
-    train_with_closure(model, optimizer, local(regression(steps=4)))
+    data = local(regression(steps=2))
+    train_with_closure(model, optimizer, data[:1])
+    assert not alike(model)
+    train_with_closure(model, optimizer, data[1:])
     assert alike(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 def test_other_dtypes(dtype):
     model = nn.ParameterList([torch.linspace(-1, 1, 12).to(dtype).view(3, 4)])
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(1))
+    model, optimizer = in_rounds(hvkit.LocalSGD(1), lambda p: torch.optim.SGD(p, 0.5), model)
     before = model[0].detach().clone()
     model[0].grad = torch.full_like(model[0], hvkit.rank() + 1)
     optimizer.step()
     mean = (hvkit.size() + 1) / 2
     assert model[0].dtype is dtype
     assert torch.allclose(model[0], before - 0.5 * mean, rtol=1e-2)
-
-
-def test_a_model_that_is_dropped_is_freed():
-    model, optimizer = in_rounds(hvkit.DiLoCo(2))
-    train(model, optimizer, local(regression(steps=3)))
-    held = weakref.ref(model[0].weight)
-    del model, optimizer
-    gc.collect()
-    assert held() is None
-
-
-def test_compressed_rounds_keep_the_statistics_exact():
-    layer = nn.BatchNorm1d(8, momentum=1.0)
-    _, optimizer = in_rounds(hvkit.LocalSGD(1), model=layer, compression="int8")
-    x = torch.randn(64, 8) * torch.tensor([100.0, *[0.1] * 7])
-    for _ in range(2):
-        optimizer.zero_grad()
-        layer(x).sum().backward()
-        optimizer.step()
-    assert layer.running_var == pytest.approx(x.var(0).detach(), rel=0.1)
-
-
-def test_momentum_that_moves_a_frozen_parameter_is_agreed_on():
-    model, optimizer = in_rounds(hvkit.LocalSGD(2))
-    data = local(regression(steps=6))
-    train(model, optimizer, data[:1])
-    model[0].requires_grad_(False)
-    for x, y in data[1:4]:
-        optimizer.zero_grad(set_to_none=False)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    assert alike(model)
-
-
-def test_a_skipped_step_takes_new_parameters_along():
-    model = mlp()
-    optimizer = sgd(model[0].parameters())
-    hvkit.distribute(model, optimizer, strategy=hvkit.LocalSGD(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for step, (x, y) in enumerate(local(regression(steps=2))):
-        if step == 1:
-            optimizer.param_groups.append(
-                {**optimizer.param_groups[0], "params": [*model[2].parameters()]}
-            )
-        optimizer.zero_grad()
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        if step == 1 and hvkit.rank() == 0:
-            model[0].weight.grad[0, 0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-    assert alike(model)
-
-
-def test_a_model_that_never_steps_is_freed():
-    model, optimizer = in_rounds(hvkit.LocalSGD(2))
-    held = weakref.ref(model[0].weight)
-    del model, optimizer
-    gc.collect()
-    assert held() is None

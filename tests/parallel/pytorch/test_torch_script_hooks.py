@@ -1,16 +1,26 @@
 """Hooks of the script on parameters see what they see in one process."""
 
-import copy
 import itertools
 
 import pytest
 import torch
 from cases import pairwise
-from ranks import error_of, largest_difference
+from ranks import largest_difference
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
-from torch_nets import alike, arrays, local, mlp, regression, sgd, train
+from torch_nets import (
+    alike,
+    backward,
+    distributed,
+    local,
+    mlp,
+    raised_everywhere,
+    regression,
+    sgd,
+    train,
+    weights,
+)
 
 import hvkit
 from hvkit import main_rank
@@ -49,8 +59,8 @@ def hook(model, kind):
 def train_in_passes(model, optimizer, data, passes, to_none=True):
     for first in range(0, len(data), passes):
         optimizer.zero_grad(set_to_none=to_none)
-        for x, y in data[first : first + passes]:
-            F.mse_loss(model(x), y).backward()
+        for batch in data[first : first + passes]:
+            backward(model, batch)
         optimizer.step()
 
 
@@ -89,7 +99,7 @@ def test_a_hook_changes_the_mean_over_ranks(strategy, kind, before):
 @pytest.mark.parametrize("mode", ["all", "any"])
 def test_a_hook_on_several_parameters_sees_means(mode):
     seen = []
-    for distributed in (False, True):
+    for on_ranks in (False, True):
         model, norms = mlp().double(), []
 
         def note(gradients, norms=norms):
@@ -98,7 +108,7 @@ def test_a_hook_on_several_parameters_sees_means(mode):
 
         register_multi_grad_hook(list(model.parameters()), note, mode=mode)
         optimizer, data = sgd(model.parameters()), double()
-        if distributed:
+        if on_ranks:
             model, optimizer = hvkit.distribute(model, optimizer)
             data = local(data)
         train_in_passes(model, optimizer, data, 2)
@@ -129,7 +139,7 @@ def test_a_hook_sees_a_parameter_that_only_another_rank_uses():
 
 
 def test_a_hook_sees_the_mean_on_a_rank_without_a_backward_pass():
-    model, optimizer = hvkit.distribute(model := mlp(), torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = distributed()
     hook(model, "two")
     for x, y in local(regression(steps=3)):
         optimizer.zero_grad()
@@ -142,7 +152,7 @@ def test_a_hook_sees_the_mean_on_a_rank_without_a_backward_pass():
 
 def test_noise_of_hooks_is_the_same_on_all_ranks_and_new_in_each_step():
     torch.manual_seed(hvkit.rank())
-    model, optimizer = hvkit.distribute(model := mlp(), torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = distributed()
     drawn = []
 
     def noisy(gradient):
@@ -156,7 +166,7 @@ def test_noise_of_hooks_is_the_same_on_all_ranks_and_new_in_each_step():
 
 
 def test_a_hook_may_be_removed_and_sees_autograd_grad():
-    model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
+    model, _ = distributed()
     first = model[0].weight
     handle = first.register_hook(lambda gradient: gradient * 0)
     x, y = local(regression(steps=1))[0]
@@ -174,8 +184,7 @@ def reductions(model, optimizer, steps=2):
 
 
 def test_a_removed_hook_costs_nothing():
-    model = mlp()
-    model, optimizer = hvkit.distribute(model, sgd(model.parameters()), accumulate=2)
+    model, optimizer = distributed(accumulate=2)
     train_in_passes(model, optimizer, local(regression(steps=2)), 2)
     without = reductions(model, optimizer)
     handle = model[0].weight.register_hook(normalised)
@@ -185,37 +194,31 @@ def test_a_removed_hook_costs_nothing():
 
 
 def test_a_hook_on_one_rank_alone_works_or_is_named():
-    model, seen = mlp(), []
-    model, optimizer = hvkit.distribute(model, sgd(model.parameters()))
+    (model, optimizer), seen = distributed(), []
     if hvkit.rank() == 1:
         model[0].weight.register_hook(seen.append)
     train(model, optimizer, local(regression(steps=3)))
     assert len(seen) == 3 * hvkit.rank()
     assert alike(model)
-    model = mlp()
-    model, optimizer = hvkit.distribute(model, sgd(model.parameters()), accumulate=2)
+    model, optimizer = distributed(accumulate=2)
     if hvkit.rank() == 1:
         model[0].weight.register_hook(normalised)
-    error, text = error_of(lambda: reductions(model, optimizer))
-    assert error is hvkit.RanksDisagreeError
     named = "rank 1 has registered the hook normalised on parameter 0.weight, and rank 0 has none"
-    assert named in text
-    assert "accumulate=2" in text
+    assert raised_everywhere(lambda: reductions(model, optimizer), named, "accumulate=2")
 
 
 def test_a_wrong_shape_is_an_error():
-    model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()))
+    model, _ = distributed()
     model[0].bias.register_hook(lambda gradient: gradient.sum())
-    error, text = error_of(lambda: model(torch.ones(2, 8)).sum().backward())
-    assert error is RuntimeError
-    assert "parameter 0.bias must return None or a tensor of the gradient's shape (16,)" in text
+    text = "parameter 0.bias must return None or a tensor of the gradient's shape (16,)"
+    assert raised_everywhere(model(torch.ones(2, 8)).sum().backward, text, kind=RuntimeError)
 
 
 @pytest.mark.parametrize("why", ["create_graph=True", "accumulate=2", "torch.autograd.grad"])
 def test_own_gradients_are_named_where_hooks_must_see_them(why, capsys, monkeypatch):
     monkeypatch.setattr(main_rank, "_logged", set())
     options = {"accumulate": 2, "compression": hvkit.TopK(0.5)} if "accumulate" in why else {}
-    model, _ = hvkit.distribute(model := mlp(), sgd(model.parameters()), **options)
+    model, _ = distributed(**options)
     model[0].weight.register_hook(normalised)
     loss = model(torch.randn(2, 8)).sum()
     if "autograd" in why:
@@ -228,20 +231,15 @@ def test_own_gradients_are_named_where_hooks_must_see_them(why, capsys, monkeypa
 
 
 def test_divided_parameters_refuse_what_they_cannot_do():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = hvkit.distribute(model, optimizer, strategy=hvkit.FullyShard())
+    model, _ = distributed(strategy=hvkit.FullyShard())
     with pytest.raises(ValueError, match="would never be called"):
         register_multi_grad_hook(list(model.parameters()), print)
-    model, optimizer = hvkit.distribute(
-        model := mlp(), sgd(model.parameters()), strategy=hvkit.FullyShard()
-    )
+    model, _ = distributed(strategy=hvkit.FullyShard())
     model[0].weight.register_hook(normalised)
-    x, y = local(regression(steps=1))[0]
-    F.mse_loss(model(x), y).backward()
-    error, text = error_of(lambda: F.mse_loss(model(x), y).backward())
-    assert error is ValueError
-    assert "the hook that the script has registered on parameter 0.weight" in text
+    batch = local(regression(steps=1))[0]
+    backward(model, batch)
+    text = "the hook that the script has registered on parameter 0.weight"
+    assert raised_everywhere(lambda: backward(model, batch), text, kind=ValueError)
 
 
 def test_the_wait_of_a_hook_on_a_divided_parameter_names_it(monkeypatch):
@@ -249,20 +247,16 @@ def test_the_wait_of_a_hook_on_a_divided_parameter_names_it(monkeypatch):
     monkeypatch.setattr(
         fully_shard, "_full", lambda own: calls.append(current_call()) or gather(own)
     )
-    model = mlp()
-    model, optimizer = hvkit.distribute(model, sgd(model.parameters()), strategy=hvkit.FullyShard())
+    model, optimizer = distributed(strategy=hvkit.FullyShard())
     model[0].weight.register_hook(normalised)
     train(model, optimizer, local(regression(steps=1)))
     assert calls == ["the script's hook on parameter 0.weight"]
 
 
 def test_each_rank_trains_on_its_own_between_rounds():
-    own, model = mlp(), mlp()
-    model, optimizer = hvkit.distribute(
-        model, torch.optim.SGD(model.parameters(), 0.1), strategy=hvkit.LocalSGD(100)
-    )
-    data = local(regression(steps=3))
-    for each, its in ((own, copy.copy(torch.optim.SGD(own.parameters(), 0.1))), (model, optimizer)):
+    own = mlp()
+    model, optimizer = distributed(strategy=hvkit.LocalSGD(100))
+    for each, its in ((own, sgd(own.parameters())), (model, optimizer)):
         hook(each, "normalised")
-        train(each, its, data)
-    assert largest_difference(arrays(model.parameters()), arrays(own.parameters())) == 0
+        train(each, its, local(regression(steps=3)))
+    assert largest_difference(weights(model), weights(own)) == 0

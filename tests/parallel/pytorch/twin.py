@@ -6,15 +6,12 @@ to its weights, and whatever reads the rate between steps must see what it sees 
 
 import torch
 from ranks import same_on_all_ranks
-from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
-from torch_nets import local, mlp, regression
+from torch_nets import backward, local, mlp, regression
 
 import hvkit
 
 RATE = 0.1
-
-
 STEPS = 6
 
 
@@ -32,17 +29,21 @@ class Twin:
             ours.grad = None if theirs.grad is None else theirs.grad.clone()
         for own, rate, theirs in zip(self.optimizer.param_groups, rates, groups, strict=True):
             own.update({k: v for k, v in theirs.items() if k not in ("params", "lr")})
-            if isinstance(own["lr"], torch.Tensor):
-                own["lr"].fill_(rate)
-            else:
-                own["lr"] = rate
+            set_rate(own, rate)
         self.take()
 
 
-def backward(model, batch):
+def set_rate(group, rate):
+    """As scripts do: a tensor in place, a number anew."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def new_gradients(model, batch):
     model.zero_grad()
-    x, y = batch
-    F.mse_loss(model(x), y).backward()
+    backward(model, batch)
 
 
 def rates_of(optimizer):
@@ -79,15 +80,7 @@ def identical(model, other):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def compare(
-    make,
-    *,
-    before=None,
-    after=None,
-    scaling="linear",
-    warmup=0,
-    step=None,
-):
+def compare(make, *, before=None, after=None, scaling="linear", warmup=0, step=None):
     """Train on all ranks; the script sees its own rates, the weights follow the multiplied ones.
 
     Args:
@@ -112,7 +105,7 @@ def compare(
     batches = local(regression(steps=STEPS))
     for i, by in enumerate(multipliers(scaling, warmup)):
         assert rates_of(optimizer) == rates_of(plain)
-        backward(model, batches[i])
+        new_gradients(model, batches[i])
         rates = [multiplied(group, by) for group in optimizer.param_groups]
         take()
         assert rates_of(optimizer) == rates_of(plain)
@@ -144,10 +137,7 @@ def on_a_plateau(optimizer):
 def absolute(optimizer):
     def assign(i):
         for group in optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(0.3 / (i + 1))
-            else:
-                group["lr"] = 0.3 / (i + 1)
+            set_rate(group, 0.3 / (i + 1))
 
     assign(0)
     return assign
