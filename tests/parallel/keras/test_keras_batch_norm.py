@@ -111,17 +111,6 @@ def test_frozen_layers_keep_their_statistics_bit_for_bit():
     assert same_on_all_ranks(weights(model))
 
 
-@MORE
-@pytest.mark.two_ranks
-@pytest.mark.parametrize("steps", cases([5, 3, 4]))
-def test_statistics_are_alike_after_accumulated_gradients(steps):
-    """Also if no update has followed the last batch."""
-    optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
-    model, optimizer = hvkit.distribute(normalised(hvkit.rank()), optimizer)
-    LOOPS["fit"](model, optimizer, local(images(steps=steps)))
-    assert same_on_all_ranks(weights(model))
-
-
 def test_masked_entries_do_not_count_in_synchronised_layers():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2 * hvkit.size(), 5, 3)).astype(np.float32)
