@@ -256,22 +256,3 @@ def test_an_update_that_raises_leaves_the_users_rate_in_place(warmup):
             eager(model, optimizer, lambda i: None)
         assert np.float32(optimizer.learning_rate) == np.float32(RATE)
     assert at == pytest.approx([RATE * (1 if warmup else hvkit.size())] * 2)
-
-
-def test_rank_0_logs_the_rate_that_a_step_uses(capfd):
-    n = hvkit.size()
-    for options, expected in (
-        (
-            {},
-            f"not scaled (the global batch is {n} times one rank's: "
-            f'lr_scaling="linear" would use {0.5 * n:g})',
-        ),
-        (
-            {"lr_scaling": "linear", "warmup_steps": 30},
-            f'steps use 0.5 at first and {0.5 * n:g} after 30 steps (lr_scaling="linear", warm-up)',
-        ),
-    ):
-        hvkit.distribute(linear(), sgd(0.5), **options)
-        between = "; " if options else ", "
-        line = f"hvkit: {n} ranks; learning rate 0.5{between}{expected}\n"
-        assert capfd.readouterr().err == (line if hvkit.is_main() else "")

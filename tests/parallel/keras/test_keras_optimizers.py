@@ -20,6 +20,7 @@ from keras_models import (
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
+from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
 BUILT_IN = sorted(
     name
@@ -36,63 +37,38 @@ def test_the_list_of_built_in_optimizers_is_not_empty():
     assert {"SGD", "Adam", "AdamW", "RMSprop", "Lion"} <= set(BUILT_IN)
 
 
-# Their model has a dense layer as well as embeddings, so gradients of both kinds.
-@MORE
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_built_in_optimizer_equals_one_process(name):
-    make = getattr(keras.optimizers, name)
-    equals_one_process(
-        embedded, lambda factor: make(learning_rate=0.003 * factor), eager_tape, texts(5)
-    )
-
-
-@MORE
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
-)
-def test_an_optimizer_of_optimizers_equals_one_process():
+def of_several(rate):
     optimizers = keras.optimizers
-
-    def make(factor):
-        chosen = optimizers.OptimizerMap(optimizers.SGD(0.01 * factor))
-        chosen[".*bias"] = optimizers.Adam(0.01 * factor)
-        return optimizers.MultiOptimizer(chosen)
-
-    equals_one_process(mlp, make, fit)
+    chosen = optimizers.OptimizerMap(optimizers.SGD(rate))
+    chosen[".*bias"] = optimizers.Adam(rate)
+    return optimizers.MultiOptimizer(chosen)
 
 
-OPTIONS = {
-    "clipnorm": {"clipnorm": 0.1},
-    "global_clipnorm": {"global_clipnorm": 0.1},
-    "clipvalue": {"clipvalue": 0.01},
-    "weight_decay": {"weight_decay": 0.01},
-    "ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
-    "loss_scale_factor": {"loss_scale_factor": 8.0},
+def adam_with(**options):
+    return lambda rate: keras.optimizers.Adam(rate, **options)
+
+
+OPTIMIZERS = {name: getattr(keras.optimizers, name) for name in BUILT_IN} | {
+    "clipnorm": adam_with(clipnorm=0.1),
+    "global_clipnorm": adam_with(global_clipnorm=0.1),
+    "clipvalue": adam_with(clipvalue=0.01),
+    "weight_decay": adam_with(weight_decay=0.01),
+    "ema": adam_with(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+    "loss_scale_factor": adam_with(loss_scale_factor=8.0),
 }
+if hasattr(keras.optimizers, "MultiOptimizer"):  # of a newer Keras
+    OPTIMIZERS["several"] = of_several
 
 
-# A custom loop has to scale the loss by hand; fit does it.
 @MORE
-@pytest.mark.parametrize(
-    ("option", "loop"),
-    cases(
-        [
-            ("global_clipnorm", "eager"),
-            ("clipnorm", "function"),
-            ("clipvalue", "eager"),
-            ("weight_decay", "eager"),
-            ("ema", "fit"),
-            ("loss_scale_factor", "fit"),
-        ]
-    ),
-)
-def test_options_of_optimizers_act_on_the_mean(option, loop):
-    adam = keras.optimizers.Adam
-    # Keras does not divide sparse gradients by the factor.
-    model, data = (mlp, None) if option == "loss_scale_factor" else (embedded, texts(8))
-    equals_one_process(
-        model, lambda factor: adam(0.01 * factor, **OPTIONS[option]), LOOPS[loop], data
-    )
+@pytest.mark.parametrize("name", cases(OPTIMIZERS, ["global_clipnorm"]))
+def test_optimizers_and_their_options_equal_one_process(name):
+    """The model has a dense layer as well as embeddings, so gradients of both kinds."""
+    # Keras does not divide sparse gradients by the factor; a loop has to scale the loss by hand.
+    alone = name in ("loss_scale_factor", "several")
+    model, data = (mlp, regression(steps=5)) if alone else (embedded, texts(5))
+    loop = fit if name in ("ema", "loss_scale_factor") else eager_tape
+    equals_one_process(model, lambda factor: OPTIMIZERS[name](0.003 * factor), loop, data)
 
 
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
@@ -115,8 +91,6 @@ def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
 
 
 def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
-
     calls = []
     average = GradientAverager.__call__
     monkeypatch.setattr(
@@ -145,7 +119,7 @@ PRESENT = {
 @pytest.mark.parametrize("present", PRESENT)
 def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
     """The result is that of one process with the mean, where absent gradients count as zero."""
-    n = hvkit.size()
+    n, rank = hvkit.size(), hvkit.rank()
     rng = np.random.default_rng(0)
 
     def two_layers():
@@ -160,22 +134,14 @@ def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
     optimizer, one_process = momentum(), momentum()
     hvkit.distribute(model, optimizer, lr_scaling="none")
     for which in PRESENT[present] * 2:
-        theirs = [
-            [rng.normal(size=(3, 3)).astype(np.float32) if v in which[min(r, 1)] else None
-             for v in "ab"]
-            for r in range(n)
-        ]  # fmt: skip
+        gradients = tf.constant(rng.normal(size=(n, 2, 3, 3)), tf.float32)
+        has = np.float32([[v in which[min(r, 1)] for v in "ab"] for r in range(n)])
+        mine = [g if there else None for g, there in zip(gradients[rank], has[rank], strict=True)]
         means = [
-            sum(g for g in of_one if g is not None) / n
-            if any(g is not None for g in of_one)
-            else None
-            for of_one in zip(*theirs, strict=True)
+            tf.reduce_mean(gradients[:, v] * has[:, v, None, None], 0) if has[:, v].any() else None
+            for v in range(2)
         ]
-        optimizer.apply(_tensors(theirs[hvkit.rank()]), model.trainable_variables)
-        one_process.apply(_tensors(means), reference.trainable_variables)
+        optimizer.apply(mine, model.trainable_variables)
+        one_process.apply(means, reference.trainable_variables)
         assert same_on_all_ranks(weights(model))
         assert largest_difference(weights(model), weights(reference)) < 1e-5
-
-
-def _tensors(gradients):
-    return [None if g is None else tf.constant(g) for g in gradients]
