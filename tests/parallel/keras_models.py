@@ -144,35 +144,39 @@ def refit(model, data, **options):
     return model.fit(*joined(data), **options)
 
 
-def gradients_of(compute, variables):
-    """What ``compute`` returns, and its gradients."""
+def variables_of(trained):
+    """Those of a model, or these."""
+    return trained.trainable_variables if isinstance(trained, keras.Model) else trained
+
+
+def gradients_of(compute, trained):
+    """What ``compute`` returns, and its gradients of a model, which it may build, or variables."""
     if ON_TENSORFLOW:
         with tf.GradientTape() as tape:
             loss = compute()
-        return loss, tape.gradient(loss, variables)
-    for variable in variables:
+        return loss, tape.gradient(loss, variables_of(trained))
+    for variable in variables_of(trained):
         variable.value.grad = None
     loss = compute()
     loss.backward()
-    return loss, [variable.value.grad for variable in variables]
+    return loss, [variable.value.grad for variable in variables_of(trained)]
 
 
-def update(optimizer, variables, compute):
+def update(optimizer, trained, compute):
     """A step of a custom loop, that minimises what ``compute`` returns; returns it, too."""
-    loss, gradients = gradients_of(compute, variables)
-    optimizer.apply(gradients, variables)
+    loss, gradients = gradients_of(compute, trained)
+    optimizer.apply(gradients, variables_of(trained))
     return loss
 
 
 def tape_step(model, optimizer, x, y):
-    return update(optimizer, model.trainable_variables, lambda: mse(y, model(x, training=True)))
+    return update(optimizer, model, lambda: mse(y, model(x, training=True)))
 
 
 def scaled_step(model, optimizer, x, y, by=1.0):
     """A step that scales the loss, and then its gradients by a number."""
-    variables = model.trainable_variables
-    _, gradients = gradients_of(lambda: optimizer.scale_loss(mse(y, model(x))), variables)
-    optimizer.apply([gradient * by for gradient in gradients], variables)
+    _, gradients = gradients_of(lambda: optimizer.scale_loss(mse(y, model(x))), model)
+    optimizer.apply([gradient * by for gradient in gradients], model.trainable_variables)
 
 
 def eager_tape(model, optimizer, data):

@@ -126,10 +126,8 @@ class Adversaries(keras.Model):
         def of_critic():
             return criticised() - tf.reduce_mean(self.critic(real))
 
-        criticised()  # which builds them
-        update(self.c_optimizer, self.critic.trainable_variables, of_critic)
-        mine = self.generator.trainable_variables
-        return {"loss": update(self.g_optimizer, mine, lambda: -criticised())}
+        update(self.c_optimizer, self.critic, of_critic)
+        return {"loss": update(self.g_optimizer, self.generator, lambda: -criticised())}
 
 
 @MORE
