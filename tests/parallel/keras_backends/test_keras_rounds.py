@@ -342,6 +342,7 @@ def test_statistics_are_the_same_after_updates_that_are_only_accumulated(strateg
     assert alike(model)
 
 
+@on_tensorflow
 def test_ranks_that_update_other_variables_are_named():
     model, optimizer = in_rounds(hvkit.LocalSGD(4))
     data = local(regression(steps=2))
@@ -349,5 +350,5 @@ def test_ranks_that_update_other_variables_are_named():
     model.layers[hvkit.rank() % 2].trainable = False
     error, text = error_of(lambda: LOOPS["eager"](model, optimizer, data[1:]))
     assert error is hvkit.RanksDisagreeError
-    assert "kernel, of shape (16, 4)" in text
+    assert "weight 2, kernel, of shape (16, 4)" in text
     assert "update the same variables" in text
