@@ -76,10 +76,12 @@ lint: setup
 unit: setup
 	$(LIMIT) python -m pytest $(HANGS) -n 3 --dist loadfile tests/unit
 
+# Of Keras. The others run on TensorFlow alone; the last two on both backends.
+ON_PYTORCH := $(addprefix tests/parallel/,keras_torch keras_backends keras_pipeline)
 parallel: setup
 	$(call RANKS,2) tests/parallel
 	$(call RANKS,2) tests/parallel/jax
-	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch tests/parallel/keras_pipeline
+	KERAS_BACKEND=torch $(call RANKS,2) $(ON_PYTORCH)
 
 # On three ranks the cases of `make test`, but of meshes, which need two or four. On four, where a ring
 # of neighbours is not all ranks: what two axes of two ranks, or two pipelines, show.
@@ -167,8 +169,8 @@ oldest: machine
 		hypothesis pytest
 	hvkit install-horovod
 	$(call RANKS,2) $(OLDEST) $(wildcard tests/parallel/test_*.py)
-	$(call RANKS,2) tests/parallel/keras tests/parallel/keras_pipeline
-	KERAS_BACKEND=torch $(call RANKS,2) tests/parallel/keras_torch tests/parallel/keras_pipeline
+	$(call RANKS,2) $(addprefix tests/parallel/,keras keras_backends keras_pipeline)
+	KERAS_BACKEND=torch $(call RANKS,2) $(ON_PYTORCH)
 	python -m pytest tests/unit/data
 
 # Wheels of Horovod for the frameworks and the MPI of .venv, one for each that is there, and their index:

@@ -1,27 +1,50 @@
-"""Small Keras models and training loops, and the comparison with one process."""
+"""Small Keras models and training loops, and the comparison with one process.
 
+On TensorFlow, or on PyTorch where ``KERAS_BACKEND`` says so.
+"""
+
+import contextlib
 import functools
+import random
 
 import keras
 import numpy as np
-import tensorflow as tf
+import pytest
 from ranks import batches, largest_difference, my_part, same_on_all_ranks
 
 import hvkit
 
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+if ON_TENSORFLOW:
+    import tensorflow as tf
+else:
+    import torch
+
+on_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="about TensorFlow")
+on_pytorch = pytest.mark.skipif(ON_TENSORFLOW, reason="about PyTorch")
+
 WORDS, LENGTH = 30, 7
+
+
+def seeded(seed):
+    """As ``keras.utils.set_random_seed``, which imports TensorFlow also beside PyTorch."""
+    if ON_TENSORFLOW:
+        keras.utils.set_random_seed(seed)
+    else:
+        random.seed(seed)
+        torch.manual_seed(seed)
 
 
 def mlp(seed=0):
     """8 inputs, 4 outputs; the same weights for the same seed."""
-    keras.utils.set_random_seed(seed)
+    seeded(seed)
     layers = keras.layers
     return keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.Dense(4)])
 
 
 def unbuilt(seed=0):
     """The same without an input shape: weights come with the first batch."""
-    keras.utils.set_random_seed(seed)
+    seeded(seed)
     return keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(4)])
 
 
@@ -38,8 +61,16 @@ class Subclassed(keras.Model):
 
 
 def subclassed(seed=0):
-    keras.utils.set_random_seed(seed)
+    seeded(seed)
     return Subclassed()
+
+
+def normalised(seed=0):
+    """With batch norm; no bias before it, whose gradient would be rounding alone."""
+    seeded(seed)
+    dense = keras.layers.Dense(16, use_bias=False)
+    inner = [dense, keras.layers.BatchNormalization(), keras.layers.Activation("tanh")]
+    return keras.Sequential([keras.Input((8,)), *inner, keras.layers.Dense(4)])
 
 
 class TokensAndPositions(keras.layers.Layer):
@@ -60,7 +91,7 @@ class TokensAndPositions(keras.layers.Layer):
 
 def embedded(seed=0, in_two_dimensions=False):
     """The two embeddings and a linear layer."""
-    keras.utils.set_random_seed(seed)
+    seeded(seed)
     layers = keras.layers
     words = keras.Input((None,), dtype="int32")
     x = TokensAndPositions(4, in_two_dimensions)(words)
@@ -74,15 +105,16 @@ def texts(steps, per_rank=5, length=LENGTH, words=WORDS):
     return [
         (
             (words * rng.random((rows, length)) ** 2).astype(np.int32),
-            rng.normal(size=(rows, 4)).astype(np.float32),
+            rng.normal(size=(rows, 4)).astype(keras.config.floatx()),
         )
         for _ in range(steps)
     ]
 
 
 def regression(steps=20, per_rank=6, seed=0):
-    """Global batches of inputs and targets, float32 of shapes (rows, 8) and (rows, 4)."""
-    return batches(steps, per_rank, (8,), (4,), seed=seed)
+    """Global batches of inputs and targets of shapes (rows, 8) and (rows, 4)."""
+    data = batches(steps, per_rank, (8,), (4,), seed=seed)
+    return [tuple(each.astype(keras.config.floatx()) for each in batch) for batch in data]
 
 
 def local(data, group=None):
@@ -90,20 +122,61 @@ def local(data, group=None):
     return [tuple(my_part(each, group) for each in batch) for batch in data]
 
 
+def joined(data):
+    """All inputs, and all targets."""
+    return tuple(np.concatenate(part) for part in zip(*data, strict=True))
+
+
 def mse(y, predicted):
-    return tf.reduce_mean((predicted - y) ** 2)
+    return keras.ops.mean(keras.ops.square(keras.ops.subtract(predicted, y)))
 
 
 def fit(model, optimizer, data, **compile_options):
     """``compile`` and ``fit``, over the batches in order."""
     options = {"loss": "mse", **compile_options}
     model.compile(optimizer=optimizer, **options)
-    refit(model, data)
+    return refit(model, data)
 
 
-def refit(model, data):
-    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
-    model.fit(x, y, batch_size=len(data[0][0]), shuffle=False, verbose=0)
+def refit(model, data, **options):
+    """``fit`` again, over the batches in order."""
+    options = {"batch_size": len(data[0][0]), "shuffle": False, "verbose": 0, **options}
+    return model.fit(*joined(data), **options)
+
+
+def variables_of(trained):
+    """Those of a model, or these."""
+    return trained.trainable_variables if isinstance(trained, keras.Model) else trained
+
+
+def gradients_of(compute, trained):
+    """What ``compute`` returns, and its gradients of a model, which it may build, or variables."""
+    if ON_TENSORFLOW:
+        with tf.GradientTape() as tape:
+            loss = compute()
+        return loss, tape.gradient(loss, variables_of(trained))
+    for variable in variables_of(trained):
+        variable.value.grad = None
+    loss = compute()
+    loss.backward()
+    return loss, [variable.value.grad for variable in variables_of(trained)]
+
+
+def update(optimizer, trained, compute):
+    """A step of a custom loop, that minimises what ``compute`` returns; returns it, too."""
+    loss, gradients = gradients_of(compute, trained)
+    optimizer.apply(gradients, variables_of(trained))
+    return loss
+
+
+def tape_step(model, optimizer, x, y):
+    return update(optimizer, model, lambda: mse(y, model(x, training=True)))
+
+
+def scaled_step(model, optimizer, x, y, by=1.0):
+    """A step that scales the loss, and then its gradients by a number."""
+    _, gradients = gradients_of(lambda: optimizer.scale_loss(mse(y, model(x))), model)
+    optimizer.apply([gradient * by for gradient in gradients], model.trainable_variables)
 
 
 def eager_tape(model, optimizer, data):
@@ -122,22 +195,12 @@ def graph_tape(model, optimizer, data):
         steps[made_for](tf.constant(x), tf.constant(y))
 
 
-def tape_step(model, optimizer, x, y):
-    with tf.GradientTape() as tape:
-        loss = mse(y, model(x, training=True))
-    variables = model.trainable_variables
-    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-
-
 def steps_of_halves(model, optimizer, loop):
     """Two functions that train either layer of ``mlp``."""
     halves = model.trainable_variables[:2], model.trainable_variables[2:]
 
     def step(x, y, which):
-        with tf.GradientTape() as tape:
-            loss = mse(y, model(x))
-        variables = halves[which]
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        update(optimizer, halves[which], lambda: mse(y, model(x)))
 
     steps = [lambda x, y, w=which: step(x, y, w) for which in (0, 1)]
     if loop == "function":
@@ -145,7 +208,10 @@ def steps_of_halves(model, optimizer, loop):
     return steps
 
 
-LOOPS = {"fit": fit, "eager": eager_tape, "function": graph_tape}
+LOOPS = {"fit": fit, "eager": eager_tape}
+if ON_TENSORFLOW:
+    LOOPS["function"] = graph_tape
+CUSTOM_LOOPS = ["function", "eager"] if ON_TENSORFLOW else ["eager"]
 
 
 def in_eager_code(loop):
@@ -154,7 +220,11 @@ def in_eager_code(loop):
 
 
 def weights(model):
-    return [w.numpy().copy() for w in model.weights]
+    return values(model.weights)
+
+
+def values(variables):
+    return [each.numpy().copy() for each in variables]
 
 
 def distributed(model, optimizer, **options):
@@ -185,7 +255,7 @@ def equals_one_process(
     model = make_model(hvkit.rank())
     model, optimizer = distributed(model, make_optimizer(1), lr_scaling=lr_scaling, **options)
     loop(model, optimizer, local(data))
-    identical = same_on_all_ranks(weights(model))
+    identical = alike(model)
     assert largest_difference(weights(model), weights(reference)) < tolerance
     assert identical
     return model
@@ -203,6 +273,15 @@ def alike(model):
     return same_on_all_ranks(weights(model))
 
 
-def served(staleness, optimizer=None, model=None, **options):
-    strategy = hvkit.ParameterServer(staleness)
-    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy, **options)
+def filled_like(model, value):
+    return [np.full_like(w, value) for w in weights(model)]
+
+
+@contextlib.contextmanager
+def dtype_policy(name):
+    """Layers that are made meanwhile have this policy."""
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy("float32")

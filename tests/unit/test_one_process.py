@@ -126,7 +126,7 @@ def test_a_compiled_loss_may_contain_calls_that_were_imported_before_pytorch():
 
 
 def test_a_quotient_has_the_dtype_of_several_ranks():
-    """As in tests/parallel/keras/test_keras_mean.py."""
+    """As in tests/parallel/keras/test_keras_allgather.py."""
     whole = hvkit.mean(tf.constant(3), 2.5)
     assert float(whole) == pytest.approx(1.2, abs=1e-15)
     assert whole.dtype == tf.float64

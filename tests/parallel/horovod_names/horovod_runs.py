@@ -3,7 +3,7 @@
 import horovod.tensorflow.keras as hvd
 import keras
 import numpy as np
-from keras_models import fit, local, mlp, regression, weights, with_state
+from keras_models import fit, in_eager_code, local, mlp, regression, weights, with_state
 from ranks import same_on_all_ranks
 
 DATA = regression(steps=8)
@@ -22,7 +22,7 @@ hvd.init()
 def of_one_process(make_optimizer=OPTIMIZERS["adam"], make=mlp, data=DATA, loop=fit):
     """The weights that one process has after the global batches."""
     model, optimizer = with_state(make(0), make_optimizer())
-    loop(model, optimizer, data)
+    in_eager_code(loop)(model, optimizer, data)
     return weights(model)
 
 

@@ -1,6 +1,7 @@
 """What else Horovod's own names do under Keras 3."""
 
 import copy
+import functools
 import pickle
 
 import horovod.keras
@@ -10,9 +11,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE
+from cases import MORE, each_once
 from horovod_runs import DATA, OPTIMIZERS, of_all_ranks, of_one_process, pairs_of
-from keras_models import fit, local, mlp, mse, weights
+from keras_models import fit, gradients_of, local, mlp, mse, refit, seeded, weights
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
@@ -90,10 +91,9 @@ def callbacks(**options):
 
 
 def test_callbacks_of_fit():
-    x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
     model = mlp(hvd.rank())
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    history = model.fit(x, y, 6, epochs=3, verbose=0, callbacks=callbacks())
+    history = refit(model, local(DATA), epochs=3, callbacks=callbacks())
     assert same_on_all_ranks(weights(model))
     assert same_on_all_ranks([np.array(history.history["loss"])])
     first = 0.1 / hvd.size() * ((hvd.size() - 1) / 2 + 1)
@@ -103,20 +103,17 @@ def test_callbacks_of_fit():
 @MORE
 def test_momentum_follows_the_rate():
     """As if SGD were written with the rate inside its velocity, of which the rate is a factor."""
-    x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
-    model = mlp(0)
-    start = weights(model)
+    model, plain = mlp(0), mlp(0)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     model.compile(optimizer, "mse")
-    model.fit(x, y, 6, shuffle=False, epochs=2, verbose=0, callbacks=callbacks())
+    refit(model, local(DATA), epochs=2, callbacks=callbacks())
 
-    plain = mlp(0)
-    velocity = [np.zeros_like(w) for w in start]
-    for step in range(2 * len(DATA)):
-        images, labels = DATA[step % len(DATA)]
-        with tf.GradientTape() as tape:
-            loss = mse(labels, plain(images))
-        gradients = tape.gradient(loss, plain.trainable_variables)
+    velocity = [np.zeros_like(w) for w in weights(plain)]
+    for step, batch in enumerate([*DATA, *DATA]):
+        images, labels = batch
+        _, gradients = gradients_of(
+            lambda x=images, y=labels: mse(y, plain(x)), plain.trainable_variables
+        )
         progress = (step + 1) / len(DATA)
         rate = 0.1 / hvd.size() * (progress * (hvd.size() - 1) / 2 + 1)
         velocity = [0.9 * v + g.numpy() for v, g in zip(velocity, gradients, strict=True)]
@@ -137,7 +134,7 @@ def test_a_rate_is_scheduled():
 
 def normalised_by(layer):
     def make(seed):
-        keras.utils.set_random_seed(seed)
+        seeded(seed)
         # Without biases: their gradients are zero but for rounding.
         first, second = (keras.layers.Dense(6, use_bias=False) for _ in range(2))
         tanh = keras.layers.Activation("tanh")
@@ -156,33 +153,19 @@ def test_batch_norm_over_all_ranks():
 
 
 @MORE
-@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
-def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "steps"), each_once(["model.keras", "model.h5", "model.h5"], [4, 0])
+)
+def test_a_model_is_loaded_with_an_optimizer_that_averages(tmp_path, name, steps):
     model = mlp(0)
-    model.compile(
-        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), keras.losses.MeanSquaredError()
-    )
-    for x, y in local(DATA[:4]):
-        model.fit(x, y, batch_size=len(x), verbose=0)
-    file = tmp_path / name
-    model.save(file)
-    loaded = hvd.load_model(file)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, keras.losses.MeanSquaredError(), run_eagerly=True)
+    if steps:
+        refit(model, local(DATA[:steps]))
+    model.save(tmp_path / name)
+    loaded = hvd.load_model(tmp_path / name)
     assert type(loaded.optimizer) is keras.optimizers.Adam
-    x, y = (np.concatenate(each) for each in zip(*local(DATA[4:]), strict=True))
-    loaded.fit(x, y, batch_size=6, shuffle=False, verbose=0)
-    assert largest_difference(weights(loaded), of_one_process()) < 1e-5
-
-
-@MORE
-def test_a_model_that_was_saved_before_it_trained_is_loaded(tmp_path):
-    model = mlp(0)
-    model.compile(
-        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), keras.losses.MeanSquaredError()
-    )
-    model.save(tmp_path / "model.h5")
-    loaded = hvd.load_model(tmp_path / "model.h5")
-    for x, y in local(DATA):
-        loaded.fit(x, y, batch_size=len(x), verbose=0)
+    refit(loaded, local(DATA[steps:]))
     assert largest_difference(weights(loaded), of_one_process()) < 1e-5
 
 
@@ -306,11 +289,11 @@ def test_a_model_that_is_loaded_on_one_rank_is_sent_to_those_that_have_made_it(i
 @MORE
 def test_sums_that_hold_no_rates_are_not_corrected():
     def trained(correction):
-        x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
         model = mlp(0)
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
+        adam = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+        model.compile(adam, "mse", run_eagerly=True)
         with_or_without = callbacks(momentum_correction=correction)
-        model.fit(x, y, 6, shuffle=False, epochs=2, verbose=0, callbacks=with_or_without)
+        refit(model, local(DATA), epochs=2, callbacks=with_or_without)
         return weights(model)
 
     assert largest_difference(trained(True), trained(False)) == 0
@@ -335,13 +318,13 @@ class OfTheScript(keras.optimizers.Adam):
 
 
 @MORE
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("scaled", [True, False])
-def test_copies_of_an_optimizer_average(copied, scaled):
+@pytest.mark.parametrize(("name", "scaled"), each_once(list(COPIES), [True, False]))
+def test_copies_of_an_optimizer_average(name, scaled):
     optimizer = keras.optimizers.Adam(0.01)
     if scaled:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
-    found = of_all_ranks(copied(hvd.DistributedOptimizer(optimizer)))
+    copied = COPIES[name](hvd.DistributedOptimizer(optimizer))
+    found = of_all_ranks(copied, loop=functools.partial(fit, run_eagerly=True))
     assert largest_difference(found, of_one_process()) < 1e-5
 
 
@@ -393,10 +376,9 @@ def test_what_is_accumulated_is_not_broadcast():
         backward_passes_per_step=2,
         average_aggregated_gradients=True,
     )
-    x, y = (np.concatenate(each) for each in zip(*local(DATA), strict=True))
     model = mlp(0)
-    model.compile(optimizer, "mse")
-    model.fit(x, y, 6, shuffle=False, verbose=0, callbacks=callbacks()[:1])
+    model.compile(optimizer, "mse", run_eagerly=True)
+    refit(model, local(DATA), callbacks=callbacks()[:1])
     expected = of_one_process(OPTIMIZERS["momentum"], data=pairs_of(DATA))
     assert largest_difference(weights(model), expected) < 1e-5
     assert "gradient_accumulation_steps" not in str(
@@ -421,12 +403,6 @@ def test_metrics_that_are_whole_numbers_are_averaged():
     logs = {"n": hvd.rank()}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
     assert logs["n"] == pytest.approx(np.mean(range(hvd.size())))
-
-
-def test_the_hook_of_sessions_is_there():
-    assert issubclass(
-        hvd_tensorflow.BroadcastGlobalVariablesHook, tf.compat.v1.train.SessionRunHook
-    )
 
 
 @MORE

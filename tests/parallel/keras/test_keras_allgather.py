@@ -1,11 +1,12 @@
-"""Gradients through ``hvkit.allgather``, in eager code, in graphs and in ``fit``."""
+"""``hvkit.allgather`` and ``hvkit.mean`` with their gradients: eager, in graphs and in ``fit``."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import cases
-from ranks import batches, error_of, largest_difference
+from cases import MORE, cases
+from keras_models import local, mlp, update, weights
+from ranks import batches, error_of, keras_in_float64, largest_difference
 
 import hvkit
 
@@ -63,39 +64,30 @@ class Towers(keras.Model):
     def train_step(self, data):
         loss, gather = self.terms
         x, y = data
-        with tf.GradientTape() as tape:
-            value = loss(self, x, y, gather)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(value, variables), variables)
-        return {"loss": value}
+        compute = lambda: loss(self, x, y, gather)  # noqa: E731
+        return {"loss": update(self.optimizer, self.trainable_variables, compute)}
 
 
-def eagerly(model, optimizer, x, y, batch):
-    model.compile(optimizer, run_eagerly=True)
-    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
-
-
-def in_fit(model, optimizer, x, y, batch):
-    model.compile(optimizer)
+def fit(model, optimizer, x, y, batch, eagerly):
+    model.compile(optimizer, run_eagerly=eagerly)
     model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
 
 
 @pytest.mark.parametrize(
-    ("loss", "loop"),
-    cases([(clip, eagerly), (simclr, in_fit), (clip, in_fit), (simclr, eagerly)]),
+    ("loss", "eagerly"), cases([(clip, True), (simclr, False), (clip, False), (simclr, True)])
 )
-def test_a_contrastive_loss_over_all_ranks_trains_as_in_one_process(loss, loop):
+def test_a_contrastive_loss_over_all_ranks_trains_as_in_one_process(loss, eagerly):
     found = [[each.astype(np.float64) for each in b] for b in batches(4, 4, (8,), (6,))]
     keras.utils.set_random_seed(0)
     reference = Towers(loss, lambda z: z)
     x, y = (np.concatenate(each) for each in zip(*found, strict=True))
-    eagerly(reference, keras.optimizers.SGD(0.5, momentum=0.9), x, y, 4 * SIZE)
+    fit(reference, keras.optimizers.SGD(0.5, momentum=0.9), x, y, 4 * SIZE, True)
     keras.utils.set_random_seed(RANK)
     model = Towers(loss, gathered)
     model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.5, momentum=0.9))
     x, y = (np.concatenate([part(b[i]) for b in found]) for i in (0, 1))
-    loop(model, optimizer, x, y, 4)
-    ours, theirs = ([w.numpy() for w in each.weights] for each in (model, reference))
+    fit(model, optimizer, x, y, 4, eagerly)
+    ours, theirs = weights(model), weights(reference)
     assert largest_difference(ours, theirs) < 1e-9
     assert abs(theirs[0] - 1) > 1e-3
 
@@ -192,3 +184,64 @@ def test_gradients_that_are_constants_are_averaged_in_each_step():
     step(RANK)
     step(0)
     assert variable.numpy() == pytest.approx(-3 * (SIZE + 1) / 2)
+
+
+@MORE
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_ranks_with_different_counts_train_the_model_of_one_process(in_graph):
+    def masked(mean):
+        def loss(model, x, y, mask):
+            squares = tf.reduce_mean((model(x) - y) ** 2, axis=1)
+            return mean(tf.reduce_sum(squares * mask), tf.reduce_sum(mask))
+
+        return loss
+
+    def step(model, optimizer, loss, *batch):
+        return update(optimizer, model.trainable_variables, lambda: loss(model, *batch))
+
+    with keras_in_float64():
+        model, reference, sgd = mlp(RANK), mlp(), keras.optimizers.SGD
+        hvkit.distribute(model, optimizer := sgd(0.5))
+        its, mine = sgd(0.5), tf.function(step) if in_graph else step
+        on_all, alone = masked(hvkit.mean), masked(lambda total, count: total / count)
+        for x, y, mask in batches(5, 6, (8,), (4,), ()):
+            batch = [each.astype(np.float64) for each in (x, y, mask > 0.5)]
+            found = mine(model, optimizer, on_all, *map(tf.constant, *local([batch])))
+            assert abs(float(found) - float(step(reference, its, alone, *batch))) < 1e-12
+    assert largest_difference(weights(model), weights(reference)) < 1e-12
+
+
+def test_counts_of_nothing_and_numbers_of_integers():
+    assert np.isnan(hvkit.mean(tf.constant(0.0), 0))
+    assert float(hvkit.mean(tf.constant(3.0), tf.constant(2))) == 1.5
+    whole = hvkit.mean(tf.constant(3), 2.5)
+    assert (float(whole), whole.dtype) == (1.2, tf.float64)
+    assert hvkit.mean(3, tf.constant(2.0, tf.float16)).dtype == tf.float16
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_ranks_without_tokens_may_pass_numbers_and_counts_have_gradients(in_graph):
+    last = hvkit.rank() == hvkit.size() - 1
+
+    def means(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            mean = hvkit.mean(*(x, 2) if last else (0.0, 0))
+            of_count = hvkit.mean(3.0, x)
+        return mean, tape.gradient(of_count, x)
+
+    mean, gradient = (tf.function(means) if in_graph else means)(tf.constant(2.0))
+    assert (float(mean), mean.dtype) == (1, tf.float32)
+    assert float(gradient) == pytest.approx(-3 / 4)  # 3 N / 2 N, whose derivative is -3 / 4 N
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_other_shapes_are_refused_on_every_rank(in_graph):
+    one, three = (1, 3) if hvkit.is_main() else (3, 1)
+
+    def mean():
+        return hvkit.mean(tf.ones(one), tf.ones(three))
+
+    kind, text = error_of(tf.function(mean) if in_graph else mean)
+    assert "same shapes on every rank" in text
+    assert in_graph or kind is hvkit.RanksDisagreeError

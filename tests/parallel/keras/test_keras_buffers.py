@@ -1,12 +1,11 @@
 """Variables that a layer assigns in ``call``: averaged on request, and named where they differ."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE
-from keras_models import eager_tape, fit, graph_tape, local, refit, regression
-from ranks import all_but_rank_0, error_of, largest_difference, same_on_all_ranks, shared_folder
+from keras_models import alike, eager_tape, fit, graph_tape, local, refit, regression
+from ranks import all_but_rank_0, error_of, largest_difference, shared_folder
 
 import hvkit
 from hvkit import main_rank
@@ -63,7 +62,7 @@ def test_averaged_variables_are_those_of_one_process_if_they_are_means(loop):
     average(model)
     scales = [[each.layers[1].scale.numpy()] for each in (model, reference)]
     assert largest_difference(*scales) < 1e-5
-    assert same_on_all_ranks([w.numpy() for w in model.weights])
+    assert alike(model)
 
 
 @MORE
@@ -90,11 +89,10 @@ def test_a_callback_averages_them_so_that_nothing_is_said(caplog):
     average = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: hvkit.average_buffers(model)
     )
-    x, y = (np.concatenate(each) for each in zip(*local(regression(steps=2)), strict=True))
     model.compile(optimizer, "mse")
-    model.fit(x, y, batch_size=6, verbose=0, callbacks=[average])
+    refit(model, local(regression(steps=2)), callbacks=[average])
     assert not said(caplog)
-    assert same_on_all_ranks([w.numpy() for w in model.weights])
+    assert alike(model)
 
 
 @MORE

@@ -7,19 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases, each_once
-from keras_models import (
-    LOOPS,
-    equals_one_process,
-    fit,
-    local,
-    mlp,
-    regression,
-    weights,
-)
+from cases import MORE, cases
+from keras_models import graph_tape, local, mlp, regression, weights
 from ranks import error_of, largest_difference
 
 import hvkit
+from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
 pytestmark = pytest.mark.two_ranks
 
@@ -28,46 +21,9 @@ def sgd(factor=1):
     return keras.optimizers.SGD(0.02 * factor)
 
 
-@MORE
-@pytest.mark.parametrize(
-    ("optimizer", "loop"), cases(each_once(["Adam", "SGD"], ["function", "eager", "fit"]))
-)
-def test_embedding_gradients_stay_sparse_and_equal_one_process(loop, optimizer):
-    def make_model(seed):
-        keras.utils.set_random_seed(seed)
-        layers = keras.layers
-        return keras.Sequential(
-            [
-                keras.Input((3,), dtype="int32"),
-                layers.Embedding(40, 4),
-                layers.Flatten(),
-                layers.Dense(4),
-            ]
-        )
-
-    words = np.random.default_rng(0).integers(0, 40, (8, 6 * hvkit.size(), 3)).astype(np.int32)
-    data = [(w, y) for w, (_, y) in zip(words, regression(steps=8), strict=True)]
-    make = getattr(keras.optimizers, optimizer)
-    equals_one_process(make_model, lambda factor: make(0.01 * factor), LOOPS[loop], data)
-
-
-def test_the_mean_of_indexed_slices_is_not_made_dense():
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
-
-    variable = keras.Variable(np.zeros((10, 2), np.float32))
-    rank = hvkit.rank()
-    slices = tf.IndexedSlices(tf.ones((1, 2)) * rank, tf.constant([rank]), tf.constant([10, 2]))
-    (mean,) = GradientAverager("hvkit.test.slices", hvkit.Synchronous())([slices], [variable])
-    assert isinstance(mean, tf.IndexedSlices)
-    assert mean.indices.numpy().tolist() == list(range(hvkit.size()))
-    assert mean.values.numpy()[:, 0] == pytest.approx(np.arange(hvkit.size()) / hvkit.size())
-
-
 @pytest.mark.parametrize("kinds", [["dense", None], ["slices", None], ["slices", "dense"]])
 def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
     """Rank 0 has the first kind, other ranks the second; no rank uses the third variable."""
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
-
     gradients = {
         "dense": tf.ones((4, 2)),
         "slices": tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([4, 2])),
@@ -112,8 +68,6 @@ def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang(accumulate
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_gradients_of_every_dtype_are_averaged(dtype):
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
-
     variable = keras.Variable(np.zeros(3, np.float32), dtype=dtype)
     (mean,) = GradientAverager(f"hvkit.test.{dtype}", hvkit.Synchronous())(
         [tf.cast([60000.0] * 3, dtype) * (1 if hvkit.rank() < 2 else 0)], [variable]
@@ -124,8 +78,6 @@ def test_gradients_of_every_dtype_are_averaged(dtype):
 
 
 def test_autograph_translates_the_users_code_alone(monkeypatch):
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
-
     translated = []
     average = GradientAverager.__call__
 
@@ -148,7 +100,7 @@ def test_autograph_translates_the_users_code_alone(monkeypatch):
     assert translated == ["tf__users_step"]
 
 
-@pytest.mark.every_combination
+@MORE
 def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
     warnings = []
     handler = logging.Handler()
@@ -157,7 +109,7 @@ def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
     try:
         for seed in range(8):
             model, optimizer = hvkit.distribute(mlp(seed), sgd())
-            fit(model, optimizer, local(regression(steps=1)))
+            graph_tape(model, optimizer, local(regression(steps=1)))
     finally:
         tf.get_logger().removeHandler(handler)
     assert not [text for text in warnings if "GradientAverager" in text]

@@ -20,6 +20,7 @@ from keras_models import (
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
+from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
 BUILT_IN = sorted(
     name
@@ -36,63 +37,38 @@ def test_the_list_of_built_in_optimizers_is_not_empty():
     assert {"SGD", "Adam", "AdamW", "RMSprop", "Lion"} <= set(BUILT_IN)
 
 
-# Their model has a dense layer as well as embeddings, so gradients of both kinds.
-@MORE
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_built_in_optimizer_equals_one_process(name):
-    make = getattr(keras.optimizers, name)
-    equals_one_process(
-        embedded, lambda factor: make(learning_rate=0.003 * factor), eager_tape, texts(5)
-    )
-
-
-@MORE
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
-)
-def test_an_optimizer_of_optimizers_equals_one_process():
+def of_several(rate):
     optimizers = keras.optimizers
-
-    def make(factor):
-        chosen = optimizers.OptimizerMap(optimizers.SGD(0.01 * factor))
-        chosen[".*bias"] = optimizers.Adam(0.01 * factor)
-        return optimizers.MultiOptimizer(chosen)
-
-    equals_one_process(mlp, make, fit)
+    chosen = optimizers.OptimizerMap(optimizers.SGD(rate))
+    chosen[".*bias"] = optimizers.Adam(rate)
+    return optimizers.MultiOptimizer(chosen)
 
 
-OPTIONS = {
-    "clipnorm": {"clipnorm": 0.1},
-    "global_clipnorm": {"global_clipnorm": 0.1},
-    "clipvalue": {"clipvalue": 0.01},
-    "weight_decay": {"weight_decay": 0.01},
-    "ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
-    "loss_scale_factor": {"loss_scale_factor": 8.0},
+def adam_with(**options):
+    return lambda rate: keras.optimizers.Adam(rate, **options)
+
+
+OPTIMIZERS = {name: getattr(keras.optimizers, name) for name in BUILT_IN} | {
+    "clipnorm": adam_with(clipnorm=0.1),
+    "global_clipnorm": adam_with(global_clipnorm=0.1),
+    "clipvalue": adam_with(clipvalue=0.01),
+    "weight_decay": adam_with(weight_decay=0.01),
+    "ema": adam_with(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+    "loss_scale_factor": adam_with(loss_scale_factor=8.0),
 }
+if hasattr(keras.optimizers, "MultiOptimizer"):  # of a newer Keras
+    OPTIMIZERS["several"] = of_several
 
 
-# A custom loop has to scale the loss by hand; fit does it.
 @MORE
-@pytest.mark.parametrize(
-    ("option", "loop"),
-    cases(
-        [
-            ("global_clipnorm", "eager"),
-            ("clipnorm", "function"),
-            ("clipvalue", "eager"),
-            ("weight_decay", "eager"),
-            ("ema", "fit"),
-            ("loss_scale_factor", "fit"),
-        ]
-    ),
-)
-def test_options_of_optimizers_act_on_the_mean(option, loop):
-    adam = keras.optimizers.Adam
-    # Keras does not divide sparse gradients by the factor.
-    model, data = (mlp, None) if option == "loss_scale_factor" else (embedded, texts(8))
-    equals_one_process(
-        model, lambda factor: adam(0.01 * factor, **OPTIONS[option]), LOOPS[loop], data
-    )
+@pytest.mark.parametrize("name", cases(OPTIMIZERS, ["global_clipnorm"]))
+def test_optimizers_and_their_options_equal_one_process(name):
+    """The model has a dense layer as well as embeddings, so gradients of both kinds."""
+    # Keras does not divide sparse gradients by the factor; a loop has to scale the loss by hand.
+    alone = name in ("loss_scale_factor", "several")
+    model, data = (mlp, regression(steps=5)) if alone else (embedded, texts(5))
+    loop = fit if name in ("ema", "loss_scale_factor") else eager_tape
+    equals_one_process(model, lambda factor: OPTIMIZERS[name](0.003 * factor), loop, data)
 
 
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
@@ -115,8 +91,6 @@ def test_gradient_accumulation_equals_the_k_times_larger_batch(loop):
 
 
 def test_gradient_accumulation_reduces_once_in_k_steps(monkeypatch):
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
-
     calls = []
     average = GradientAverager.__call__
     monkeypatch.setattr(
@@ -145,7 +119,7 @@ PRESENT = {
 @pytest.mark.parametrize("present", PRESENT)
 def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
     """The result is that of one process with the mean, where absent gradients count as zero."""
-    n = hvkit.size()
+    n, rank = hvkit.size(), hvkit.rank()
     rng = np.random.default_rng(0)
 
     def two_layers():
@@ -160,132 +134,14 @@ def test_eager_ranks_may_lack_gradients_of_some_variables(present, accumulated):
     optimizer, one_process = momentum(), momentum()
     hvkit.distribute(model, optimizer, lr_scaling="none")
     for which in PRESENT[present] * 2:
-        theirs = [
-            [rng.normal(size=(3, 3)).astype(np.float32) if v in which[min(r, 1)] else None
-             for v in "ab"]
-            for r in range(n)
-        ]  # fmt: skip
+        gradients = tf.constant(rng.normal(size=(n, 2, 3, 3)), tf.float32)
+        has = np.float32([[v in which[min(r, 1)] for v in "ab"] for r in range(n)])
+        mine = [g if there else None for g, there in zip(gradients[rank], has[rank], strict=True)]
         means = [
-            sum(g for g in of_one if g is not None) / n
-            if any(g is not None for g in of_one)
-            else None
-            for of_one in zip(*theirs, strict=True)
+            tf.reduce_mean(gradients[:, v] * has[:, v, None, None], 0) if has[:, v].any() else None
+            for v in range(2)
         ]
-        optimizer.apply(_tensors(theirs[hvkit.rank()]), model.trainable_variables)
-        one_process.apply(_tensors(means), reference.trainable_variables)
+        optimizer.apply(mine, model.trainable_variables)
+        one_process.apply(means, reference.trainable_variables)
         assert same_on_all_ranks(weights(model))
         assert largest_difference(weights(model), weights(reference)) < 1e-5
-
-
-def _tensors(gradients):
-    return [None if g is None else tf.constant(g) for g in gradients]
-
-
-@MORE
-@pytest.mark.parametrize("wrapped", ["before the call", "after the call"])
-@pytest.mark.parametrize("loop", ["eager", "function"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(loop, wrapped):
-    model = mlp()
-    inner = keras.optimizers.SGD(0.01)
-    scaler = keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0)
-    hvkit.distribute(model, scaler if wrapped == "before the call" else inner)
-
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = scaler.scale_loss(tf.reduce_mean((model(x) - y) ** 2))
-        variables = model.trainable_variables
-        scaler.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-
-    run = tf.function(step) if loop == "function" else step
-    scaler.build(model.trainable_variables)
-    scales = []
-    for i, (x, y) in enumerate(local(regression(steps=4))):
-        if i == 1 and hvkit.rank() == hvkit.size() - 1:
-            y = y * np.float32("inf")
-        before = weights(model)
-        run(tf.constant(x), tf.constant(y))
-        scales.append(float(scaler.dynamic_scale.numpy()))
-        assert (largest_difference(weights(model), before) > 0) == (i != 1)
-    # Each rank has its part of the scale that one process would have.
-    assert np.allclose(np.multiply(scales, hvkit.size()), [64.0, 32.0, 32.0, 32.0])
-    assert same_on_all_ranks(weights(model))
-
-
-def test_files_have_the_whole_loss_scale(tmp_path):
-    model, scaler = mlp(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
-    path = tmp_path / "model.keras"
-    model.compile(scaler, "mse")
-    scaler.build(model.trainable_variables)
-    for _ in range(3):
-        hvkit.distribute(model, model.optimizer)
-        assert float(model.optimizer.dynamic_scale.numpy()) == 2**15 / hvkit.size()
-        model.save(path)
-        kept = {}
-        model.optimizer.save_own_variables(kept)
-        model.optimizer.load_own_variables(kept)
-        assert float(model.optimizer.dynamic_scale.numpy()) == 2**15 / hvkit.size()
-        model = keras.models.load_model(path)
-        assert float(model.optimizer.dynamic_scale.numpy()) == 2**15
-
-
-class Scales(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen.append(float(self.model.optimizer.dynamic_scale.numpy()))
-
-
-@pytest.fixture
-def mixed_float16():
-    keras.config.set_dtype_policy("mixed_float16")
-    yield
-    keras.config.set_dtype_policy("float32")
-
-
-@pytest.mark.usefixtures("mixed_float16")
-@pytest.mark.parametrize("compiled", ["before the call", "after the call"])
-def test_the_steps_that_overflow_are_those_of_one_process(compiled):
-    data = [(x, 50 * y) for x, y in regression(steps=20, seed=2)]
-
-    def train(model, optimizer, data, distribute=None):
-        scaler = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**16)
-        if distribute and compiled == "after the call":
-            distribute(model, optimizer)
-        model.compile(optimizer=scaler, loss="mse")
-        if distribute and compiled == "before the call":
-            scaler.build(model.trainable_variables)
-            distribute(model, scaler)
-        scales = Scales()
-        x, y = (np.concatenate(part) for part in zip(*data, strict=True))
-        rows = len(data[0][0])
-        model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[scales])
-        return weights(model), scales.seen
-
-    alone, scales = train(mlp(0), keras.optimizers.SGD(0.05), data)
-    model, optimizer = mlp(hvkit.rank()), keras.optimizers.SGD(0.05)
-    mine, parts = train(model, optimizer, local(data), hvkit.distribute)
-    assert len(set(scales)) > 3  # it skips some, not one after the other
-    assert np.allclose(np.multiply(parts, hvkit.size()), scales)
-    assert largest_difference(mine, alone) < 0.02
-    assert same_on_all_ranks(mine)
-
-
-@MORE
-@pytest.mark.parametrize("policy", cases(["mixed_float16", "mixed_bfloat16"]))
-def test_mixed_precision_policies_in_fit(policy):
-    """compile wraps the optimizer in a LossScaleOptimizer, after distribute."""
-    keras.config.set_dtype_policy(policy)
-    try:
-        model = mlp(hvkit.rank())
-        data = local(regression(steps=6))
-        if hvkit.rank() == 1:
-            data[2] = (data[2][0] * np.float32(1e6), data[2][1])
-        model, optimizer = hvkit.distribute(model, keras.optimizers.Adam(0.01))
-        fit(model, optimizer, data)
-        assert np.isfinite(np.concatenate([w.ravel() for w in weights(model)])).all()
-        assert same_on_all_ranks(weights(model))
-        assert same_on_all_ranks([v.numpy() for v in model.optimizer.variables])
-    finally:
-        keras.config.set_dtype_policy("float32")

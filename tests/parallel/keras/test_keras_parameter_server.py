@@ -1,5 +1,6 @@
 """Keras: ranks that train at their own pace and exchange weights with a server on rank 0."""
 
+import itertools
 import time
 
 import keras
@@ -10,20 +11,20 @@ from cases import MORE, cases
 from keras_models import (
     LOOPS,
     alike,
+    joined,
     local,
     mlp,
-    mse,
     refit,
     regression,
-    served,
+    scaled_step,
     sgd,
-    steps_of_halves,
     tape_step,
     unbuilt,
     weights,
 )
 from ranks import (
-    error_of,
+    Busy,
+    as_vector,
     keras_in_float64,
     largest_difference,
     same_on_all_ranks,
@@ -36,9 +37,9 @@ from hvkit.parameter_server import server
 from hvkit.strategies.parameter_server import add
 
 
-def settled_weights(model):
-    with hvkit.settled(model):
-        return weights(model)
+def served(staleness, optimizer=None, model=None):
+    strategy = hvkit.ParameterServer(staleness)
+    return hvkit.distribute(model or mlp(), optimizer or sgd(), strategy=strategy)
 
 
 @pytest.fixture
@@ -47,21 +48,6 @@ def log(monkeypatch):
     updates = []
     monkeypatch.setattr(server, "log_of_next", updates)
     return updates
-
-
-class SlowLastRank(keras.callbacks.Callback):
-    """Makes each step of the last rank take longer."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if hvkit.rank() == hvkit.size() - 1:
-            time.sleep(0.005)
-
-
-def fit_unevenly(model, optimizer, data, **more):
-    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
-    model.compile(optimizer, "mse")
-    options = {"batch_size": len(data[0][0]), "shuffle": False, "verbose": 0}
-    return model.fit(x, y, callbacks=[SlowLastRank()], **options, **more)
 
 
 @pytest.mark.two_ranks
@@ -81,26 +67,39 @@ def test_staleness_0_is_synchronous(loop):
     assert largest_difference(*found) < 1e-12
 
 
+class SlowLastRank(keras.callbacks.Callback):
+    """Makes each step of the last rank take longer."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if hvkit.rank() == hvkit.size() - 1:
+            time.sleep(0.005)
+
+
 @pytest.mark.parametrize("staleness", cases([2, 0]))
 def test_fit_keeps_the_bound_and_ends_with_the_servers_weights(staleness, log):
     model, optimizer = served(staleness)
-    start = np.concatenate([each.reshape(-1) for each in weights(model)])
-    fit_unevenly(model, optimizer, local(regression()))
+    model.compile(optimizer, "mse")
+    start = as_vector(weights(model))
+    refit(model, local(regression()), callbacks=[SlowLastRank()])
     assert alike(model)
     if hvkit.rank() == 0:
         assert len(log) == 20 * hvkit.size()
         assert max(update.lead for update in log) <= staleness
         for update in log:
             add([start], update.changes, hvkit.size())
-        found = np.concatenate([each.reshape(-1) for each in weights(model)])
-        assert np.array_equal(start, found)
+        assert np.array_equal(start, as_vector(weights(model)))
 
 
 @MORE
-def test_without_a_bound_a_fast_rank_runs_ahead(log):
-    model, optimizer = served(None)
-    fit_unevenly(model, optimizer, local(regression()))
-    assert hvkit.rank() > 0 or max(update.lead for update in log) > 4
+def test_ranks_may_fit_different_numbers_of_steps():
+    model, optimizer = served(1)
+    model.compile(optimizer, "mse")
+    data = local(regression())[: 4 + 3 * hvkit.rank()]
+    validated = refit(model, data, epochs=2, validation_data=joined(data)).history["val_loss"]
+    assert alike(model)
+    assert same_on_all_ranks([np.array(validated)])
+    refit(model, data)
+    assert alike(model)
 
 
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
@@ -114,19 +113,8 @@ def test_settled_shows_the_servers_weights_for_a_while(loop):
         agreed = weights(model)
     assert all(map(np.array_equal, weights(model), own))
     LOOPS[loop](model, optimizer, data[10:])
-    assert largest_difference(settled_weights(model), agreed) > 1e-3
-
-
-@MORE
-def test_ranks_may_fit_different_numbers_of_steps():
-    model, optimizer = served(1)
-    data = local(regression())[: 4 + 3 * hvkit.rank()]
-    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
-    history = fit_unevenly(model, optimizer, data, epochs=2, validation_data=(x, y))
-    assert alike(model)
-    assert same_on_all_ranks([np.array(history.history["val_loss"])])
-    refit(model, data)
-    assert alike(model)
+    with hvkit.settled(model):
+        assert largest_difference(weights(model), agreed) > 1e-3
 
 
 @pytest.mark.parametrize("loop", cases(["function", "eager"]))
@@ -158,18 +146,10 @@ def test_accumulated_gradients_are_one_step(log):
 def test_an_overflow_on_one_rank_is_a_step_without_a_change(loop, log):
     scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0)
     model, optimizer = served(0, scaler)
-
-    def step(x, y, by):
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(mse(y, model(x)))
-        variables = model.trainable_variables
-        gradients = [g * by for g in tape.gradient(loss, variables)]
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-    step = tf.function(step) if loop == "function" else step
-    for number, (x, y) in enumerate(local(regression(steps=4))):
+    step = tf.function(scaled_step) if loop == "function" else scaled_step
+    for number, batch in enumerate(local(regression(steps=4))):
         overflows = number == 2 and hvkit.rank() == 0
-        step(tf.constant(x), tf.constant(y), tf.constant(np.inf if overflows else 1, tf.float32))
+        step(model, optimizer, *map(tf.constant, (*batch, np.float32(np.inf if overflows else 1))))
         assert alike(model)
     if hvkit.rank() == 0:
         still = [not any(each.any() for each in update.changes) for update in log]
@@ -193,84 +173,6 @@ def test_layers_that_train_later_join():
 
 
 @MORE
-@pytest.mark.parametrize("loop", cases(["function", "eager"]))
-def test_variables_that_are_updated_in_turn(loop):
-    model, optimizer = served(0)
-    steps = steps_of_halves(model, optimizer, loop)
-    optimizer.build(model.trainable_variables)
-    for number, (x, y) in enumerate(local(regression(steps=6))):
-        steps[number % 2](tf.constant(x), tf.constant(y))
-        assert alike(model)
-
-
-@MORE
-def test_bfloat16_weights():
-    layer = keras.layers.Dense(4, dtype="bfloat16")
-    model, optimizer = served(0, model=keras.Sequential([keras.Input((8,)), layer]))
-    narrow = tf.bfloat16.as_numpy_dtype
-    data = [(x, y.astype(narrow)) for x, y in local(regression(steps=4))]
-    before = weights(model)
-    LOOPS["function"](model, optimizer, data)
-    assert alike(model)
-    assert weights(model)[0].dtype == narrow
-    assert not np.array_equal(weights(model)[0], before[0])
-
-
-@MORE
-def test_batch_norm_statistics_are_averaged_where_the_model_is_settled():
-    layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
-    model, optimizer = served(0, model=keras.Sequential(layers))
-    LOOPS["function"](model, optimizer, local(regression(steps=3)))
-    own = weights(model)
-    assert not same_on_all_ranks(own)
-    mean = [np.mean(each, axis=0) for each in zip(*hvkit.allgather(own), strict=True)]
-    with hvkit.settled(model):
-        assert alike(model)
-        assert largest_difference(weights(model), mean) < 1e-5
-    assert all(map(np.array_equal, weights(model), own))
-
-
-@MORE
-def test_weights_that_one_rank_loaded_alone_are_found_before_the_first_step():
-    model, optimizer = served(2)
-    if hvkit.rank() == 1:
-        model.layers[-1].kernel.assign(tf.zeros((16, 4)))
-    error, text = error_of(lambda: LOOPS["eager"](model, optimizer, local(regression(steps=1))))
-    assert error is hvkit.RanksDisagreeError
-    assert "of rank 1 differs from that of rank 0" in text
-
-
-@MORE
-def test_weights_that_the_script_sets_before_fit_are_kept():
-    model, optimizer = served(2, keras.optimizers.SGD(0.05))
-    data = local(regression(steps=4))
-    fit_unevenly(model, optimizer, data)
-    chosen = [np.full_like(w, 0.25) for w in weights(model)]
-    model.set_weights(chosen)
-    optimizer.learning_rate = 0.0
-    refit(model, data)
-    assert largest_difference(weights(model), chosen) < 1e-6
-
-
-@MORE
-def test_compression_is_refused():
-    error, text = error_of(lambda: served(2, compression="int8"))
-    assert error is ValueError
-    assert "leave compression out" in text
-
-
-@pytest.mark.two_ranks
-def test_a_step_inside_settled_is_refused():
-    model, optimizer = served(2)
-    data = local(regression(steps=2))
-    LOOPS["eager"](model, optimizer, data[:1])
-    with hvkit.settled(model):
-        error, text = error_of(lambda: LOOPS["eager"](model, optimizer, data[1:]))
-    assert error is ValueError
-    assert "hvkit.settled" in text
-
-
-@MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("scaled", cases([False, True]))
 def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
@@ -286,15 +188,16 @@ def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
 @pytest.mark.two_ranks
 def test_the_callback_saves_ranks_that_have_taken_different_numbers_of_steps(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
-    x, y = (np.concatenate(part) for part in zip(*regression(steps=20), strict=True))
-    pipeline = tf.data.Dataset.from_tensor_slices((x, y)).batch(6)
+    rows = tf.data.Dataset.from_tensor_slices(joined(regression(steps=10))).batch(6)
     model, optimizer = served(None)
     checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
     model.compile(optimizer, "mse")
-    own = hvkit.shard(pipeline, dynamic=True)
+    own = hvkit.shard(rows, dynamic=True)
     model.fit(own, epochs=2, verbose=0, callbacks=[checkpoint.callback()])
-    steps = max(hvkit.allgather(int(optimizer.iterations)))
-    assert checkpoint.restore().step == steps
+    steps = hvkit.allgather(int(optimizer.iterations))
+    assert sum(steps) == 2 * 10 * hvkit.size()
+    assert alike(model)
+    assert checkpoint.restore().step == max(steps)
 
 
 @MORE
@@ -334,21 +237,35 @@ def test_two_optimizers_in_one_graph_take_turns(monkeypatch):
 
 
 @MORE
-@pytest.mark.parametrize("stop", [3, 4])
-def test_accumulated_gradients_are_resumed(stop, tmp_path_factory):
-    folder = shared_folder(tmp_path_factory)
-    data = local(regression(steps=9))
+def test_batches_go_to_the_ranks_that_have_time(tmp_path):
+    busy = Busy(hvkit.broadcast(tmp_path), number=15)
+    rows = np.arange(40, dtype=np.float32)
+    pipeline = tf.data.Dataset.from_tensor_slices(rows).shuffle(40, seed=1).batch(2)
+    pipeline = hvkit.shard(pipeline, dynamic=True)
+    model, optimizer = served(None)
+    for epoch in range(2):
+        mine = []
+        for batch in pipeline:
+            x = np.broadcast_to(batch.numpy()[:, None] / 100, (2, 8))
+            tape_step(model, optimizer, x, np.zeros((2, 4), np.float32))
+            mine.append(batch.numpy().tolist())
+            busy.take(epoch, len(mine))
+        everyone = hvkit.allgather(mine)
+        assert sorted(row for theirs in everyone for batch in theirs for row in batch) == [
+            *range(40)
+        ]
+        assert len(everyone[0]) <= 20 - 15
 
-    def run(seed):
-        model, optimizer = mlp(seed), sgd(gradient_accumulation_steps=2)
-        served(0, optimizer, model)
-        return model, optimizer, hvkit.Checkpoint(folder, model=model, optimizer=optimizer)
 
-    model, optimizer, checkpoint = run(0)
-    LOOPS["eager"](model, optimizer, data[:stop])
-    checkpoint.save(epoch=0, step=stop)
-    LOOPS["eager"](model, optimizer, data[stop:])
-    resumed, optimizer, checkpoint = run(1)
-    checkpoint.restore()
-    LOOPS["eager"](resumed, optimizer, data[stop:])
-    assert all(map(np.array_equal, weights(resumed), weights(model)))
+@MORE
+def test_two_iterators_over_handed_out_batches_each_read_an_epoch():
+    rows = range(12 * hvkit.size())
+    pipeline = tf.data.Dataset.from_tensor_slices(np.arange(len(rows))).batch(1)
+    pipeline = hvkit.shard(pipeline, dynamic=True)
+    served(None)
+    both = ([], [])
+    for pair in itertools.zip_longest(iter(pipeline), iter(pipeline)):
+        for taken, batch in zip(both, pair, strict=True):
+            taken += [] if batch is None else [int(batch[0])]
+    for mine in both:
+        assert sorted(itertools.chain(*hvkit.allgather(mine))) == [*rows]

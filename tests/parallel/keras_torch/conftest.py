@@ -1,5 +1,4 @@
 import os
-import random
 import sys
 
 import pytest
@@ -13,12 +12,10 @@ if os.environ.get("KERAS_BACKEND") != "torch":
 @pytest.fixture(autouse=True)
 def _seeded_and_without_tensorflow():
     import keras
-    import torch
+    from keras_models import seeded
 
     keras.backend.clear_session()
-    # Not keras.utils.set_random_seed, which imports TensorFlow where it finds it.
-    random.seed(0)
-    torch.manual_seed(0)
+    seeded(0)
     yield
     assert "tensorflow" not in sys.modules
 
