@@ -275,6 +275,25 @@ def test_variables_that_are_updated_in_turn_have_their_own_rounds(strategy, loop
 
 @MORE
 @pytest.mark.two_ranks
+@on_tensorflow  # where variables that are updated in turn have their own rounds
+@pytest.mark.parametrize("loop", CUSTOM_LOOPS)
+def test_looking_leaves_agreed_weights_alone_while_others_are_in_a_round(loop):
+    model, optimizer = in_rounds(hvkit.DiLoCo(4, outer_momentum=0.9))
+    steps = steps_of_halves(model, optimizer, loop)
+    data = [map(keras.ops.convert_to_tensor, batch) for batch in local(regression(steps=7))]
+    for number, half in enumerate([0, 1, 0, 1, 0, 0, 1]):
+        if number == 4:
+            with hvkit.settled(model):
+                pass
+        steps[half](*data[number])
+    agreed = weights(model)[:2]
+    assert same_on_all_ranks(agreed)
+    with hvkit.settled(model):
+        assert all(map(np.array_equal, weights(model)[:2], agreed))
+
+
+@MORE
+@pytest.mark.two_ranks
 def test_layers_that_are_frozen_in_the_middle_of_a_round_are_agreed_on():
     model, optimizer = in_rounds(hvkit.LocalSGD(3))
     # On TensorFlow the variables that still train begin a round.
