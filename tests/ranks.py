@@ -19,6 +19,13 @@ def same_on_all_ranks(arrays, group=None):
     return len(set(gather("same_on_all_ranks", digest.hexdigest(), group))) == 1
 
 
+def identical(arrays, others):
+    """Whether two lists of arrays or tensors, which must not be empty, have the same values."""
+    pairs = list(zip(arrays, others, strict=True))
+    assert pairs
+    return all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
+
+
 def largest_difference(arrays, references):
     """Largest difference of arrays, relative to the largest value of each reference."""
     return max(

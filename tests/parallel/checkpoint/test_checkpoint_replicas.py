@@ -4,9 +4,9 @@ import os
 import shutil
 
 import pytest
-import torch
 from cases import MORE
 from hosts import as_if_on, begin, state, train
+from ranks import identical
 
 import hvkit
 from hvkit.checkpoint import manifests, store
@@ -49,7 +49,7 @@ def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
     start = checkpoint.restore()
     assert (start.step, start.extras) == (2, {"step": 2})
     assert start.folder == folder / store.name_of(2)
-    assert all(map(torch.equal, kept, state(model)))
+    assert identical(kept, state(model))
     if hvkit.rank() == 0:
         found = {path.name: path.read_bytes() for path in start.folder.iterdir()}
         if lost == "nothing":  # what was written again has a serial above the old one's

@@ -7,7 +7,7 @@ import torch
 from cases import MORE, cases
 from keras_models import eager_tape
 from keras_models import regression as keras_batches
-from ranks import error_of, my_part, same_on_all_ranks
+from ranks import error_of, identical, my_part, same_on_all_ranks
 from runs import DILOCO, KerasGraphRun, KerasRun, Past, TorchRun
 from torch import nn
 from torch.nn import functional as F
@@ -58,7 +58,7 @@ def test_stopped_in_the_middle_of_a_round(run, strategy, past):
     resumed = run(past.saved(run, at, strategy), 2, strategy).train(14).state()
     assert not same_on_all_ranks(undisturbed)
     assert len(undisturbed) == len(resumed)
-    assert all(map(np.array_equal, undisturbed, resumed))
+    assert identical(undisturbed, resumed)
 
 
 class TorchParts(TorchRun):
@@ -102,12 +102,12 @@ def test_parts_of_a_model_are_stopped_in_the_middle_of_a_round(run, past):
     folder = past.saved(run, 8)
     assert len(list(folder.glob("*/*-strategy.npz"))) == 1
     resumed = run(folder, 2).train(14).state()
-    assert all(map(np.array_equal, undisturbed, resumed))
+    assert identical(undisturbed, resumed)
 
 
 def test_stopped_right_after_a_round(past):
     resumed = TorchRun(past.saved(TorchRun, 10), 2).train(14).state()
-    assert all(map(np.array_equal, past.undisturbed(TorchRun), resumed))
+    assert identical(past.undisturbed(TorchRun), resumed)
 
 
 @FEWER
@@ -116,7 +116,7 @@ def test_saving_does_not_change_the_training_and_a_run_can_go_back(run, folder, 
     once = script.train(14, save_at=8).state()
     again = script.train(14).state()
     for state in (once, again):
-        assert all(map(np.array_equal, past.undisturbed(run), state))
+        assert identical(past.undisturbed(run), state)
 
 
 @FEWER
@@ -130,7 +130,7 @@ def test_a_resumed_run_can_settle_before_its_first_step(run, folder):
         with hvkit.settled(first.model):
             expected = first.weights()
         with hvkit.settled(second.model):
-            assert all(map(np.array_equal, second.weights(), expected))
+            assert identical(second.weights(), expected)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_residuals_are_saved(run, strategy, compression, past):
     saved = past.saved(run, 8, strategy, compression)
     resumed = run(saved, 2, strategy, compression).train(14).state()
     assert len(undisturbed) == len(resumed)
-    assert all(map(np.array_equal, undisturbed, resumed))
+    assert identical(undisturbed, resumed)
 
 
 SYNCHRONOUS = (hvkit.Synchronous(), "none")
@@ -195,7 +195,7 @@ def test_what_ranks_agree_on_is_shown_before_a_resumed_run_takes_a_step(run, str
         own = resumed.weights()
         with hvkit.settled(resumed.model):
             assert same_on_all_ranks(resumed.weights()[0])
-        assert all(map(np.array_equal, resumed.weights(), own))
+        assert identical(resumed.weights(), own)
         assert not same_on_all_ranks(own[0])
 
 
@@ -205,7 +205,7 @@ def test_the_model_file_holds_the_agreed_weights(folder):
         agreed = arrays(run.model.parameters())
     saved = torch.load(folder / "step-000000008" / "model.pt", weights_only=True)
     names = [name for name, _ in run.model.named_parameters()]
-    assert all(map(np.array_equal, arrays(saved[name] for name in names), agreed))
+    assert identical(arrays(saved[name] for name in names), agreed)
     assert (folder / "step-000000008" / "model-strategy.npz").exists()
 
 
@@ -226,7 +226,7 @@ def test_the_epoch_callback_saves_each_ranks_own_weights(folder):
     assert second.checkpoint.restore().epoch == 1
     found = [np.array(w.numpy()) for w in second.variables()]
     assert not same_on_all_ranks(own)
-    assert all(map(np.array_equal, found, own))
+    assert identical(found, own)
 
 
 @MORE
@@ -263,7 +263,7 @@ def test_a_rank_s_own_statistics_and_gradients_are_resumed_in_rounds(folder):
     model, optimizer, checkpoint = run(hvkit.LocalSGD(2))
     checkpoint.restore()
     found = [np.array(v.numpy()) for v in [*model.weights, *optimizer.variables]]
-    assert all(map(np.array_equal, found, saved))
+    assert identical(found, saved)
     eager_tape(model, optimizer, data[3:])
 
 
@@ -317,13 +317,13 @@ def stop_learning(run):
 @RUNS
 def test_a_resumed_server_holds_the_weights_that_it_had(run, folder):
     second, own, saved = resumed_server(run, folder)
-    assert all(map(np.array_equal, second.weights(), own))
+    assert identical(second.weights(), own)
     with hvkit.settled(second.model):
-        assert all(map(np.array_equal, second.weights(), saved))
+        assert identical(second.weights(), saved)
     stop_learning(second)
     train_by(second, 1)
     with hvkit.settled(second.model):  # the first layer: no step changes its statistics
-        assert all(map(np.array_equal, second.weights()[:2], saved[:2]))
+        assert identical(second.weights()[:2], saved[:2])
 
 
 @MORE
@@ -340,7 +340,7 @@ def test_a_resumed_server_holds_also_weights_that_train_later(run, folder):
         with hvkit.settled(second.model):
             agreed = second.weights()
         assert same_on_all_ranks(agreed[-2:])
-        assert all(map(np.array_equal, agreed[-2:], saved[-2:])), trains
+        assert identical(agreed[-2:], saved[-2:]), trains
 
 
 def train_in_turn(run, begin, end):
@@ -360,4 +360,4 @@ def test_keras_variables_that_are_updated_in_turn_stopped_in_a_round(folder):
     second = KerasRun(folder, 2)
     second.checkpoint.restore()
     train_in_turn(second, 8, 17)
-    assert all(map(np.array_equal, first.weights(), second.weights()))
+    assert identical(first.weights(), second.weights())

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from ranks import error_of, shared_folder
+from ranks import error_of, identical, shared_folder
 
 import hvkit
 from hvkit import runtime
@@ -80,7 +80,7 @@ def test_the_files_are_those_of_the_moment_of_the_save(parts, folders, gate):
     assert checkpoint.restore().step == 1
     if parts is torch_parts:
         fresh = torch.load(plain / "model.pt", weights_only=True)
-        assert all(map(torch.equal, things["model"].state_dict().values(), fresh.values()))
+        assert identical(things["model"].state_dict().values(), fresh.values())
 
 
 @pytest.mark.two_ranks

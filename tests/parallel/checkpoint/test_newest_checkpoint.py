@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hosts import as_if_on, begin, state, train
+from ranks import identical
 
 import hvkit
 from hvkit.checkpoint import manifests, newest_checkpoint, resume, store
@@ -53,7 +54,7 @@ def test_the_newest_may_be_on_another_hosts_disk(disk, caplog):
     model, optimizer, checkpoint = begin(disk)
     start = checkpoint.restore()
     assert start.step == 2
-    assert all(map(torch.equal, kept, state(model)))
+    assert identical(kept, state(model))
     theirs = hvkit.broadcast(disk, 1) / store.name_of(2)
     if hvkit.rank() == 0:
         assert f"resumed {theirs} on " in caplog.text
@@ -133,7 +134,7 @@ def test_a_run_that_goes_on_from_anothers_checkpoint_finds_it_elsewhere(run, dis
     move(disk, 5)
     model, optimizer, checkpoint = begin(disk)
     assert checkpoint.restore().step == 5
-    assert all(map(torch.equal, kept, state(model)))
+    assert identical(kept, state(model))
     train(model, optimizer, 6)
     checkpoint.save(epoch=0, step=6)
     assert begin(disk)[2].restore().step == 6

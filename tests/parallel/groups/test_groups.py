@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from group_frameworks import Keras, PyTorch
-from ranks import batches, error_of, largest_difference, my_part, same_on_all_ranks
+from ranks import batches, error_of, identical, largest_difference, my_part, same_on_all_ranks
 
 import hvkit
 from hvkit.communication.collectives import gather
@@ -51,7 +51,7 @@ def trained_like_one_process(framework, group, loop, steps, make="sgd", **option
     model = of_its_own(framework, group, seed=hvkit.rank())
     optimizer = make(model)
     hvkit.distribute(model, optimizer, _group=group, **options)
-    assert all(map(np.array_equal, weights(model), start))
+    assert identical(weights(model), start)
     loop(model, optimizer, own)
 
     assert same_on_all_ranks(weights(model), group)
@@ -256,7 +256,7 @@ def test_gradients_that_are_not_finite_are_a_matter_of_their_group(
     kind, text = error_of(lambda: framework.loops[loop](model, optimizer, [(x, y)]))
     of_rank_3 = group.members[-1] == 3
     assert kind is (FloatingPointError if of_rank_3 and action == "stop" else None)
-    assert all(map(np.array_equal, before, framework.weights(model))) == of_rank_3
+    assert identical(before, framework.weights(model)) == of_rank_3
     text += "".join(gather("test", capfd.readouterr().err, group))
     assert ("rank 3 has a NaN or infinite gradient of parameter" in text) == of_rank_3
 

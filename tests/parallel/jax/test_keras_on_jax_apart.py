@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from cases import MORE, each_once
 from keras import layers
+from ranks import identical
 
 import hvkit
 from hvkit import main_rank
@@ -37,7 +38,7 @@ def fit(model, optimizer, **options):
 def same_on_all_ranks(model):
     mine = [np.asarray(weight) for weight in model.get_weights()]
     rank_0 = hvkit.broadcast(mine)
-    return all(map(np.array_equal, mine, rank_0))
+    return identical(mine, rank_0)
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_training_a_model_around_the_one_that_was_passed_is_refused(around, opti
     x, y = data()
     with pytest.raises(ValueError, match=f"train_on_batch {said}"):
         outer.train_on_batch(x, y)
-    assert all(map(np.array_equal, base.get_weights(), before))
+    assert identical(base.get_weights(), before)
     fit(base, passed)
     assert same_on_all_ranks(base)
 

@@ -3,7 +3,6 @@
 import random
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
@@ -19,7 +18,7 @@ from keras_models import (
     values,
     weights,
 )
-from ranks import error_of
+from ranks import error_of, identical
 
 import hvkit
 from hvkit import main_rank
@@ -100,7 +99,7 @@ def both(make, loop, model=large):
 )
 def test_a_sharded_optimizer_gives_the_same_weights_bit_for_bit(name, loop, model):
     whole, _, model, _ = both(MAKE[name], LOOPS[loop], model)
-    assert all(map(np.array_equal, weights(model), weights(whole)))
+    assert identical(weights(model), weights(whole))
 
 
 def state_bytes(optimizer):
@@ -132,7 +131,7 @@ def test_the_state_is_saved_whole(name, loop, tmp_path):
     with hvkit.settled(optimizer):
         if hvkit.rank() == 0:
             found = values(optimizer.variables)
-            assert all(map(np.array_equal, found, values(reference.variables)))
+            assert identical(found, values(reference.variables))
             model.optimizer = optimizer
             model.save(folder / "whole.keras")
     error, text = error_of(lambda: optimizer.save_own_variables({}))
@@ -147,7 +146,7 @@ def test_the_state_is_saved_whole(name, loop, tmp_path):
     data = local(regression(steps=10))[6:]
     loop(again, resumed, data)
     loop(whole, reference, data)
-    assert all(map(np.array_equal, weights(again), weights(whole)))
+    assert identical(weights(again), weights(whole))
 
 
 class NormOfAll(keras.optimizers.SGD):

@@ -21,7 +21,7 @@ from keras_models import (
     update,
     weights,
 )
-from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
+from ranks import diloco_by_hand, identical, largest_difference, shared_folder, wait_for
 
 import hvkit
 from hvkit.frameworks.keras.weights import agreements
@@ -89,7 +89,7 @@ def test_settled_beside_an_agreement_leaves_no_trace(loop, compression):
                 with hvkit.settled(model):
                     assert alike(model)
         found.append(weights(model))
-    assert all(map(np.array_equal, *found))
+    assert identical(*found)
 
 
 @pytest.mark.two_ranks
@@ -115,7 +115,7 @@ def test_agreements_that_begin_together_have_the_same_names_on_all_ranks(monkeyp
         run(self)
 
     monkeypatch.setattr(agreements.Agreement, "_run", late)
-    assert all(map(np.array_equal, trained_by_two_optimizers(), expected))
+    assert identical(trained_by_two_optimizers(), expected)
 
 
 def trained_by_two_optimizers():

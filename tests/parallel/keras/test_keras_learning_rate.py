@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from cases import MORE, cases, each_once
 from keras_models import alike, update, weights
+from ranks import identical
 
 import hvkit
 
@@ -117,7 +118,7 @@ def compare(
     # TensorFlow may round otherwise in a graph.
     (graph if loop is graph else eager)(twin, alone, assign)
     for i in range(STEPS):
-        assert all(map(np.array_equal, trained[i], expected[i])), f"step {i}"
+        assert identical(trained[i], expected[i]), f"step {i}"
     assert alike(model)
     return seen
 
@@ -141,7 +142,7 @@ def test_by_default_the_rate_is_used_as_it_is():
     hvkit.distribute(model, optimizer := sgd())
     fit(model, optimizer, lambda i: None, eagerly=False)
     eager(twin, sgd(), lambda i: None)
-    assert all(map(np.array_equal, weights(model), weights(twin)))
+    assert identical(weights(model), weights(twin))
 
 
 def of_several():

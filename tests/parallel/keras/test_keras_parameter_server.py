@@ -25,6 +25,7 @@ from keras_models import (
 from ranks import (
     Busy,
     as_vector,
+    identical,
     keras_in_float64,
     largest_difference,
     same_on_all_ranks,
@@ -111,7 +112,7 @@ def test_settled_shows_the_servers_weights_for_a_while(loop):
     with hvkit.settled(model):
         assert alike(model)
         agreed = weights(model)
-    assert all(map(np.array_equal, weights(model), own))
+    assert identical(weights(model), own)
     LOOPS[loop](model, optimizer, data[10:])
     with hvkit.settled(model):
         assert largest_difference(weights(model), agreed) > 1e-3

@@ -26,7 +26,14 @@ from keras_models import (
     steps_of_halves,
     weights,
 )
-from ranks import as_vector, error_of, gossip_matrix, largest_difference, same_on_all_ranks
+from ranks import (
+    as_vector,
+    error_of,
+    gossip_matrix,
+    identical,
+    largest_difference,
+    same_on_all_ranks,
+)
 
 import hvkit
 
@@ -53,7 +60,7 @@ def test_ranks_differ_in_a_round_and_are_alike_after_it(strategy, loop):
     assert not same_on_all_ranks(own)
     with hvkit.settled(model):
         assert alike(model)
-    assert all(map(np.array_equal, weights(model), own))
+    assert identical(weights(model), own)
     for part in (data[3:5], data[5:]):
         LOOPS[loop](model, optimizer, part)
         assert alike(model)
@@ -98,7 +105,7 @@ def test_fit_ends_with_one_model_which_is_the_one_that_callbacks_see(strategy):
     assert [same for same, _, _ in seen.epochs] == [True, True]
     assert seen.epochs[1][2]["loss"] < seen.epochs[0][2]["loss"]
     assert alike(model)
-    assert all(map(np.array_equal, weights(model), seen.epochs[-1][1]))
+    assert identical(weights(model), seen.epochs[-1][1])
     with hvkit.settled(model):
         assert largest_difference(weights(model), seen.epochs[-1][1]) < 1e-6
 
@@ -125,7 +132,7 @@ def test_fit_validates_and_shows_callbacks_the_agreed_weights():
         twin.set_weights(values)
         expected = np.mean((twin.predict(others[0], verbose=0) - others[1]) ** 2)
         assert logs["val_loss"] == pytest.approx(expected, rel=1e-5)
-    assert all(map(np.array_equal, looked, alone))  # looking has changed nothing
+    assert identical(looked, alone)  # looking has changed nothing
 
 
 @MORE
@@ -140,7 +147,7 @@ def test_early_stopping_restores_weights_that_all_ranks_hold():
     refit(model, data, epochs=9, validation_data=(x + 3, -y), callbacks=[seen, stop])
     best = min(seen.epochs, key=lambda each: each[2]["val_loss"])
     assert len(seen.epochs) < 9
-    assert all(map(np.array_equal, weights(model), best[1]))
+    assert identical(weights(model), best[1])
     assert alike(model)
 
 
@@ -252,7 +259,7 @@ def test_an_error_in_fit_leaves_each_rank_its_own_weights():
     model.compile(optimizer, "mse")
     with pytest.raises(RuntimeError, match="full disk"):
         refit(model, local(regression(steps=4)), callbacks=[fails := Fails()])
-    assert all(map(np.array_equal, weights(model), fails.own))
+    assert identical(weights(model), fails.own)
     assert not alike(model)
     with hvkit.settled(model):
         assert alike(model)
@@ -289,7 +296,7 @@ def test_looking_leaves_agreed_weights_alone_while_others_are_in_a_round(loop):
     agreed = weights(model)[:2]
     assert same_on_all_ranks(agreed)
     with hvkit.settled(model):
-        assert all(map(np.array_equal, weights(model)[:2], agreed))
+        assert identical(weights(model)[:2], agreed)
 
 
 @MORE

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 from cases import MORE
-from ranks import error_of, shared_folder
+from ranks import error_of, identical, shared_folder
 from stages import (
     MESH,
     MICRO,
@@ -56,8 +56,8 @@ def test_callbacks_save_the_whole_model_and_stop_all_ranks(tmp_path_factory):
     assert loaded.optimizer.iterations == 3
     alike = built(residual)
     alike.load_weights(folder / "2.weights.h5")
-    assert all(map(np.array_equal, alike.get_weights(), weights))
-    assert not all(map(np.array_equal, loaded.get_weights(), weights))
+    assert identical(alike.get_weights(), weights)
+    assert not identical(loaded.get_weights(), weights)
     hvkit.barrier()
 
 
@@ -75,10 +75,10 @@ def test_rank_0_saves_the_whole_model_where_it_is_settled(tmp_path_factory):
             model.save_weights(folder / "a.weights.h5")
     hvkit.barrier()
     loaded = keras.models.load_model(folder / "a.keras").get_weights()
-    assert all(map(np.array_equal, loaded, expected))
+    assert identical(loaded, expected)
     other, _ = distributed(residual, seed=5)
     other.load_weights(folder / "a.weights.h5")
-    assert all(map(np.array_equal, whole(other), expected))
+    assert identical(whole(other), expected)
     other.set_weights([2 * w for w in expected])
     assert all(np.array_equal(a, 2 * b) for a, b in zip(whole(other), expected, strict=True))
 
@@ -98,9 +98,9 @@ def test_the_state_of_an_optimizer_is_saved_whole_and_loaded_in_parts():
         if hvkit.is_main():
             optimizer.save_own_variables(store)
     model.train_on_batch(mine(x), mine(y))
-    assert not all(map(np.array_equal, state(), before))
+    assert not identical(state(), before)
     optimizer.load_own_variables(hvkit.broadcast({k: np.array(v) for k, v in store.items()}))
-    assert all(map(np.array_equal, state(), before))
+    assert identical(state(), before)
 
 
 class Run:
@@ -144,7 +144,7 @@ def test_a_run_that_resumes_ends_as_one_that_never_stopped(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     through = Run(folder, 1, MESH()).train(5, save_at=3).state()
     resumed = Run(folder, 2, MESH()).train(5).state()
-    assert all(map(np.array_equal, resumed, through))
+    assert identical(resumed, through)
 
 
 @MORE
@@ -152,7 +152,7 @@ def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     saved = Run(folder, 2, MESH()).train(2, save_at=2).state()
     plain = Run(folder, 3, None).train(2)
-    assert all(map(np.array_equal, plain.state(), saved))
+    assert identical(plain.state(), saved)
     plain.train(4, save_at=4)
     again = Run(folder, 4, MESH()).train(4)
-    assert all(map(np.array_equal, again.state(), plain.state()))
+    assert identical(again.state(), plain.state())

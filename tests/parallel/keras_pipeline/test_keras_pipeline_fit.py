@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import MORE, cases
 from keras import ops
-from ranks import error_of, largest_difference
+from ranks import error_of, identical, largest_difference
 from stages import (
     MESH,
     MICRO,
@@ -70,7 +70,7 @@ def test_a_model_without_weights_is_built_in_parts(float64):
     model, optimizer = distributed(make)
     model.compile(optimizer, "mse")
     model.predict(x, verbose=0)
-    assert all(map(np.array_equal, whole(model), start))
+    assert identical(whole(model), start)
     assert 0 < held_of(model.weights) < model.count_params()
     model.fit(mine(x), mine(y), batch_size=PER_ROW, shuffle=False, verbose=0)
     assert largest_difference(whole(model), alone.get_weights()) < 1e-12

@@ -23,7 +23,7 @@ from keras_models import (
     weights,
 )
 from monitored import Monitored
-from ranks import same_on_all_ranks, shared_folder
+from ranks import identical, same_on_all_ranks, shared_folder
 
 import hvkit
 
@@ -69,7 +69,7 @@ def test_a_resumed_loop_ends_with_the_same_bits(name, make, tmp_path_factory):
     resumed, its_optimizer = made(lambda: make(1 + hvkit.rank()), **STRATEGIES[name])
     assert hvkit.Checkpoint(folder, model=resumed, optimizer=its_optimizer).restore().step == 4
     eager_tape(resumed, its_optimizer, data[4:])
-    assert all(map(np.array_equal, state(resumed, its_optimizer), state(model, optimizer)))
+    assert identical(state(resumed, its_optimizer), state(model, optimizer))
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch"])
@@ -92,7 +92,7 @@ def test_a_fit_resumed_in_the_middle_of_an_epoch_ends_with_the_same_bits(shuffle
             if int(each.name.removeprefix("step-")) > 8:
                 shutil.rmtree(each)
     hvkit.allgather(None)
-    assert all(map(np.array_equal, trained(resumed_at=8), whole))
+    assert identical(trained(resumed_at=8), whole)
 
 
 def test_a_checkpoint_holds_what_the_next_epoch_begins_with(tmp_path_factory):
@@ -114,7 +114,7 @@ def test_a_checkpoint_holds_what_the_next_epoch_begins_with(tmp_path_factory):
 
     whole = trained(4, "whole")
     trained(2, "stopped")
-    assert all(map(np.array_equal, trained(4, "stopped"), whole))
+    assert identical(trained(4, "stopped"), whole)
 
 
 def test_a_monitor_records_fit(tmp_path_factory):

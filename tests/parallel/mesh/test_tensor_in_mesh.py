@@ -138,16 +138,25 @@ def test_a_vocabulary_that_evaluation_uses_otherwise(evaluate, words):
 @MORE
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "divided"),
     [
-        {"h.*.mlp.0": "colwise", "h.*.mlp.2": RowwiseParallel(), "lm_head": ColwiseParallel()},
-        {"h.0.mlp.0": "colwise", "h.1.mlp.2": "rowwise"},
+        (
+            {"h.*.mlp.0": "colwise", "h.*.mlp.2": RowwiseParallel(), "lm_head": ColwiseParallel()},
+            {*(f"h.{block}.mlp.{layer}" for block in (0, 1) for layer in (0, 2)), "lm_head"},
+        ),
+        ({"h.0.mlp.0": "colwise", "h.1.mlp.2": "rowwise"}, {"h.0.mlp.0", "h.1.mlp.2"}),
     ],
     ids=["pairs, and the last layer", "halves of pairs"],
 )
-def test_a_plan_in_words(plan):
+def test_a_plan_in_words(plan, divided):
     make = functools.partial(GPT, layers=2, tied=False)
     assert max(differences(make, tokens(3), plan=plan, **TENSOR)) < 1e-11
+    _, (model, optimizer) = both(make, plan=plan, **TENSOR)
+    train(model, optimizer, tokens(1), loss_of)
+    weights = {
+        name: layer.weight for name, layer in model.named_modules() if hasattr(layer, "weight")
+    }
+    assert {name for name, p in weights.items() if part_size(p) < p.numel()} == divided
 
 
 @MORE

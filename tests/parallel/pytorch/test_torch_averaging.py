@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from ranks import same_on_all_ranks
+from ranks import identical, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch_nets import (
@@ -100,7 +100,7 @@ def gives_the_same_bits(*options, **named):
     """Whether the sharded state gives the weights that the whole state gives, on every rank."""
     whole, _, model, _ = both(*options, **named)
     assert same_on_all_ranks(weights(model))
-    return all(map(torch.equal, model.parameters(), whole.parameters()))
+    return identical(model.parameters(), whole.parameters())
 
 
 def clipped(model, optimizer, data):
@@ -169,7 +169,7 @@ def test_the_state_is_saved_whole(tmp_path):
     data = local(regression(steps=14))[10:]
     train(again, resumed, data)
     train(whole, reference, data)
-    assert all(map(torch.equal, again.parameters(), whole.parameters()))
+    assert identical(again.parameters(), whole.parameters())
 
 
 def test_a_state_from_before_the_call_is_divided():
@@ -184,7 +184,7 @@ def test_a_state_from_before_the_call_is_divided():
         model, optimizer = hvkit.distribute(*warm(), strategy=strategy)
         train(model, optimizer, local(regression(steps=4)))
         models.append(model)
-    assert all(map(torch.equal, *(each.parameters() for each in models)))
+    assert identical(*(each.parameters() for each in models))
     assert len(optimizer.state) < len(list(model.parameters()))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
-from ranks import diloco_by_hand, largest_difference, shared_folder, wait_for
+from ranks import diloco_by_hand, identical, largest_difference, shared_folder, wait_for
 from torch import nn
 from torch_nets import (
     alike,
@@ -75,7 +75,7 @@ def test_settled_beside_an_agreement_leaves_no_trace(compression):
                 with hvkit.settled(model):
                     assert alike(model)
         found.append(weights(model))
-    assert all(map(np.array_equal, *found))
+    assert identical(*found)
 
 
 def test_an_agreement_waits_for_no_other_optimizers():
@@ -171,7 +171,7 @@ def test_rank_0_may_look_at_other_weights_for_a_while():
                 p.data.copy_(value)
         train(model, optimizer, data)
         found.append(weights(model))
-    assert all(map(np.array_equal, *found))
+    assert identical(*found)
 
 
 def test_weights_of_16_bits_that_nobody_sets_keep_their_anchor():

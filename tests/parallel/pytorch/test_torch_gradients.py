@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from ranks import largest_difference, my_part, same_on_all_ranks
+from ranks import identical, largest_difference, my_part, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch_nets import (
@@ -149,7 +149,7 @@ def test_means_that_the_script_keeps_outlast_the_next_pass():
         backward(model, batch)
         kept += [p.grad for p in model.parameters()]
         copies += [p.grad.clone() for p in model.parameters()]
-    assert all(map(torch.equal, kept, copies))
+    assert identical(kept, copies)
 
 
 def test_hooks_of_the_script_count_for_all_parameters_alike():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from ranks import shared_folder
+from ranks import identical, shared_folder
 from torch.nn import functional as F
 from torch_nets import (
     alike,
@@ -40,7 +40,7 @@ def step(model, optimizer, batch, *, bad=False):
 
 
 def same(found, expected):
-    return all(map(np.array_equal, found, expected))
+    return identical(found, expected)
 
 
 class InTwoParts(torch.optim.SGD):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
-from ranks import largest_difference, same_on_all_ranks
+from ranks import identical, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch_nets import (
@@ -79,7 +79,7 @@ def test_with_staleness_ranks_differ_until_they_settle():
         with hvkit.settled(model):
             assert alike(model)
     # Training goes on from the rank's own weights.
-    assert all(map(np.array_equal, weights(model), own))
+    assert identical(weights(model), own)
     before = settled_weights(model)
     train(model, optimizer, data[10:])
     assert largest_difference(settled_weights(model), before) > 1e-3
@@ -201,11 +201,11 @@ def test_frozen_parameters_do_not_travel_until_they_train():
     size = 4 * sum(p.numel() for p in model[2].parameters())
     times = 2 * (hvkit.size() - 1 if hvkit.rank() == 0 else 1)
     assert hvkit.traffic()["weights"].bytes - sent == times * size
-    assert all(map(np.array_equal, weights(model[0]), before))
+    assert identical(weights(model[0]), before)
     model[0].requires_grad_(True)
     train(model, optimizer, data[3:])
     assert alike(model)
-    assert not all(map(np.array_equal, weights(model[0]), before))
+    assert not identical(weights(model[0]), before)
 
 
 def test_parameters_that_are_added_later_are_exchanged():
@@ -273,7 +273,7 @@ def test_batch_norm_statistics_are_averaged_where_the_model_is_settled():
     with hvkit.settled(model):
         assert alike(model)
         assert largest_difference(arrays(model.buffers())[:2], mean[:2]) < 1e-6
-    assert all(map(np.array_equal, arrays(model.buffers()), own))
+    assert identical(arrays(model.buffers()), own)
 
 
 def test_a_model_that_is_dropped_is_freed_also_on_the_server():

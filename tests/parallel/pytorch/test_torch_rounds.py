@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from ranks import as_vector, gossip_matrix, largest_difference, same_on_all_ranks
+from ranks import as_vector, gossip_matrix, identical, largest_difference, same_on_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch_nets import (
@@ -189,7 +189,7 @@ def test_frozen_parameters_stay_as_they_are():
     before = weights(model[0])
     model, optimizer = in_rounds(hvkit.LocalSGD(2), model=model)
     sent = bytes_sent(model, optimizer, local(regression(steps=4)))
-    assert all(map(np.array_equal, weights(model[0]), before))
+    assert identical(weights(model[0]), before)
     trained = sum(p.numel() for p in model[2].parameters())
     assert sent["weights"] == 2 * (2 * 4 * trained * (hvkit.size() - 1) // hvkit.size())
 
@@ -217,7 +217,7 @@ def test_batch_norm_statistics_are_averaged_at_each_agreement():
     own = arrays(model.buffers())
     with hvkit.settled(model):
         assert alike(model)
-    assert all(map(np.array_equal, arrays(model.buffers()), own))
+    assert identical(arrays(model.buffers()), own)
     model.train()
     train(model, optimizer, data[3:])
     assert alike(model)

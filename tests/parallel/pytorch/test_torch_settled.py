@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from ranks import largest_difference
+from ranks import identical, largest_difference
 from torch_nets import (
     alike,
     backward,
@@ -36,9 +36,9 @@ def test_settled_holds_the_agreed_weights_and_leaves_no_trace():
         with hvkit.settled(model):
             assert alike(model)
         assert alike(model)
-    assert all(map(np.array_equal, weights(model), own))
+    assert identical(weights(model), own)
     train(model, optimizer, data[3:])
-    assert all(map(np.array_equal, weights(model), weights(undisturbed)))
+    assert identical(weights(model), weights(undisturbed))
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8", hvkit.TopK(0.5)])
@@ -56,7 +56,7 @@ def test_settled_is_for_any_model():
     before = [*weights(plain), *weights(averaged)]
     with hvkit.settled(plain, averaged):
         pass
-    assert all(map(np.array_equal, [*weights(plain), *weights(averaged)], before))
+    assert identical([*weights(plain), *weights(averaged)], before)
 
 
 def test_settled_between_forward_and_backward():

@@ -8,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from scripts import run_script
 
-from hvkit.checkpoint import Checkpoint, Progress
+from hvkit.checkpoint import Checkpoint, Progress, store
 
 
 class Thing:
@@ -328,6 +329,31 @@ def test_an_old_one_that_cannot_even_be_renamed_is_left_to_the_next_save(
     monkeypatch.undo()
     save(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step-000000003"]
+
+
+def test_one_that_this_user_may_not_read_is_skipped_only_where_others_are_wanted(
+    tmp_path, monkeypatch
+):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    read_bytes = Path.read_bytes
+
+    def refused(path):
+        if path.parent.name == "step-000000002":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    skipped = []
+    found = store.readable(tmp_path, lambda folder, why: skipped.append((folder.name, why)))
+    with pytest.raises(PermissionError):
+        next(found)
+    assert skipped == []
+    found = store.readable(tmp_path, lambda folder, why: skipped.append(folder.name), strict=False)
+    assert [folder.name for folder, _ in found] == ["step-000000001"]
+    assert skipped == ["step-000000002"]
+    with pytest.raises(PermissionError):
+        restore(tmp_path)
 
 
 def test_remains_of_a_killed_run_that_are_read_elsewhere_do_not_stop_a_save(tmp_path, nfs):
