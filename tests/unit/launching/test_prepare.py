@@ -69,7 +69,10 @@ def test_a_host_that_starts_ranks_in_another_network_is_reached_by_the_daemons(h
     assert NETWORKS.replace("10.0.0.0/24", "10.0.0.0/21", 1) in line_of()
 
 
-def test_a_host_without_slots_has_one_for_each_cpu_and_more_ranks_take_turns(hosts, capsys):
+def test_a_host_without_slots_has_one_for_each_cpu_and_more_ranks_take_turns(
+    hosts, capsys, monkeypatch
+):
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
     line = line_of(hosts=(Host("node1"), Host("node2", slots=1)), size=None)
     assert "--host node1:2,node2:1" in line
     assert "mpi_yield_when_idle" not in line
