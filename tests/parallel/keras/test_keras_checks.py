@@ -66,6 +66,17 @@ def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_ste
     assert identical(before, weights(model))
 
 
+@pytest.mark.parametrize("loop", cases([graph_tape, eager_tape]))
+def test_one_bit_is_seen_before_the_first_update(loop):
+    model, optimizer = distributed()
+    bias = model.layers[-1].bias
+    flipped = (bias.numpy().view(np.int32) ^ np.int32([0, 0, 0, 1])).view(np.float32)
+    on_rank(1, lambda: bias.assign(flipped))
+    raised_everywhere(
+        lambda: loop(model, optimizer, local(regression(steps=1))), f"{bias.path} of rank"
+    )
+
+
 def test_frozen_weights_are_compared():
     model = mlp()
     model.layers[0].trainable = False

@@ -137,6 +137,11 @@ def test_updates_use_the_multiplied_rate_and_scripts_see_the_users(loop, scaling
     assert seen == each_has(CONSTANT)
 
 
+def test_a_warm_up_in_the_compiled_step_of_fit():
+    seen = compare(sgd, fit, CONSTANT, eagerly=False)
+    assert seen == each_has(CONSTANT)
+
+
 def test_by_default_the_rate_is_used_as_it_is():
     model, twin = linear(hvkit.rank()), linear()
     hvkit.distribute(model, optimizer := sgd())

@@ -17,10 +17,17 @@ from keras_models import (
     on_tensorflow,
     refit,
     regression,
+    steps_of_halves,
     update,
     weights,
 )
-from ranks import error_of, identical, largest_difference, shared_folder
+from ranks import (
+    error_of,
+    identical,
+    largest_difference,
+    same_on_all_ranks,
+    shared_folder,
+)
 
 import hvkit
 
@@ -89,6 +96,65 @@ def test_what_the_script_sets_between_two_fits_is_kept_and_settled_and_saved(
         train_on(each)
         trained = [w.numpy() for w in each.trainable_variables]
         assert largest_difference(trained, [np.full_like(w, 0.25) for w in trained]) < 1e-6
+
+
+@MORE
+@pytest.mark.parametrize(
+    "strategy", [hvkit.DiLoCo(3, overlap=2), hvkit.ElasticAveraging(3)], ids=str
+)
+def test_a_run_whose_ranks_are_never_alike_can_go_back(strategy, tmp_path_factory):
+    model = begun(strategy)
+    checkpoint = saved_in(shared_folder(tmp_path_factory), model)
+    train_on(model, checkpoint.callback())
+    checkpoint.restore()
+    train_on(model)
+    assert alike(model)
+
+
+@MORE
+def test_rounds_before_a_checkpoint_of_another_strategy_are_forgotten(tmp_path_factory):
+    folder, data = shared_folder(tmp_path_factory), local(regression(steps=4))
+    saved, optimizer = in_rounds(hvkit.LocalSGD(2))
+    LOOPS["eager"](saved, optimizer, data)
+    hvkit.Checkpoint(folder, model=saved, optimizer=optimizer).save(epoch=1, step=4)
+    model, optimizer = in_rounds(hvkit.Gossip(2))
+    LOOPS[CUSTOM_LOOPS[0]](model, optimizer, data)
+    hvkit.Checkpoint(folder, model=model, optimizer=optimizer).restore()
+    with hvkit.settled(model):
+        assert identical(weights(model), weights(saved))
+
+
+@MORE
+@on_tensorflow
+@pytest.mark.parametrize("loop", CUSTOM_LOOPS)
+def test_a_round_after_an_error_begins_with_what_the_script_has_set(loop, monkeypatch):
+    from hvkit.frameworks.keras.collectives.named_collectives import NamedCollectives
+    from hvkit.frameworks.keras.weights import rounds
+
+    monkeypatch.setattr(rounds, "_COMPARED_EVERY", 2)
+    model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0), keras.optimizers.SGD(0.05))
+    steps = steps_of_halves(model, optimizer, loop)
+    data = local(regression(steps=4))
+    x, y = map(keras.ops.convert_to_tensor, data[0])
+    for half in (0, 0, 1, 1):
+        steps[half](x, y)
+    if hvkit.rank() == 0:
+        steps[0](x, y)
+    for w in model.trainable_variables[2:]:
+        w.assign(w + 1 + 1e-6 * hvkit.rank())
+    chosen = weights(model)[2:]
+    error, text = error_of(lambda: LOOPS["fit"](model, optimizer, data))
+    assert error is hvkit.RanksDisagreeError
+    assert "was trained in this round on rank 0 but not on rank 1" in text
+    if loop == "function":  # whose functions of NumPy may have TensorFlow's only thread
+        monkeypatch.delattr(NamedCollectives, "exchange")
+    if hvkit.rank() == 1:
+        steps[0](x, y)
+    for _ in range(2):
+        steps[1](x, y)
+    trained = weights(model)[2:]
+    assert same_on_all_ranks(trained)
+    assert 1e-3 < largest_difference(trained, chosen) < 1
 
 
 @MORE

@@ -117,6 +117,20 @@ def test_a_checkpoint_holds_what_the_next_epoch_begins_with(tmp_path_factory):
     assert identical(trained(4, "stopped"), whole)
 
 
+def test_the_state_of_a_sharded_optimizer_is_divided():
+    model, optimizer = made(strategy=hvkit.ShardedOptimizer())
+    eager_tape(model, optimizer, local(regression(steps=2)))
+
+    def held(things):
+        return sum(each.nbytes for each in values(things))
+
+    own = held(optimizer.variables)
+    # Adam keeps two numbers of each weight.
+    assert sum(hvkit.allgather(own)) < 1.5 * 2 * held(model.trainable_variables)
+    with hvkit.settled(model, optimizer):
+        assert not hvkit.is_main() or held(optimizer.variables) > 1.5 * own
+
+
 def test_a_monitor_records_fit(tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     with hvkit.Monitor(folder, every=2) as monitor:
