@@ -30,7 +30,7 @@ def cases(everything, first=1, name=None):
 
 
 def each_once(*choices):
-    """Tuples in which each value of each choice occurs, and few pairs twice; not all products.
+    """Tuples in which each value of each choice occurs; values at the same places go together.
 
     For choices that do not act on each other.
 
@@ -43,7 +43,7 @@ def each_once(*choices):
 
 
 def pairwise(*choices):
-    """Tuples in which each two values of two choices meet, far fewer than all products.
+    """Tuples in which every pair of values from two choices occurs, far fewer than all products.
 
     For choices of which two may act on each other.
 

@@ -35,8 +35,8 @@ VARIABLES = (
     *("PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe", "PRTE_MCA_pmix_tool_support=0"),
     "OMPI_MCA_rmaps_base_oversubscribe=1",
 )
-# Exit statuses of pytest: all tests pass, one is unknown, none is selected; and of `timeout`.
-PASS, UNKNOWN, NONE, TOO_SLOW = 0, 4, 5, (124, 137)
+# Exit statuses of pytest: all tests pass, none is selected; and of `timeout`.
+PASS, NONE, TOO_SLOW = 0, 5, (124, 137)
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Mutation:
         yield "`make test-all`", ALL_CASES
 
 
-def run(copy: Path, mutation: Mutation, options: tuple[str, ...]) -> int:
-    """Run the tests of a mutation on the code in a copy, and return the exit status."""
+def run(copy: Path, mutation: Mutation, options: tuple[str, ...]) -> tuple[int, bool]:
+    """Run the tests of a mutation on the code in a copy: the exit status, whether a test failed."""
     path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
     backend = [f"KERAS_BACKEND={mutation.backend}"] if mutation.backend else []
     limit = LIMIT_OF_WAIT if mutation.hangs else LIMIT
@@ -73,20 +73,20 @@ def run(copy: Path, mutation: Mutation, options: tuple[str, ...]) -> int:
     done = subprocess.run(
         words, cwd=copy, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    for line in done.stdout.decode(errors="replace").splitlines():
-        if re.match("FAILED|ERROR|rank .* failed in", line):
-            print(f"    {line}", flush=True)
-    return done.returncode
+    lines = done.stdout.decode(errors="replace").splitlines()
+    shown = [line for line in lines if re.match("FAILED|ERROR|rank .* failed in", line)]
+    print(*(f"    {line}" for line in shown), sep="\n", end="\n" * bool(shown), flush=True)
+    return done.returncode, any(not line.startswith("ERROR") for line in shown)
 
 
 def found_by(copy: Path, mutation: Mutation) -> str:
     """The target of make that finds a mutation, which is in the copy."""
     for target, options in mutation.selections:
-        status = run(copy, mutation, options)
-        if status in TOO_SLOW:
-            return target if mutation.hangs else "nothing (a timeout)"
+        status, failed = run(copy, mutation, options)
+        if failed or (mutation.hangs and status in TOO_SLOW):
+            return target
         if status not in (PASS, NONE):
-            return "nothing (no such test)" if status == UNKNOWN else target
+            return f"nothing (its tests end with status {status})"
     return "nothing"
 
 
@@ -108,7 +108,7 @@ def main() -> int:
                 sys.exit(f"{each.file}: `old` is there {times} times, not once: {each.old!r}")
         if args.check:
             distinct = {(*each.tests, each.ranks, each.backend): each for each in mutations}
-            failed = [e.tests for e in distinct.values() if run(copy, e, ALL_CASES) != PASS]
+            failed = [e.tests for e in distinct.values() if run(copy, e, ALL_CASES)[0] != PASS]
             print(f"of {len(distinct)} sets of tests, {len(failed)} fail", *failed, sep="\n")
             return int(bool(failed))
         for each in mutations:

@@ -95,7 +95,8 @@ class TorchPart(Part):
 
     def _load_warmup(self, facts: Mapping[str, Any]) -> None:
         if warmup := self._warmup():
-            # One process, whose rate nothing multiplies, has not counted them.
+            # Nothing counted them without a warm-up, nor in one process: the first steps of the
+            # training are then those of the warm-up, as in Keras.
             done = facts["warmup_steps"]
             warmup.steps_done = facts["step"] if done is None else done
 

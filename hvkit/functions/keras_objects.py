@@ -67,7 +67,8 @@ def _require_arguments(thing: Any, made: Any) -> None:
     for before, after in zip(parts, others, strict=False):
         for name in inspect.signature(type(before)).parameters:
             sent, arrived = vars(before).get(name), vars(after).get(name)
-            if all(isinstance(each, _SIMPLE) for each in (sent, arrived)) and sent != arrived:
+            simple = all(isinstance(each, _SIMPLE) for each in (sent, arrived))
+            if simple and sent != arrived and repr(sent) != repr(arrived):  # NaN is not equal
                 raise ValueError(f"{type(before).__qualname__}: {name}={sent!r} became {arrived!r}")
 
 

@@ -70,7 +70,6 @@ def keras_run(
     epochs=2,
     executed=1,
     optimizer=None,
-    metrics=(),
     callback=False,
     **arguments,
 ):

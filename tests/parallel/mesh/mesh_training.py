@@ -103,18 +103,17 @@ def both(make, optimizer=adamw, **options):
     return (reference, optimizer(reference)), distributed(model, optimizer, **options)
 
 
-def apart(steps, make, data, *, optimizer=adamw, alone=lambda model: model, **options):
+def apart(steps, make, data, *, optimizer=adamw, **options):
     """How far weights are from those of one process, after ``steps`` with either model.
 
     Args:
         steps: a function of a model, its optimizer and batches.
         make: a model.
         data: global batches.
-        alone: what the steps get in one process in place of the model.
         options: of ``hvkit.distribute``, in place of a mesh with a pipeline of two ranks.
     """
     (reference, its), (model, own) = both(make, optimizer, **options)
-    steps(alone(reference), its, data)
+    steps(reference, its, data)
     steps(model, own, of_this_rank(data))
     counted = with_gradients(reference, its)
     return difference(whole_state(model, own), reference.state_dict(), counted)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.two_ranks
 )
 def test_schedulers_see_the_users_rate_and_updates_use_the_multiplied(setter, made, warmup, make):
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", r".*optimizer\.step")  # that it were called too late
+        warnings.filterwarnings("error", r".*optimizer\.step")  # that it was called too late
         compare(make, **{made: SETTERS[setter]}, warmup=warmup)
 
 
@@ -106,13 +106,11 @@ def test_a_tensor_that_the_script_holds_sets_the_rate_on_every_rank():
     assert rate == 0.25
 
 
-SHARED = torch.tensor(RATE)
-
-
-@pytest.mark.parametrize("rate", [RATE, torch.tensor(RATE), SHARED], ids=["float", "own", "shared"])
-def test_groups_added_later_keep_the_users_rate(rate):
-    model = mlp()
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=SHARED)
+@pytest.mark.parametrize("kind", ["float", "own", "shared"])
+def test_groups_added_later_keep_the_users_rate(kind):
+    model, shared = mlp(), torch.tensor(RATE)
+    rate = {"float": RATE, "own": torch.tensor(RATE), "shared": shared}[kind]
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=shared)
     hvkit.distribute(model, optimizer, lr_scaling="linear")
     optimizer.add_param_group({"params": model[2].parameters(), "lr": rate})
     before = [p.detach().clone() for p in model.parameters()]

@@ -92,7 +92,7 @@ def test_an_optimizer_that_was_not_passed_is_refused_though_the_first_may_be_gon
     assert raised_everywhere(with_another, "was not passed", kind=ValueError)
     del optimizer
     gc.collect()
-    assert raised_everywhere(with_another, kind=ValueError)
+    assert raised_everywhere(with_another, "was not passed itself", kind=ValueError)
 
 
 def test_ranks_with_different_numbers_of_steps_cannot_settle():

@@ -46,6 +46,11 @@ class Scales(Bare):
         self.factor = factor
 
 
+class FillsIn(Scales):
+    def __init__(self, factor=float("nan")):
+        super().__init__(factor)
+
+
 def square(values):
     return values * values
 
@@ -85,7 +90,8 @@ def test_one_that_cannot_be_made_again_is_refused_before_it_is_sent(model, why):
 
 
 def test_one_with_the_usual_arguments_arrives():
-    model = Scales()
-    model(np.ones((1, 2)))
-    pickling.dump(model, file := io.BytesIO())
-    assert pickle.loads(file.getvalue()).factor == 2
+    for make, usual in ((Scales, 2.0), (FillsIn, float("nan"))):
+        model = make()
+        model(np.ones((1, 2)))
+        pickling.dump(model, file := io.BytesIO())
+        np.testing.assert_equal(pickle.loads(file.getvalue()).factor, usual)
