@@ -76,6 +76,15 @@ def test_an_uneven_batch_is_whole_on_every_rank():
     np.testing.assert_array_equal(np.asarray(x)[:, 0], np.repeat(np.arange(hvkit.size()), counts))
 
 
+def test_a_monitor_counts_the_samples_of_this_rank(tmp_path):
+    monitor = hvkit.Monitor(hvkit.broadcast(tmp_path))
+    parts = {"text": "a", "x": hvkit.batch(np.zeros((3, 2)))}
+    whole = hvkit.batch(np.zeros((2 * hvkit.rank(), 2)))
+    assert monitor.samples_in(parts) == 3
+    assert monitor.samples_in([whole]) == hvkit.size() - 1
+    assert monitor.samples_in(np.zeros((3, 2))) == 3
+
+
 def test_numpy_s_wide_numbers_become_those_of_jax():
     x, y = hvkit.batch(np.ones((2, 3)), np.arange(2))
     assert (x.dtype, y.dtype) == (jnp.float32, jnp.int32)

@@ -218,6 +218,8 @@ def test_callbacks_that_read_the_weights_are_refused_where_a_rank_has_a_part(tmp
             divided.fit(x, y, callbacks=[reads])
     states = distributed_mlp(strategy=hvkit.ShardedOptimizer())  # has whole weights
     assert len(states.fit(x, y, callbacks=[best], verbose=0).epoch) == 1
+    with pytest.raises(ValueError, match="BackupAndRestore does not work on several ranks"):
+        states.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
 
 
 @MORE

@@ -81,6 +81,12 @@ def test_training_a_model_around_the_one_that_was_passed_is_refused(around, opti
     assert same_on_all_ranks(base)
 
 
+def test_a_part_that_has_no_weights_yet_counts_as_well():
+    inner, optimizer = hvkit.distribute(mlp(), sgd())
+    with pytest.raises(ValueError, match=f"would train '{inner.name}'"):
+        fit(Around(inner), optimizer)
+
+
 def test_a_copy_with_the_optimizer_that_was_passed_is_refused():
     base, optimizer = hvkit.distribute(built(), sgd())
     optimizer.build(base.trainable_variables)
@@ -114,6 +120,15 @@ def test_another_optimizer_of_the_model_that_was_passed_is_refused_if_rates_are_
     model, _ = hvkit.distribute(built(), sgd(), lr_scaling="linear")
     with pytest.raises(ValueError, match=r"'adam.*so that lr_scaling and .* do not reach it"):
         fit(model, keras.optimizers.Adam())
+
+
+def test_evaluate_of_a_model_around_a_distributed_one_warns_of_its_metrics(warned):
+    model, _ = hvkit.distribute(built(), sgd())
+    outer = keras.Sequential([model, layers.Softmax()])
+    outer.compile(loss="mse")
+    for _ in range(2):
+        outer.evaluate(*data(), verbose=0)
+    assert len(warned(f"evaluate of model '{outer.name}' reports the metrics of each rank's")) == 1
 
 
 def test_a_model_around_one_whose_weights_are_divided_computes_nothing():
