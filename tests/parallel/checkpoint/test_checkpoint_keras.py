@@ -231,13 +231,11 @@ def unknown_length():
 @MORE
 @pytest.mark.parametrize(
     ("make_data", "at_once", "fit_options", "batches"),
-    cases(
-        [
-            (infinite, 1, {"steps_per_epoch": 5}, 3),
-            (unknown_length, 1, {}, 5),
-            *([] if OLD else [(dataset, 2, {}, 3), (dataset, 2, {}, 5)]),
-        ]
-    ),
+    [
+        (infinite, 1, {"steps_per_epoch": 5}, 3),
+        (unknown_length, 1, {}, 5),
+        *([] if OLD else [(dataset, 2, {}, 3), (dataset, 2, {}, 5)]),
+    ],
 )
 def test_a_resumed_fit_takes_the_steps_that_are_left(
     folder, make_data, at_once, fit_options, batches

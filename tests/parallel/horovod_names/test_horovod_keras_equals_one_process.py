@@ -25,7 +25,7 @@ def test_the_optimizer_averages(loop, optimizer):
 @MORE
 @pytest.mark.parametrize(
     ("names", "optimizer"),
-    cases(each_once(["horovod.keras", "horovod.tensorflow"], ["clipped", "decayed", "averaged"])),
+    each_once(["horovod.keras", "horovod.tensorflow"], ["clipped", "decayed", "averaged"]),
 )
 def test_optimizers_with_more_than_an_update(names, optimizer):
     make = OPTIMIZERS[optimizer]

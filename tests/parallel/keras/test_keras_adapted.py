@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases, each_once
+from cases import MORE, each_once
 from keras_models import LOOPS, equals_one_process, refit, regression, sgd
 from ranks import error_of, my_part, same_on_all_ranks
 
@@ -84,7 +84,7 @@ def computed(model, data):
     return model.predict([tf.constant(inputs), np.ones((len(data), 1))], verbose=0)[0]
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, 4))
+@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_compute_with_what_rank_0s_layer_has_learnt(kind, capsys):
     make, data = KINDS[kind]
     layer = make()
@@ -99,7 +99,7 @@ def test_ranks_compute_with_what_rank_0s_layer_has_learnt(kind, capsys):
     assert "learnt" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", cases(KERAS_OWN, ["normalization", "words"]))
+@pytest.mark.parametrize("kind", KERAS_OWN)
 def test_ranks_that_adapt_to_their_parts_use_rank_0s_and_say_so(kind, capsys):
     make, data = KINDS[kind]
     layer = make()
@@ -134,7 +134,7 @@ def test_a_layer_that_has_learnt_on_another_rank_only_is_an_error(kind):
     assert f"layer {layer.name!r} has adapted to data on rank 1, but not on rank 0: adapt" in text
 
 
-@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+@pytest.mark.parametrize("loop", ["function", "eager"])
 def test_adapting_to_a_part_after_the_call_is_an_error_in_the_first_step(loop):
     lookup = layers.StringLookup()
     lookup.adapt(TEXTS)
@@ -162,7 +162,7 @@ def test_adapting_to_a_part_between_epochs_is_an_error_at_the_end_of_the_next():
     assert f" of layer {norm.name!r} of rank 1 differs from that of rank 0 by about " in text
 
 
-@pytest.mark.parametrize(("loop", "is_built"), cases(each_once(list(LOOPS), [True, False])))
+@pytest.mark.parametrize(("loop", "is_built"), each_once(list(LOOPS), [True, False]))
 def test_a_model_that_adapts_on_rank_0_equals_one_process(loop, is_built):
     data = regression(steps=4)
 

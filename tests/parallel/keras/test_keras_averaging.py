@@ -30,15 +30,12 @@ WHOLE_MOMENTUM = hvkit.DeMo(top_k=16, chunk=4, decay=0.0, sign=False)
 @MORE
 @pytest.mark.parametrize(
     ("strategy", "loop", "make"),
-    cases(
-        [
-            (hvkit.Centralized(), "function", mlp),
-            (WHOLE_MOMENTUM, "eager", mlp),
-            (WHOLE_MOMENTUM, "function", embedded),
-            (hvkit.Centralized(), "eager", mlp),
-        ],
-        2,
-    ),
+    [
+        (hvkit.Centralized(), "function", mlp),
+        (WHOLE_MOMENTUM, "eager", mlp),
+        (WHOLE_MOMENTUM, "function", embedded),
+        (hvkit.Centralized(), "eager", mlp),
+    ],
 )
 def test_one_rank_that_averages_and_momentum_that_is_sent_whole_equal_one_process(
     strategy, loop, make
@@ -123,7 +120,7 @@ def test_a_sharded_optimizer_keeps_a_part_of_the_state(trained):
 
 @MORE
 @pytest.mark.two_ranks
-@pytest.mark.parametrize(("name", "loop"), cases([("scaled", "eager"), ("adamw", "function")]))
+@pytest.mark.parametrize(("name", "loop"), [("scaled", "eager"), ("adamw", "function")])
 def test_the_state_is_saved_whole(name, loop, tmp_path):
     folder = hvkit.broadcast(tmp_path)
     loop = LOOPS[loop]

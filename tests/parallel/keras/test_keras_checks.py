@@ -90,7 +90,7 @@ def test_frozen_weights_are_compared():
 
 
 @MORE
-@pytest.mark.parametrize("batch_norm", cases(["average", "local"]))
+@pytest.mark.parametrize("batch_norm", ["average", "local"])
 def test_state_that_layers_keep_may_differ_between_ranks(batch_norm):
     layers = keras.layers
     inner = [layers.BatchNormalization(), layers.Dropout(0.1, seed=hvkit.rank()), layers.Dense(4)]

@@ -30,7 +30,7 @@ from hvkit.frameworks.keras.weights import agreements
 @MORE
 @pytest.mark.parametrize(
     ("loop", "overlap"),
-    cases([("eager", 0), ("function", 1), ("fit", 3), ("function", 0)], 2),
+    [("eager", 0), ("function", 1), ("fit", 3), ("function", 0)],
 )
 def test_three_rounds_of_diloco_equal_a_numpy_script(loop, overlap):
     data = regression(steps=12)

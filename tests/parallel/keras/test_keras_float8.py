@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import MORE
 from keras_models import LOOPS, alike, graph_tape, local, regression, sgd
 from ranks import error_of
 
@@ -36,7 +36,7 @@ def overwritten(model):
     return {v.name: v.numpy() for v in model.variables if v.overwrite_with_gradient}
 
 
-@pytest.mark.parametrize(("loop", "steps"), cases([("function", None), ("fit", 2)]))
+@pytest.mark.parametrize(("loop", "steps"), [("function", None), ("fit", 2)])
 def test_scales_of_float8_cover_the_values_of_all_ranks(loop, steps):
     """Those of outputs belong to gradients, which each rank has of its own samples."""
     data = [(x * (1 + np.arange(len(x)))[:, None], y) for x, y in regression(steps=6)]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import MORE, cases
+from cases import MORE
 from keras_models import graph_tape, local, mlp, regression, weights
 from ranks import error_of, largest_difference
 
@@ -116,7 +116,7 @@ def test_tensorflow_does_not_warn_that_hvkit_is_traced_again_and_again():
 
 
 @MORE
-@pytest.mark.parametrize("compression", cases(["bf16", "none"]))
+@pytest.mark.parametrize("compression", ["bf16", "none"])
 def test_a_dense_layer_on_sequences_in_batches_of_any_size(compression):
     # While tracing, TensorFlow does not know the shape of such a kernel's gradient.
     rng = np.random.default_rng(0)

@@ -130,7 +130,7 @@ def each_has(rates, optimizers=1):
 @MORE
 @pytest.mark.parametrize(
     ("loop", "scaling", "warmup"),
-    cases([(graph, "linear", 4), (graph, "linear", 0), (graph, "none", 4), (eager, "linear", 4)]),
+    [(graph, "linear", 4), (graph, "linear", 0), (graph, "none", 4), (eager, "linear", 4)],
 )
 def test_updates_use_the_multiplied_rate_and_scripts_see_the_users(loop, scaling, warmup):
     seen = compare(sgd, loop, CONSTANT, scaling=scaling, warmup=warmup)
@@ -219,7 +219,7 @@ def test_callbacks_set_and_read_the_users_rate(kind):
 
 
 @MORE
-@pytest.mark.parametrize(("warmup", "loop"), cases(each_once([4, 0], [graph, fit, eager])))
+@pytest.mark.parametrize(("warmup", "loop"), each_once([4, 0], [graph, fit, eager]))
 def test_schedules(loop, warmup):
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 2, 0.5, staircase=True)
     rates = [np.float32(schedule(step)) for step in range(STEPS + 1)]

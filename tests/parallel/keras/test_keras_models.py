@@ -52,14 +52,11 @@ OPTIONS = {
 @MORE
 @pytest.mark.parametrize(
     ("steps", "name"),
-    cases(
-        [
-            *((fit, name) for name in ("plain", "beside", "sharded")),
-            *((graph_tape, name) for name in ("plain", "server")),
-            *((eager_tape, name) for name in OPTIONS),
-        ],
-        first=2,
-    ),
+    [
+        *((fit, name) for name in ("plain", "beside", "sharded")),
+        *((graph_tape, name) for name in ("plain", "server")),
+        *((eager_tape, name) for name in OPTIONS),
+    ],
 )
 def test_a_model_that_a_script_drops_is_freed(steps, name):
     def train():
@@ -131,7 +128,7 @@ class Adversaries(keras.Model):
 
 
 @MORE
-@pytest.mark.parametrize("built", cases([True, False]))
+@pytest.mark.parametrize("built", [True, False])
 def test_a_model_with_its_own_train_step_over_its_parts(built):
     keras.utils.set_random_seed(hvkit.rank())
     model = Adversaries(built)

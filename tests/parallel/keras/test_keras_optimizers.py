@@ -61,7 +61,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):  # of a newer Keras
 
 
 @MORE
-@pytest.mark.parametrize("name", cases(OPTIMIZERS, ["global_clipnorm"]))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_their_options_equal_one_process(name):
     """The model has a dense layer as well as embeddings, so gradients of both kinds."""
     # Keras does not divide sparse gradients by the factor; a loop has to scale the loss by hand.

@@ -143,7 +143,7 @@ def test_accumulated_gradients_are_one_step(log):
 
 
 @MORE
-@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+@pytest.mark.parametrize("loop", ["function", "eager"])
 def test_an_overflow_on_one_rank_is_a_step_without_a_change(loop, log):
     scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0)
     model, optimizer = served(0, scaler)
@@ -175,7 +175,7 @@ def test_layers_that_train_later_join():
 
 @MORE
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("scaled", cases([False, True]))
+@pytest.mark.parametrize("scaled", [False, True])
 def test_a_graph_that_builds_the_model_begins_with_rank_0s_weights(scaled):
     adam = keras.optimizers.Adam(0.01)
     optimizer = keras.optimizers.LossScaleOptimizer(adam) if scaled else adam

@@ -44,7 +44,7 @@ def refused(function, *parts, kind=ValueError):
 
 
 @MORE
-@pytest.mark.parametrize("compiled", cases(["before", "after"]))
+@pytest.mark.parametrize("compiled", ["before", "after"])
 def test_compile_with_xla_is_switched_off(compiled):
     model, optimizer = mlp(), sgd()
     if compiled == "before":

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from cases import MORE, cases
+from cases import MORE
 from keras import layers, losses, ops
 from keras_models import gradients_of, on_pytorch, on_tensorflow, seeded, update
 from loss_problems import CLASSES, LENGTH, WORDS, classes, ignored_class, mine, tagger, trained
@@ -121,7 +121,7 @@ class EvaluatesTwice(keras.Sequential):
 
 @pytest.mark.parametrize(
     ("kind", "inside", "named"),
-    cases([(keras.Sequential, False, 0), (keras.Sequential, True, 1), (EvaluatesTwice, False, 1)]),
+    [(keras.Sequential, False, 0), (keras.Sequential, True, 1), (EvaluatesTwice, False, 1)],
 )
 def test_evaluate_names_what_it_cannot_correct(kind, inside, named, said):
     """Losses of masks inside of others, and in steps of the script's."""

@@ -110,7 +110,7 @@ def test_the_steps_that_overflow_are_those_of_one_process(compiled):
 
 @MORE
 @pytest.mark.parametrize(
-    ("policy", "compression"), cases([("mixed_float16", "none"), ("mixed_bfloat16", "bf16")])
+    ("policy", "compression"), [("mixed_float16", "none"), ("mixed_bfloat16", "bf16")]
 )
 def test_mixed_precision_policies_in_fit(policy, compression):
     """compile wraps the optimizer in a LossScaleOptimizer, after distribute."""

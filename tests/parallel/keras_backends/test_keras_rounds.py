@@ -50,7 +50,7 @@ ALONE = [
 
 @MORE
 @pytest.mark.parametrize(
-    ("strategy", "loop"), cases(each_once([hvkit.LocalSGD(5), hvkit.DiLoCo(5)], CUSTOM_LOOPS))
+    ("strategy", "loop"), each_once([hvkit.LocalSGD(5), hvkit.DiLoCo(5)], CUSTOM_LOOPS)
 )
 def test_ranks_differ_in_a_round_and_are_alike_after_it(strategy, loop):
     model, optimizer = in_rounds(strategy)
@@ -167,7 +167,7 @@ def test_batch_norm_statistics_are_averaged_at_each_agreement():
 @MORE
 @pytest.mark.two_ranks
 @on_tensorflow
-@pytest.mark.parametrize("loop", cases(["function", "eager"]))
+@pytest.mark.parametrize("loop", ["function", "eager"])
 def test_an_overflow_on_one_rank_does_not_shift_its_rounds(loop):
     import tensorflow as tf
 

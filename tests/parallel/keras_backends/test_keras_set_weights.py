@@ -158,7 +158,7 @@ def test_a_round_after_an_error_begins_with_what_the_script_has_set(loop, monkey
 
 
 @MORE
-@pytest.mark.parametrize("loop", cases(CUSTOM_LOOPS))
+@pytest.mark.parametrize("loop", CUSTOM_LOOPS)
 def test_weights_that_the_script_sets_after_a_round_in_which_it_has_looked_are_no_training(loop):
     model, optimizer = in_rounds(hvkit.DiLoCo(4, 1.0, 0.0), keras.optimizers.SGD(0.05))
     data = local(regression(steps=4))
@@ -180,7 +180,7 @@ def test_weights_that_the_script_sets_after_a_round_in_which_it_has_looked_are_n
 @MORE
 @pytest.mark.parametrize(
     ("strategy", "epoch", "eager"),
-    cases([(STRATEGIES[0], 0, False), *each_once(STRATEGIES, [1, 0], [True])], 2),
+    [(STRATEGIES[0], 0, False), *each_once(STRATEGIES, [1, 0], [True])],
 )
 def test_weights_that_a_callback_sets_are_kept(strategy, epoch, eager):
     model = begun(strategy, eager)

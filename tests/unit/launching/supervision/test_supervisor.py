@@ -62,7 +62,7 @@ def test_no_output_is_lost_if_it_is_read_late():
 
 
 @MORE
-@pytest.mark.parametrize("first", cases([0, 1]))
+@pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_that_ends_well_but_never_starts_horovod_is_not_waited_for(first):
     """Whether another rank starts it before or after that."""
     start = "from hvkit.host import run_reports; run_reports.report(starting=True)"
