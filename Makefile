@@ -122,9 +122,10 @@ examples: setup
 pages: setup
 	python -m pytest $(SIDE_BY_SIDE) --dist loadgroup tests/docs
 
-# On several hosts, which the tests make on this machine; skipped unless root runs them.
+# On several hosts, which the tests make on this machine, and mostly wait for; skipped unless root runs
+# them.
 cluster: setup
-	python -m pytest $(HANGS) $(SIDE_BY_SIDE) tests/cluster $(ALONE:%=--ignore=%)
+	python -m pytest $(HANGS) -n 6 --dist worksteal tests/cluster $(ALONE:%=--ignore=%)
 	python -m pytest $(HANGS) $(ALONE)
 
 # On a Spark of two executors, which needs Java 17 or newer; pyspark is half a gigabyte.

@@ -122,7 +122,7 @@ def pytest_without_tools(tmp_path, **environ):
     (tmp_path / "bin").mkdir()
     test = f"{HERE / 'test_rig_end.py'}::test_orphans_are_reaped"
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", test],
+        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-m", "", test],
         cwd=HERE.parents[1],
         env=os.environ | {"PATH": str(tmp_path / "bin"), "HVKIT_REQUIRE_CLUSTER": ""} | environ,
         capture_output=True,
