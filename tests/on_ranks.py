@@ -20,6 +20,17 @@ def show_rank_0_alone(config):
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+def leave_out_of_meshes(config, items, folder, on_four=None):
+    """Two ranks run a folder's tests; four, whose Horovod knows groups, all or those of files."""
+    groups = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+    if hvkit.size() == 2 or (hvkit.size() == 4 and groups and on_four is None):
+        return
+    names = on_four if on_four and hvkit.size() == 4 and groups else ()
+    left = [item for item in items if item.path.parent == folder and item.path.name not in names]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
 def pytest_collection_finish():
     """Leave the frameworks out of later garbage collections: Keras tests collect often."""
     gc.freeze()

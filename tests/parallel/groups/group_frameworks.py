@@ -40,7 +40,7 @@ class PyTorch:
 
     @staticmethod
     def add_to_a_weight(model):
-        nn.init.ones_(model[0].weight)
+        model[0].weight.data.add_(1)
 
     @staticmethod
     def set_rate(optimizer, rate):

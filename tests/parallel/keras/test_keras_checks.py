@@ -41,7 +41,7 @@ def on_rank(rank, function):
         function()
 
 
-def raised_everywhere(function, *parts):
+def kind_raised_everywhere(function, *parts):
     """The kind of error, with these parts, that ``function`` raises on all ranks."""
     kind, text = error_of(function)
     assert kind in (hvkit.RanksDisagreeError, tf.errors.InvalidArgumentError), text
@@ -57,7 +57,7 @@ def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_ste
     on_rank(loader, lambda: model.set_weights(mlp(seed=7).get_weights()))
     before = weights(model)
     others = "ranks 1, 2" if loader == 0 and hvkit.size() > 2 else "rank 1"
-    kind = raised_everywhere(
+    kind = kind_raised_everywhere(
         lambda: LOOPS[loop](model, optimizer, local(regression(steps=3))),
         f"{model.layers[0].kernel.path} of {others} differs from that of rank 0 by about ",
         "load before the call, or on every rank, or with hvkit.Checkpoint",
@@ -72,7 +72,7 @@ def test_one_bit_is_seen_before_the_first_update(loop):
     bias = model.layers[-1].bias
     flipped = (bias.numpy().view(np.int32) ^ np.int32([0, 0, 0, 1])).view(np.float32)
     on_rank(1, lambda: bias.assign(flipped))
-    raised_everywhere(
+    kind_raised_everywhere(
         lambda: loop(model, optimizer, local(regression(steps=1))), f"{bias.path} of rank"
     )
 
@@ -83,7 +83,7 @@ def test_frozen_weights_are_compared():
     model, optimizer = hvkit.distribute(model, keras.optimizers.SGD(0.1))
     kernel = model.layers[0].kernel
     on_rank(1, lambda: kernel.assign_add(tf.ones(kernel.shape)))
-    assert raised_everywhere(
+    kind_raised_everywhere(
         lambda: graph_tape(model, optimizer, local(regression(steps=1))),
         f"{kernel.path} of rank 1 differs",
     )
@@ -113,7 +113,7 @@ def test_weights_changed_in_mid_training_are_an_error_within_check_every_steps(l
             yield batch
             done.append(step)
 
-    assert raised_everywhere(
+    kind_raised_everywhere(
         lambda: loop(model, optimizer, data()), f"{kernel.path} of rank 1 differs"
     )
     assert done == [0, 1, 2, 3, 4, 5]
@@ -135,7 +135,7 @@ def test_weights_changed_inside_an_epoch_are_an_error_at_its_end():
 
     model.compile(optimizer=optimizer, loss="mse")
     data = local(regression(steps=4))
-    assert raised_everywhere(
+    kind_raised_everywhere(
         lambda: refit(model, data, epochs=3, callbacks=[Change()]),
         f"{kernel.path} of rank 1 differs",
     )
@@ -150,7 +150,7 @@ def test_an_optimizer_changed_on_one_rank_is_an_error_at_the_end_of_the_epoch():
     tiny = tf.fill(momentum.shape, 1e-30)  # without an effect on the weights
     on_rank(1, lambda: momentum.assign(tiny))
     optimizer.learning_rate = 0.0
-    assert raised_everywhere(
+    kind_raised_everywhere(
         lambda: refit(model, local(regression(steps=2))), "momentum of rank 1 differs"
     )
 
@@ -174,7 +174,7 @@ def test_a_save_of_weights_that_differ_is_an_error_and_saves_nothing(tmp_path):
     eager_tape(model, optimizer, local(regression(steps=2)))
     kept = checkpoint.save(epoch=0, step=2)
     on_rank(1, lambda: model.set_weights(mlp(seed=7).get_weights()))
-    assert raised_everywhere(
+    kind_raised_everywhere(
         lambda: checkpoint.save(epoch=0, step=4),
         f"{model.layers[0].kernel.path} of model of rank",
     )
@@ -197,7 +197,7 @@ def test_parts_of_a_distributed_model_are_compared_in_a_save(tmp_path):
     checkpoint = hvkit.Checkpoint(folder, net=frame.net, optimizer=optimizer)
     checkpoint.save(epoch=0, step=2)
     on_rank(1, lambda: frame.net.set_weights(mlp(seed=7).get_weights()))
-    assert raised_everywhere(
+    kind_raised_everywhere(
         lambda: checkpoint.save(epoch=0, step=3), f"{frame.net.layers[0].kernel.path} of net of"
     )
 
@@ -278,6 +278,6 @@ class OwnBatch(keras.optimizers.SGD):
 @pytest.mark.parametrize("loop", cases([eager_tape, graph_tape]))
 def test_an_optimizer_that_uses_the_ranks_own_batch_is_an_error_after_its_first_step(loop):
     model, optimizer = hvkit.distribute(mlp(), OwnBatch(0.01))
-    assert raised_everywhere(
+    kind_raised_everywhere(
         lambda: loop(model, optimizer, local(regression(steps=2))), "kernel of rank"
     )

@@ -1,23 +1,17 @@
 import contextlib
-import os
+from pathlib import Path
 
 import keras
 import pytest
 from cases import cases
+from on_ranks import leave_out_of_meshes
 from ranks import keras_in_float64
 
 import hvkit
 
 
 def pytest_collection_modifyitems(config, items):
-    """Two ranks are a pipeline; four, whose Horovod knows groups, are two pipelines."""
-    groups = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
-    if hvkit.size() == 2 or (hvkit.size() == 4 and groups):
-        return
-    here = os.path.dirname(__file__)
-    left = [item for item in items if not str(item.path).startswith(here)]
-    config.hook.pytest_deselected(items=[each for each in items if each not in left])
-    items[:] = left
+    leave_out_of_meshes(config, items, Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True)

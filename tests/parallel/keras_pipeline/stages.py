@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from keras_models import ON_TENSORFLOW
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
@@ -18,11 +19,8 @@ from hvkit.frameworks.stage_division import sizes_of
 
 ROWS, MICRO, PER_ROW = max(hvkit.size() // 2, 1), 4, 8
 MESH = functools.partial(hvkit.Mesh, pipeline=2, data=ROWS)
-ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 one_pipeline = pytest.mark.skipif(ROWS > 1, reason="about one pipeline")
-on_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="about TensorFlow")
-on_pytorch = pytest.mark.skipif(ON_TENSORFLOW, reason="about PyTorch")
 
 
 def cnn(**_):

@@ -3,6 +3,7 @@
 import keras
 import pytest
 from cases import MORE
+from keras_models import on_pytorch, on_tensorflow
 from ranks import error_of
 from stages import (
     MESH,
@@ -12,8 +13,6 @@ from stages import (
     built,
     data,
     distributed,
-    on_pytorch,
-    on_tensorflow,
     one_pipeline,
     residual,
 )

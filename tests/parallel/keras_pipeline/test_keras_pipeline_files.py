@@ -3,11 +3,11 @@
 import keras
 import numpy as np
 from cases import MORE
+from keras_models import ON_TENSORFLOW
 from ranks import error_of, identical, shared_folder
 from stages import (
     MESH,
     MICRO,
-    ON_TENSORFLOW,
     PER_ROW,
     ROWS,
     adam,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cases import MORE, cases
 from keras import ops
+from keras_models import on_tensorflow
 from ranks import error_of, identical, largest_difference
 from stages import (
     MESH,
@@ -21,7 +22,6 @@ from stages import (
     equals_one_process,
     in_microbatches,
     mine,
-    on_tensorflow,
     one_pipeline,
     one_process,
     residual,

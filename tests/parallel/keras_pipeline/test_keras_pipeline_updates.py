@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import MORE
 from keras import ops
+from keras_models import ON_TENSORFLOW, on_pytorch
 from ranks import (
     error_of,
     identical,
@@ -18,7 +19,6 @@ from ranks import (
 from stages import (
     MESH,
     MICRO,
-    ON_TENSORFLOW,
     PER_ROW,
     ROWS,
     adam,
@@ -29,7 +29,6 @@ from stages import (
     gradients_of,
     in_microbatches,
     mine,
-    on_pytorch,
     one_pipeline,
     residual,
     whole,

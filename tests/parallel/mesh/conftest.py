@@ -1,11 +1,10 @@
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from on_ranks import leave_out_of_meshes
 from ranks import shared_folder
 
-import hvkit
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.tensor import streams
 
@@ -17,15 +16,7 @@ ON_FOUR = [
 
 
 def pytest_collection_modifyitems(config, items):
-    """Two ranks run all files here; four, whose Horovod knows groups, those for four."""
-    groups = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
-    names = ON_FOUR if hvkit.size() == 4 and groups else []
-    if hvkit.size() == 2:
-        return
-    here = Path(__file__).parent
-    left = [item for item in items if item.path.parent != here or item.path.name in names]
-    config.hook.pytest_deselected(items=[each for each in items if each not in left])
-    items[:] = left
+    leave_out_of_meshes(config, items, Path(__file__).parent, ON_FOUR)
 
 
 @pytest.fixture(autouse=True, scope="module")
