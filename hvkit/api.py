@@ -13,23 +13,24 @@ from typing import Any, TypeVar
 
 from hvkit import runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_one_of
-from hvkit.communication import collectives
-from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group, all_ranks
-from hvkit.compression import Compression, CompressionName
-from hvkit.distribute_arguments import (
+from hvkit.capabilities import (
+    IN_GROUPS,
     checked_compression,
     checked_strategy,
-    refuse_contradictions,
-    refuse_what_groups_lack,
+    refuse_unsupported,
 )
-from hvkit.learning_rate import LRScaling, Multiplier, describe, length_of_warmup, make_multiplier
+from hvkit.communication import collectives
+from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.communication.division import divide
+from hvkit.communication.group import Group, all_ranks, refuse_in_group
+from hvkit.compression import Compression, CompressionName
+from hvkit.errors import ranks_text
+from hvkit.learning_rate import LRScaling, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.mesh import Mesh, MeshOptions, picture
-from hvkit.mesh_arguments import in_data_group, mesh_options, refuse_in_mesh
+from hvkit.mesh import Mesh, mesh_options, picture, rows
 from hvkit.monitor.monitor import Monitor
-from hvkit.ports import framework_of_all, port_for
+from hvkit.registry import JAX, framework_of, framework_of_all
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Strategy
 from hvkit.strategies.synchronous import SYNCHRONOUS
@@ -42,8 +43,6 @@ from hvkit.sync.port import (
     Options,
     Port,
     Record,
-    engine_of,
-    framework_of,
 )
 from hvkit.watch.calls import call_within, named
 
@@ -145,22 +144,19 @@ def distribute(
         LaunchError: Horovod sees another number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.
     """
-    in_jax = framework_of(model) == "jax"
-    # A list may be a pytree of JAX.
-    models = list(model) if isinstance(model, list | tuple) and not in_jax else [model]
-    optimizers = (
-        list(optimizer) if isinstance(optimizer, list | tuple) and not in_jax else [optimizer]
+    first = framework_of(model)
+    in_jax = first is JAX  # where a list may be a pytree
+    models, optimizers = (
+        list(each) if isinstance(each, list | tuple) and not in_jax else [each]
+        for each in (model, optimizer)
     )
-    engine = engine_of(framework_of(models[0])) if models else None
+    first = first or (framework_of(models[0]) if models else None)
+    engine = first and first.engine
     runtime.init(engine)
     group = _group or all_ranks()
     runtime.refuse_separate_training()
-    port: Port | None = None
-    options: Options | None = None
     problem: Exception | None = None
-    multiplier = Multiplier()
-    in_mesh: MeshOptions | None = None
-    framework = ""
+    port: Port | None = None
     try:
         options = Options(
             accumulate=check_count("accumulate", accumulate),
@@ -172,37 +168,30 @@ def distribute(
             strategy=checked_strategy(strategy),
             group=group,
         )
-        refuse_contradictions(options)
-        if not group.is_all_ranks:
-            refuse_what_groups_lack(options, engine, monitor)
         in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
-        if in_mesh and group.size > 1 and engine != "jax":  # whose port knows what XLA does
-            refuse_in_mesh(in_mesh, options)
+        if in_mesh and group.size > 1:
+            options = replace(options, mesh=in_mesh)
+        if not group.is_all_ranks:
+            _refuse_in_some_ranks(options, engine, monitor)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not models:
             raise ValueError(f"model must hold at least one model, got {model!r}")
         if not optimizers:
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
-        framework = framework_of_all(models)
+        framework = framework_of_all(models, optimizers)
+        refuse_unsupported(framework, options)
         if not in_jax:  # whose port knows it by the arrays
             _refuse_second_call(models, optimizers)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem, group=group)
-    assert options is not None
-    if in_mesh and group.size > 1:
-        options = (
-            replace(options, mesh=in_mesh)
-            if engine == "jax"
-            else in_data_group(options, in_mesh, engine)
-        )
-    with_own_batches = options.group.size
-    if in_mesh and engine == "jax":  # whose group is all ranks of the mesh
-        with_own_batches = in_mesh.mesh.data * in_mesh.mesh.shard
+    if options.mesh and engine != "jax":  # whose port knows what XLA does
+        options = _in_data_group(options, engine)
+    batches = options.mesh.position.batches if options.mesh else group.size
     try:
-        multiplier = make_multiplier(lr_scaling, with_own_batches, options.warmup_steps)
-        port = port_for(framework, models, optimizers, options)
+        multiplier = make_multiplier(lr_scaling, batches, options.warmup_steps)
+        port = framework.port_for(models, optimizers, options)
     except Exception as error:
         problem = error
     raise_together(problem, group=group)
@@ -223,10 +212,10 @@ def distribute(
         position = options.mesh.position if options.mesh else None
         monitor.attach(models, optimizers, equal_steps=paced, position=position)
     if group.size > 1:
-        if in_mesh:
+        if options.mesh:
             hosts = collectives.gather("distribute", socket.gethostname())
             if group.rank == 0:
-                logger.info(picture(in_mesh.mesh, hosts))
+                logger.info(picture(options.mesh.mesh, hosts))
         if options.strategy.has_momentum and (found := port.more_than_sgd()):
             warn_once(
                 "momentum",
@@ -238,9 +227,9 @@ def distribute(
         rates = port.scale_learning_rate(multiplier)
         records, keeper = port.keep_in_step()
         if group.rank == 0:
-            said = describe(rates, lr_scaling, with_own_batches)
-            if engine == "jax" and not rates:
-                said = "their batches are one" if keeper is None else f"{strategy}"
+            said = describe(rates, lr_scaling, batches)
+            if in_jax:  # whose optimizers show no rate
+                said = f"{strategy}" if keeper else "they share each global batch"
             logger.info(f"{group.size} ranks; {said}")
     # Without local weights, there is nothing to find by a model of JAX, which may be a pytree.
     record([] if in_jax and keeper is None else models, records, keeper, group)
@@ -248,6 +237,36 @@ def distribute(
         of_jax: Any = port
         return of_jax.model, of_jax.optimizer
     return model, optimizer
+
+
+def _refuse_in_some_ranks(options: Options, engine: str | None, monitor: Monitor | None) -> None:
+    """Raise for what only all ranks together can do.
+
+    Raises:
+        ValueError: names it.
+    """
+    group = options.group
+    if not isinstance(options.strategy, IN_GROUPS):
+        refuse_in_group(str(options.strategy), group)
+    if monitor is not None:
+        refuse_in_group("hvkit.Monitor", group)
+    if group.size > 1 and group.framework != engine:
+        raise ValueError(
+            f"the group of {ranks_text(group.members)} was made for Horovod's library for "
+            f"{group.framework}, but these models send tensors of {engine}"
+        )
+
+
+def _in_data_group(options: Options, engine: str | None) -> Options:
+    """The options for the ranks that hold the same part of a model; a collective of all ranks."""
+    assert options.mesh is not None
+    mesh, position = options.mesh.mesh, options.mesh.position
+    if mesh.shard > 1 or mesh.data == 1:
+        # Horovod sends nothing in it.
+        group = Group(position.batch, position.members("data", "shard"))
+    else:
+        group = divide(rows(mesh, "data"), engine)
+    return replace(options, group=group)
 
 
 @contextmanager
@@ -285,10 +304,10 @@ def settled(*things: Any) -> Iterator[None]:
     with ExitStack() as stack:
         with call_within("hvkit.settled"):
             for thing in _each(things):
-                kind = framework_of(thing)
-                if kind == "jax":
+                framework = framework_of(thing)
+                if framework is JAX:
                     _require_module(thing)
-                if kind is not None:
+                if framework is not None:
                     for keeper in keepers_of(thing):
                         stack.enter_context(keeper.settled())
                 elif _record(thing) is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hvkit import runtime
+from hvkit.argument_checks import check_count, check_one_of
 from hvkit.communication.division import allow_groups
 
 Axis = Literal["data", "shard", "pipeline", "tensor"]
@@ -216,3 +217,47 @@ class MeshOptions:
     def mesh(self) -> Mesh:
         """Without -1."""
         return self.position.mesh
+
+
+def mesh_options(
+    mesh: Mesh | None,
+    microbatches: int | None,
+    schedule: str,
+    stages: Sequence[str] | str,
+    plan: Mapping[str, Any] | None,
+) -> MeshOptions | None:
+    """What was passed about a mesh; None if nothing.
+
+    Raises:
+        TypeError, ValueError: a wrong value, or one that needs a mesh.
+    """
+    given = {"microbatches": microbatches, "schedule": schedule, "stages": stages, "plan": plan}
+    if mesh is None:
+        for name, value in given.items():
+            if value not in (None, "GPipe", "flops"):
+                raise ValueError(f"{name}={value!r} needs a mesh: pass mesh=hvkit.Mesh(pipeline=2)")
+        return None
+    position = position_in(mesh)
+    count = 4 * position.mesh.pipeline if microbatches is None else microbatches
+    if microbatches is not None and position.mesh.pipeline == 1 < runtime.size():
+        raise ValueError(
+            f"microbatches={microbatches} needs a pipeline, but {position.mesh} has none: pass "
+            "hvkit.Mesh(pipeline=2)"
+        )
+    check_one_of("schedule", schedule, SCHEDULES)
+    if schedule != "GPipe" and count % position.mesh.pipeline:
+        raise ValueError(
+            f"microbatches={count} with schedule={schedule!r} must be a multiple of the "
+            f"{position.mesh.pipeline} ranks of the pipeline"
+        )
+    if position.mesh == Mesh(runtime.size()):  # each rank holds all of the model, as without a mesh
+        return None
+    if not isinstance(stages, str) and not all(isinstance(each, str) for each in stages):
+        raise TypeError(f"stages must hold the names of modules, got {stages!r}")
+    return MeshOptions(
+        position,
+        check_count("microbatches", count),
+        schedule,
+        stages if isinstance(stages, str) else tuple(stages),
+        plan,
+    )

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvkit.communication.collectives import (
     gather,
@@ -28,25 +27,13 @@ from hvkit.communication.collectives import (
 )
 from hvkit.communication.graph_values import in_graph
 from hvkit.errors import RanksDisagreeError
+from hvkit.registry import KERAS_ON_PYTORCH, framework_of, keras_here, tensor_in
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
-from hvkit.sync.port import engine_of, framework_of
 from hvkit.watch.calls import named, uncompiled
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 Object = TypeVar("Object")
-
-
-class _Tensors(Protocol):
-    """The module that gathers the tensors of a framework."""
-
-    def needs_gradients(self, tensor: Any) -> bool:
-        """Whether a backward pass may come back to this tensor."""
-
-    def gather(
-        self, tensor: Any, shapes: Sequence[tuple[int, ...]], *, share: Any = None
-    ) -> list[Any]:
-        """The tensors of all ranks, of these shapes, with a backward pass."""
 
 
 @uncompiled
@@ -85,19 +72,13 @@ def allgather(obj: Object) -> list[Object]:
 
 
 def _gathered(obj: Any) -> list[Any]:
-    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
-    torch, tf, keras = map(sys.modules.get, ("torch", "tensorflow", "keras.src.backend"))
-    if keras is not None and isinstance(obj, keras.Variable):
-        obj = obj.value
-    tensors: _Tensors | None = None
-    if torch is not None and isinstance(obj, torch.Tensor):
-        from hvkit.frameworks.pytorch.collectives import gather as tensors
-    elif tf is not None and isinstance(obj, tf.Tensor | tf.Variable):
-        from hvkit.frameworks.keras.collectives import gather as tensors_of_tf
-
-        tensors, obj = tensors_of_tf, tf.convert_to_tensor(obj)
+    package, obj = tensor_in(obj)
+    tensors: Any = _gather_of(package) if package in ("torch", "tensorflow") else None
+    if package == "tensorflow":
+        tf = sys.modules["tensorflow"]
+        obj = tf.convert_to_tensor(obj)
         if not tf.executing_eagerly():
-            found: list[Any] = tensors_of_tf.gather_in_graph(obj, _rows_for_each)
+            found: list[Any] = tensors.gather_in_graph(obj, _rows_for_each)
             return found
     if tensors is None or not tensors.needs_gradients(obj):
         everyone = gather("allgather", ("", (), pickled(obj)))
@@ -167,23 +148,19 @@ def mean(total: Any, count: Any) -> Any:
             of this rank and the total an array of all ranks.
         RanksDisagreeError: another rank passes other shapes, or makes another collective call.
     """
-    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
-    torch, tf, keras = map(sys.modules.get, ("torch", "tensorflow", "keras.src.backend"))
-    tf = tf if hasattr(tf, "executing_eagerly") else None
-    if keras is not None:
-        total, count = (x.value if isinstance(x, keras.Variable) else x for x in (total, count))
-    array = getattr(sys.modules.get("jax"), "Array", ())
-    if isinstance(total, array) or isinstance(count, array):
+    (of_total, total), (of_count, count) = tensor_in(total), tensor_in(count)
+    packages = of_total, of_count
+    if "jax" in packages:
         return _mean_of_arrays(total, count)
-    both = total, count
-    if torch is not None and any(isinstance(x, torch.Tensor) for x in both):
+    if "torch" in packages:
         gather_of_torch = _gather_of("torch")
         total, count = gather_of_torch.with_values(total, count)
-        return _mean_of_ranks(total, count, gather_of_torch, torch.Tensor)
-    kinds = () if tf is None else (tf.Tensor, tf.Variable)
-    traced = tf is not None and not tf.executing_eagerly()
+        return _mean_of_ranks(total, count, gather_of_torch, sys.modules["torch"].Tensor)
+    tf: Any = sys.modules.get("tensorflow")
+    traced = hasattr(tf, "executing_eagerly") and not tf.executing_eagerly()
     # In a graph other ranks may pass a tensor where this one passes a number.
-    if any(isinstance(x, kinds) for x in both) or (traced and size() > 1):
+    if "tensorflow" in packages or (traced and size() > 1):
+        kinds = (tf.Tensor, tf.Variable)
         return _mean_of_ranks(total, count, _gather_of("tensorflow"), kinds, traced=traced)
     return _mean_of_ranks(total, count)
 
@@ -374,7 +351,7 @@ def average_buffers(module: Any) -> None:
     torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
     in_keras = keras is not None and all(isinstance(each, keras.layers.Layer) for each in modules)
     buffers: Any
-    if in_keras and engine_of("keras") == "torch":
+    if in_keras and keras_here() is KERAS_ON_PYTORCH:
         from hvkit.frameworks.keras import on_pytorch as buffers
     elif in_keras:
         from hvkit.frameworks.keras import buffer_means as buffers

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvkit.checkpoint.saved_object import JsonPart, MonitorPart, Part
 from hvkit.monitor.monitor import Monitor
-from hvkit.sync.port import engine_of, framework_of
+from hvkit.registry import JAX, KERAS_ON_TENSORFLOW, framework_of
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")
@@ -31,9 +31,7 @@ def parts_of(given: Mapping[str, Any]) -> list[Part]:
                 f"{name!r} cannot be the name of a part: use a Python identifier other than "
                 f"{', '.join(_RESERVED)}"
             )
-    models = {
-        name: each for name, each in named.items() if framework_of(each) in ("torch", "keras")
-    }
+    models = {name: each for name, each in named.items() if framework_of(each) not in (None, JAX)}
     rest = {name: each for name, each in named.items() if name not in models}
     return [part_for(name, each, list(models.values())) for name, each in (models | rest).items()]
 
@@ -41,7 +39,7 @@ def parts_of(given: Mapping[str, Any]) -> list[Part]:
 def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every object with its name; those in lists and dicts as ``optimizer-0``, ``model-critic``."""
     for name, thing in given.items():
-        if _has_state(thing) or framework_of(thing) == "jax":
+        if _has_state(thing) or framework_of(thing) is JAX:
             yield name, thing
         elif isinstance(thing, Mapping):
             yield from ((f"{name}-{key}", each) for key, each in thing.items())
@@ -73,7 +71,7 @@ def part_for(name: str, thing: Any, models: list[Any]) -> Part:
             from hvkit.checkpoint.jax import ArraysPart
 
             return ArraysPart(name, thing)
-        if framework_of(thing) == "jax":
+        if framework_of(thing) is JAX:
             raise TypeError(
                 f"{name} is a pytree ({type(thing).__name__}), which steps replace and restore() "
                 "cannot set: hold it in an object that your loop updates, run = "
@@ -87,7 +85,7 @@ def part_for(name: str, thing: Any, models: list[Any]) -> Part:
             "types.SimpleNamespace of JAX's pytrees; pass numbers and text to save(..., "
             "extras={...})"
         )
-    on_tensorflow = any(engine_of(framework_of(model)) == "tensorflow" for model in models)
+    on_tensorflow = any(framework_of(model) is KERAS_ON_TENSORFLOW for model in models)
     if "torch" in sys.modules and not on_tensorflow:
         from hvkit.checkpoint.pytorch import TorchPart
 

@@ -6,7 +6,6 @@ and rounded once, short integers are summed in int64.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, overload
@@ -18,6 +17,7 @@ from hvkit import runtime
 from hvkit.communication.collectives import share
 from hvkit.communication.graph_values import in_graph
 from hvkit.errors import RanksDisagreeError
+from hvkit.registry import tensor_in
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -207,18 +207,10 @@ def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
 
 def _taken(value: Any) -> _Value:
     """The value as an array; imports no framework that the script has not imported."""
-    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
-    keras = sys.modules.get("keras.src.backend")
-    if keras is not None and isinstance(value, keras.Variable):
-        return _taken(value.value)
-    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
-        return _from_torch(value)
-    tf = sys.modules.get("tensorflow")
-    if tf is not None and isinstance(value, tf.Tensor | tf.Variable):
-        return _from_tensorflow(value)
-    # TensorFlow looks for JAX, and may find a folder of that name.
-    if isinstance(value, getattr(sys.modules.get("jax"), "Array", ())):
-        return _from_jax(value)
+    package, value = tensor_in(value)
+    if package:
+        take = {"torch": _from_torch, "tensorflow": _from_tensorflow, "jax": _from_jax}[package]
+        return take(value)
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
         array = np.asarray(value)
         array = array.astype(array.dtype.newbyteorder("="))

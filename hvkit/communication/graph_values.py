@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from hvkit.registry import tensor_in
+
 # Of the script's calls that may be in a loss.
 calls = 0
 
@@ -26,8 +28,7 @@ def in_graph(call: str, *values: Any) -> bool:
         TypeError: one of them is an array that JAX is tracing.
     """
     note_call()
-    # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
-    jax, tf, keras = map(sys.modules.get, ("jax", "tensorflow", "keras.src.backend"))
+    jax, tf = map(sys.modules.get, ("jax", "tensorflow"))
     # TensorFlow looks for JAX, and may find a folder of that name.
     tracer = getattr(getattr(jax, "core", None), "Tracer", ())
     if any(isinstance(v, tracer) for v in values):
@@ -38,5 +39,4 @@ def in_graph(call: str, *values: Any) -> bool:
         )
     if tf is None or not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
         return False
-    kinds = (tf.Tensor, tf.Variable, *([keras.Variable] if keras is not None else []))
-    return any(isinstance(v, kinds) for v in values)
+    return any(tensor_in(value)[0] == "tensorflow" for value in values)

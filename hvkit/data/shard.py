@@ -12,7 +12,7 @@ from hvkit.data.grain_dataset import is_of_grain, shard_grain
 from hvkit.data.parquet import ParquetRows, is_dataset
 from hvkit.data.rank_samples import Share
 from hvkit.mesh import Mesh, position_in
-from hvkit.ports import watch_updates
+from hvkit.registry import watch_updates
 from hvkit.watch.calls import named
 
 Data = TypeVar("Data")

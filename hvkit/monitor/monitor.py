@@ -25,8 +25,15 @@ from hvkit.monitor.records import Means, detached, length_of, of_whole_model
 from hvkit.monitor.run_file import RunFile
 from hvkit.monitor.step_times import Step, StepClock
 from hvkit.monitor.writers import Hook, Writers
+from hvkit.registry import (
+    JAX,
+    KERAS_ON_JAX,
+    KERAS_ON_TENSORFLOW,
+    are_of_pytorch,
+    framework_of,
+    keras_here,
+)
 from hvkit.sync.nonfinite import skipped_steps
-from hvkit.sync.port import are_of_pytorch, engine_of, framework_of
 from hvkit.watch.calls import named
 from hvkit.watch.preemption import PREEMPTION
 from hvkit.watch.spans import DATA, mark
@@ -290,9 +297,10 @@ class Monitor:
             self._counts = position.along("data") == 0
         self._open()
         gradients: Any = None
-        if framework_of(models[0]) == "jax":
+        framework = framework_of(models[0])
+        if framework is JAX:
             return  # whose compiled steps show neither
-        if framework_of(models[0]) == "keras":
+        if framework and framework.package == "keras":
             if position is None:
                 self._counts = runtime.rank() == 0
             from hvkit.monitor.keras import record_fit
@@ -484,11 +492,11 @@ def _classes_for_keras() -> tuple[Any, Any]:
 
     On JAX there is none of the latter, since compiled steps do not show them.
     """
-    if engine_of("keras") == "jax":
+    if keras_here() is KERAS_ON_JAX:
         from hvkit.monitor.keras_on_jax import JitStepRecorder
 
         return JitStepRecorder, None
-    if engine_of("keras") == "tensorflow":
+    if keras_here() is KERAS_ON_TENSORFLOW:
         from hvkit.monitor.keras_graphs import FitCallback, Gradients
 
         return FitCallback, Gradients

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 from hvkit.communication.group import Group
 from hvkit.errors import ranks_text
-from hvkit.sync.port import Keeper, Record, framework_of
+from hvkit.registry import framework_of
+from hvkit.sync.port import Keeper, Record
 
 # Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
 _models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()

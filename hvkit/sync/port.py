@@ -6,7 +6,6 @@ returns.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,9 +22,6 @@ from hvkit.strategies.strategy import Strategy
 
 BatchNorm = Literal["average", "local", "sync"]
 BATCH_NORMS = get_args(BatchNorm)
-
-KERAS_BACKENDS = ("tensorflow", "torch", "jax")
-"""The backends of Keras for which there is a port."""
 
 
 @dataclass(frozen=True)
@@ -208,47 +204,6 @@ class Port(Protocol):
 
         Returns each optimizer with its record, and what keeps state that a checkpoint saves.
         """
-
-
-def framework_of(model: object) -> str | None:
-    """``"torch"``, ``"keras"`` or ``"jax"`` for one of their models, None for any other object.
-
-    A model of JAX is a module of Flax NNX, or any pytree with an array of JAX.
-    """
-    keras = sys.modules.get("keras")
-    if keras is not None and isinstance(model, keras.Model):  # on PyTorch also one of its modules
-        return "keras"
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(model, torch.nn.Module):
-        return "torch"
-    return "jax" if _is_of_jax(model) else None
-
-
-def _is_of_jax(model: object) -> bool:
-    jax, nnx = sys.modules.get("jax"), sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(model, nnx.Module):
-        return True
-    # A framework that is not JAX may have imported it, without using it.
-    if jax is None or not hasattr(jax, "tree"):
-        return False
-    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model))
-
-
-def engine_of(framework: str | None) -> str | None:
-    """The engine for models of ``framework_of``: ``"torch"``, ``"tensorflow"`` or ``"jax"``.
-
-    None if there is none: no model, or one of a backend of Keras without a port.
-    """
-    if framework != "keras":
-        return framework
-    backend = str(sys.modules["keras"].backend.backend())
-    return backend if backend in KERAS_BACKENDS else None
-
-
-def are_of_pytorch(optimizers: Sequence[Any]) -> bool:
-    """Whether all are optimizers of PyTorch, which a Keras model may have in a loop."""
-    torch = sys.modules.get("torch")
-    return torch is not None and all(isinstance(o, torch.optim.Optimizer) for o in optimizers)
 
 
 def warn_of_own_batches(layers: str, strategy: Strategy) -> None:

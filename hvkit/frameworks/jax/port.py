@@ -9,10 +9,9 @@ whatever hvkit does with gradients elsewhere is refused here, with what takes it
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -33,24 +32,19 @@ from hvkit.frameworks.jax.places import ALL_BATCHES, Place
 from hvkit.frameworks.jax.updates import divided_updates, is_transformation
 from hvkit.learning_rate import Multiplier
 from hvkit.log import logger
-from hvkit.mesh import Mesh, MeshOptions
-from hvkit.strategies.diloco import DiLoCo
+from hvkit.mesh import Mesh
 from hvkit.strategies.fully_shard import FullyShard
-from hvkit.strategies.local_sgd import LocalSGD
 from hvkit.strategies.sharded_optimizer import ShardedOptimizer
-from hvkit.strategies.strategy import Rounds, Strategy
-from hvkit.strategies.synchronous import Synchronous
+from hvkit.strategies.strategy import Rounds
 from hvkit.sync.port import Keeper, Options, Record
-
-_STRATEGIES = (Synchronous, ShardedOptimizer, FullyShard, LocalSGD, DiLoCo)
 
 
 class JaxPort:
     """Implements ``hvkit.sync.port.Port``.
 
     Args:
-        model: one model, or with NNX a list of them.
-        optimizer: an ``nnx.Optimizer`` or a list of them; else a transformation of Optax, or the
+        models: one model, or with NNX a list of them.
+        optimizers: one ``nnx.Optimizer`` or a list of them; else a transformation of Optax, or the
             state of one.
         options: as passed to ``distribute``.
 
@@ -59,22 +53,9 @@ class JaxPort:
         optimizer: the same.
     """
 
-    # What takes the place of options that the port does not have.
-    _instead: Mapping[str, str] = MappingProxyType(
-        {
-            "accumulate": "wrap the optimizer: optax.MultiSteps(tx, every_k_schedule=...)",
-            "on_nonfinite": (
-                "wrap the optimizer: optax.apply_if_finite(tx, max_consecutive_errors=...)"
-            ),
-            "warmup_steps": "use a schedule of Optax: optax.warmup_cosine_decay_schedule(...)",
-        }
-    )
-
-    def __init__(self, model: Any, optimizer: Any, options: Options) -> None:
-        self.model = model
-        self.optimizer = optimizer
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
+        (self.model,), (self.optimizer,) = models, optimizers
         self._options = options
-        self._refuse_options()
         self._refuse_things()
         if self._is_local:
             self._refuse_for_local_weights()
@@ -108,8 +89,6 @@ class JaxPort:
                 f"its nnx.Optimizer, got {type(self.model).__name__} and "
                 f"{type(self.optimizer).__name__}: steps replace the arrays of a pytree"
             )
-        if getattr(strategy, "overlap", 0):
-            raise ValueError(f"{strategy}: in JAX ranks agree between two steps: leave overlap out")
 
     def _refuse_things(self) -> None:
         """Raise if the model and the optimizer do not go together, or were passed before.
@@ -144,49 +123,6 @@ class JaxPort:
                 "not hold: pass the transformation, `params, tx = hvkit.distribute(params, tx, "
                 "...)`, and call tx.init(params) afterwards"
             )
-
-    def _refuse_options(self) -> None:
-        """Raise for options that would need to look at gradients between two ranks.
-
-        Raises:
-            ValueError: names the option, and what takes its place.
-        """
-        options = self._options
-        refused = {
-            f"strategy={options.strategy}": (
-                not isinstance(options.strategy, _STRATEGIES),
-                "XLA averages gradients inside the compiled step: choose hvkit.Synchronous(), "
-                "hvkit.ShardedOptimizer(), hvkit.FullyShard(), hvkit.LocalSGD(...) or "
-                "hvkit.DiLoCo(...)",
-            ),
-            f"compression={options.compression}": (
-                options.compression is not None,
-                "XLA sends gradients in their own dtype: compute in jax.numpy.bfloat16 to halve "
-                "what is sent",
-            ),
-            f"accumulate={options.accumulate}": (
-                options.accumulate > 1,
-                self._instead["accumulate"],
-            ),
-            f"batch_norm={options.batch_norm!r}": (
-                options.batch_norm == "local",
-                "a batch is one array of all ranks, and its statistics are those of all: leave "
-                "batch_norm out",
-            ),
-            f"on_nonfinite={options.on_nonfinite!r}": (
-                options.on_nonfinite != "ignore",
-                self._instead["on_nonfinite"],
-            ),
-            f"warmup_steps={options.warmup_steps}": (
-                options.warmup_steps > 0 and "warmup_steps" in self._instead,
-                self._instead.get("warmup_steps", ""),
-            ),
-        }
-        for option, (is_set, instead) in refused.items():
-            if is_set:
-                raise ValueError(f"{option} is not for models of JAX: {instead}")
-        if options.mesh:
-            _refuse_mesh(options.mesh, options.strategy)
 
     def facts(self) -> Sequence[str]:
         return [str(self._mesh), *self._facts()]
@@ -268,33 +204,6 @@ class JaxPort:
             )
         if hasattr(self.model, "tx") and hasattr(self.model, "replace"):
             self.model = self.model.replace(tx=of(self.model.tx))
-
-
-def _refuse_mesh(in_mesh: MeshOptions, strategy: Strategy) -> None:
-    """Raise for what XLA does not do in a mesh.
-
-    Raises:
-        ValueError: with the reason.
-    """
-    mesh = in_mesh.mesh
-    if mesh.pipeline > 1:
-        raise ValueError(
-            f"{mesh} has a pipeline, which models of JAX cannot have here, since a step is one "
-            "function for all ranks: use the axes data, shard and tensor"
-        )
-    if in_mesh.plan is not None:
-        raise ValueError(
-            "plan= is for models of PyTorch: in JAX ranks along the axis tensor divide all weights "
-            "by their longest dimensions, which does not change what a step computes"
-        )
-    if isinstance(strategy, Rounds):
-        raise ValueError(
-            f"{strategy} trains a model on each rank, and {mesh} one on several: leave one out"
-        )
-    if mesh.shard > 1 and isinstance(strategy, FullyShard):
-        raise ValueError(
-            f"{strategy} divides weights among all ranks, and {mesh} among some: leave one out"
-        )
 
 
 def _each(thing: Any) -> list[Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -52,25 +51,11 @@ class KerasOnJaxPort(JaxPort):
         options: as passed to ``distribute``.
     """
 
-    _instead = MappingProxyType(
-        {
-            "accumulate": "pass gradient_accumulation_steps to the optimizer",
-            "on_nonfinite": "pass keras.callbacks.TerminateOnNaN() to fit",
-        }
-    )
-
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        super().__init__(list(models), list(optimizers), options)
+        super().__init__([list(models)], [list(optimizers)], options)
         # Variables that belong to all ranks already; they are kept, so that no id is used twice.
         self._placed_variables: dict[int, Any] = {}
         self._is_scaled = False
-
-    def _refuse_for_local_weights(self) -> None:
-        raise TypeError(
-            f"{self._options.strategy} is not for Keras on JAX, whose compiled steps hold the "
-            "weights of all ranks: leave the strategy out, or take KERAS_BACKEND=torch or "
-            "tensorflow, or a model of Flax NNX"
-        )
 
     def _refuse_things(self) -> None:
         for optimizer in self.optimizer:

@@ -28,7 +28,6 @@ from hvkit.frameworks.keras.refusals import (
     let_differ,
     living_layers,
     refuse_left_out,
-    refuse_options,
     refuse_other_optimizers,
 )
 from hvkit.frameworks.pytorch import PyTorchPort
@@ -57,7 +56,6 @@ class KerasLoopPort(PyTorchPort):
     """
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        refuse_options(options)
         self._keras_models = list(models)
         self._whole_batches = options.batch_norm == "sync"
         for model in models:

@@ -23,7 +23,6 @@ from hvkit.frameworks.keras.initial_state import has_weights
 from hvkit.frameworks.keras.loss_means import warn_of_own_count
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of, updating
 from hvkit.main_rank import warn_once
-from hvkit.strategies.fully_shard import FullyShard
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Options, warn_of_own_models
@@ -49,31 +48,11 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
     for each in optimizers:
         _refuse_foreign(each)
     _refuse_optimizers_of_others(models, optimizers)
-    if options.accumulate != 1:
-        raise ValueError(
-            f"accumulate={options.accumulate} is for PyTorch only: with Keras, pass "
-            f"gradient_accumulation_steps={options.accumulate} to the optimizer"
-        )
-    refuse_options(options)
     if isinstance(options.strategy, Rounds | ParameterServer):
         for each in updating(optimizers):
             refuse_own_averages(options.strategy, each)
     if options.on_nonfinite != "ignore":
         _refuse_scaled_or_accumulated(options, models, optimizers)
-
-
-def refuse_options(options: Options) -> None:
-    """Raise for options with which no model of Keras can be kept in step, whatever updates it.
-
-    Raises:
-        ValueError: names the option.
-    """
-    if isinstance(options.strategy, FullyShard):
-        raise ValueError(
-            f"{options.strategy} is for PyTorch, whose fully_shard it uses: with Keras, "
-            "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large "
-            "for one device needs PyTorch"
-        )
 
 
 def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Sequence[Any]) -> None:

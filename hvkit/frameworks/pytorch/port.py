@@ -50,6 +50,7 @@ from hvkit.frameworks.pytorch.step_hooks import (
     attach,
     follow_groups,
     refuse_other_optimizers,
+    watch_steps,
 )
 from hvkit.frameworks.pytorch.traced_steps import trace_steps
 from hvkit.frameworks.pytorch.weights.agreements import Agreements
@@ -94,7 +95,7 @@ class PyTorchPort:
             for each in self.optimizers:
                 refuse_joint_updates(strategy, each)
         if isinstance(strategy, FullyShard):
-            refuse_what_cannot_be_divided(strategy, options, self.models, self.optimizers)
+            refuse_what_cannot_be_divided(strategy, self.models, self.optimizers)
             if options.group.size > 1:  # before weights are sent: an old PyTorch is refused there
                 from hvkit.frameworks.pytorch.divided_state import fully_shard  # noqa: F401
         for name, tensor in (self.parameters | self._named_buffers()).items():
@@ -374,6 +375,11 @@ def is_distributed_parameter(parameter: torch.Tensor) -> bool:
         or is_divided(parameter)
         or is_in_mesh(parameter)
     )
+
+
+def watch_updates() -> None:
+    """Look at each step of an optimizer that was not passed to ``distribute``."""
+    watch_steps(is_distributed_parameter)
 
 
 def _checked(optimizer: Any) -> Optimizer:

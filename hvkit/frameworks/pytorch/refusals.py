@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.strategies.fully_shard import FullyShard
-from hvkit.sync.port import Options
 
 # Class names, so that looking for them imports nothing, and what to do instead.
 _WRAPPERS = {
@@ -128,7 +127,6 @@ def two_at_once(processes: int) -> str:
 
 def refuse_what_cannot_be_divided(
     strategy: FullyShard,
-    options: Options,
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
 ) -> None:
@@ -137,31 +135,12 @@ def refuse_what_cannot_be_divided(
     Raises:
         ValueError: names the option, the parameter or layer of a model, or the optimizer.
     """
-    _refuse_options(strategy, options)
     for model in models:
         _refuse_model(strategy, model)
     _refuse_shared(strategy, models)
     own = {p for model in models for p in model.parameters()}
     for each in optimizers:
         _refuse_optimizer(strategy, own, each)
-
-
-def _refuse_options(strategy: FullyShard, options: Options) -> None:
-    if options.batch_norm == "sync":
-        raise ValueError(
-            f'batch_norm="sync" exchanges statistics inside layers that {strategy} divides: use '
-            'batch_norm="average", or layers without batch statistics'
-        )
-    if options.check_every is not None:
-        raise ValueError(
-            f"check_every={options.check_every} compares the ranks' weights, but with {strategy} "
-            "each rank holds another part of them: leave check_every out"
-        )
-    if options.accumulate != 1:
-        raise ValueError(
-            f"accumulate={options.accumulate} is not needed with {strategy}: each backward pass "
-            "adds the mean of all ranks to the gradients, so leave accumulate out"
-        )
 
 
 def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:

@@ -11,29 +11,7 @@ from keras.src.models.functional import Functional
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.synchronised_norm import made_synchronised
 from hvkit.frameworks.keras.trials import why_not_by_variable
-from hvkit.mesh import Mesh
-from hvkit.strategies.synchronous import Synchronous
 from hvkit.sync.port import Options
-
-
-def refuse_axes(mesh: Mesh) -> None:
-    """Raise for axes that do not work with Keras.
-
-    Raises:
-        ValueError: names the axis, and what to use.
-    """
-    if mesh.tensor > 1:
-        raise ValueError(
-            f"{mesh} divides layers along its tensor axis, which works in PyTorch and JAX: run "
-            "Keras on JAX (KERAS_BACKEND=jax), write the model as a torch.nn.Module, or use the "
-            "pipeline axis"
-        )
-    if mesh.shard > 1:
-        raise ValueError(
-            f"{mesh} divides weights along its shard axis, which works in PyTorch and JAX: run "
-            "Keras on JAX (KERAS_BACKEND=jax), use the pipeline axis, or hvkit.ShardedOptimizer() "
-            "without a mesh"
-        )
 
 
 def refuse_models(models: Sequence[Any], options: Options) -> None:
@@ -47,26 +25,6 @@ def refuse_models(models: Sequence[Any], options: Options) -> None:
         raise ValueError(
             f"mesh={options.mesh.mesh} takes one model, got {len(models)}: pass one Functional "
             "model that contains them"
-        )
-    if options.mesh.schedule != "GPipe":
-        raise ValueError(
-            f"schedule={options.mesh.schedule!r} is one of PyTorch's, for a torch.nn.Module: a "
-            'pipeline of a Keras model has "GPipe"'
-        )
-    if options.mesh.plan is not None:
-        raise ValueError(
-            f"plan={options.mesh.plan!r} chooses layers to divide along the tensor axis, which "
-            f"{options.mesh.mesh} does not have: leave it out"
-        )
-    if not isinstance(options.strategy, Synchronous):
-        raise ValueError(
-            f"{options.strategy} does not work with pipelines of Keras models yet: use "
-            "hvkit.Synchronous(), or write the model as a torch.nn.Module"
-        )
-    if options.on_nonfinite != "ignore":
-        raise ValueError(
-            f"on_nonfinite={options.on_nonfinite!r} looks at the gradients of a whole model, which "
-            f'no rank of {options.mesh.mesh} has: use on_nonfinite="ignore"'
         )
     (model,) = models
     _refuse_own_call(model)
