@@ -36,8 +36,8 @@ from hvkit.sync.port import Options
 Strategies = tuple[type[Strategy], ...]
 
 
-def _left_out(value: Any) -> bool:
-    return value in (None, 1, 0, "ignore", "GPipe")
+# What leaves an option out, if it is not None.
+_DEFAULTS = {"accumulate": 1, "warmup_steps": 0, "on_nonfinite": "ignore", "schedule": "GPipe"}
 
 
 def _not_sync(value: Any) -> bool:
@@ -52,7 +52,7 @@ class Refusal:
         option: a field of ``Options`` or of ``MeshOptions``.
         because: why, and what to do. ``{value}``, ``{strategy}``, ``{mesh}`` and ``{framework}``
             stand for those of the call.
-        unless: whether a value is possible.
+        unless: whether a value is possible; None if only that is which leaves the option out.
         strategies: with which strategies the others are not.
         axis: along which axis of a mesh they are not; ``"any"`` for all meshes, and an empty one
             with and without a mesh.
@@ -60,7 +60,7 @@ class Refusal:
 
     option: str
     because: str
-    unless: Callable[[Any], bool] = _left_out
+    unless: Callable[[Any], bool] | None = None
     strategies: Strategies = (Strategy,)
     axis: str = ""
 
@@ -74,7 +74,9 @@ class Refusal:
         if self.axis and (mesh is None or getattr(mesh, self.axis, 2) == 1):
             return
         value = getattr(options if hasattr(options, self.option) else options.mesh, self.option)
-        if not self.unless(value) and isinstance(options.strategy, self.strategies):
+        default = _DEFAULTS.get(self.option)
+        possible = self.unless(value) if self.unless else value == default
+        if not possible and isinstance(options.strategy, self.strategies):
             given = repr(value) if isinstance(value, str) else value
             because = self.because.format(
                 value=given, strategy=options.strategy, mesh=mesh, framework=framework
@@ -102,7 +104,7 @@ class Support:
     refused: tuple[Refusal, ...]
 
 
-_ALL = tuple(strategies_in(strategies).values())
+STRATEGIES = tuple(strategies_in(strategies).values())
 _LOCAL = (Rounds, ParameterServer)
 _IN_ANY = (
     Refusal(
@@ -136,7 +138,7 @@ _BY_PYTORCH = (
     "or use the data axis instead"
 )
 _PYTORCH = Support(
-    _ALL,
+    STRATEGIES,
     (Synchronous, LocalSGD, DiLoCo),
     "",
     AXES,
@@ -174,7 +176,7 @@ _PYTORCH = Support(
     ),
 )
 _KERAS_IN_LOOP = Support(
-    tuple(each for each in _ALL if each is not FullyShard),
+    tuple(each for each in STRATEGIES if each is not FullyShard),
     (Synchronous,),
     "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large for one "
     "device needs PyTorch, whose fully_shard this uses",
@@ -350,7 +352,7 @@ def checked_strategy(strategy: object) -> Strategy:
             f"strategy must be an object, got the class {strategy.__name__}: make one, "
             f"hvkit.{strategy.__name__}(...)"
         )
-    known = ", ".join(f"hvkit.{each.__name__}(...)" for each in _ALL)
+    known = ", ".join(f"hvkit.{each.__name__}(...)" for each in STRATEGIES)
     raise TypeError(
         f"strategy must be one of {known}; got {strategy!r} of type {type(strategy).__name__}"
     )
