@@ -16,8 +16,7 @@ A new framework offers:
    each optimizer, or a ``HookedOptimizer`` if its steps are plain calls of Python
    (``hvkit.sync.local_weights``);
 3. for strategies that agree on weights in rounds: ``Agreements`` (``hvkit.sync.rounds``);
-4. the branches that choose it: ``framework_of`` and ``engine_of`` in ``hvkit/sync/port.py``, and
-   ``port_for`` in ``hvkit/ports.py``.
+4. a ``Framework`` in ``hvkit/registry.py``, and what it supports in ``hvkit/capabilities.py``.
 
 Whatever else takes the framework's objects chooses by their type: ``hvkit/tensors.py``,
 ``data/shard.py``, ``checkpoint/object_kinds.py`` and ``monitor/monitor.py``.
