@@ -6,6 +6,7 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
@@ -81,6 +82,23 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class RecomputedGPT(GPT):
+    """Computes its blocks a second time in backward, unless ``reentrant`` is None."""
+
+    def __init__(self, reentrant=None, **options):
+        super().__init__(**options)
+        self.reentrant = reentrant
+
+    def forward(self, ids):
+        x = self.drop(self.wte(ids) + self.wpe(torch.arange(ids.size(1))))
+        for block in self.h:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.lm_head(self.ln_f(x))
 
 
 class Conv1D(nn.Module):

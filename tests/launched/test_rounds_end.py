@@ -132,8 +132,7 @@ for number in [0, 1, *((0, 1), (1, 0))[hvkit.rank()]]:
 """
 
 
-@pytest.mark.parametrize("code", ["eager", "graph"])
-@pytest.mark.parametrize("weights", ["own", "shared"])
+@pytest.mark.parametrize(("weights", "code"), [("own", "graph"), ("shared", "eager")])
 def test_ranks_that_step_optimizers_in_another_order_do_not_train_on(weights, code, tmp_path):
     status, err, _ = run(MIXED_UP, tmp_path, 2, [code, weights])
     assert status == 1, err

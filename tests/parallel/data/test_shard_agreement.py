@@ -99,7 +99,7 @@ def test_evaluation_needs_no_other_rank():
         part = shard(loader(11, sampler=torch.utils.data.RandomSampler(range(11))), exact=True)
         counts = [len(part.dataset), sum(len(batch) for (batch,) in part)]
         assert counts == [-(-11 // hvkit.size())] * 2
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="str"):
             shard("no data", exact=True)
     hvkit.barrier()
 

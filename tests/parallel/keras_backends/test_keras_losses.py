@@ -99,7 +99,7 @@ def losses_of(model, optimizer, loss, batches, **options):
     return model.fit((each for each in batches), verbose=0).history["loss"]
 
 
-def equals_one_process(
+def losses_equal_one_process(
     make, rows, *, own_part=uneven_batches, make_loss=lambda distributed: "mse",
     make_optimizer=sgd, batch_norm="average", eager=False, reports=True, **options,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def test_batches_of_other_sizes_on_each_rank(embeds, loss, steps, eager, caplog)
             first = [whether, layers.Embedding(2, 3), layers.Flatten()]
         return keras.Sequential([keras.Input((8,)), *first, layers.Dense(4)])
 
-    equals_one_process(
+    losses_equal_one_process(
         make, [EVEN, UNEVEN, EVEN, UNEVEN], make_loss=lambda _: loss, eager=eager,
         # On TensorFlow hvkit warns: batches that are accumulated count alike.
         make_optimizer=lambda: sgd(gradient_accumulation_steps=None if ON_TENSORFLOW else steps),
@@ -186,7 +186,7 @@ def test_samples_that_are_gathered_in_batches_of_other_sizes(loss, eager):
     def make_loss(distributed):
         return lambda y, p: loss(p, gathered if distributed else lambda z: z)
 
-    equals_one_process(
+    losses_equal_one_process(
         make, [UNEVEN, UNEVEN[::-1]], make_loss=make_loss, batch_norm="sync", eager=eager
     )
 
@@ -225,7 +225,7 @@ def test_samples_that_a_layer_gathers_before_a_loss_with_weights():
         return losses.MeanSquaredError("mean_with_sample_weight")
 
     layer.gathers = False
-    equals_one_process(make, [UNEVEN] * 3, make_loss=make_loss, own_part=weighted)
+    losses_equal_one_process(make, [UNEVEN] * 3, make_loss=make_loss, own_part=weighted)
 
 
 @on_pytorch
@@ -260,7 +260,7 @@ def test_sums_of_weights_that_arrive_with_the_gradients(penalised, loss_weights,
         return started[-1]
 
     monkeypatch.setattr(PyTorchSampleCounts, "start", counted)
-    equals_one_process(
+    losses_equal_one_process(
         make, [UNEVEN] * 2 + [EVEN] * 3, own_part=weighted, loss_weights=loss_weights,
         make_loss=lambda _: losses.MeanSquaredError("mean_with_sample_weight"),
     )  # fmt: skip
@@ -299,7 +299,7 @@ def test_rows_are_those_of_the_targets():
         return whole, [batch[hvkit.rank()] for batch in of_ranks]
 
     # Keras weights what it reports by the rows of the first input.
-    equals_one_process(OfNodes, [EVEN] * STEPS, own_part=batches_of_graphs, reports=False)
+    losses_equal_one_process(OfNodes, [EVEN] * STEPS, own_part=batches_of_graphs, reports=False)
 
 
 def of_weights(model, y, p):

@@ -155,7 +155,7 @@ def sgd():
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def equals_one_process(
+def fit_equals_one_process(
     make,
     make_optimizer=None,
     samples=24,

@@ -19,7 +19,7 @@ from stages import (
     cnn,
     data,
     distributed,
-    equals_one_process,
+    fit_equals_one_process,
     in_microbatches,
     mine,
     one_pipeline,
@@ -35,7 +35,7 @@ from hvkit.communication.collectives import gather
 
 @pytest.mark.parametrize("make", cases([cnn, residual]))
 def test_fit_trains_the_model_of_one_process(make, precision):
-    equals_one_process(make, bound=precision)
+    fit_equals_one_process(make, bound=precision)
 
 
 def held_of(variables):
@@ -78,7 +78,7 @@ def test_a_model_without_weights_is_built_in_parts(float64):
 
 def test_regularisation_of_all_stages_is_in_the_loss_and_the_gradients(precision):
     l2 = keras.regularizers.L2(0.05)
-    model, _ = equals_one_process(residual, bound=precision, regularizer=l2)
+    model, _ = fit_equals_one_process(residual, bound=precision, regularizer=l2)
     x, y = data(model, PER_ROW)
     shown = model.evaluate(mine(x), mine(y), batch_size=PER_ROW, verbose=0)[0]
     first, last = (w for i, w in enumerate(whole(model)) if i in (0, 6))
@@ -91,7 +91,7 @@ def test_regularisation_of_all_stages_is_in_the_loss_and_the_gradients(precision
 @one_pipeline
 def test_batch_norm_keeps_the_statistics_of_micro_batches(float64):
     # With two samples in a micro-batch batch norm gives signs, which have no gradients.
-    model, alone = equals_one_process(residual, sgd, bound=1e-12, micro=2, norm=True)
+    model, alone = fit_equals_one_process(residual, sgd, bound=1e-12, micro=2, norm=True)
     x, _ = data(model, PER_ROW)
     predicted = model.predict(x, verbose=0)
     assert largest_difference([predicted], [alone.predict(x, verbose=0)]) < 1e-12
@@ -114,7 +114,7 @@ def freeze(*names):
 @one_pipeline
 @pytest.mark.parametrize("names", [["first", "branch"], ["last", "out"]], ids=" ".join)
 def test_frozen_layers_stay_as_they_are(names, float64):
-    equals_one_process(residual, bound=1e-12, change=freeze(*names))
+    fit_equals_one_process(residual, bound=1e-12, change=freeze(*names))
 
 
 @MORE
@@ -123,7 +123,7 @@ def test_a_frozen_first_stage_counts_steps_all_the_same(float64):
         for layer in model.layers:
             layer.trainable = layer.name in ("last", "out")
 
-    model, _ = equals_one_process(
+    model, _ = fit_equals_one_process(
         residual,
         functools.partial(adam, global_clipnorm=0.1, gradient_accumulation_steps=2),
         bound=1e-12,
@@ -141,12 +141,12 @@ def test_a_first_stage_without_weights(float64):
             [keras.Input((64,)), layers.Reshape((64,)), layers.Dense(8, name="a"), layers.Dense(3)]
         )
 
-    equals_one_process(make, bound=1e-12)
+    fit_equals_one_process(make, bound=1e-12)
 
 
 @MORE
 def test_a_last_batch_of_fewer_samples_than_micro_batches(float64):
-    equals_one_process(residual, samples=PER_ROW + 3, bound=1e-12)
+    fit_equals_one_process(residual, samples=PER_ROW + 3, bound=1e-12)
 
 
 @MORE
@@ -185,7 +185,7 @@ def test_single_batches():
 @one_pipeline
 def test_several_steps_per_execution(float64):
     compiled = {"steps_per_execution": 3}
-    equals_one_process(residual, samples=40, bound=1e-12, compiled=compiled)
+    fit_equals_one_process(residual, samples=40, bound=1e-12, compiled=compiled)
 
 
 @MORE

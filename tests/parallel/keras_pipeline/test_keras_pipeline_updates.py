@@ -25,7 +25,7 @@ from stages import (
     built,
     data,
     distributed,
-    equals_one_process,
+    fit_equals_one_process,
     gradients_of,
     in_microbatches,
     mine,
@@ -51,7 +51,7 @@ pytestmark = MORE
 )
 def test_clipping_is_by_the_gradients_of_all_stages(options, float64):
     make = functools.partial(keras.optimizers.SGD, 0.5, **options)
-    equals_one_process(residual, make, bound=1e-12)
+    fit_equals_one_process(residual, make, bound=1e-12)
 
 
 @one_pipeline
@@ -66,7 +66,7 @@ def test_clipping_is_by_the_gradients_of_all_stages(options, float64):
     ids=["schedule", "accumulation", "ema", "ema overwrites"],
 )
 def test_settings_of_optimizers(make, float64):
-    equals_one_process(residual, make, samples=32, bound=1e-12)
+    fit_equals_one_process(residual, make, samples=32, bound=1e-12)
 
 
 def clipped(gradients, model, bound):

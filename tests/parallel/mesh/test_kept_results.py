@@ -26,7 +26,7 @@ AXES = {
 }
 
 
-def trained_apart(make, loss_of, axis, collect=None, **options):
+def apart_in_microbatches(make, loss_of, axis, collect=None, **options):
     """How far weights and losses are from those of one process in the same micro-batches.
 
     Args:
@@ -88,7 +88,7 @@ def with_attributes(model, x, y, _):
     ),
 )
 def test_an_auxiliary_loss_on_a_block(experts, axis):
-    assert trained_apart(lambda: MixtureNet(experts), with_attributes, axis) < 1e-11
+    assert apart_in_microbatches(lambda: MixtureNet(experts), with_attributes, axis) < 1e-11
 
 
 @MORE
@@ -96,7 +96,7 @@ def test_an_auxiliary_loss_on_a_block(experts, axis):
 def test_experts_without_samples(axis):
     """Other ones on each rank and in each micro-batch; AdamW leaves out what no rank has used."""
     make = lambda: MixtureNet("loop", count=8, chosen=1)  # noqa: E731
-    assert trained_apart(make, with_attributes, axis) < 1e-11
+    assert apart_in_microbatches(make, with_attributes, axis) < 1e-11
 
 
 class OnlyInTraining(Mixture):
@@ -167,7 +167,9 @@ def in_a_deque(model):
     ],
 )
 def test_activations_that_hooks_collect(collect, axis):
-    assert trained_apart(lambda: MixtureNet("products"), with_penalty, axis, collect) < 1e-11
+    assert (
+        apart_in_microbatches(lambda: MixtureNet("products"), with_penalty, axis, collect) < 1e-11
+    )
 
 
 class AddsUp(MixtureNet):
@@ -214,7 +216,7 @@ def test_a_list_that_the_forward_clears(axis):
         assert all(block.log is model.log for block in model.blocks)
         return loss
 
-    assert trained_apart(lambda: ClearsItsList("products"), loss_of, axis) < 1e-11
+    assert apart_in_microbatches(lambda: ClearsItsList("products"), loss_of, axis) < 1e-11
 
 
 class KeepsFloats(MixtureNet):
@@ -231,7 +233,7 @@ def test_floats_that_a_forward_keeps_are_named(named, monkeypatch):
     monkeypatch.setattr(parallel_model, "warn_once", lambda kind, text: found.append(text))
     make = KeepsFloats if named else MixtureNet
     loss_of = lambda m, x, y, _: of_logits(m(x), y)  # noqa: E731
-    trained_apart(lambda: make("products"), loss_of, "GPipe, whole batch")
+    apart_in_microbatches(lambda: make("products"), loss_of, "GPipe, whole batch")
     assert any("keeps a Python number in mean" in each for each in found) == named
 
 
@@ -245,8 +247,8 @@ def with_total(model, x, y, _):
 def test_a_forward_that_adds_up_auxiliary_losses(kind, experts):
     """Right in one micro-batch; in several, the mean is refused as any other."""
     make = lambda: kind(experts)  # noqa: E731
-    assert trained_apart(make, with_total, "GPipe, whole batch") < 1e-11
-    refused, text = error_of(lambda: trained_apart(make, with_total, "GPipe"))
+    assert apart_in_microbatches(make, with_total, "GPipe, whole batch") < 1e-11
+    refused, text = error_of(lambda: apart_in_microbatches(make, with_total, "GPipe"))
     assert refused is ValueError
     assert "in 4 micro-batches" in text
 
@@ -277,7 +279,7 @@ def with_router_logits(model, x, y, _):
 @pytest.mark.parametrize("axis", ["GPipe, whole batch", "tensor", "shard"])
 def test_router_logits_for_a_loss_of_the_whole_batch(axis):
     make = lambda: ReturnsRouterLogits("products")  # noqa: E731
-    assert trained_apart(make, with_router_logits, axis) < 1e-11
+    assert apart_in_microbatches(make, with_router_logits, axis) < 1e-11
 
 
 @MORE
@@ -294,14 +296,14 @@ def test_router_logits_of_the_block_after_which_the_model_is_cut(options):
         return of_logits(logits, y) + sum((1 + i) * t.square().mean() for i, t in enumerate(found))
 
     make = lambda: ReturnsRouterLogits("module", layers=4)  # noqa: E731
-    assert trained_apart(make, with_sizes, "GPipe", microbatches=2, **options) < 1e-11
+    assert apart_in_microbatches(make, with_sizes, "GPipe", microbatches=2, **options) < 1e-11
 
 
 @MORE
 def test_a_mean_over_micro_batches_is_named(monkeypatch):
     found = []
     monkeypatch.setattr(result_comparison, "warn_once", lambda kind, text: found.append(text))
-    trained_apart(lambda: MixtureNet("products"), with_attributes, "GPipe")
+    apart_in_microbatches(lambda: MixtureNet("products"), with_attributes, "GPipe")
     assert "is another mean over 4 micro-batches than for the whole batch" in found[0]
 
 

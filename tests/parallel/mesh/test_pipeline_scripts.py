@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from cases import MORE
-from mesh_models import GPT, SMALL, Encoder, Masked, PassesTwo, Recurrent
+from mesh_models import GPT, SMALL, Encoder, Masked, PassesTwo, RecomputedGPT, Recurrent
 from mesh_training import (
     apart,
     both,
@@ -20,7 +20,6 @@ from mesh_training import (
     whole_state,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hvkit
 
@@ -107,30 +106,12 @@ def test_gradients_add_up_over_passes(schedule):
     assert apart(steps, SMALL, tokens(4), accumulate=2, schedule=schedule) < 1e-11
 
 
-class BlocksAgain(GPT):
-    """Computes its blocks a second time in backward, instead of keeping what they compute.
-
-    Args:
-        reentrant: PyTorch then hides what is inside of a block, so it can be cut around them only.
-    """
-
-    def __init__(self, reentrant):
-        super().__init__(layers=4)
-        self.reentrant = reentrant
-
-    def forward(self, ids):
-        x = self.wte(ids) + self.wpe(torch.arange(ids.size(1)))
-        for block in self.h:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.lm_head(self.ln_f(x))
-
-
 @pytest.mark.parametrize(
     ("reentrant", "schedule"),
     [(False, "GPipe"), (False, "1F1B"), (False, "Interleaved1F1B"), (True, "1F1B")],
 )
 def test_gradient_checkpointing(reentrant, schedule):
-    make = functools.partial(BlocksAgain, reentrant)
+    make = functools.partial(RecomputedGPT, reentrant, layers=4)
     assert max(differences(make, tokens(3), schedule=schedule)) < 1e-11
 
 

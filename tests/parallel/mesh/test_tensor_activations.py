@@ -1,12 +1,11 @@
 """PyTorch: what ranks of a tensor group hold and send of what lies between divided layers."""
 
 import copy
-import functools
 
 import pytest
 import torch
 from cases import MORE
-from mesh_models import GPT, Llama
+from mesh_models import GPT, Llama, RecomputedGPT
 from ranks import error_of
 from tensor_groups import assert_computes_alike, divided, ids, sent_in_a_pass, sequences
 from torch import nn
@@ -121,21 +120,8 @@ def test_a_later_call_that_writes_into_a_part(use, why):
     assert why in text
 
 
-class BlocksAgain(GPT):
-    """Computes each block again during backward, unless ``reentrant`` is None."""
-
-    reentrant = None
-
-    def forward(self, x):
-        h = self.drop(self.wte(x))
-        for block in self.h:
-            again = functools.partial(checkpoint, block, use_reentrant=self.reentrant)
-            h = block(h) if self.reentrant is None else again(h)
-        return self.lm_head(self.ln_f(h))
-
-
 class FunctionAgain(nn.Module):
-    """The same of a function of its own, between the layers of a pair."""
+    """Computes a function, between the layers of a pair, again unless ``reentrant`` is None."""
 
     reentrant = None
 
@@ -157,7 +143,7 @@ class FunctionAgain(nn.Module):
 @pytest.mark.parametrize(
     ("make", "batch", "reentrant", "layers"),
     [
-        (lambda: BlocksAgain(dropout=0.2), ids, False, 10),
+        (lambda: RecomputedGPT(dropout=0.2), ids, False, 10),
         (FunctionAgain, lambda: torch.randn(4, 16), False, 2),
         (FunctionAgain, lambda: torch.randn(4, 16), True, 2),
     ],

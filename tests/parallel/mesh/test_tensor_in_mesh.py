@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from cases import MORE, cases
-from mesh_models import GPT, MLP, Encoder, Experts, Llama, MixtureNet
+from mesh_models import GPT, MLP, SMALL, Encoder, Experts, Llama, MixtureNet
 from mesh_training import (
     both,
     cross_entropy,
@@ -38,7 +38,6 @@ class Scored(GPT):
         return F.cross_entropy(logits, ids[:, 1:], reduction="none").mean(1)
 
 
-SMALL = functools.partial(GPT, layers=4)
 SEQUENCES = functools.partial(vectors, shape=(6, 20))
 MODELS = {
     "GPT": (SMALL, tokens),

@@ -76,7 +76,7 @@ def torch_distributed():
         (without_norm, {"strategy": hvkit.LocalSGD(every=1)}),
         (without_norm, {"strategy": hvkit.ParameterServer(staleness=0)}),
     ],
-    ids=str,
+    ids=["sync", "ShardedOptimizer", "FullyShard", "LocalSGD", "ParameterServer"],
 )
 def test_a_list_of_modules_trains_as_in_one_process(build, options, torch_distributed):
     data = regression(steps=4)

@@ -324,7 +324,7 @@ def test_a_step_that_fails_does_not_count():
     train(model, optimizer, data[:1])
     model[0].weight.grad = torch.zeros(16, 8).to_sparse()
     optimizer.param_groups[0]["weight_decay"] = 0.1
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     optimizer.param_groups[0]["weight_decay"] = 0
     train(model, optimizer, data[1:])
