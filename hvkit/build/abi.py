@@ -17,7 +17,7 @@ from packaging.tags import sys_tags
 
 from hvkit.build.build_variables import run_time_paths, user_build_options
 from hvkit.build.cuda import cuda_for
-from hvkit.build.frameworks import NAMES, Framework, find_frameworks, title
+from hvkit.build.frameworks import NAMES, InstalledFramework, find_frameworks, title
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Mpi, Toolchain, rpath_of
 from hvkit.build.wheel_cache import cpu_features
@@ -116,12 +116,12 @@ class Machine:
         environ: the environment.
     """
 
-    frameworks: tuple[Framework, ...]
+    frameworks: tuple[InstalledFramework, ...]
     mpi: Mpi
     cuda: str | None
     environ: Mapping[str, str]
 
-    def framework(self, name: str) -> Framework | None:
+    def framework(self, name: str) -> InstalledFramework | None:
         """The framework of that name, if Horovod should serve it."""
         return next((found for found in self.frameworks if found.name == name), None)
 

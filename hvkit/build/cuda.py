@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvkit.build.build_output import announce, run_pip
-from hvkit.build.frameworks import Framework
+from hvkit.build.frameworks import InstalledFramework
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
 from hvkit.host.commands import run
@@ -94,7 +94,7 @@ def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def toolkit_for(
-    choice: str, frameworks: Sequence[Framework], environ: Mapping[str, str] = os.environ
+    choice: str, frameworks: Sequence[InstalledFramework], environ: Mapping[str, str] = os.environ
 ) -> Toolkit | None:
     """The toolkit for a build for NCCL; ``None`` for a build without GPUs.
 
@@ -122,7 +122,7 @@ def toolkit_for(
 
 
 def cuda_for(
-    choice: str, frameworks: Sequence[Framework], environ: Mapping[str, str] = os.environ
+    choice: str, frameworks: Sequence[InstalledFramework], environ: Mapping[str, str] = os.environ
 ) -> str | None:
     """The CUDA version that Horovod should support here; ``None`` for none.
 
@@ -267,7 +267,7 @@ def complete_wheels(unpacked: Path) -> Path:
     return home
 
 
-def _cuda_version(frameworks: Sequence[Framework]) -> str:
+def _cuda_version(frameworks: Sequence[InstalledFramework]) -> str:
     """The CUDA version to build for: PyTorch's if installed, whose headers include CUDA's."""
     versions = {framework: framework.cuda for framework in frameworks}
     for framework, version in versions.items():

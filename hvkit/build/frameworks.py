@@ -33,7 +33,7 @@ _CUDA_RECORDS = {
 
 
 @dataclass(frozen=True)
-class Framework:
+class InstalledFramework:
     """An installed framework.
 
     Attributes:
@@ -65,7 +65,7 @@ def title(name: str) -> str:
     return _TITLES[name]
 
 
-def find_frameworks(without: Collection[str] = ()) -> tuple[Framework, ...]:
+def find_frameworks(without: Collection[str] = ()) -> tuple[InstalledFramework, ...]:
     """The installed frameworks, except those named in ``without``.
 
     Raises:
@@ -103,11 +103,11 @@ def cuda_version(name: str, location: Path) -> str | None:
     return found[1] if found else None
 
 
-def _find(name: str) -> Framework | None:
+def _find(name: str) -> InstalledFramework | None:
     for distribution in DISTRIBUTIONS[name]:
         try:
             found = metadata.distribution(distribution)
         except metadata.PackageNotFoundError:
             continue
-        return Framework(name, found.version, Path(str(found.locate_file(""))))
+        return InstalledFramework(name, found.version, Path(str(found.locate_file(""))))
     return None

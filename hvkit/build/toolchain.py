@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvkit.build.build_output import run_pip
 from hvkit.build.cuda import Toolkit
-from hvkit.build.frameworks import Framework, find_frameworks
+from hvkit.build.frameworks import InstalledFramework, find_frameworks
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
 from hvkit.host.commands import program, run
@@ -68,12 +68,12 @@ class Toolchain:
         cuda: the CUDA toolkit for a build for NCCL; ``None`` for one without GPUs.
     """
 
-    frameworks: tuple[Framework, ...]
+    frameworks: tuple[InstalledFramework, ...]
     mpi: Mpi
     compiler: Compiler
     cuda: Toolkit | None = None
 
-    def framework(self, name: str) -> Framework | None:
+    def framework(self, name: str) -> InstalledFramework | None:
         """The framework of that name, if Horovod is built for it."""
         return next((found for found in self.frameworks if found.name == name), None)
 

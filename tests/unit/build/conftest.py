@@ -9,7 +9,7 @@ import pytest
 
 from hvkit.build import installer
 from hvkit.build.abi import Abi, Machine
-from hvkit.build.frameworks import Framework
+from hvkit.build.frameworks import InstalledFramework
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Compiler, Mpi, Toolchain
 from hvkit.errors import BuildError
@@ -29,8 +29,8 @@ def toolchain(tmp_path):
     """Both frameworks, and an Open MPI of the system."""
     return Toolchain(
         frameworks=(
-            Framework("pytorch", "2.13.0+cpu", tmp_path),
-            Framework("tensorflow", "2.21.0", tmp_path),
+            InstalledFramework("pytorch", "2.13.0+cpu", tmp_path),
+            InstalledFramework("tensorflow", "2.21.0", tmp_path),
         ),
         mpi=Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI", "4.1.4", Path("/opt/mpi/lib")),
         compiler=Compiler(("/usr/bin/c++",), "c++ 12.2.0\nCopyright"),

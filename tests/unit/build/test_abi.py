@@ -9,12 +9,12 @@ import pytest
 
 from hvkit.build import abi as abi_module
 from hvkit.build.abi import misfits
-from hvkit.build.frameworks import Framework
+from hvkit.build.frameworks import InstalledFramework
 
 
 def installed(**versions):
     return lambda machine: {
-        "frameworks": tuple(Framework(n, v, Path("/")) for n, v in versions.items())
+        "frameworks": tuple(InstalledFramework(n, v, Path("/")) for n, v in versions.items())
     }
 
 

@@ -14,7 +14,7 @@ from hvkit.build.cuda import (
     system_toolkits,
     toolkit_for,
 )
-from hvkit.build.frameworks import Framework
+from hvkit.build.frameworks import InstalledFramework
 from hvkit.errors import BuildError
 
 LIBRARIES = ("libcudart.so", "libcudart_static.a")
@@ -62,14 +62,14 @@ def pytorch(folder, built_for="13.0"):
     (folder / "torch" / "version.py").write_text(
         f"__version__ = '2.13.0'\ncuda: Optional[str] = {built_for!r}\nhip: Optional[str] = None\n"
     )
-    return [Framework("pytorch", "2.13.0", folder)]
+    return [InstalledFramework("pytorch", "2.13.0", folder)]
 
 
 def tensorflow(folder, info):
     file = folder / "tensorflow" / "python" / "platform" / "build_info.py"
     file.parent.mkdir(parents=True)
     file.write_text(f"build_info = OrderedDict([{info}, ('x', 1)])\n")
-    return [Framework("tensorflow", "2.21.0", folder)]
+    return [InstalledFramework("tensorflow", "2.21.0", folder)]
 
 
 def test_nvcc_is_read_behind_a_script_also_if_that_fails(machine, tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvkit.build.frameworks import Framework, find_frameworks
+from hvkit.build.frameworks import InstalledFramework, find_frameworks
 from hvkit.errors import BuildError
 
 
@@ -61,4 +61,4 @@ def test_cuda_of_pytorch_is_read_from_its_record(tmp_path, line, cuda):
     (tmp_path / "torch" / "version.py").write_text(
         f"__all__ = ['cuda', 'hip']\n__version__ = '2.13.0'\n{line}\nhip = '6.0'\n"
     )
-    assert Framework("pytorch", "2.13.0", tmp_path).cuda == cuda
+    assert InstalledFramework("pytorch", "2.13.0", tmp_path).cuda == cuda

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvkit.build import builder
-from hvkit.build.frameworks import Framework
+from hvkit.build.frameworks import InstalledFramework
 from hvkit.build.horovod_patches import (
     CONDITIONS,
     PATCHES,
@@ -56,7 +56,9 @@ def original(official, tmp_path):
 def patched(official, tmp_path_factory):
     """Not to be changed. This TensorFlow has no headers at all, so every patch applies."""
     folder = tmp_path_factory.mktemp("patched") / "horovod"
-    without_headers = Toolchain((Framework("tensorflow", "2.21.0", folder),), None, NO_COMPILER)
+    without_headers = Toolchain(
+        (InstalledFramework("tensorflow", "2.21.0", folder),), None, NO_COMPILER
+    )
     assert apply_patches(PATCHES, shutil.copytree(official, folder), without_headers) == NAMES
     return folder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvkit.build import toolchain as toolchain_module
-from hvkit.build.frameworks import Framework
+from hvkit.build.frameworks import InstalledFramework
 from hvkit.build.toolchain import Compiler, Mpi, find_cmake, find_mpi, find_toolchain, rpath_of
 from hvkit.errors import BuildError
 
@@ -29,7 +29,7 @@ esac"""
 
 @pytest.fixture(autouse=True)
 def frameworks(tmp_path, monkeypatch):
-    found = (Framework("pytorch", "2.13.0+cpu", tmp_path),)
+    found = (InstalledFramework("pytorch", "2.13.0+cpu", tmp_path),)
     monkeypatch.setattr(toolchain_module, "find_frameworks", lambda without: found)
     monkeypatch.delenv("CXX", raising=False)
 
