@@ -151,7 +151,7 @@ def distribute(
         for each in (model, optimizer)
     )
     first = first or (framework_of(models[0]) if models else None)
-    engine = first and first.engine
+    engine = first.engine if first else None
     runtime.init(engine)
     group = _group or all_ranks()
     runtime.refuse_separate_training()

@@ -73,12 +73,13 @@ def allgather(obj: Object) -> list[Object]:
 
 def _gathered(obj: Any) -> list[Any]:
     package, obj = tensor_in(obj)
+    found: list[Any]
     tensors: Any = _gather_of(package) if package in ("torch", "tensorflow") else None
     if package == "tensorflow":
         tf = sys.modules["tensorflow"]
         obj = tf.convert_to_tensor(obj)
         if not tf.executing_eagerly():
-            found: list[Any] = tensors.gather_in_graph(obj, _rows_for_each)
+            found = tensors.gather_in_graph(obj, _rows_for_each)
             return found
     if tensors is None or not tensors.needs_gradients(obj):
         everyone = gather("allgather", ("", (), pickled(obj)))
@@ -86,7 +87,10 @@ def _gathered(obj: Any) -> list[Any]:
         return [unpickled(theirs, source) for source, (_, _, theirs) in enumerate(everyone)]
     shapes = gather("allgather", _facts(obj))
     _require_same([theirs for theirs, _, _ in shapes])
-    return tensors.gather(obj, [shape for _, shape, _ in shapes], share=_rows_for_each())
+    gathered: list[Any] = tensors.gather(
+        obj, [shape for _, shape, _ in shapes], share=_rows_for_each()
+    )
+    return gathered
 
 
 def _facts(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
