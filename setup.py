@@ -43,6 +43,7 @@ setup(
     package_data={
         "hvkit": ["py.typed"],
         "hvkit.build": ["patches/*.patch"],
+        "hvkit.doctor": ["rules.toml"],
         "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh", "trainjob.yaml"],
         "hvkit.monitor": ["report.html"],
     },

@@ -1,70 +1,106 @@
-"""Problems and notes: ``hvkit.doctor.rules`` applied to the facts and the self-test."""
+"""Problems and notes: what the rules in ``rules.toml`` say about the facts and the self-test.
+
+The rules are data. Here is how they are read, and what they name besides the facts of
+``hvkit.doctor.facts``.
+"""
 
 import ipaddress
 import itertools
+import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
-from hvkit.doctor.rules import NOTES, PROBLEMS, Rule
 from hvkit.host.cpus import within_limit
 from hvkit.host.network import Interface
+
+TABLE = tomllib.loads(resources.files("hvkit.doctor").joinpath("rules.toml").read_text("utf-8"))
+"""The ``rules``, and ``texts`` that several of them share."""
 
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 _MIB = 1024**2
 
 
 def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """The ``problems`` and ``notes`` of ``hvkit.doctor.report.json_report``.
+    """``problems`` and ``notes``, each with ``what`` is found and the ``fix``.
 
     Args:
         facts: from ``hvkit.doctor.facts.gather``, with ``self_test``; that is ``None`` if no ranks
             were started.
     """
-    values = _values(facts)
-    return {"problems": list(_found(PROBLEMS, values)), "notes": list(_found(NOTES, values))}
-
-
-def _found(rules: Iterable[Rule], values: Mapping[str, Any]) -> Iterable[dict[str, str]]:
+    known = {**TABLE["texts"], **facts, **_about_host(facts)}
+    known |= {**_about_horovod(facts), **_about_mpi(facts)}
+    found: dict[str, list[dict[str, str]]] = {"problems": [], "notes": []}
     # All findings about an item follow each other.
-    for each, group in itertools.groupby(rules, lambda rule: rule.each):
-        about = tuple(group)
-        for item in values[each] if each else [{}]:
-            of_item = {**values, **item}
-            for rule in about:
-                if rule.when(of_item):
-                    yield {
-                        "what": rule.what.format_map(of_item),
-                        "fix": rule.fix.format_map(of_item),
-                    }
+    for each, group in itertools.groupby(TABLE["rules"], lambda rule: rule.get("each")):
+        rules = tuple(group)
+        for item in known[each] if each else [{}]:
+            names = {**known, **item}
+            for rule in rules:
+                if all(_holds(part, names) for part in rule["when"].split(" and ")):
+                    severity = "problem" if "problem" in rule else "note"
+                    what, fix = (rule[name].format_map(names) for name in (severity, "fix"))
+                    found[f"{severity}s"].append({"what": what, "fix": fix})
+    return found
 
 
-def _values(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts, and the values that rules derive from them."""
-    shared = facts["shared_memory"] or {"size": 0, "free": 0}
+def _holds(condition: str, names: Mapping[str, Any]) -> bool:
+    words = condition.removeprefix("not ").split()
+    value: Any = names
+    for part in words[0].split("."):
+        value = value[part] if value else None
+    match words[1:]:
+        case ["is", word]:
+            holds = value == word
+        case ["<" | ">" as sign, number]:
+            compare = operator.lt if sign == "<" else operator.gt
+            holds = value is not None and compare(value, float(number))
+        case _:
+            holds = bool(value)
+    return holds != condition.startswith("not ")
+
+
+def _about_host(facts: Mapping[str, Any]) -> dict[str, Any]:
+    shared = facts["shared_memory"] or {"size": None, "free": None}
     locked = facts["limits"]["locked_memory"]
+    sizes = {
+        "shm_mib": shared["size"],
+        "free_shm_mib": shared["free"],
+        "free_mib": facts["memory"]["available"],
+    }
+    usable = within_limit(facts["cores"]["usable"], facts["cores"]["limit"])
+    counts = {name: _threads(value) for name, value in facts["threads"].items()}
     driver, torch = (_major(facts[name]) for name in ("driver_cuda", "torch_cuda"))
+    tensorflows = facts["_tensorflows"]
+    addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
+    own = [Interface(**one) for one in facts["interfaces"]]
+    outer = sorted((one for one in own if one.outward), key=lambda one: one.version)
+    of_this_host = {one.address for one in own}
     return {
-        **facts,
-        **_about_horovod(facts),
-        **_about_mpi(facts),
-        **_about_addresses(facts),
-        "tensorflows": " and ".join(facts["_tensorflows"]),
-        "tensorflow_names": " ".join(one.split()[0] for one in facts["_tensorflows"]),
-        "shm_mib": shared["size"] / _MIB,
-        "free_shm_mib": shared["free"] / _MIB,
-        "free_mib": facts["memory"]["available"] / _MIB,
-        "lockable_kib": None if locked is None else locked / 1024,
-        "usable_cpus": within_limit(facts["cores"]["usable"], facts["cores"]["limit"]),
+        **{name: None if size is None else size / _MIB for name, size in sizes.items()},
+        "locking_is_limited": locked is not None,
+        "lockable_kib": (locked or 0) / 1024,
+        "usable_cpus": usable,
         "thread_counts": [
-            {"name": name, "value": value, "count": _threads(value)}
+            {"name": name, "value": value, "count": counts[name], "too_many": counts[name] > usable}
             for name, value in facts["threads"].items()
         ],
         "count_of_gpus": len(facts["gpus"]),
+        "names_gpus": "CUDA_VISIBLE_DEVICES" in facts["environment"],
         "driver_major": driver,
         "driver_too_old": driver and torch and torch > driver,
+        "tensorflows": " and ".join(tensorflows),
+        "tensorflow_names": " ".join(one.split()[0] for one in tensorflows),
+        "count_of_tensorflows": len(tensorflows),
+        "only_cpu_tensorflow": len(tensorflows) == 1 and "-cpu" in tensorflows[0],
         "results": facts["self_test"]["results"] if facts["self_test"] else [],
+        "outer_address": outer[0].address if outer else "127.0.1.1",
+        "only_loopback": addresses and all(one.is_loopback for one in addresses),
+        "foreign": addresses
+        and not any(one.is_loopback or str(one) in of_this_host for one in addresses),
     }
 
 
@@ -111,9 +147,9 @@ def _about_horovod(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _library(library: Mapping[str, Any], installed: str | None) -> dict[str, Any]:
     """A library of Horovod's, with the ``state`` of it."""
     if installed is None:
-        state = "not needed"
+        state = "unneeded"
     elif library["built_for"] and not _same_version(library["built_for"], installed):
-        state = "other version"
+        state = "outdated"
     else:
         state = "broken" if library["error"] else "right"
     title = _TITLES[library["framework"]]
@@ -135,44 +171,27 @@ def _about_mpi(facts: Mapping[str, Any]) -> dict[str, Any]:
     on_path = [one for one in launchers if one["on_path"] and one["name"]]
     names = list(dict.fromkeys(one["name"] for one in on_path))
     libraries = facts["horovod"]["libraries"] if facts["horovod"] else []
-    horovods = next((one["mpi"] for one in libraries if one["mpi"]), None)
-    kept = _name(horovods) if _name(horovods) in names else next(iter(names), None)
+    used = next((one["mpi"] for one in libraries if one["mpi"]), None)
+    kept = _name(used) if _name(used) in names else next(iter(names), None)
     controllers = [one["controllers"] for one in libraries if not one["error"]]
+    mismatch = None
+    if first and used and _name(first) not in (None, _name(used)):
+        releases = {(one["flavour"], one["version"].partition(".")[0]) for one in (first, used)}
+        mismatch = "release" if len(releases) == 1 else "kind"
     return {
         "launchers": launchers,
         "mpi": first,
-        "horovods_mpi": _name(horovods),
+        "horovods_mpi": _name(used),
         "mpis_on_path": " and ".join(f"{one['name']} in {one['folder']}" for one in on_path),
         "count_of_folders": len(on_path),
         "count_of_mpis": len(names),
         "kept_mpi": kept,
-        "why_kept": "Horovod uses it" if kept == _name(horovods) else "it is the first",
+        "why_kept": "Horovod uses it" if kept == _name(used) else "it is the first",
         "other_folders": ", ".join(one["folder"] for one in on_path if one["name"] != kept),
-        "mismatch": _mismatch(first, horovods),
+        "mismatch": mismatch,
         "needs_no_mpi": controllers and all("mpi" not in one for one in controllers),
     }
 
 
 def _name(mpi: Mapping[str, Any] | None) -> str | None:
     return f"{mpi['flavour']} {mpi['version']}" if mpi and mpi["flavour"] else None
-
-
-def _mismatch(first: Mapping[str, Any] | None, horovods: Mapping[str, Any] | None) -> str | None:
-    """How the first launcher's MPI differs from Horovod's: by its ``kind`` or its ``release``."""
-    if first is None or horovods is None or _name(first) in (None, _name(horovods)):
-        return None
-    of_both = {(one["flavour"], one["version"].partition(".")[0]) for one in (first, horovods)}
-    return "release" if len(of_both) == 1 else "kind"
-
-
-def _about_addresses(facts: Mapping[str, Any]) -> dict[str, Any]:
-    addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
-    own = [Interface(**one) for one in facts["interfaces"]]
-    outer = sorted((one for one in own if one.outward), key=lambda one: one.version)
-    of_this_host = {one.address for one in own}
-    return {
-        "outer_address": outer[0].address if outer else "127.0.1.1",
-        "only_loopback": addresses and all(one.is_loopback for one in addresses),
-        "foreign": addresses
-        and not any(one.is_loopback or str(one) in of_this_host for one in addresses),
-    }

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -178,3 +179,12 @@ def threads_of_rank(local_size: int, usable_cpus: int, host_cpus: int, limit: fl
     """
     share = usable_cpus if usable_cpus < host_cpus else max(1, usable_cpus // local_size)
     return within_limit(share, None if limit is None else limit / local_size)
+
+
+def soft_limit(of: int) -> int | None:
+    """How much this process may use of what ``resource`` limits, such as RLIMIT_NOFILE.
+
+    ``None`` for no limit.
+    """
+    value = resource.getrlimit(of)[0]
+    return None if value == resource.RLIM_INFINITY else value

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from hvkit.doctor import software
-from hvkit.doctor.software import (
+from hvkit.doctor import facts
+from hvkit.doctor.facts import (
     compilers,
     mpi_launchers,
     tensorflows,
@@ -40,7 +40,7 @@ def test_other_programs_are_no_mpi():
     assert identify("") is None
 
 
-def test_every_mpi_on_path_is_found_once(program, tmp_path):
+def test_every_mpi_on_path_is_found_once(program, tmp_path, monkeypatch):
     mpirun = program("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
     alias = tmp_path / "alias"
@@ -49,7 +49,9 @@ def test_every_mpi_on_path_is_found_once(program, tmp_path):
     beside.mkdir()
     (beside / "mpiexec").symlink_to(program("broken", "echo no home >&2; exit 1"))
     path = os.pathsep.join(["", str(tmp_path / "not there"), str(mpirun.parent), str(alias)])
-    assert [tuple(each.values()) for each in mpi_launchers(path, str(beside))] == [
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    assert [tuple(each.values()) for each in mpi_launchers()] == [
         ("Open MPI", "4.1.4", str(mpirun), True, None),
         (None, None, str(beside / "mpiexec"), False, "no home"),
     ]
@@ -69,7 +71,7 @@ def test_versions_of_compilers(program, monkeypatch):
 def packages(tmp_path, monkeypatch):
     """The folder of packages of an environment that has no others."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(software, "folder_of", lambda module: None)
+    monkeypatch.setattr(facts, "folder_of", lambda module: None)
     return tmp_path
 
 
@@ -100,5 +102,5 @@ def test_cuda_of_pytorch(tmp_path, monkeypatch):
     folder = tmp_path / "torch"
     folder.mkdir()
     (folder / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip = None\n")
-    monkeypatch.setattr(software, "folder_of", lambda module: folder)
+    monkeypatch.setattr(facts, "folder_of", lambda module: folder)
     assert torch_cuda() == "13.0"
