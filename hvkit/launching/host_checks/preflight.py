@@ -239,16 +239,7 @@ def _facts(
                 facts[name] = Facts.read(answer.stdout)
             except (ValueError, TypeError) as error:
                 problems[name] = f"{error}: install the same hvkit on all hosts"
-    for name, found in facts.items():
-        if not found.has_folder:
-            problems[name] = (
-                f"has no folder {folder}, the working directory: share it with all hosts, or start "
-                "in a folder that all hosts have"
-            )
-        elif found.temporary is not None:
-            problems[name] = found.temporary
-        elif found.command is not None:
-            problems[name] = found.command.text
+    problems |= {name: found.problem for name, found in facts.items() if found.problem}
     return facts, problems
 
 
