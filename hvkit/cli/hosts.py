@@ -114,7 +114,7 @@ def _total(hosts: Sequence[Host]) -> str:
     return f"{counted(len(hosts), 'host')}, {counted(known, 'slot')}{more}"
 
 
-def _show_checked(console: Console, checked: Checked) -> None:
+def _show_checked(console: Terminal, checked: Checked) -> None:
     rows: list[tuple[str, ...]] = []
     for one in checked.examined:
         name, known = one.host.name, (_NONE, _NONE, _NONE)
@@ -127,7 +127,7 @@ def _show_checked(console: Console, checked: Checked) -> None:
     columns = ("host", "slots", "cores", "GPUs", "free memory", "interface", "result")
     show_table(console, columns, rows)
     for problem in checked.problems:
-        console.print(f"problem: {problem}", style="bold red", markup=False, soft_wrap=True)
+        console.show_line(f"problem: {problem}", "bold red")
 
 
 def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
