@@ -18,8 +18,8 @@ SHELLS = ("bash", "zsh", "tcsh", "fish")
 class CommandParser(argparse.ArgumentParser):
     """A parser whose subcommands report wrong arguments themselves, below their own usage.
 
-    argparse leaves unknown options to the main parser, which shows its own usage. What is parsed has
-    ``refuse``, a function that ends with such an error.
+    argparse leaves unknown options to the main parser, which shows its own usage. A command may end
+    with such an error, too: ``args.refuse(message)``.
 
     Args:
         examples: command lines, each with what it does; shown below the options.
