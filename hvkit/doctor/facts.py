@@ -117,9 +117,6 @@ def gather() -> dict[str, Any]:
     }
 
 
-# The host.
-
-
 def system() -> dict[str, str]:
     """The operating system, its kernel, processor and C library."""
     try:
@@ -196,9 +193,6 @@ def rank_of(environ: Mapping[str, str]) -> str | None:
     except LaunchError as error:
         return str(error)
     return f"one of {found.size}, started by {found.launcher}" if found else None
-
-
-# Packages and programs.
 
 
 def versions() -> dict[str, str | None]:
@@ -296,9 +290,6 @@ def mpi_launchers() -> list[dict[str, Any]]:
         }
         found.setdefault((os.path.realpath(folder), mpi), launcher)
     return list(found.values())
-
-
-# The installed Horovod.
 
 
 def horovod() -> tuple[dict[str, Any] | None, str | None]:

@@ -3,6 +3,7 @@
 Users send reports in issues and mails, so the home directory and the user's name are hidden.
 """
 
+import contextlib
 import getpass
 import itertools
 import json
@@ -58,29 +59,15 @@ def without_user(value: Any) -> Any:
     path. Keys that begin with ``_`` are left out.
     """
     text = json.dumps(value, ensure_ascii=False)
-    if (home := _home()) and home != "/":
-        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
-    if user := _user():
-        text = re.sub(rf"(?<=/){re.escape(user)}(?![\w.-])", "USER", text)
-    return json.loads(text, object_pairs_hook=_without_private)
-
-
-def _without_private(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in pairs if not key.startswith("_")}
-
-
-def _home() -> str | None:
-    try:
-        return str(Path.home())
-    except RuntimeError:  # in a container, a user id may have no name and no home
-        return None
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return None
+    # In a container, a user id may have no name and no home.
+    with contextlib.suppress(RuntimeError):
+        if (home := str(Path.home())) != "/":
+            text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    with contextlib.suppress(KeyError, OSError):
+        text = re.sub(rf"(?<=/){re.escape(getpass.getuser())}(?![\w.-])", "USER", text)
+    return json.loads(
+        text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if not k.startswith("_")}
+    )
 
 
 def show(report: dict[str, Any], console: Console, *, verbose: bool = False) -> None:

@@ -194,7 +194,7 @@ def test_frameworks_are_not_imported():
 )
 def test_home_and_user_are_hidden(monkeypatch, text, shown):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
-    monkeypatch.setattr(report, "_user", lambda: "ann")
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
     assert report.without_user({"a": [text], "b": 3}) == {"a": [shown], "b": 3}
 
 
