@@ -57,7 +57,7 @@ def _report(args: argparse.Namespace) -> int:
         text = page(runs[0]) if single else page_of_several(runs)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        problem = error.strerror
+        problem = error.strerror or str(error)
     console = Terminal()
     if single:
         terminal_report.show(runs[0], console)
