@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.host.run_reports import report
-from hvkit.watch.script_lines import line_of_script, place
+from hvkit.watch.script_lines import line_of_script, line_of_traceback
 from hvkit.wording import in_short, interrupted
 
 if TYPE_CHECKING:
@@ -234,10 +234,10 @@ def _line_for(error: BaseException, watcher: Watcher) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
     other = getattr(error, "hvkit_shown_by", None)
     if isinstance(error, KeyboardInterrupt):  # all ranks get it
-        places = [
+        entries = [
             each for each in _each(error.__traceback__) if _package_of(each) not in _EXPLAINED
         ]
-        return interrupted(watcher.rank, place(places[-1]) if places else "")
+        return interrupted(watcher.rank, line_of_traceback(entries[-1]) if entries else "")
     if other is not None:
         return f"rank {watcher.rank} ends with the same {type(error).__name__} as rank {other}"
     if not isinstance(error, RankLostError):
@@ -258,12 +258,12 @@ def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
     Dozens of lines of PyTorch and hvkit would follow. A traceback that ends in another package
     stays whole.
     """
-    places = list(_each(traceback))
-    if not places or _package_of(places[-1]) not in _EXPLAINED:
+    entries = list(_each(traceback))
+    if not entries or _package_of(entries[-1]) not in _EXPLAINED:
         return traceback
-    own = [n for n, each in enumerate(places) if _package_of(each) not in _EXPLAINED]
+    own = [n for n, each in enumerate(entries) if _package_of(each) not in _EXPLAINED]
     short = None
-    for each in reversed(places[: own[-1] + 1] if own else places):
+    for each in reversed(entries[: own[-1] + 1] if own else entries):
         short = TracebackType(short, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return short
 
@@ -273,16 +273,16 @@ def _raised_by_hvkit(error: BaseException) -> bool:
 
     A bug in hvkit raises them, too, but not by a ``raise`` statement.
     """
-    places = list(_each(error.__traceback__))
-    if not places or not isinstance(error, TypeError | ValueError):
+    entries = list(_each(error.__traceback__))
+    if not entries or not isinstance(error, TypeError | ValueError):
         return False
-    last = places[-1]
+    last = entries[-1]
     code, at = last.tb_frame.f_code.co_code, last.tb_lasti
     return _package_of(last) == "hvkit" and dis.opname[code[at]] == "RAISE_VARARGS"
 
 
-def _package_of(place: TracebackType) -> str:
-    return str(place.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+def _package_of(entry: TracebackType) -> str:
+    return str(entry.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:

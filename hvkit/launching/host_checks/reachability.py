@@ -6,8 +6,8 @@ host exchanges lines of JSON with all of them:
 
 1. each host prints its port, a random token and its time;
 2. it reads a line with the names, ports and tokens of the others;
-3. it connects to all of them and prints the results. A host sends its token to everyone who
-   connects, so a name that leads to another host, or back to the same one, is noticed;
+3. it connects to all of them and prints the results. A host sends its token to whoever connects,
+   so a name that leads to another host, or back to the same one, is noticed;
 4. it keeps listening until its standard input ends.
 """
 
@@ -102,11 +102,11 @@ async def _connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Reachabilit
     try:
         lines = await asyncio.gather(*map(start, hosts))
         started = {host: line for host, line in zip(hosts, lines, strict=True) if line is not None}
-        places = [
+        listening = [
             {"name": host.name, "port": line["port"], "token": line["token"]}
             for host, line in started.items()
         ]
-        tried = await asyncio.gather(*(_try(programs[host], host, places) for host in started))
+        tried = await asyncio.gather(*(_try(programs[host], host, listening) for host in started))
     finally:
         await asyncio.gather(*map(_end, programs.values()))
     took_part = {host.name for host, reaches in zip(started, tried, strict=True) if reaches}
@@ -132,10 +132,10 @@ async def _start(host: Host, shell: RemoteShell) -> asyncio.subprocess.Process:
 
 
 async def _try(
-    program: asyncio.subprocess.Process, host: Host, places: Sequence[Mapping[str, Any]]
+    program: asyncio.subprocess.Process, host: Host, listening: Sequence[Mapping[str, Any]]
 ) -> list[Reach] | None:
-    """Send a host the places of the others; its attempts, ``None`` if it does not print them."""
-    others = [place for place in places if place["name"] != host.name]
+    """Send a host what it needs to reach the others; its attempts, ``None`` if it prints none."""
+    others = [each for each in listening if each["name"] != host.name]
     if program.stdin is not None:
         program.stdin.write(json.dumps(others).encode() + b"\n")
     line = await _next_line(program, _TRY)
