@@ -168,13 +168,12 @@ def _slots(hosts: Sequence[Host]) -> int:
 
 def _not_ready(problems: Mapping[str, str], facts: Mapping[str, Facts]) -> LaunchError:
     """The error if no host is ready, or if one is not and all are needed."""
-    reasons = set(problems.values())
-    command = next((found.command for found in facts.values() if found.command), None)
-    if command is None or reasons != {command.text}:
+    statuses = {name: found.status for name, found in facts.items()}
+    (text, status), *others = {(text, statuses.get(name)) for name, text in problems.items()}
+    if others or status is None:
         return LaunchError(f"nothing was started\n{_listed(problems)}")
-    only_some = len(problems) < len(facts)
-    where = f" on {', '.join(problems)}" if only_some else ""
-    return CannotRunError(f"{command.text}{where}", command.status)
+    where = f" on {', '.join(problems)}" if len(problems) < len(facts) else ""
+    return CannotRunError(f"{text}{where}", status)
 
 
 def _listed(problems: Mapping[str, str]) -> str:

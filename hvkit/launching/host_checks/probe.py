@@ -23,7 +23,7 @@ from typing import Any
 import hvkit
 from hvkit.host.cpus import soft_limit, usable_cpus
 from hvkit.host.network import Interface, interfaces
-from hvkit.launching.rank_command import CommandProblem, RankCommand
+from hvkit.launching.rank_command import RankCommand
 
 _LINE_START = '{"hvkit": '
 
@@ -46,7 +46,7 @@ class Facts:
         interfaces: its interfaces with their addresses.
         open_files: how many files a process may open there; ``None`` for no limit.
         problem: why ranks cannot start there, with the fix; ``None`` if they can.
-        command: the same, if it is the command of the ranks that cannot start.
+        status: the exit status of the ranks' command, if that is what cannot start.
     """
 
     hostname: str
@@ -55,7 +55,7 @@ class Facts:
     interfaces: tuple[Interface, ...]
     open_files: int | None = None
     problem: str | None = None
-    command: CommandProblem | None = None
+    status: int | None = None
 
     @classmethod
     def here(cls, folder: str, command: RankCommand) -> "Facts":
@@ -74,7 +74,7 @@ class Facts:
             interfaces=tuple(interfaces()),
             open_files=soft_limit(resource.RLIMIT_NOFILE),
             problem=of_command.text if of_command else problem,
-            command=of_command,
+            status=of_command.status if of_command else None,
         )
 
     def printed(self) -> str:
@@ -95,8 +95,7 @@ class Facts:
         if values.get("version") != hvkit.__version__:
             raise ValueError(f"it has hvkit {values.get('version')}, not {hvkit.__version__}")
         found = tuple(Interface(**interface) for interface in values["interfaces"])
-        command = None if values["command"] is None else CommandProblem(**values["command"])
-        return cls(**{**values, "interfaces": found, "command": command})
+        return cls(**{**values, "interfaces": found})
 
 
 def json_line(values: Mapping[str, Any]) -> str:

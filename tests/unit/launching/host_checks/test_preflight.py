@@ -11,10 +11,10 @@ from hvkit.launching.host_checks.preflight import choose_hosts, placed
 from hvkit.launching.host_checks.probe import Facts
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job
-from hvkit.launching.rank_command import NOT_FOUND, CommandProblem, RankCommand
+from hvkit.launching.rank_command import NOT_FOUND, RankCommand
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1, user="ann"))
-MISSING = CommandProblem(NOT_FOUND, "cannot run x.py: there is no such file in /data")
+MISSING = {"problem": "cannot run x.py: there is no such file in /data", "status": NOT_FOUND}
 
 
 def chosen(hosts=TWO_AND_ONE, size=3, **changes):
@@ -65,7 +65,7 @@ def test_a_removed_working_directory_is_an_error(hosts, monkeypatch, tmp_path):
 
 
 def test_a_host_without_the_script_is_named_before_anything_starts(hosts):
-    hosts.change(2, command=MISSING, problem=MISSING.text)
+    hosts.change(2, **MISSING)
     with pytest.raises(CannotRunError, match=r"^cannot run x\.py: .* in /data on node2$") as caught:
         chosen()
     assert caught.value.exit_status == 127
@@ -75,15 +75,15 @@ def test_a_host_without_the_script_is_named_before_anything_starts(hosts):
 @pytest.mark.parametrize("least", [None, 1])
 def test_a_script_that_no_host_has_is_said_once_and_else_each_problem(hosts, least):
     for number in (1, 2):
-        hosts.change(number, command=MISSING, problem=MISSING.text)
-    with pytest.raises(CannotRunError, match=f"^{re.escape(MISSING.text)}$"):
+        hosts.change(number, **MISSING)
+    with pytest.raises(CannotRunError, match=f"^{re.escape(MISSING['problem'])}$"):
         chosen(least=least)
     hosts["node2"] = (None, "", "", "no route to it: switch it on")
     with pytest.raises(LaunchError, match=r"^nothing was started") as caught:
         chosen(least=least)
     assert caught.value.exit_status == 1
     lines = sorted(str(caught.value).splitlines()[1:])
-    assert lines == [f"  node1: {MISSING.text}", "  node2: no route to it: switch it on"]
+    assert lines == [f"  node1: {MISSING['problem']}", "  node2: no route to it: switch it on"]
 
 
 @pytest.mark.parametrize(
