@@ -366,7 +366,7 @@ def library_from(framework: str, version: str | None, output: Output | None) -> 
     """
     lines = output.stdout.splitlines() if output else []
     line = next((line for line in lines if line.startswith("hvkit:")), None)
-    found = json.loads(line.removeprefix("hvkit:")) if line else {"features": [], "mpi": ""}
+    found = json.loads(line.removeprefix("hvkit:") if line else '{"features": [], "mpi": ""}')
     mpi = identify(found["mpi"])
     return {
         "framework": framework,

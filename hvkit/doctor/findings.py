@@ -54,7 +54,7 @@ def _holds(condition: str, names: Mapping[str, Any]) -> bool:
         value = value[part] if value else None
     match words[1:]:
         case ["is", word]:
-            holds = value == word
+            holds = bool(value == word)
         case ["<" | ">" as sign, number]:
             compare = operator.lt if sign == "<" else operator.gt
             holds = value is not None and compare(value, float(number))

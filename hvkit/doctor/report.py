@@ -200,9 +200,11 @@ def _interfaces(interfaces: list[dict[str, Any]]) -> str:
 
 
 def _self_test_rows(test: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    if test and test["error"]:
+    if test is None:
+        return
+    if test["error"]:
         yield "self-test", "not started"
-    for result in test["results"] if test else ():
+    for result in test["results"]:
         text = f"on {test['ranks']} ranks started by {test['launcher']}"
         if not result["error"]:
             text += (

@@ -53,8 +53,8 @@ class Examined:
     @property
     def cores(self) -> int:
         """Logical CPUs that ranks can use there."""
-        cores = self.report["cores"] if self.report else {"usable": 0, "limit": None}
-        return within_limit(cores["usable"], cores["limit"])
+        cores = self.report["cores"] if self.report else None
+        return within_limit(cores["usable"], cores["limit"]) if cores else 0
 
 
 @dataclass(frozen=True)
