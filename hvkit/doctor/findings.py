@@ -1,12 +1,10 @@
 """Problems and notes: what the rules in ``rules.toml`` say about the facts and the self-test.
 
-The rules are data. Here is how they are read, and what they name besides the facts of
-``hvkit.doctor.facts``.
+Here is what the rules name besides the facts of ``hvkit.doctor.facts``.
 """
 
 import ipaddress
 import itertools
-import operator
 import os
 import re
 import tomllib
@@ -14,14 +12,19 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+
 from hvkit.host.cpus import within_limit
 from hvkit.host.network import Interface
 
 TABLE = tomllib.loads(resources.files("hvkit.doctor").joinpath("rules.toml").read_text("utf-8"))
 """The ``rules``, and ``texts`` that several of them share."""
 
+_JINJA = Environment(undefined=StrictUndefined)
+_JINJA.globals["MiB"] = 1024**2
+_JINJA.filters["major"] = lambda version: int(version.partition(".")[0])
+
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
-_MIB = 1024**2
 
 
 def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
@@ -37,66 +40,33 @@ def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
     # All findings about an item follow each other.
     for each, group in itertools.groupby(TABLE["rules"], lambda rule: rule.get("each")):
         rules = tuple(group)
-        for item in known[each] if each else [{}]:
+        for item in _value(each, known) if each else [{}]:
             names = {**known, **item}
             for rule in rules:
-                if all(_holds(part, names) for part in rule["when"].split(" and ")):
+                if _value(rule["when"], names):
                     severity = "problem" if "problem" in rule else "note"
-                    what, fix = (rule[name].format_map(names) for name in (severity, "fix"))
+                    texts = (_JINJA.from_string(rule[name]) for name in (severity, "fix"))
+                    what, fix = (text.render(names) for text in texts)
                     found[f"{severity}s"].append({"what": what, "fix": fix})
     return found
 
 
-def _holds(condition: str, names: Mapping[str, Any]) -> bool:
-    words = condition.removeprefix("not ").split()
-    value: Any = names
-    for part in words[0].split("."):
-        value = value[part] if value else None
-    match words[1:]:
-        case ["is", word]:
-            holds = bool(value == word)
-        case ["<" | ">" as sign, number]:
-            compare = operator.lt if sign == "<" else operator.gt
-            holds = value is not None and compare(value, float(number))
-        case _:
-            holds = bool(value)
-    return holds != condition.startswith("not ")
+def _value(expression: str, names: Mapping[str, Any]) -> Any:
+    return _JINJA.compile_expression(expression, undefined_to_none=False)(names)
 
 
 def _about_host(facts: Mapping[str, Any]) -> dict[str, Any]:
-    shared = facts["shared_memory"] or {"size": None, "free": None}
-    locked = facts["limits"]["locked_memory"]
-    sizes = {
-        "shm_mib": shared["size"],
-        "free_shm_mib": shared["free"],
-        "free_mib": facts["memory"]["available"],
-    }
-    usable = within_limit(facts["cores"]["usable"], facts["cores"]["limit"])
-    counts = {name: _threads(value) for name, value in facts["threads"].items()}
-    driver, torch = (_major(facts[name]) for name in ("driver_cuda", "torch_cuda"))
-    tensorflows = facts["_tensorflows"]
     addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
     own = [Interface(**one) for one in facts["interfaces"]]
     outer = sorted((one for one in own if one.outward), key=lambda one: one.version)
     of_this_host = {one.address for one in own}
     return {
-        **{name: None if size is None else size / _MIB for name, size in sizes.items()},
-        "locking_is_limited": locked is not None,
-        "lockable_kib": (locked or 0) / 1024,
-        "usable_cpus": usable,
+        "usable_cpus": within_limit(facts["cores"]["usable"], facts["cores"]["limit"]),
         "thread_counts": [
-            {"name": name, "value": value, "count": counts[name], "too_many": counts[name] > usable}
+            {"name": name, "value": value, "count": _threads(value)}
             for name, value in facts["threads"].items()
         ],
-        "count_of_gpus": len(facts["gpus"]),
-        "names_gpus": "CUDA_VISIBLE_DEVICES" in facts["environment"],
-        "driver_major": driver,
-        "driver_too_old": driver and torch and torch > driver,
-        "tensorflows": " and ".join(tensorflows),
-        "tensorflow_names": " ".join(one.split()[0] for one in tensorflows),
-        "count_of_tensorflows": len(tensorflows),
-        "only_cpu_tensorflow": len(tensorflows) == 1 and "-cpu" in tensorflows[0],
-        "results": facts["self_test"]["results"] if facts["self_test"] else [],
+        "tensorflow_names": " ".join(one.split()[0] for one in facts["_tensorflows"]),
         "outer_address": outer[0].address if outer else "127.0.1.1",
         "only_loopback": addresses and all(one.is_loopback for one in addresses),
         "foreign": addresses
@@ -108,10 +78,6 @@ def _threads(value: str) -> int:
     """The number of threads that a variable sets; 0 if it is not a positive number."""
     numbers = re.fullmatch(r"([1-9]\d*)(,[1-9]\d*)*", value)
     return int(numbers[1]) if numbers else 0
-
-
-def _major(version: str | None) -> int | None:
-    return int(version.partition(".")[0]) if version else None
 
 
 def _about_horovod(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,9 +148,9 @@ def _about_mpi(facts: Mapping[str, Any]) -> dict[str, Any]:
         "launchers": launchers,
         "mpi": first,
         "horovods_mpi": _name(used),
-        "mpis_on_path": " and ".join(f"{one['name']} in {one['folder']}" for one in on_path),
+        "mpis_on_path": names,
+        "folders_of_mpis": " and ".join(f"{one['name']} in {one['folder']}" for one in on_path),
         "count_of_folders": len(on_path),
-        "count_of_mpis": len(names),
         "kept_mpi": kept,
         "why_kept": "Horovod uses it" if kept == _name(used) else "it is the first",
         "other_folders": ", ".join(one["folder"] for one in on_path if one["name"] != kept),
