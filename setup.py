@@ -43,6 +43,7 @@ setup(
     package_data={
         "hvkit": ["py.typed"],
         "hvkit.build": ["patches/*.patch"],
+        "hvkit.doctor": ["rules.toml"],
         "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh", "trainjob.yaml"],
         "hvkit.monitor": ["report.html"],
     },
@@ -50,6 +51,7 @@ setup(
     install_requires=[
         "cloudpickle>=3.0",
         "filelock>=4.0",
+        "jinja2>=3.1",
         "mpi4py>=4.1",
         "msgpack>=1.0.5",
         "numpy>=1.26.4",

@@ -262,7 +262,7 @@ _STARTS_PROCESSES = (
 def _refuse_in_child(world: _World) -> None:
     if world.of_parent:
         raise LaunchError(
-            f"this process was started by rank {world.rank} and is no rank itself: it has that "
+            f"this process was started by rank {world.rank} and is not a rank: it has that "
             "rank's numbers, but cannot communicate; call hvkit.distribute and collectives under "
             'if __name__ == "__main__". If the script itself starts the processes that train, '
             f"{_STARTS_PROCESSES}"

@@ -7,12 +7,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 from hvkit.build import ready_wheels
 from hvkit.build.abi import FILE, Abi, Machine, minors_between, misfits, this_machine
@@ -198,8 +198,8 @@ def _try(wheel: Path, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     (tried,) = metadata.distributions(path=[str(folder)])
-    if missing := _unmet(tried.requires):
-        run_pip(["install", *missing], f"installing what {wheel.name} needs failed")
+    if missing := unmet(tried.requires):
+        run_pip(["install", *map(str, missing)], f"installing what {wheel.name} needs failed")
     paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
     done = subprocess.run(
         [sys.executable, "-m", "hvkit.doctor.self_test"],
@@ -226,23 +226,27 @@ def install(wheel: Path) -> None:
     summary = f"installing {wheel.name} failed"
     run_pip(["install", "--no-deps", "--force-reinstall", str(wheel)], summary)
     # Each start of pip takes a second or more.
-    if _unmet(metadata.requires("horovod")):
+    if unmet(metadata.requires("horovod")):
         run_pip(["install", str(wheel)], summary)
 
 
-def _unmet(requirements: Sequence[str] | None) -> list[str]:
+def unmet(requirements: Iterable[str] | None) -> list[Requirement]:
     """Those of a distribution's requirements that this Python lacks."""
-    return [each for each in requirements or () if not _is_met(each)]
+    return [each for text in requirements or () if (each := _unmet(text)) is not None]
 
 
-def _is_met(text: str) -> bool:
-    requirement = Requirement(text)
-    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-        return True
+def _unmet(text: str) -> Requirement | None:
     try:
-        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            return None
+        installed = metadata.version(requirement.name)
+    except InvalidRequirement:
+        # Metadata of old packages has requirements in forms that were valid once.
+        return None
     except metadata.PackageNotFoundError:
-        return False
+        return requirement
+    return None if requirement.specifier.contains(installed, prereleases=True) else requirement
 
 
 def check(toolchain: Toolchain) -> None:

@@ -5,16 +5,16 @@
     main                    parses the command line, turns HvkitError into a line and status 1
     ├── run                 hvkit run               hvkit.launching.start
     ├── top                 hvkit top               hvkit.launching.supervision.run_status
-    ├── report              hvkit report            hvkit.monitor.terminal_report
-    ├── join_checkpoint     hvkit join-checkpoint   hvkit.checkpoint.joining
+    ├── saved_runs          hvkit report            hvkit.monitor.terminal_report
+    │                       hvkit join-checkpoint   hvkit.checkpoint.joining
     ├── hosts               hvkit hosts             hvkit.launching.host_checks and .hostfile
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build
     ├── manifest            hvkit manifest ...      hvkit.manifest
-    └── completion          hvkit completion        shtab
+    └── command_parser      hvkit completion        shtab
     manifest_options        the one table of options of all manifests
     arguments               arguments and types that several of them have
-    command_parser          the parser's class: errors, examples
+    command_parser          also the parser's class: errors, examples
     terminal                standard output, and the exit status if it cannot be written
     foreign_options         hvkit's equivalents of torchrun's, accelerate's and mpirun's options
 """
@@ -25,17 +25,8 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from hvkit.cli import (
-    completion,
-    hosts,
-    installation,
-    join_checkpoint,
-    manifest,
-    report,
-    run,
-    top,
-)
-from hvkit.cli.command_parser import CommandParser
+from hvkit.cli import hosts, installation, manifest, run, saved_runs, top
+from hvkit.cli.command_parser import CommandParser, add_completion
 from hvkit.cli.terminal import all_written
 from hvkit.errors import HvkitError
 
@@ -87,13 +78,13 @@ def parser() -> CommandParser:
     for add in (
         run.add_to,
         top.add_to,
-        report.add_to,
-        join_checkpoint.add_to,
+        saved_runs.add_report,
+        saved_runs.add_join_checkpoint,
         hosts.add_to,
         installation.add_doctor,
         installation.add_install_horovod,
         manifest.add_to,
     ):
         add(commands)
-    completion.add_to(commands, parser)
+    add_completion(commands, parser)
     return hvkit

@@ -1,15 +1,25 @@
-"""The parser of ``hvkit`` and its subcommands: errors with the subcommand's usage, and examples."""
+"""The parser of ``hvkit`` and its subcommands: errors with the subcommand's usage, and examples.
+
+Also ``hvkit completion``, which reads the parser.
+"""
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from hvkit.errors import HvkitError
+
+SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose subcommands report wrong arguments themselves, below their own usage.
 
-    argparse leaves unknown options to the main parser, which shows its own usage.
+    argparse leaves unknown options to the main parser, which shows its own usage. A command may end
+    with such an error, too: ``args.refuse(message)``.
 
     Args:
         examples: command lines, each with what it does; shown below the options.
@@ -28,6 +38,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             **kwargs, epilog=_examples_text(self.examples), formatter_class=_HelpFormatter
         )
+        self.set_defaults(refuse=self.error)
         for option, advice in (foreign or {}).items():
             self.add_argument(
                 option,
@@ -100,3 +111,62 @@ def _examples_text(examples: Mapping[str, str]) -> str | None:
         return None
     lines = (f"  {command}\n      {meaning}" for command, meaning in examples.items())
     return "\n".join(["examples:", *lines])
+
+
+def checked(check: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type that reports the ``ValueError`` of ``check`` with its own message."""
+
+    def converted(text: str) -> Any:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return converted
+
+
+def add_completion(
+    commands: "argparse._SubParsersAction[CommandParser]", whole: Callable[[], CommandParser]
+) -> None:
+    """Add ``hvkit completion``.
+
+    Args:
+        commands: those of ``hvkit``.
+        whole: returns the parser of ``hvkit``.
+    """
+    parser = commands.add_parser(
+        "completion",
+        help="print what a shell needs to complete hvkit's arguments",
+        description="Print a script with which a shell completes the commands and options of "
+        "hvkit. It needs shtab: `pip install shtab`.",
+        examples={
+            'eval "$(hvkit completion bash)"': "for this shell (in ~/.bashrc: for all)",
+            'hvkit completion zsh > "${fpath[1]}/_hvkit"': "for every zsh",
+        },
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"{', '.join(SHELLS)}")
+    parser.set_defaults(execute=functools.partial(_completion, whole))
+
+
+def _completion(whole: Callable[[], CommandParser], args: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise HvkitError(
+            "there is no shtab, which writes completions: `pip install shtab`"
+        ) from None
+    hvkit = whole()
+    for action in _actions(hvkit):
+        if action.type is Path or action.nargs == argparse.REMAINDER:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(hvkit, args.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The actions of a parser and its subcommands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)

@@ -94,30 +94,17 @@ def _rows(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     first: int | None = 0
     for host in hosts:
-        last = None if first is None or host.slots is None else first + host.slots - 1
-        rows.append(
-            (
-                host.name,
-                _slots(host),
-                _NONE if host.max_slots is None else str(host.max_slots),
-                host.user or _NONE,
-                _range(first, last),
-            )
-        )
-        first = None if last is None else last + 1
+        end = None if first is None or host.slots is None else first + host.slots
+        ranks = _NONE if first is None else f"{first}-{'' if end is None else end - 1}"
+        ranks = str(first) if end is not None and end - 1 == first else ranks
+        most = _NONE if host.max_slots is None else str(host.max_slots)
+        rows.append((host.name, _slots(host), most, host.user or _NONE, ranks))
+        first = end
     return rows
 
 
 def _slots(host: Host) -> str:
     return "its cores" if host.slots is None else str(host.slots)
-
-
-def _range(first: int | None, last: int | None) -> str:
-    if first is None:
-        return _NONE
-    if last is None:
-        return f"{first}-"
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def _total(hosts: Sequence[Host]) -> str:
@@ -127,28 +114,20 @@ def _total(hosts: Sequence[Host]) -> str:
     return f"{counted(len(hosts), 'host')}, {counted(known, 'slot')}{more}"
 
 
-def _show_checked(console: Console, checked: Checked) -> None:
+def _show_checked(console: Terminal, checked: Checked) -> None:
     rows: list[tuple[str, ...]] = []
     for one in checked.examined:
-        host, facts = one.host, one.facts
-        number = sum(host.name in problem.hosts for problem in checked.problems)
-        rows.append(
-            (
-                host.name,
-                _slots(host),
-                *(
-                    (_NONE, _NONE, _NONE)
-                    if facts is None
-                    else (str(facts.cores), str(facts.gpus), f"{facts.memory / 2**30:.1f} GiB")
-                ),
-                checked.interfaces.get(host.name, _NONE),
-                counted(number, "problem") if number else "fine",
-            )
-        )
+        name, known = one.host.name, (_NONE, _NONE, _NONE)
+        if one.report is not None:
+            memory = one.report["memory"]["available"] / 2**30
+            known = (str(one.cores), str(len(one.report["gpus"])), f"{memory:.1f} GiB")
+        number = sum(name in problem.hosts for problem in checked.problems)
+        result = counted(number, "problem") if number else "fine"
+        rows.append((name, _slots(one.host), *known, checked.interfaces.get(name, _NONE), result))
     columns = ("host", "slots", "cores", "GPUs", "free memory", "interface", "result")
     show_table(console, columns, rows)
     for problem in checked.problems:
-        console.print(f"problem: {problem}", style="bold red", markup=False, soft_wrap=True)
+        console.show_line(f"problem: {problem}", "bold red")
 
 
 def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -157,8 +136,11 @@ def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence
     The first column is aligned left, the others right.
     """
     if not console.is_terminal:
-        for line in _aligned(columns, rows):
-            console.print(Text(line), soft_wrap=True)
+        lines = [columns, *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for first, *others in lines:
+            cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+            console.print(Text("  ".join(cells).rstrip()), soft_wrap=True)
         return
     table = Table()
     for number, column in enumerate(columns):
@@ -166,16 +148,3 @@ def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
-
-
-def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The table's lines, with two blanks between columns."""
-    lines = [columns, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

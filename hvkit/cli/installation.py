@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from pathlib import Path
+from dataclasses import fields
 
 from rich.console import Console
 
@@ -11,7 +11,7 @@ from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
 from hvkit.build.wheel_place import require_folder, require_place
 from hvkit.cli.arguments import positive
-from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.command_parser import CommandParser, checked
 from hvkit.cli.terminal import Terminal
 from hvkit.doctor.report import examine, show
 
@@ -83,14 +83,14 @@ def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -
     )
     parser.add_argument(
         "--wheels",
-        type=_wheels,
+        type=checked(require_place),
         metavar="DIR|URL",
         help="take a wheel from this folder or URL (filled by --wheel-dir) if one fits and passes "
         "the self-test, in seconds and without a compiler; build otherwise, and print why",
     )
     parser.add_argument(
         "--wheel-dir",
-        type=_wheel_dir,
+        type=checked(require_folder),
         metavar="DIR",
         help="also copy the wheel into this folder",
     )
@@ -100,21 +100,7 @@ def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -
         action="store_false",
         help="with --wheel-dir: leave the installed Horovod as it is",
     )
-    parser.set_defaults(execute=_install_horovod, refuse=parser.error)
-
-
-def _wheels(text: str) -> str:
-    try:
-        return require_place(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _wheel_dir(text: str) -> Path:
-    try:
-        return require_folder(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    parser.set_defaults(execute=_install_horovod)
 
 
 def _install_horovod(args: argparse.Namespace) -> int:
@@ -122,15 +108,6 @@ def _install_horovod(args: argparse.Namespace) -> int:
         args.refuse("--no-install is for --wheel-dir: it builds a wheel and installs nothing")
     if args.force and args.wheels:
         args.refuse("--force builds Horovod anew, and --wheels takes what was built: leave one out")
-    install_horovod(
-        BuildOptions(
-            force=args.force,
-            jobs=args.jobs,
-            without=args.without,
-            gpu=args.gpu,
-            wheel_dir=args.wheel_dir,
-            wheels=args.wheels,
-            install=args.install,
-        )
-    )
+    options = {each.name: getattr(args, each.name) for each in fields(BuildOptions)}
+    install_horovod(BuildOptions(**options))
     return 0

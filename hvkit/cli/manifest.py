@@ -3,8 +3,7 @@
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hvkit.cli.arguments import (
     COMMAND_BEGINS,
@@ -12,7 +11,7 @@ from hvkit.cli.arguments import (
     add_watching,
     watching,
 )
-from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.command_parser import CommandParser, checked
 from hvkit.cli.foreign_options import FOREIGN_IN_MANIFESTS
 from hvkit.cli.manifest_options import SYSTEMS, Option, System, options_of
 from hvkit.manifest import fields
@@ -49,7 +48,7 @@ def _add_system(systems: "argparse._SubParsersAction[CommandParser]", system: Sy
         parser.add_argument(
             name,
             *option.aliases,
-            type=_argument_type(option.of[system.name]),
+            type=checked(option.of[system.name]),
             metavar=metavar,
             help=_help(option, system),
             default=[] if option.repeated else option.default,
@@ -63,7 +62,7 @@ def _add_system(systems: "argparse._SubParsersAction[CommandParser]", system: Sy
         metavar="COMMAND ...",
         help="a script, or a program with its arguments; options after it are its own",
     )
-    parser.set_defaults(execute=_execute, system=system, refuse=parser.error)
+    parser.set_defaults(execute=_execute, system=system)
 
 
 def _wrapped(usage: str) -> str:
@@ -79,18 +78,6 @@ def _help(option: Option, system: System) -> str:
     if option.default is not None:
         text += f" (default: {option.default})"
     return text.strip() + ("; may be repeated" if option.repeated else "")
-
-
-def _argument_type(check: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An argparse type that reports the ``ValueError`` of ``check`` with its own message."""
-
-    def converted(text: str) -> Any:
-        try:
-            return check(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return converted
 
 
 def _execute(args: argparse.Namespace) -> int:

@@ -113,7 +113,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="COMMAND ...",
         help="a script, or a program with its arguments; options after it are its own",
     )
-    parser.set_defaults(execute=_execute, refuse=parser.error)
+    parser.set_defaults(execute=_execute)
 
 
 def _execute(args: argparse.Namespace) -> int:

@@ -23,6 +23,10 @@ class Terminal(Console):
         """Raise ``BrokenPipeError``; rich would end with status 1, as for a problem."""
         raise BrokenPipeError
 
+    def show_line(self, text: str, style: str = "") -> None:
+        """Print a line as it is, not wrapped."""
+        self.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
 
 @contextlib.contextmanager
 def all_written() -> Iterator[None]:

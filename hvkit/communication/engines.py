@@ -29,9 +29,9 @@ import numpy as np
 from hvkit import horovod_names
 from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HorovodNotFoundError, LaunchError, ranks_text
-from hvkit.host.allocator import keep_freed_memory
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
+from hvkit.host.rank_settings import keep_freed_memory
 from hvkit.log import logger
 from hvkit.watch.calls import waiting_for_all_ranks
 

@@ -2,15 +2,11 @@
 
 ::
 
-    report                  examine(): runs all of this in order; the result as JSON and as text
-    ├── facts               the state of this machine, without judgement
-    │   ├── software        installed packages, compilers, MPI launchers
-    │   └── horovod         the installed Horovod
-    │       └── load_library    program: loads one of Horovod's libraries in a process of its own
-    ├── self_test           starts two ranks; also the program that they run
-    └── findings            problems and notes, derived from the facts and the self-test
-        └── rules           the checks: a condition, a sentence and a fix for each finding
+    report          examine(): runs all of this in order; the result as JSON and as text
+    ├── facts       the state of this machine, without judgement
+    ├── self_test   starts two ranks; also the program that they run
+    └── findings    problems and notes: what the rules in rules.toml say about the facts
 
 Facts, the results of the self-test and findings are one dict, which ``hvkit doctor --json`` prints;
-``json_report`` in ``report`` describes its keys.
+docs/install.md describes its keys.
 """

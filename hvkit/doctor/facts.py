@@ -1,124 +1,120 @@
 """The state of this host and this Python, without judgement: ``hvkit.doctor.findings`` judges.
 
 Facts are one dict, which ``hvkit doctor --json`` prints. It contains names of environment
-variables, but no values except numbers of threads.
+variables, but no values except numbers of threads. Nothing here imports a framework.
 """
 
+import ctypes
+import importlib.util
+import inspect
+import itertools
+import json
 import os
 import platform
 import re
 import resource
 import shutil
+import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import psutil
 
-from hvkit.doctor.horovod import horovod
-from hvkit.doctor.software import (
-    compilers,
-    mpi_launchers_here,
-    tensorflows,
-    torch_cuda,
-    unmet_requirements,
-    versions,
-)
-from hvkit.errors import LaunchError
-from hvkit.host.commands import run
-from hvkit.host.cpus import allowance, free_memory
+from hvkit.build.abi import Machine
+from hvkit.build.cuda import DEFAULT_HOME, toolkit_for
+from hvkit.build.frameworks import DISTRIBUTIONS, NAMES, cuda_version
+from hvkit.build.installer import installed_abi, installed_version, serves, unmet
+from hvkit.build.toolchain import Toolchain, find_toolchain
+from hvkit.build.wheel_cache import key_of, stored_ingredients
+from hvkit.communication.engines import built_for
+from hvkit.errors import BuildError, LaunchError
+from hvkit.host.commands import Output, run
+from hvkit.host.cpus import allowance, free_memory, soft_limit
 from hvkit.host.gpus import gpus
 from hvkit.host.launcher_variables import launched
 from hvkit.host.network import addresses_of, interfaces
 from hvkit.host.rank_settings import rank_settings
-
-FORMAT = 1
+from hvkit.launching.launchers import identify
 
 _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
     *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
 )
-_SETTINGS = {
-    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "MPI_HOME", "MPI_ROOT"),
-    *("OPAL_PREFIX", "KERAS_BACKEND", "XLA_FLAGS", "OMP_PROC_BIND", "KMP_AFFINITY"),
-    *("GOMP_CPU_AFFINITY", "HYDRA_HOST_FILE", "TF_CONFIG", "TF_XLA_FLAGS", "TF_USE_LEGACY_KERAS"),
-}
-_PREFIXES = (
-    *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "MPIR_CVAR_", "HOROVOD_", "HVKIT_"),
-    *("NCCL_", "UCX_", "FI_", "GLOO_", "PYTORCH_"),
+# Other variables that change how ranks start or communicate, or their names' beginnings.
+_SETTINGS = re.compile(
+    r"(OMPI_MCA_|PRTE_MCA_|PMIX_MCA_|I_MPI_|MPIR_CVAR_|HOROVOD_|HVKIT_|NCCL_|UCX_|FI_|GLOO_"
+    r"|PYTORCH_).*|(CUDA|NVIDIA)_VISIBLE_DEVICES|CUDA_HOME|CUDA_LAUNCH_BLOCKING|LD_LIBRARY_PATH"
+    r"|LD_PRELOAD|PYTHONPATH|PYTHONHOME|MPI_HOME|MPI_ROOT|OPAL_PREFIX|KERAS_BACKEND|XLA_FLAGS"
+    r"|OMP_PROC_BIND|KMP_AFFINITY|GOMP_CPU_AFFINITY|HYDRA_HOST_FILE|TF_CONFIG|TF_XLA_FLAGS"
+    r"|TF_USE_LEGACY_KERAS"
 )
 _SECONDS_TO_RESOLVE = 2.0
-# For users without sbin on PATH.
-_SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
+# Reading a gigabyte of libraries takes long if they are not in the disk cache.
+_SECONDS_TO_LOAD = 60
+# Packages whose requirements are checked. TensorFlow comes as one of several packages.
+_CHECKED = ("hvkit", "torch", "keras", "horovod", *DISTRIBUTIONS["tensorflow"])
+# Import names, by the names that Horovod's build has for frameworks.
+_MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
+# What a build depends on that may be shown with its value: no paths, and no user's variables.
+_SHOWN = {*NAMES, "horovod", "python", "libc", "cpu", "mpi", "compiler", "gpu"}
 
 
 def gather() -> dict[str, Any]:
     """Collect all facts; the slow ones, which start programs, in parallel.
 
-    ``hvkit.doctor.report.json_report`` describes them. It leaves out those whose names start with
-    ``_``, which only the findings need:
-
-    - ``_tensorflows``: every package that contains TensorFlow, with its version.
-    - ``_unmet``: requirements of packages that are not met.
-    - ``_cannot_build``: why hvkit cannot build Horovod here; ``None`` if it can.
-    - ``_gpu_failure``: the error of an nvidia-smi that fails.
-    - ``_launched``: why hvkit takes this process for a rank; ``None`` if it does not.
-    - ``_first_line`` of a launcher: what its ``--version`` prints, if that does not show its MPI.
+    docs/install.md describes them. Those whose names start with ``_`` are for the findings only.
     """
+    slow: dict[str, Callable[[], Any]] = {
+        "horovod": horovod,
+        "gpus": gpus,
+        "launchers": mpi_launchers,
+        "compilers": compilers,
+        "addresses": own_addresses,
+        "ssh": ssh,
+    }
     with ThreadPoolExecutor() as pool:
-        found_horovod = pool.submit(horovod)
-        found_gpus = pool.submit(gpus)
-        found_launchers = pool.submit(mpi_launchers_here)
-        found_compilers = pool.submit(compilers)
-        found_addresses = pool.submit(own_addresses)
-        found_ssh = pool.submit(ssh)
-        total = int(psutil.virtual_memory().total)
-        return {
-            "format": FORMAT,
-            "hostname": socket.gethostname(),
-            "versions": versions(),
-            "python": sys.executable,
-            "platform": system(),
-            "horovod": found_horovod.result()[0],
-            "mpi": next(iter(found_launchers.result()), None),
-            "launchers": found_launchers.result(),
-            "compilers": found_compilers.result(),
-            "cores": {
-                "usable": len(os.sched_getaffinity(0)),
-                "host": os.cpu_count() or 1,
-                "limit": allowance().cpus,
-            },
-            "memory": {
-                "total": min(total, allowance().memory or total),
-                "available": free_memory(),
-            },
-            "shared_memory": shared_memory(),
-            "gpus": [asdict(gpu) for gpu in found_gpus.result().found],
-            "driver_cuda": found_gpus.result().driver_cuda,
-            "torch_cuda": torch_cuda(),
-            "ssh": found_ssh.result(),
-            "addresses": found_addresses.result(),
-            "interfaces": [asdict(one) for one in interfaces()],
-            "threads": thread_settings(os.environ),
-            "environment": setting_names(os.environ),
-            "set_by_ranks": [asdict(each) for each in rank_settings(os.environ)],
-            "limits": {
-                "open_files": _soft_limit(resource.RLIMIT_NOFILE),
-                "locked_memory": _soft_limit(resource.RLIMIT_MEMLOCK),
-            },
-            "infiniband": infiniband(),
-            "_tensorflows": tensorflows(),
-            "_unmet": unmet_requirements(),
-            "_cannot_build": found_horovod.result()[1],
-            "_gpu_failure": found_gpus.result().failure,
-            "_launched": rank_of(os.environ),
-        }
+        running = {name: pool.submit(function) for name, function in slow.items()}
+    found: dict[str, Any] = {name: each.result() for name, each in running.items()}
+    found["horovod"], cannot_build = found["horovod"]
+    found_gpus = found["gpus"]
+    usable = len(os.sched_getaffinity(0))
+    total, allowed = int(psutil.virtual_memory().total), allowance()
+    return {
+        "format": 1,
+        "hostname": socket.gethostname(),
+        "versions": versions(),
+        "python": sys.executable,
+        "platform": system(),
+        **found,
+        "mpi": next(iter(found["launchers"]), None),
+        "cores": {"usable": usable, "host": os.cpu_count() or 1, "limit": allowed.cpus},
+        "memory": {"total": min(total, allowed.memory or total), "available": free_memory()},
+        "shared_memory": shared_memory(),
+        "gpus": [asdict(gpu) for gpu in found_gpus.found],
+        "driver_cuda": found_gpus.driver_cuda,
+        "torch_cuda": torch_cuda(),
+        "interfaces": [asdict(one) for one in interfaces()],
+        "threads": thread_settings(os.environ),
+        "environment": setting_names(os.environ),
+        "set_by_ranks": [asdict(each) for each in rank_settings(os.environ)],
+        "limits": {
+            "open_files": soft_limit(resource.RLIMIT_NOFILE),
+            "locked_memory": soft_limit(resource.RLIMIT_MEMLOCK),
+        },
+        "infiniband": infiniband(),
+        "_tensorflows": tensorflows(),
+        "_unmet": unmet_requirements(),
+        "_cannot_build": cannot_build,
+        "_gpu_failure": found_gpus.failure,
+        "_launched": rank_of(os.environ),
+    }
 
 
 def system() -> dict[str, str]:
@@ -169,7 +165,9 @@ def ssh() -> dict[str, Any]:
     names = (process.info["name"] for process in psutil.process_iter(["name"]))
     return {
         "client": version[0] if version else None,
-        "server": shutil.which("sshd") or shutil.which("sshd", path=_SBIN),
+        # For users without sbin on PATH.
+        "server": shutil.which("sshd")
+        or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin"),
         "running": any(name == "sshd" for name in names),
     }
 
@@ -185,11 +183,7 @@ def thread_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 def setting_names(environ: Mapping[str, str]) -> list[str]:
     """Names of the other variables that change how ranks start or communicate."""
-    return sorted(
-        name
-        for name in environ
-        if (name in _SETTINGS or name.startswith(_PREFIXES)) and name not in _THREADS
-    )
+    return sorted(filter(_SETTINGS.fullmatch, environ))
 
 
 def rank_of(environ: Mapping[str, str]) -> str | None:
@@ -201,6 +195,221 @@ def rank_of(environ: Mapping[str, str]) -> str | None:
     return f"one of {found.size}, started by {found.launcher}" if found else None
 
 
-def _soft_limit(kind: int) -> int | None:
-    value = resource.getrlimit(kind)[0]
-    return None if value == resource.RLIM_INFINITY else value
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of packages; ``None`` for a package that is not installed."""
+    names = ("hvkit", "torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py")
+    found = {name: _version(name) for name in names}
+    found["tensorflow"] = next((one.split()[1] for one in tensorflows()), None)
+    return {"python": platform.python_version(), **found}
+
+
+def tensorflows() -> list[str]:
+    """Every package that contains TensorFlow, with its version."""
+    names = DISTRIBUTIONS["tensorflow"]
+    return [f"{name} {version}" for name in names if (version := _version(name)) is not None]
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that PyTorch was built for; ``None`` for its CPU version."""
+    torch = folder_of("torch")
+    return cuda_version("pytorch", torch.parent) if torch else None
+
+
+def unmet_requirements() -> list[dict[str, str | None]]:
+    """The requirements that are not met.
+
+    Each has the ``package`` that requires it, with its version; the ``requirement``,
+    ``keras>=3.12``; and the version ``installed``, ``None`` for none.
+    """
+    return [
+        {
+            "package": f"{name} {version}",
+            "requirement": f"{requirement.name}{requirement.specifier}",
+            "installed": _version(requirement.name),
+        }
+        for name in _CHECKED
+        if (version := _version(name))
+        for requirement in unmet(metadata.requires(name))
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def folder_of(module: str) -> Path | None:
+    """The folder of a top-level package, without importing it."""
+    spec = importlib.util.find_spec(module)
+    folders = spec.submodule_search_locations if spec else None
+    return Path(folders[0]) if folders else None
+
+
+def compilers() -> dict[str, str | None]:
+    """Versions of the C++ compiler, CMake and NVIDIA's compiler; ``None`` for a missing one."""
+    return {
+        "c++": _first_version("c++", "g++", "clang++"),
+        "cmake": _first_version("cmake"),
+        "nvcc": _first_version("nvcc", f"{DEFAULT_HOME}/bin/nvcc"),
+    }
+
+
+def _first_version(*programs: str) -> str | None:
+    for program in programs:
+        output = run([program, "--version"])
+        if output and output.status == 0:
+            # Distributions put their own version in brackets before the compiler's.
+            text = re.sub(r"\(.*?\)", "", output.text)
+            match = re.search(r"(?:release|version) (\d[\d.]*)|\b(\d+\.\d+[\d.]*)", text)
+            return match[1] or match[2] if match else "?"
+    return None
+
+
+def mpi_launchers() -> list[dict[str, Any]]:
+    """The launchers of each MPI on PATH, in its order, and in the folder of this Python.
+
+    Only the first launcher of each MPI in a folder counts.
+    """
+    folders = [each for each in os.environ.get("PATH", os.defpath).split(os.pathsep) if each]
+    own = os.path.dirname(sys.executable)
+    found: dict[object, dict[str, Any]] = {}
+    for folder, name in itertools.product([*folders, own], ("mpirun", "mpiexec")):
+        program = shutil.which(name, path=folder)
+        if program is None:
+            continue
+        text = output.text if (output := run([program, "--version"])) else ""
+        mpi = identify(text)
+        launcher = {
+            "flavour": mpi.flavour if mpi else None,
+            "version": mpi.version if mpi else None,
+            "program": program,
+            "on_path": folder in folders,
+            "_first_line": None if mpi else next(iter(text.splitlines()), "nothing"),
+        }
+        found.setdefault((os.path.realpath(folder), mpi), launcher)
+    return list(found.values())
+
+
+def horovod() -> tuple[dict[str, Any] | None, str | None]:
+    """The Horovod of this Python, and why hvkit cannot build one here.
+
+    Returns:
+        ``None`` for what is not: no Horovod is installed, or hvkit can build one.
+    """
+    version = installed_version()
+    with ThreadPoolExecutor() as pool:
+        libraries = list(pool.map(_library, built_for() if version else ()))
+    found = {"version": version, "libraries": libraries, "fits": None, "differences": []}
+    built = {one["framework"] for one in libraries}
+    left_out = [name for name in NAMES if libraries and _MODULES[name] not in built]
+    try:
+        toolchain = find_toolchain(left_out)
+        if any("nccl" in one["operations"] for one in libraries):
+            toolchain = replace(toolchain, cuda=toolkit_for("nccl", toolchain.frameworks))
+    except BuildError as error:
+        return (found if version else None), str(error)
+    if version is None:
+        return None, None
+    fits, differences = _compare(version, toolchain)
+    return found | {"fits": fits, "differences": differences}, None
+
+
+def _compare(version: str, toolchain: Toolchain) -> tuple[bool, list[str]]:
+    """Whether hvkit would make the installed build here and now, and how another would differ."""
+    key = key_of(toolchain)
+    cuda = toolchain.cuda.version if toolchain.cuda else None
+    machine = Machine(toolchain.frameworks, toolchain.mpi, cuda, os.environ)
+    if key.version == version or serves(installed_abi(), machine):
+        return True, []
+    before = stored_ingredients(version)
+    return False, changes(before, dict(key.ingredients)) if before else []
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """The ingredients that differ between two builds, with their values where these are safe."""
+    names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
+    return [
+        f"{name}: {before.get(name, 'none')} -> {now.get(name, 'none')}"
+        if name in _SHOWN
+        else {"patches": "hvkit's patches to its source"}.get(name, name)
+        for name in names
+    ]
+
+
+def _library(framework: str) -> dict[str, Any]:
+    horovod, package = folder_of("horovod"), folder_of(framework)
+    assert horovod is not None
+    try:
+        record = json.loads((horovod / "metadata.json").read_text())
+    except (OSError, ValueError):
+        record = {}
+    version = next((record[n] for n in NAMES if n in record and _MODULES[n] == framework), None)
+    if package is None:
+        return library_from(framework, version, Output(1, "", f"{framework} is not installed"))
+    own = package / "lib" if framework == "torch" else package
+    folders = filter(None, [str(own), os.environ.get("LD_LIBRARY_PATH")])
+    environ = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    command = [sys.executable, "-I", "-c", LOAD_LIBRARY]
+    command.append(str(next((horovod / framework).glob("mpi_lib*"))))
+    return library_from(framework, version, run(command, _SECONDS_TO_LOAD, environ))
+
+
+def library_from(framework: str, version: str | None, output: Output | None) -> dict[str, Any]:
+    """The library that ``LOAD_LIBRARY`` has tried to load.
+
+    Args:
+        framework: the framework of the library.
+        version: the version of the framework that the library was built for.
+        output: the program's output; ``None`` if Python did not start.
+    """
+    lines = output.stdout.splitlines() if output else []
+    line = next((line for line in lines if line.startswith("hvkit:")), None)
+    found = json.loads(line.removeprefix("hvkit:") if line else '{"features": [], "mpi": ""}')
+    mpi = identify(found["mpi"])
+    return {
+        "framework": framework,
+        "built_for": version,
+        "error": None if line else _load_error(output),
+        "controllers": [name for name in ("mpi", "gloo") if name in found["features"]],
+        "operations": found["features"],
+        "mpi": asdict(mpi) if mpi else None,
+    }
+
+
+def _load_error(output: Output | None) -> str:
+    if output is None or output.status is None:
+        return f"it does not load within {_SECONDS_TO_LOAD} s"
+    if output.status < 0:
+        return f"loading it ends with {signal.Signals(-output.status).name}"
+    return next(reversed(output.stderr.strip().splitlines()), "it does not load")
+
+
+def _load_library(path: str) -> None:
+    """Load a library of Horovod's as Python's import does; print its features and MPI as JSON.
+
+    Only its source runs, in a process of its own without hvkit: the library also loads the
+    framework's libraries, those of two frameworks may conflict, and loading may crash. Without the
+    framework's Python part it takes half a second.
+    """
+    try:
+        # RTLD_NOW reports a missing symbol here instead of in the middle of training.
+        library = ctypes.CDLL(path, mode=os.RTLD_NOW)
+    except OSError as error:
+        sys.exit(str(error))
+    names = ("nccl", "ddl", "ccl", "mpi", "gloo")
+    features = [name for name in names if getattr(library, f"horovod_{name}_built")()]
+    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    if "mpi" in features:
+        library.MPI_Get_library_version(text, ctypes.byref(length))
+    found = {"features": features, "mpi": text.value.decode(errors="replace")}
+    print(f"hvkit:{json.dumps(found)}", flush=True)
+    # Libraries may crash when Python unloads them in an unexpected order.
+    os._exit(0)
+
+
+LOAD_LIBRARY = (
+    f"import ctypes, json, os, sys\n{inspect.getsource(_load_library)}_load_library(sys.argv[1])"
+)
+"""The program that loads the library whose path follows."""

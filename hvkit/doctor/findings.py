@@ -1,70 +1,76 @@
-"""Problems and notes: ``hvkit.doctor.rules`` applied to the facts and the self-test."""
+"""Problems and notes: what the rules in ``rules.toml`` say about the facts and the self-test.
+
+Here is what the rules name besides the facts of ``hvkit.doctor.facts``.
+"""
 
 import ipaddress
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
-from hvkit.doctor.rules import NOTES, PROBLEMS, Rule
+from jinja2 import Environment, StrictUndefined
+
 from hvkit.host.cpus import within_limit
 from hvkit.host.network import Interface
 
+TABLE = tomllib.loads(resources.files("hvkit.doctor").joinpath("rules.toml").read_text("utf-8"))
+"""The ``rules``, and ``texts`` that several of them share."""
+
+_JINJA = Environment(undefined=StrictUndefined)
+_JINJA.globals["MiB"] = 1024**2
+_JINJA.filters["major"] = lambda version: int(version.partition(".")[0])
+
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
-_MIB = 1024**2
 
 
 def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """The ``problems`` and ``notes`` of ``hvkit.doctor.report.json_report``.
+    """``problems`` and ``notes``, each with ``what`` is found and the ``fix``.
 
     Args:
         facts: from ``hvkit.doctor.facts.gather``, with ``self_test``; that is ``None`` if no ranks
             were started.
     """
-    values = _values(facts)
-    return {"problems": list(_found(PROBLEMS, values)), "notes": list(_found(NOTES, values))}
-
-
-def _found(rules: Iterable[Rule], values: Mapping[str, Any]) -> Iterable[dict[str, str]]:
+    known = {**TABLE["texts"], **facts, **_about_host(facts)}
+    known |= {**_about_horovod(facts), **_about_mpi(facts)}
+    found: dict[str, list[dict[str, str]]] = {"problems": [], "notes": []}
     # All findings about an item follow each other.
-    for each, group in itertools.groupby(rules, lambda rule: rule.each):
-        about = tuple(group)
-        for item in values[each] if each else [{}]:
-            of_item = {**values, **item}
-            for rule in about:
-                if rule.when(of_item):
-                    yield {
-                        "what": rule.what.format_map(of_item),
-                        "fix": rule.fix.format_map(of_item),
-                    }
+    for each, group in itertools.groupby(TABLE["rules"], lambda rule: rule.get("each")):
+        rules = tuple(group)
+        for item in _value(each, known) if each else [{}]:
+            names = {**known, **item}
+            for rule in rules:
+                if _value(rule["when"], names):
+                    severity = "problem" if "problem" in rule else "note"
+                    texts = (_JINJA.from_string(rule[name]) for name in (severity, "fix"))
+                    what, fix = (text.render(names) for text in texts)
+                    found[f"{severity}s"].append({"what": what, "fix": fix})
+    return found
 
 
-def _values(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts, and the values that rules derive from them."""
-    shared = facts["shared_memory"] or {"size": 0, "free": 0}
-    locked = facts["limits"]["locked_memory"]
-    driver, torch = (_major(facts[name]) for name in ("driver_cuda", "torch_cuda"))
+def _value(expression: str, names: Mapping[str, Any]) -> Any:
+    return _JINJA.compile_expression(expression, undefined_to_none=False)(names)
+
+
+def _about_host(facts: Mapping[str, Any]) -> dict[str, Any]:
+    addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
+    own = [Interface(**one) for one in facts["interfaces"]]
+    outer = sorted((one for one in own if one.outward), key=lambda one: one.version)
+    of_this_host = {one.address for one in own}
     return {
-        **facts,
-        **_about_horovod(facts),
-        **_about_mpi(facts),
-        **_about_addresses(facts),
-        "tensorflows": " and ".join(facts["_tensorflows"]),
-        "tensorflow_names": " ".join(one.split()[0] for one in facts["_tensorflows"]),
-        "shm_mib": shared["size"] / _MIB,
-        "free_shm_mib": shared["free"] / _MIB,
-        "free_mib": facts["memory"]["available"] / _MIB,
-        "lockable_kib": None if locked is None else locked / 1024,
         "usable_cpus": within_limit(facts["cores"]["usable"], facts["cores"]["limit"]),
         "thread_counts": [
             {"name": name, "value": value, "count": _threads(value)}
             for name, value in facts["threads"].items()
         ],
-        "count_of_gpus": len(facts["gpus"]),
-        "driver_major": driver,
-        "driver_too_old": driver and torch and torch > driver,
-        "results": facts["self_test"]["results"] if facts["self_test"] else [],
+        "tensorflow_names": " ".join(one.split()[0] for one in facts["_tensorflows"]),
+        "outer_address": outer[0].address if outer else "127.0.1.1",
+        "only_loopback": addresses and all(one.is_loopback for one in addresses),
+        "foreign": addresses
+        and not any(one.is_loopback or str(one) in of_this_host for one in addresses),
     }
 
 
@@ -72,10 +78,6 @@ def _threads(value: str) -> int:
     """The number of threads that a variable sets; 0 if it is not a positive number."""
     numbers = re.fullmatch(r"([1-9]\d*)(,[1-9]\d*)*", value)
     return int(numbers[1]) if numbers else 0
-
-
-def _major(version: str | None) -> int | None:
-    return int(version.partition(".")[0]) if version else None
 
 
 def _about_horovod(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,9 +113,9 @@ def _about_horovod(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _library(library: Mapping[str, Any], installed: str | None) -> dict[str, Any]:
     """A library of Horovod's, with the ``state`` of it."""
     if installed is None:
-        state = "not needed"
+        state = "unneeded"
     elif library["built_for"] and not _same_version(library["built_for"], installed):
-        state = "other version"
+        state = "outdated"
     else:
         state = "broken" if library["error"] else "right"
     title = _TITLES[library["framework"]]
@@ -135,44 +137,27 @@ def _about_mpi(facts: Mapping[str, Any]) -> dict[str, Any]:
     on_path = [one for one in launchers if one["on_path"] and one["name"]]
     names = list(dict.fromkeys(one["name"] for one in on_path))
     libraries = facts["horovod"]["libraries"] if facts["horovod"] else []
-    horovods = next((one["mpi"] for one in libraries if one["mpi"]), None)
-    kept = _name(horovods) if _name(horovods) in names else next(iter(names), None)
+    used = next((one["mpi"] for one in libraries if one["mpi"]), None)
+    kept = _name(used) if _name(used) in names else next(iter(names), None)
     controllers = [one["controllers"] for one in libraries if not one["error"]]
+    mismatch = None
+    if first and used and _name(first) not in (None, _name(used)):
+        releases = {(one["flavour"], one["version"].partition(".")[0]) for one in (first, used)}
+        mismatch = "release" if len(releases) == 1 else "kind"
     return {
         "launchers": launchers,
         "mpi": first,
-        "horovods_mpi": _name(horovods),
-        "mpis_on_path": " and ".join(f"{one['name']} in {one['folder']}" for one in on_path),
+        "horovods_mpi": _name(used),
+        "mpis_on_path": names,
+        "folders_of_mpis": " and ".join(f"{one['name']} in {one['folder']}" for one in on_path),
         "count_of_folders": len(on_path),
-        "count_of_mpis": len(names),
         "kept_mpi": kept,
-        "why_kept": "Horovod uses it" if kept == _name(horovods) else "it is the first",
+        "why_kept": "Horovod uses it" if kept == _name(used) else "it is the first",
         "other_folders": ", ".join(one["folder"] for one in on_path if one["name"] != kept),
-        "mismatch": _mismatch(first, horovods),
+        "mismatch": mismatch,
         "needs_no_mpi": controllers and all("mpi" not in one for one in controllers),
     }
 
 
 def _name(mpi: Mapping[str, Any] | None) -> str | None:
     return f"{mpi['flavour']} {mpi['version']}" if mpi and mpi["flavour"] else None
-
-
-def _mismatch(first: Mapping[str, Any] | None, horovods: Mapping[str, Any] | None) -> str | None:
-    """How the first launcher's MPI differs from Horovod's: by its ``kind`` or its ``release``."""
-    if first is None or horovods is None or _name(first) in (None, _name(horovods)):
-        return None
-    of_both = {(one["flavour"], one["version"].partition(".")[0]) for one in (first, horovods)}
-    return "release" if len(of_both) == 1 else "kind"
-
-
-def _about_addresses(facts: Mapping[str, Any]) -> dict[str, Any]:
-    addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
-    own = [Interface(**one) for one in facts["interfaces"]]
-    outer = sorted((one for one in own if one.outward), key=lambda one: one.version)
-    of_this_host = {one.address for one in own}
-    return {
-        "outer_address": outer[0].address if outer else "127.0.1.1",
-        "only_loopback": addresses and all(one.is_loopback for one in addresses),
-        "foreign": addresses
-        and not any(one.is_loopback or str(one) in of_this_host for one in addresses),
-    }

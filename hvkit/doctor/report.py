@@ -3,28 +3,29 @@
 Users send reports in issues and mails, so the home directory and the user's name are hidden.
 """
 
+import contextlib
 import getpass
 import itertools
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from hvkit.doctor.facts import gather
 from hvkit.doctor.findings import findings
 from hvkit.doctor.self_test import self_test
+from hvkit.wording import counted
 
 _PROBLEM, _NOTE, _FINE = "bold red", "yellow", "green"
 _SCREEN = 44
 _LEAST_OUTPUT = 3
 _INTERFACES_SHOWN = 4
-_UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 def examine(
@@ -45,34 +46,7 @@ def examine(
 def json_report(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The report that ``hvkit doctor --json`` prints: facts, and the findings about them.
 
-    Later versions may add keys, but remove none. Sizes are in bytes, times in seconds; a thing that
-    does not exist is null.
-
-    - ``format``: 1.
-    - ``hostname``, and ``addresses``, to which it resolves.
-    - ``versions``: of ``python``, ``hvkit``, ``torch``, ``tensorflow``, ``keras``, ``numpy``,
-      ``horovod`` and ``mpi4py``.
-    - ``python``: the interpreter. ``platform``: ``system``, ``kernel``, ``machine``, ``libc``.
-    - ``horovod``: ``version``; ``libraries``, each with ``framework``, ``built_for``, ``error``
-      (why it does not load), ``controllers``, ``operations`` and ``mpi`` (``flavour`` and
-      ``version``); ``fits``, whether hvkit would make the same build here and now;
-      ``differences`` from that.
-    - ``launchers``: each MPI's ``flavour``, ``version``, ``program`` and ``on_path``; ``mpi``: the
-      first of them.
-    - ``compilers``: ``c++``, ``cmake``, ``nvcc``.
-    - ``cores``: ``usable``, ``host``, ``limit``. ``memory``: ``total``, ``available``.
-      ``shared_memory``: ``size``, ``free``. ``limits``: ``open_files``, ``locked_memory``;
-      ``infiniband``, whether the host has it.
-    - ``gpus``: each ``index``, ``name``, ``memory``, ``driver``; ``driver_cuda`` and
-      ``torch_cuda``, the CUDA versions of the driver and of PyTorch.
-    - ``ssh``: ``client``, ``server``, ``running``. ``interfaces``: each ``name``, ``address``,
-      ``network``.
-    - ``threads``: variables that set numbers of threads; ``environment``: names of other variables.
-    - ``set_by_ranks``: a list of ``variable``, ``value`` and ``reason``.
-    - ``self_test``: ``launcher``, ``error``, ``ranks``, ``bytes`` of the array, ``rounds``, and
-      ``results``, each with ``framework``, ``command``, ``error``, ``output`` (the last lines of a
-      failure), ``seconds`` of one allreduce (median), and ``bandwidth``, bytes per second.
-    - ``problems`` and ``notes``: each ``what`` and ``fix``.
+    docs/install.md has its keys. Later versions may add keys, but remove none.
     """
     report: dict[str, Any] = without_user({**facts, **findings(facts)})
     return report
@@ -82,38 +56,18 @@ def without_user(value: Any) -> Any:
     """Hide the home directory and the user's name in a value of dicts, lists and strings.
 
     The home directory becomes ``~``. The user's name becomes ``USER`` where it is a part of another
-    path.
+    path. Keys that begin with ``_`` are left out.
     """
-    return _hidden(value, _home(), _user())
-
-
-def _hidden(value: Any, home: str | None, user: str | None) -> Any:
-    if isinstance(value, dict):
-        shown = (key for key in value if not key.startswith("_"))
-        return {key: _hidden(value[key], home, user) for key in shown}
-    if isinstance(value, list | tuple):
-        return [_hidden(one, home, user) for one in value]
-    if not isinstance(value, str):
-        return value
-    if home:
-        value = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", value)
-    return re.sub(rf"(?<=/){re.escape(user)}(?![\w.-])", "USER", value) if user else value
-
-
-def _home() -> str | None:
-    try:
-        home = str(Path.home())
-    except RuntimeError:
-        # In a container, a user id may have no name and no home.
-        return None
-    return None if home == "/" else home
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return None
+    text = json.dumps(value, ensure_ascii=False)
+    # In a container, a user id may have no name and no home.
+    with contextlib.suppress(RuntimeError):
+        if (home := str(Path.home())) != "/":
+            text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    with contextlib.suppress(KeyError, OSError):
+        text = re.sub(rf"(?<=/){re.escape(getpass.getuser())}(?![\w.-])", "USER", text)
+    return json.loads(
+        text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if not k.startswith("_")}
+    )
 
 
 def show(report: dict[str, Any], console: Console, *, verbose: bool = False) -> None:
@@ -121,150 +75,128 @@ def show(report: dict[str, Any], console: Console, *, verbose: bool = False) -> 
 
     With ``verbose``, also why ranks set variables.
     """
-    rows, findings = list(_rows(report, verbose)), list(_finding_lines(report))
-    room = max(_LEAST_OUTPUT, _SCREEN - len(rows) - len(findings) - 2)
-    lines = [*findings, *_last_lines(report["self_test"], room), _result(report)]
-    if console.is_terminal:
-        _show_wrapped(rows, lines, console)
-        return
-    # Not wrapped, so that lines stay whole when they are pasted.
+    rows, found = list(_rows(report, verbose)), list(_findings(report))
     width = max(len(label) for label, _ in rows)
-    for line in (*(Text(f"{label:{width}}  {text}") for label, text in rows), *lines):
-        console.print(line, soft_wrap=True)
+    room = max(_LEAST_OUTPUT, _SCREEN - len(rows) - len(found) - 2)
+    lines = [(f"{label:{width}}  ", Text(text)) for label, text in rows]
+    for begin, text in (*lines, *found, *_last_lines(report["self_test"], room), _result(report)):
+        if begin and console.is_terminal:  # each wrapped line goes on below its text's beginning
+            grid = Table.grid()
+            grid.add_column(no_wrap=True)
+            grid.add_column(overflow="fold")
+            grid.add_row(Text(begin), text)
+            console.print(grid)
+        else:  # elsewhere lines stay whole, for those who paste them
+            console.print(Text(begin) + text, soft_wrap=not console.is_terminal)
 
 
-def _show_wrapped(rows: Sequence[tuple[str, str]], lines: Sequence[Text], console: Console) -> None:
-    """Print rows and lines, with each wrapped line indented below its beginning."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(Text(label), Text(text))
-    console.print(table)
-    for line in lines:
-        indent = len(line.plain) - len(line.plain.lstrip())
-        console.print(Padding(line[indent:], (0, 0, 0, indent), expand=False))
-
-
-def _finding_lines(report: dict[str, Any]) -> Iterator[Text]:
+def _findings(report: dict[str, Any]) -> Iterator[tuple[str, Text]]:
     for problem in report["problems"]:
-        yield Text(f"problem: {problem['what']}", _PROBLEM)
-        yield Text(f"    fix: {problem['fix']}")
+        yield "", Text(f"problem: {problem['what']}", _PROBLEM)
+        yield "    ", Text(f"fix: {problem['fix']}")
     for note in report["notes"]:
-        yield Text(f"note: {note['what']}; fix: {note['fix']}", _NOTE)
+        yield "", Text(f"note: {note['what']}; fix: {note['fix']}", _NOTE)
 
 
-def _last_lines(test: dict[str, Any] | None, room: int) -> Iterator[Text]:
+def _last_lines(test: dict[str, Any] | None, room: int) -> Iterator[tuple[str, Text]]:
     """Output of the first failed test; others mostly fail for the same reason."""
     failed = [result for result in (test["results"] if test else ()) if result["error"]]
     for result in failed[:1]:
-        yield Text(f"last lines of the self-test of {result['framework']}:")
-        yield from (Text(f"    {line}") for line in result["output"][-room:])
+        yield "", Text(f"last lines of the self-test of {result['framework']}:")
+        yield from (("    ", Text(line)) for line in result["output"][-room:])
 
 
-def _result(report: dict[str, Any]) -> Text:
-    problems, notes = len(report["problems"]), len(report["notes"])
-    counted = f"{problems or 'no'} problem{'s' * (problems != 1)}, {notes or 'no'} note"
-    return Text(counted + "s" * (notes != 1), _PROBLEM if problems else _FINE)
+def _result(report: dict[str, Any]) -> tuple[str, Text]:
+    numbers = (counted(len(report[f"{name}s"]), name) for name in ("problem", "note"))
+    text = ", ".join(re.sub("^0", "no", number) for number in numbers)
+    return "", Text(text, _PROBLEM if report["problems"] else _FINE)
 
 
 def _rows(report: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str]]:
-    platform, versions = report["platform"], report["versions"]
+    versions, cores, memory = dict(report["versions"]), report["cores"], report["memory"]
+    shared, ssh = report["shared_memory"], report["ssh"]
     yield "host", f"{report['hostname']} ({', '.join(report['addresses']) or 'does not resolve'})"
-    yield "system", ", ".join(filter(None, platform.values()))
-    yield "Python", f"{versions['python']} ({report['python']})"
-    named = (f"{name} {version or 'none'}" for name, version in versions.items())
-    yield "packages", ", ".join(one for one in named if not one.startswith("python "))
-    yield from _horovod_rows(report["horovod"])
-    for number, launcher in enumerate(report["launchers"]):
-        yield ("MPI" if number == 0 else ""), _launcher(launcher)
-    if not report["launchers"]:
-        yield "MPI", "none"
-    compilers = (f"{name} {version or 'none'}" for name, version in report["compilers"].items())
-    yield "compilers", ", ".join(compilers)
-    yield "cores", _cores(report["cores"])
-    yield "memory", _memory(report["memory"], report["shared_memory"])
+    yield "system", ", ".join(filter(None, report["platform"].values()))
+    yield "Python", f"{versions.pop('python')} ({report['python']})"
+    yield "packages", _versions(versions)
+    for library in report["horovod"]["libraries"] if report["horovod"] else ():
+        yield f"Horovod, {library['framework']}", _library(library)
+    mpis = [
+        f"{_mpi(one)} ({one['program']}{'' if one['on_path'] else ', not on PATH'})"
+        for one in report["launchers"]
+    ]
+    yield from _labelled("MPI", mpis or ["none"])
+    yield "compilers", _versions(report["compilers"])
+    limit = f", limited to the time of {cores['limit']:g}" if cores["limit"] is not None else ""
+    yield "cores", f"{cores['usable']} usable of {cores['host']}{limit}"
+    free = f"{_size(shared['free'])} free of {_size(shared['size'])}" if shared else "none"
+    whole = f"{_size(memory['available'])} free of {_size(memory['total'])}"
+    yield "memory", f"{whole}; /dev/shm: {free}"
     yield "GPUs", _gpus(report)
-    yield "network", f"{_interfaces(report['interfaces'])}; {_ssh(report['ssh'])}"
-    limits = (_limit(name, value) for name, value in report["limits"].items())
-    yield "limits", ", ".join(limits)
-    settings = [f"{name}={value}" for name, value in report["threads"].items()]
-    yield (
-        "set in this shell",
-        ", ".join([*settings, *report["environment"]]) or "no variables that matter",
+    server = "running" if ssh["running"] else "not running" if ssh["server"] else "not installed"
+    network = _interfaces(report["interfaces"])
+    yield "network", f"{network}; ssh: {ssh['client'] or 'none'}, sshd {server}"
+    files, locked = report["limits"]["open_files"], report["limits"]["locked_memory"]
+    limits = (
+        "unlimited" if files is None else files,
+        "unlimited" if locked is None else _size(locked),
     )
-    for number, text in enumerate(_set_by_ranks(report["set_by_ranks"], verbose)):
-        yield ("" if number else "set by each rank"), text
+    yield "limits", "open files {}, locked memory {}".format(*limits)
+    settings = [f"{name}={value}" for name, value in report["threads"].items()]
+    settings += report["environment"]
+    yield "set in this shell", ", ".join(settings) or "no variables that matter"
+    yield from _labelled("set by each rank", _set_by_ranks(report["set_by_ranks"], verbose))
     yield from _self_test_rows(report["self_test"])
 
 
-def _set_by_ranks(settings: Sequence[dict[str, str]], verbose: bool) -> Iterator[str]:
+def _labelled(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Rows of which the first has the label."""
+    return zip(itertools.chain([label], itertools.repeat("")), texts, strict=False)
+
+
+def _versions(found: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {version or 'none'}" for name, version in found.items())
+
+
+def _mpi(mpi: Mapping[str, str | None]) -> str:
+    return f"{mpi['flavour']} {mpi['version']}" if mpi["flavour"] else "unknown"
+
+
+def _set_by_ranks(settings: list[dict[str, str]], verbose: bool) -> Iterator[str]:
     """One line with all variables that ranks set, or one for each reason."""
-    named = [("{variable}={value}".format_map(each), each["reason"]) for each in settings]
-    if verbose:
-        for reason, group in itertools.groupby(named, lambda each: each[1]):
-            yield f"{', '.join(name for name, _ in group)}: {reason}"
-    elif named:
-        yield f"{', '.join(name for name, _ in named)} (--verbose says why)"
+    by_reason = itertools.groupby(settings, lambda each: each["reason"] if verbose else "")
+    for reason, group in by_reason:
+        names = ", ".join(f"{each['variable']}={each['value']}" for each in group)
+        yield f"{names}: {reason}" if reason else f"{names} (--verbose says why)"
 
 
-def _horovod_rows(horovod: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    if horovod is None:
-        return
-    for library in horovod["libraries"]:
-        label = f"Horovod, {library['framework']}"
-        if library["error"]:
-            yield label, "does not load"
-            continue
-        mpi = library["mpi"]
-        using = f"; uses {mpi['flavour']} {mpi['version']}" if mpi else ""
-        yield (
-            label,
-            f"built for {library['built_for'] or '?'}; controllers "
-            f"{', '.join(library['controllers']) or 'none'}; operations "
-            f"{', '.join(library['operations']) or 'none'}{using}",
-        )
-
-
-def _launcher(launcher: dict[str, Any]) -> str:
-    mpi = f"{launcher['flavour']} {launcher['version']}" if launcher["flavour"] else "unknown"
-    return f"{mpi} ({launcher['program']}{'' if launcher['on_path'] else ', not on PATH'})"
-
-
-def _cores(cores: dict[str, Any]) -> str:
-    limit = f", limited to the time of {cores['limit']:g}" if cores["limit"] is not None else ""
-    return f"{cores['usable']} usable of {cores['host']}{limit}"
-
-
-def _memory(memory: dict[str, int], shared: dict[str, int] | None) -> str:
-    held = f"{_size(shared['free'])} free of {_size(shared['size'])}" if shared else "none"
-    return f"{_size(memory['available'])} free of {_size(memory['total'])}; /dev/shm: {held}"
+def _library(library: dict[str, Any]) -> str:
+    if library["error"]:
+        return "does not load"
+    controllers, operations = (
+        ", ".join(library[name]) or "none" for name in ("controllers", "operations")
+    )
+    uses = f"; uses {_mpi(library['mpi'])}" if library["mpi"] else ""
+    return (
+        f"built for {library['built_for'] or '?'}; controllers {controllers}; operations "
+        f"{operations}{uses}"
+    )
 
 
 def _gpus(report: dict[str, Any]) -> str:
-    kinds = Counter(
-        ", ".join([gpu["name"], _size(gpu["memory"] or 0), f"driver {gpu['driver']}"])
+    models = Counter(
+        f"{gpu['name']}, {_size(gpu['memory'] or 0)}, driver {gpu['driver']}"
         for gpu in report["gpus"]
     )
     cuda = f", CUDA {report['driver_cuda']}" if report["driver_cuda"] else ""
-    return "; ".join(f"{count} x {kind}{cuda}" for kind, count in kinds.items()) or "none"
+    return "; ".join(f"{count} x {model}{cuda}" for model, count in models.items()) or "none"
 
 
-def _interfaces(interfaces: Sequence[dict[str, Any]]) -> str:
+def _interfaces(interfaces: list[dict[str, Any]]) -> str:
     outer = [one for one in interfaces if not one["network"].startswith(("127.", "::1/", "fe80:"))]
     shown = [f"{one['name']} {one['address']}" for one in outer[:_INTERFACES_SHOWN]]
     more = [f"{len(outer) - len(shown)} more"] if len(outer) > len(shown) else []
     return ", ".join([*shown, *more]) or "loopback only"
-
-
-def _ssh(ssh: dict[str, Any]) -> str:
-    server = "running" if ssh["running"] else "not running" if ssh["server"] else "not installed"
-    return f"ssh: {ssh['client'] or 'none'}, sshd {server}"
-
-
-def _limit(name: str, value: int | None) -> str:
-    shown = "unlimited" if value is None else str(value) if name == "open_files" else _size(value)
-    return f"{name.replace('_', ' ')} {shown}"
 
 
 def _self_test_rows(test: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -273,21 +205,21 @@ def _self_test_rows(test: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     if test["error"]:
         yield "self-test", "not started"
     for result in test["results"]:
-        label = f"self-test, {result['framework']}"
-        if result["error"]:
-            yield label, f"failed on {test['ranks']} ranks started by {test['launcher']}"
-        else:
-            yield (
-                label,
-                f"passed on {test['ranks']} ranks started by {test['launcher']}; allreduce of "
-                f"{_size(test['bytes'])} float32 in host memory: {result['seconds'] * 1000:.0f} ms "
-                f"(median of {test['rounds']}), {result['bandwidth'] / 1e9:.2f} GB/s per rank",
+        text = f"on {test['ranks']} ranks started by {test['launcher']}"
+        if not result["error"]:
+            text += (
+                f"; allreduce of {_size(test['bytes'])} float32 in host memory: "
+                f"{result['seconds'] * 1000:.0f} ms (median of {test['rounds']}), "
+                f"{result['bandwidth'] / 1e9:.2f} GB/s per rank"
             )
+        yield (
+            f"self-test, {result['framework']}",
+            f"{'failed' if result['error'] else 'passed'} {text}",
+        )
 
 
 def _size(count: int) -> str:
-    for unit, size in _UNITS:
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if count >= size:
-            number = count / size
-            return f"{number:.0f} {unit}" if number >= 10 else f"{number:.1f} {unit}"
+            return f"{count / size:.{0 if count >= 10 * size else 1}f} {unit}"
     return f"{count} bytes"

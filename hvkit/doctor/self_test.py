@@ -1,9 +1,9 @@
 """An allreduce on two ranks of this host, once for each framework.
 
 ``self_test`` starts the ranks; ``python -m hvkit.doctor.self_test`` calls it for what is installed.
-Each rank runs ``python -m hvkit.doctor.self_test torch 9 67108864``: it
-compares an allreduce of so many bytes in the host's memory with the right sum, and times it 9
-times. Rank 0 prints the result as JSON after ``hvkit:``; a rank that fails prints the reason.
+Each rank runs ``python -m hvkit.doctor.self_test torch 9 67108864``: it compares an allreduce of so
+many bytes in the host's memory with the right sum, and times it 9 times. Rank 0 prints the result
+as JSON after ``hvkit:``; a rank that fails prints the reason.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import numpy as np
 import psutil
 
 from hvkit.communication.engines import ENGINES, built_for
-from hvkit.doctor.software import mpi_launchers_here
+from hvkit.doctor.facts import mpi_launchers
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.host.mca import WITHOUT_TOOLS
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job, Launcher, find_launcher
-from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,16 +39,12 @@ ROUNDS = 9
 # After an installation, only the sum matters.
 _BYTES_AFTER_INSTALLATION = 1024**2
 
-# A prime, so that a sum with swapped pieces of the array is wrong. Sums are exact in float32.
-_PERIOD = 251
 # Importing TensorFlow from a network file system can take a minute.
 _SECONDS = 180.0
 # Compiling Horovod instead would take longer on a machine that is as slow.
 _SECONDS_AFTER_INSTALLATION = 600.0
 _SECONDS_TO_END = 5.0
 _LINES_SHOWN = 8
-# TensorFlow and Keras import these where they are installed, which takes longer than all the rest.
-_NOT_NEEDED = ("jax", "sklearn")
 
 
 def self_test(
@@ -69,8 +64,7 @@ def self_test(
         size: bytes of the array.
 
     Returns:
-        ``self_test`` of ``hvkit.doctor.report.json_report``; ``None`` if none of Horovod's
-        libraries loads.
+        ``self_test`` of the report; ``None`` if none of Horovod's libraries loads.
     """
     frameworks = [one["framework"] for one in _usable_libraries(facts)]
     if not frameworks:
@@ -82,9 +76,8 @@ def self_test(
         return {"launcher": None, "error": str(error), "results": [], **test}
     results = []
     for number, one in enumerate(frameworks, start=1):
-        show_step(
-            f"trying an allreduce on {RANKS} ranks with {one} ({number} of {len(frameworks)})"
-        )
+        of_all = f"({number} of {len(frameworks)})"
+        show_step(f"trying an allreduce on {RANKS} ranks with {one} {of_all}")
         results.append(_test(launcher, one, facts["cores"]["usable"], seconds, rounds, size))
     return {"launcher": launcher.name, "error": None, "results": results, **test}
 
@@ -92,9 +85,9 @@ def self_test(
 def launcher_for(facts: Mapping[str, Any]) -> str:
     """``mpirun`` where Horovod can use MPI and there is one, else ``gloo`` if Horovod has it."""
     usable = [one["controllers"] for one in _usable_libraries(facts)]
-    with_mpi = all("mpi" in controllers for controllers in usable)
+    with_mpi = facts["launchers"] and all("mpi" in controllers for controllers in usable)
     with_gloo = all("gloo" in controllers for controllers in usable)
-    return "mpirun" if (with_mpi and facts["launchers"]) or not with_gloo else "gloo"
+    return "gloo" if with_gloo and not with_mpi else "mpirun"
 
 
 def _usable_libraries(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -107,7 +100,7 @@ def _test(
 ) -> dict[str, Any]:
     program = (sys.executable, "-m", "hvkit.doctor.self_test", framework, str(rounds), str(size))
     job = Job((Host("localhost", RANKS),), program, crowded=cores < RANKS)
-    status, output = _run(launcher.command(job), _environment(os.environ), seconds)
+    status, output = _run(launcher.command(job), seconds)
     timing = re.search(r"hvkit:(\{.*\})", output)
     time_of_one = json.loads(timing[1])["seconds"] if status == 0 and timing else None
     passed = time_of_one is not None
@@ -123,13 +116,6 @@ def _test(
     }
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    # The sums need the host's memory only; TensorFlow would also take all of a GPU's.
-    variable, value = WITHOUT_TOOLS
-    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", variable: value}
-    return {**defaults, **environ, "CUDA_VISIBLE_DEVICES": ""}
-
-
 def _error(status: int | None, output: str, seconds: float) -> str:
     if status is None:
         return f"it did not end within {seconds:g} s"
@@ -138,18 +124,15 @@ def _error(status: int | None, output: str, seconds: float) -> str:
     return f"it ended with status {status}" if status else "it printed no result"
 
 
-def _run(
-    command: Sequence[str], environ: Mapping[str, str], seconds: float
-) -> tuple[int | None, str]:
+def _run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
     """Exit status (``None`` if it ran out of time) and all output; leaves no process running."""
+    # The sums need the host's memory only; TensorFlow would also take all of a GPU's.
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", **dict([WITHOUT_TOOLS])}
+    environ = {**defaults, **os.environ, "CUDA_VISIBLE_DEVICES": ""}
     # A file, because a rank that cannot be killed would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
             status = process.wait(seconds)
@@ -183,34 +166,32 @@ def main(framework: str, rounds: int, size: int) -> None:
         RankLostError: another rank has ended.
         ArithmeticError: an allreduce gave a wrong sum.
     """
-    for name in _NOT_NEEDED:
+    for name in ("jax", "sklearn"):
+        # TensorFlow and Keras import these where they are installed, which takes the most time.
         sys.modules[name] = None  # type: ignore[assignment]
-    hvd = ENGINES[framework]().hvd
-    if hvd.size() != RANKS:
+    engine = ENGINES[framework]()
+    if engine.hvd.size() != RANKS:
         raise LaunchError(
-            f"the launcher started {RANKS} ranks, but Horovod sees {hvd.size()}: it uses another "
-            "MPI than the launcher's. Put the MPI that Horovod was built with first on PATH, or "
-            "rebuild Horovod with `hvkit install-horovod`"
+            f"the launcher started {RANKS} ranks, but Horovod sees {engine.hvd.size()}: it uses "
+            "another MPI than the launcher's. Put the MPI that Horovod was built with first on "
+            "PATH, or rebuild Horovod with `hvkit install-horovod`"
         )
-    sent = _TENSORS[framework](contribution(hvd.rank(), size))
-
-    def allreduce() -> NDArray[np.float32]:
-        with waiting_for_all_ranks():
-            total = hvd.allreduce(sent, op=hvd.Sum, name="hvkit.self_test")
-        result: NDArray[np.float32] = total.numpy()
-        return result
-
-    require_sum(allreduce(), RANKS)
-    seconds = statistics.median(_timed(allreduce) for _ in range(rounds))
-    if hvd.rank() == 0:
-        print(f"hvkit:{json.dumps({'seconds': seconds})}", flush=True)
-    hvd.shutdown()
+    sent = contribution(engine.hvd.rank(), size)
+    require_sum(engine.allreduce(sent, "sum"), RANKS)
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        engine.allreduce(sent, "sum")
+        times.append(time.perf_counter() - start)
+    if engine.hvd.rank() == 0:
+        print(f"hvkit:{json.dumps({'seconds': statistics.median(times)})}", flush=True)
+    engine.hvd.shutdown()
 
 
 def contribution(rank: int, size: int) -> NDArray[np.float32]:
     """A rank's term of the sum: so many bytes, with different values on every rank."""
-    values = np.arange(size // 4, dtype=np.int64) % _PERIOD
-    return (values * (rank + 1)).astype(np.float32)
+    # A prime, so that a sum with swapped pieces is wrong. Sums are exact in float32.
+    return (np.arange(size // 4) % 251 * (rank + 1)).astype(np.float32)
 
 
 def require_sum(total: NDArray[np.float32], size: int) -> None:
@@ -229,27 +210,6 @@ def require_sum(total: NDArray[np.float32], size: int) -> None:
         )
 
 
-def _timed(allreduce: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    allreduce()
-    return time.perf_counter() - start
-
-
-def _torch_tensor(array: NDArray[np.float32]) -> Any:
-    import torch
-
-    return torch.from_numpy(array)
-
-
-def _tensorflow_tensor(array: NDArray[np.float32]) -> Any:
-    import tensorflow as tf
-
-    return tf.constant(array)
-
-
-_TENSORS = {"torch": _torch_tensor, "tensorflow": _tensorflow_tensor}
-
-
 def try_installed() -> None:
     """Try the installed Horovod, built for MPI, with every framework that it has a library for.
 
@@ -259,7 +219,7 @@ def try_installed() -> None:
     usable = {"error": None, "controllers": ["mpi"]}
     facts = {
         "horovod": {"libraries": [{"framework": name, **usable} for name in built_for()]},
-        "launchers": mpi_launchers_here(),
+        "launchers": mpi_launchers(),
         "cores": {"usable": len(os.sched_getaffinity(0))},
     }
     test = self_test(facts, _SECONDS_AFTER_INSTALLATION, rounds=1, size=_BYTES_AFTER_INSTALLATION)

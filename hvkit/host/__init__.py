@@ -7,7 +7,6 @@
     rank_settings        the environment variables that a rank sets, with reasons
     run_reports          reports from a rank to hvkit run, through a pipe
     call_folder          a function for ranks, and what each has returned, in files
-    allocator            how much freed memory the C library keeps for a rank
     cpus                 cores, containers' limits, and a rank's share of them
     gpus                 the GPUs of NVIDIA's driver, and which one a rank uses
     network              interfaces, and which names refer to this host

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,9 +23,9 @@ def cores(cpus: Collection[int], topology: Path = _CPUS) -> list[frozenset[int]]
     """
     found: dict[tuple[int, int, int], set[int]] = {}
     for cpu in sorted(cpus):
-        place = topology / f"cpu{cpu}" / "topology"
-        package, die = (_number(place / f"{level}_id") for level in ("physical_package", "die"))
-        core = _number(place / "core_id")
+        folder = topology / f"cpu{cpu}" / "topology"
+        package, die = (_number(folder / f"{level}_id") for level in ("physical_package", "die"))
+        core = _number(folder / "core_id")
         key = (package or 0, die or 0, cpu if core is None else core)
         found.setdefault(key, set()).add(cpu)
     return [frozenset(found[key]) for key in sorted(found)]
@@ -126,8 +127,8 @@ def free_memory(root: Path = _ROOT, own: Path = _OWN) -> int:
 def _used(folder: Path) -> int:
     """What a control group uses, without the cache that Linux drops when memory is short."""
     used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
-    held = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-    cache = held.get("total_inactive_file") or held.get("inactive_file") or "0"
+    numbers = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
+    cache = numbers.get("total_inactive_file") or numbers.get("inactive_file") or "0"
     return int(used or 0) - int(cache)
 
 
@@ -139,8 +140,8 @@ def _folders(root: Path, own: Path, controller: str) -> Iterable[Path]:
         top = root / controller if controllers else root
         # In a container this may be the path outside of it; the root is its own group then.
         group = PurePosixPath(path.lstrip("/"))
-        for place in (group, *group.parents):
-            yield top / place
+        for each in (group, *group.parents):
+            yield top / each
 
 
 def _cpus(folder: Path) -> float | None:
@@ -178,3 +179,12 @@ def threads_of_rank(local_size: int, usable_cpus: int, host_cpus: int, limit: fl
     """
     share = usable_cpus if usable_cpus < host_cpus else max(1, usable_cpus // local_size)
     return within_limit(share, None if limit is None else limit / local_size)
+
+
+def soft_limit(of: int) -> int | None:
+    """How much this process may use of what ``resource`` limits, such as RLIMIT_NOFILE.
+
+    ``None`` for no limit.
+    """
+    value = resource.getrlimit(of)[0]
+    return None if value == resource.RLIM_INFINITY else value

@@ -39,13 +39,13 @@ class Gpus:
 
 def gpus() -> Gpus:
     """The GPUs of this host; none without nvidia-smi."""
-    said = run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
-    if said is None:
+    output = run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    if output is None:
         return Gpus((), None, None)
-    if said.status != 0:
-        text = "it gave no answer" if said.status is None else said.text
+    if output.status != 0:
+        text = "it gave no answer" if output.status is None else output.text
         return Gpus((), next(iter(text.splitlines()), "nothing"), None)
-    return Gpus(read_query(said.stdout), None, _driver_cuda())
+    return Gpus(read_query(output.stdout), None, _driver_cuda())
 
 
 def read_query(text: str) -> tuple[Gpu, ...]:

@@ -100,7 +100,7 @@ def interface_towards(address: str, port: int, seconds: float) -> str | None:
             own = connection.getsockname()[0].partition("%")[0]
     except OSError:
         return None
-    return next((each.name for each in interfaces() if each.address == own), None)
+    return name_of_interface(own)
 
 
 def interface_of(address: str) -> str:
@@ -109,10 +109,14 @@ def interface_of(address: str) -> str:
     Raises:
         ValueError: there is none.
     """
-    found = next((each.name for each in interfaces() if each.address == address), None)
-    if found is None:
-        raise ValueError(f"no interface of {socket.gethostname()} has the address {address}")
-    return found
+    if found := name_of_interface(address):
+        return found
+    raise ValueError(f"no interface of {socket.gethostname()} has the address {address}")
+
+
+def name_of_interface(address: str) -> str | None:
+    """The name of the interface with this address of this host; None if there is none."""
+    return next((each.name for each in interfaces() if each.address == address), None)
 
 
 def is_local(name: str) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import socket
 
-_held: dict[str, socket.socket] = {}
+_sockets: dict[str, socket.socket] = {}
 
 
 def claim(name: str) -> bool:
@@ -20,26 +20,26 @@ def claim(name: str) -> bool:
     Processes see each other's names if they share the network and process namespaces, as in a
     container. Where sockets are forbidden, every claim succeeds.
     """
-    if name in _held:
+    if name in _sockets:
         return True
     with contextlib.suppress(OSError):
         numbering = os.readlink("/proc/self/ns/pid")
         own = f"{os.getuid()} {numbering} {name}"
-        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            held.bind(f"\0hvkit-{hashlib.sha256(own.encode()).hexdigest()}")
+            bound.bind(f"\0hvkit-{hashlib.sha256(own.encode()).hexdigest()}")
         except OSError as error:
-            held.close()
+            bound.close()
             return error.errno != errno.EADDRINUSE
-        _held[name] = held
+        _sockets[name] = bound
     return True
 
 
 def _became_child() -> None:
     """Release names in a forked child, which may outlive the process that claimed them."""
-    for held in _held.values():
-        held.close()
-    _held.clear()
+    for bound in _sockets.values():
+        bound.close()
+    _sockets.clear()
 
 
 os.register_at_fork(after_in_child=_became_child)

@@ -4,15 +4,29 @@ Variables that are set already do not change. Open MPI's settings in files of th
 take precedence, too.
 """
 
+import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hvkit.host import mca
-from hvkit.host.allocator import variables_to_keep_freed_memory
 from hvkit.host.commands import program
+from hvkit.host.cpus import allowance
 from hvkit.host.network import within_host
 
 _STALL = "HOROVOD_STALL_"
+
+# The parameter of the C library's mallopt that each variable sets.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_ALLOCATOR = {
+    "MALLOC_TRIM_THRESHOLD_": _TRIM_THRESHOLD,
+    "MALLOC_MMAP_THRESHOLD_": _MMAP_THRESHOLD,
+}
+# The part of the host's memory that a rank keeps when PyTorch frees it. mallopt takes a C int.
+_SHARE = 16
+_MOST = (1 << 31) - 1
+# Older versions accept no higher threshold for single tensors.
+_OLDER_MOST = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,7 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
             "1",
             "hvkit names the lines of the script where ranks wait; Horovod would name tensors",
         )
-    for variable, value in variables_to_keep_freed_memory(environ):
+    for variable, value in _to_keep_freed_memory(environ):
         yield RankSetting(
             variable,
             value,
@@ -78,3 +92,42 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
             "hvkit does not use libfabric's one-sided messages; if no network supports them, Open "
             "MPI waits for a second before it gives up on them",
         )
+
+
+def _to_keep_freed_memory(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Variables, with values, that let a rank keep a 16th of the host's memory, 2 GiB at most.
+
+    The GNU C library returns freed memory to Linux: what exceeds 64 MiB in total, and tensors above
+    32 MiB at once. The next step in host memory then gets new pages from Linux, which fills each
+    with zeros. That takes a tenth of the step or more, and differs between processes. TensorFlow
+    does not need this.
+
+    Yields nothing if the user has configured the allocator, or with another C library.
+    """
+    chosen = any(name.startswith("MALLOC_") for name in environ)
+    if chosen or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") or not _has_gnu_library():
+        return
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kept = min(min(host, allowance().memory or host) // _SHARE, _MOST)
+    for variable in _ALLOCATOR:
+        yield variable, str(kept)
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> None:
+    """Apply the variables to this process: the C library itself reads them only at its start."""
+    if not _has_gnu_library():
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    for variable, option in _ALLOCATOR.items():
+        value = environ.get(variable, "")
+        if value.isdecimal() and int(value) <= _MOST:
+            done = mallopt(option, int(value))
+            if not done and option == _MMAP_THRESHOLD:
+                mallopt(option, min(int(value), _OLDER_MOST))
+
+
+def _has_gnu_library() -> bool:
+    try:
+        return "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
+    except (AttributeError, ValueError, OSError):  # not a name that this system knows
+        return False

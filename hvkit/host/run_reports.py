@@ -122,9 +122,9 @@ def _pipe() -> int | None:
 def restart_of_this_run() -> dict[str, Any]:
     """What ``RESTART`` holds, with ``restart`` counted from 1; empty without a restart."""
     try:
-        said = json.loads(os.environ[RESTART])
-        restart, reached = int(said["restart"]), int(said.get("reached", 0))
-        return {"restart": restart, "reason": str(said["reason"]), "reached": reached}
+        values = json.loads(os.environ[RESTART])
+        restart, reached = int(values["restart"]), int(values.get("reached", 0))
+        return {"restart": restart, "reason": str(values["reason"]), "reached": reached}
     except (KeyError, ValueError, TypeError):  # not set, or by someone else
         return {}
 

@@ -11,7 +11,7 @@ another that still trains.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from hvkit.errors import LaunchError, ranks_text
@@ -120,15 +120,10 @@ def _of_group(
     report_after: float,
     end_after: float,
 ) -> Diagnosis | None:
-    """Judge the calls that one group of ranks makes together.
+    """Judge the calls that one group of ranks makes together; an empty ``group`` is all ranks.
 
-    Args:
-        group: their numbers; none for all.
-        ranks: as in ``diagnose``.
-        all_waiting: the statuses of all ranks that have waited long enough.
-        mixed: whether some of them wait in calls that do not match.
-        report_after: as in ``diagnose``.
-        end_after: as in ``diagnose``.
+    Of ``ranks``, ``all_waiting`` have waited long enough; ``mixed`` is whether some of them wait in
+    calls that do not match.
     """
     waiting = {rank: s for rank, s in all_waiting.items() if s.ranks == group}
     longest = max(waiting.values(), key=lambda s: s.seconds)
@@ -160,9 +155,9 @@ def _for_each_other(waiting: Mapping[int, Status]) -> dict[int, Status]:
     """The ranks that wait for each other in different calls, so that none of these will end."""
 
     def needs(rank: int, other: int) -> bool:
-        mine, theirs = waiting[rank], waiting[other]
-        same = mine.key == theirs.key and mine.ranks == theirs.ranks
-        return not same and (not mine.ranks or other in mine.ranks)
+        own, of_other = waiting[rank], waiting[other]
+        same = (own.key, own.ranks) == (of_other.key, of_other.ranks)
+        return not same and (not own.ranks or other in own.ranks)
 
     # The ranks that each waits for, directly or through others.
     awaited = {a: {b for b in waiting if needs(a, b)} for a in waiting}
@@ -189,30 +184,26 @@ def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:
 
 
 def _waits(waiting: Mapping[int, Status]) -> str:
-    """Which ranks wait where, grouped by place."""
-    places: dict[str, list[int]] = {}
-    for rank in sorted(waiting):
-        status = waiting[rank]
-        handling = f" while handling {status.handling}" if status.handling else ""
-        places.setdefault(f"{status.call}{_at(status)}{handling}", []).append(rank)
+    """Which ranks wait where."""
+    calls = {rank: f"{s.call}{_at(s)}{_handling(s)}" for rank, s in waiting.items()}
     return "; ".join(
-        f"{ranks_text(numbers)} wait{'s' if len(numbers) == 1 else ''} in {place}"
-        for place, numbers in places.items()
+        f"{ranks_text(numbers)} wait{'s' if len(numbers) == 1 else ''} in {call}"
+        for call, numbers in _ranks_with(calls)
     )
 
 
 def _missing(missing: Mapping[int, Status], longest: Status) -> str:
-    """Which ranks have not reached the call, and where they are, grouped by place."""
-    places: dict[str, list[int]] = {}
-    for rank in sorted(missing):
-        status = missing[rank]
-        inside = f"in {status.call}, " if status.call else ""
-        where = f"at {status.where}" if status.where else "not answering"
-        places.setdefault(inside + where, []).append(rank)
+    """Which ranks have not reached the call, and where they are."""
+    lines = {
+        rank: (f"in {s.call}, " if s.call else "")
+        + (f"at {s.where}" if s.where else "not answering")
+        for rank, s in missing.items()
+    }
+    call = f"{longest.call}{_at(longest)} for {longest.seconds:.0f} s"
     return "; ".join(
-        f"{ranks_text(numbers)} {_have(numbers)} not reached {longest.call}{_at(longest)} for "
-        f"{longest.seconds:.0f} s; {'it is' if len(numbers) == 1 else 'they are'} {place}"
-        for place, numbers in places.items()
+        f"{ranks_text(numbers)} {'has' if len(numbers) == 1 else 'have'} not reached {call}; "
+        f"{'it is' if len(numbers) == 1 else 'they are'} {line}"
+        for line, numbers in _ranks_with(lines)
     )
 
 
@@ -226,15 +217,20 @@ def _stacks(missing: Mapping[int, Status]) -> str:
 
 
 def _ended(ended: Mapping[int, str]) -> str:
-    ways: dict[str, list[int]] = {}
-    for rank in sorted(ended):
-        ways.setdefault(ended[rank], []).append(rank)
-    return "; ".join(f"{ranks_text(numbers)} {how}" for how, numbers in ways.items())
+    return "; ".join(f"{ranks_text(numbers)} {how}" for how, numbers in _ranks_with(ended))
+
+
+def _ranks_with(texts: Mapping[int, str]) -> Iterable[tuple[str, list[int]]]:
+    """Each text, with the ranks that it is about."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks.setdefault(texts[rank], []).append(rank)
+    return ranks.items()
 
 
 def _at(status: Status) -> str:
     return f" ({status.where})" if status.where else ""
 
 
-def _have(numbers: Sequence[int]) -> str:
-    return "has" if len(numbers) == 1 else "have"
+def _handling(status: Status) -> str:
+    return f" while handling {status.handling}" if status.handling else ""

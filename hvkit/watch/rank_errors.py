@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import format_exception
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.host.run_reports import report
-from hvkit.watch.script_lines import line_of_script, place
+from hvkit.watch.script_lines import line_of_script, line_of_traceback
 from hvkit.wording import in_short, interrupted
+
+if TYPE_CHECKING:
+    from hvkit.watch.watcher import Watcher
 
 SAME_CALLS = "every rank has to make the same calls in the same order"
 SAME_STEPS = "take the same number of steps (hvkit.shard gives equal parts, unless exact=True)"
@@ -32,25 +35,7 @@ _UNKNOWN = (
 _FAILED = re.compile(r"; (rank \d+) failed with ")
 
 
-class Witness(Protocol):
-    """This rank's watcher, which knows from the other ranks why the run ends."""
-
-    rank: int
-
-    def reason(self) -> str:
-        """Why this rank's current wait ended; empty if unknown."""
-
-    def shown_by(self) -> int | None:
-        """The rank that prints the reason; None if this one must."""
-
-    def failed(self, how: str, *, ends: bool) -> None:
-        """Record that this rank has an error of its own, and whether it ends with it now."""
-
-    def run_ends(self) -> bool:
-        """Whether the run must end, so that no wait for another rank is of use."""
-
-
-_witness: Witness | None = None
+_watcher: Watcher | None = None  # of this rank; it knows from the others why the run ends
 E = TypeVar("E", bound=Exception)
 
 # Packages whose lines at the end of a traceback do not help a user, once hvkit explains the error.
@@ -65,10 +50,10 @@ _IN_GRAPH = re.compile(
 )
 
 
-def install(witness: Witness) -> None:
+def install(watcher: Watcher) -> None:
     """From now on, print an error that is a consequence of another rank's end as one line."""
-    global _witness
-    _witness = witness
+    global _watcher
+    _watcher = watcher
     show = _show_at_once if sys.excepthook is sys.__excepthook__ else sys.excepthook
 
     def show_or_name(
@@ -77,14 +62,14 @@ def install(witness: Witness) -> None:
         try:
             meant = _meant(error)
             if not isinstance(meant, RankLostError):
-                witness.failed(_failed_with(meant), ends=True)
-            line = _line_for(meant, witness)
+                watcher.failed(_failed_with(meant), ends=True)
+            line = _line_for(meant, watcher)
         except Exception as another:
             # A signal handler has raised it just now, such as PyTorch's for a worker that was
             # killed, and it explains the first error.
             error = meant = another
             kind, traceback, line = type(another), another.__traceback__, None
-            witness.failed(_failed_with(another), ends=True)
+            watcher.failed(_failed_with(another), ends=True)
         if line is None:
             refused = _raised_by_hvkit(error)
             if refused:  # an argument of the script, which a restart does not change
@@ -98,16 +83,16 @@ def install(witness: Witness) -> None:
         print(f"hvkit: {line}", file=sys.stderr, flush=True)
         own = _handled_before(error)
         if own is not None:
-            print(f"hvkit: rank {witness.rank} was handling this error:", file=sys.stderr)
+            print(f"hvkit: rank {watcher.rank} was handling this error:", file=sys.stderr)
             show(type(own), own, own.__traceback__)
 
     show_of_thread = threading.excepthook
 
     def show_and_note(arguments: threading.ExceptHookArgs) -> None:
         error = arguments.exc_value
-        if error is not None and _line_for(_meant(error), witness) is None:
+        if error is not None and _line_for(_meant(error), watcher) is None:
             name = arguments.thread.name if arguments.thread else "that has ended"
-            witness.failed(f"failed in thread {name} with {in_short(error)}", ends=False)
+            watcher.failed(f"failed in thread {name} with {in_short(error)}", ends=False)
         show_of_thread(arguments)
 
     sys.excepthook = show_or_name
@@ -125,16 +110,16 @@ def _show_at_once(
 def note_uncaught() -> None:
     """At the end of the script: record an error that another excepthook has shown."""
     error = getattr(sys, "last_value", None)
-    if _witness is None or error is None:
+    if _watcher is None or error is None:
         return
     meant = _meant(error)
     if not isinstance(meant, RankLostError):
-        _witness.failed(_failed_with(meant), ends=True)
+        _watcher.failed(_failed_with(meant), ends=True)
 
 
 def run_ends() -> bool:
     """Whether another rank has ended, or waits in another call, so that waits for it never end."""
-    return _witness is not None and _witness.run_ends()
+    return _watcher is not None and _watcher.run_ends()
 
 
 # The last error of hvkit that a function has raised which a graph called, until ``meaning_of`` has
@@ -229,13 +214,13 @@ def _from_tensorflow(error: BaseException) -> bool:
 def lost(call: str) -> RankLostError:
     """The error of a rank whose collective ended without a result."""
     line = line_of_script()
-    reason = _witness.reason() if _witness else ""
+    reason = _watcher.reason() if _watcher else ""
     return RankLostError(reason or f"in {call or 'a collective'} ({line}): {_UNKNOWN}")
 
 
 def mark_as_shown_by(error: E, rank: int) -> E:
     """Have ``rank`` show the error with its traceback, and the others one line that names it."""
-    if _witness is not None and _witness.rank != rank:
+    if _watcher is not None and _watcher.rank != rank:
         error.hvkit_shown_by = rank  # type: ignore[attr-defined]
     return error
 
@@ -245,26 +230,26 @@ def _meant(error: BaseException) -> BaseException:
     return error if isinstance(error, RankLostError) else meaning_of(error) or error
 
 
-def _line_for(error: BaseException, witness: Witness) -> str | None:
+def _line_for(error: BaseException, watcher: Watcher) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
     other = getattr(error, "hvkit_shown_by", None)
     if isinstance(error, KeyboardInterrupt):  # all ranks get it
-        places = [
+        entries = [
             each for each in _each(error.__traceback__) if _package_of(each) not in _EXPLAINED
         ]
-        return interrupted(witness.rank, place(places[-1]) if places else "")
+        return interrupted(watcher.rank, line_of_traceback(entries[-1]) if entries else "")
     if other is not None:
-        return f"rank {witness.rank} ends with the same {type(error).__name__} as rank {other}"
+        return f"rank {watcher.rank} ends with the same {type(error).__name__} as rank {other}"
     if not isinstance(error, RankLostError):
         return None
-    shown_by = witness.shown_by()
+    shown_by = watcher.shown_by()
     if failed := _FAILED.search(str(error)):
-        line = f"rank {witness.rank} ends for the error of {failed[1]}"
+        line = f"rank {watcher.rank} ends for the error of {failed[1]}"
         return line if shown_by is not None else f"{line}: {error}"
     if shown_by is None:
         return f"RankLostError: {error}"
-    where = "given above" if shown_by == witness.rank else f"that rank {shown_by} gives"
-    return f"RankLostError: rank {witness.rank} ends for the reason {where}"
+    where = "given above" if shown_by == watcher.rank else f"that rank {shown_by} gives"
+    return f"RankLostError: rank {watcher.rank} ends for the reason {where}"
 
 
 def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
@@ -273,12 +258,12 @@ def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
     Dozens of lines of PyTorch and hvkit would follow. A traceback that ends in another package
     stays whole.
     """
-    places = list(_each(traceback))
-    if not places or _package_of(places[-1]) not in _EXPLAINED:
+    entries = list(_each(traceback))
+    if not entries or _package_of(entries[-1]) not in _EXPLAINED:
         return traceback
-    own = [n for n, each in enumerate(places) if _package_of(each) not in _EXPLAINED]
+    own = [n for n, each in enumerate(entries) if _package_of(each) not in _EXPLAINED]
     short = None
-    for each in reversed(places[: own[-1] + 1] if own else places):
+    for each in reversed(entries[: own[-1] + 1] if own else entries):
         short = TracebackType(short, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return short
 
@@ -288,16 +273,16 @@ def _raised_by_hvkit(error: BaseException) -> bool:
 
     A bug in hvkit raises them, too, but not by a ``raise`` statement.
     """
-    places = list(_each(error.__traceback__))
-    if not places or not isinstance(error, TypeError | ValueError):
+    entries = list(_each(error.__traceback__))
+    if not entries or not isinstance(error, TypeError | ValueError):
         return False
-    last = places[-1]
+    last = entries[-1]
     code, at = last.tb_frame.f_code.co_code, last.tb_lasti
     return _package_of(last) == "hvkit" and dis.opname[code[at]] == "RAISE_VARARGS"
 
 
-def _package_of(place: TracebackType) -> str:
-    return str(place.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+def _package_of(entry: TracebackType) -> str:
+    return str(entry.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -31,11 +31,11 @@ _STACK = 12
 def stack_of_script() -> tuple[str, ...]:
     """The main thread's stack without hvkit's code: ``train.py:41 in load``, innermost last."""
     with frames() as now:
-        places = _places(now.get(MAIN))
-    return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(places))
+        calls = _innermost(now.get(MAIN))
+    return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(calls))
 
 
-def _places(frame: FrameType | None) -> list[tuple[str, int, str]]:
+def _innermost(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """File, line and function of the innermost calls, without hvkit's own, the innermost first."""
     found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < _STACK:
@@ -63,8 +63,8 @@ def inside(package: str) -> bool:
     return name.partition(".")[0] == package
 
 
-def place(trace: TracebackType) -> str:
-    """A line of a traceback: ``train.py:41``."""
+def line_of_traceback(trace: TracebackType) -> str:
+    """The line of a traceback's entry: ``train.py:41``."""
     return _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
@@ -123,10 +123,10 @@ def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
         while frame is not None:
             file = frame.f_code.co_filename
             if not file.startswith(OWN_FOLDER):
-                place = file, frame.f_lineno
+                line = file, frame.f_lineno
                 if not _is_library(frame):
-                    return place
-                fallback = fallback if fallback[0] else place
+                    return line
+                fallback = fallback if fallback[0] else line
             frame = frame.f_back
     return fallback
 

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from hvkit import threads
-from hvkit.errors import ranks_text
 from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status
@@ -28,13 +27,7 @@ from hvkit.watch.channel import (
     StatusRequest,
     StepHeld,
 )
-from hvkit.watch.diagnosis import (
-    LIMIT_SET_BY,
-    About,
-    Diagnosis,
-    Limits,
-    diagnose,
-)
+from hvkit.watch.diagnosis import LIMIT_SET_BY, About, Diagnosis, Limits, diagnose
 from hvkit.watch.heartbeat import report_now
 from hvkit.watch.preemption import PREEMPTION, StepAgreement
 from hvkit.watch.rank_errors import SAME_CALLS, SAME_STEPS
@@ -123,17 +116,21 @@ class Watcher:
         if ends:
             self._fails = True
             report_now(self._status())
-            _report_cause(f"{ranks_text([self.rank])} {how}")
+            _report_cause(f"rank {self.rank} {how}")
 
     def thread_failed(self, how: str) -> None:
         """Report to the others that an error in a thread of hvkit's ends this process now."""
         self._own_end = how
-        _report_cause(f"{ranks_text([self.rank])} {how}")
+        _report_cause(f"rank {self.rank} {how}")
         self._report_end()
 
     def _report_end(self) -> None:
+        self._send_to_all(RankEnded(self.rank, self._own_end))
+
+    def _send_to_all(self, message: Message) -> None:
+        """To rank 0, or from rank 0 to the others."""
         for peer in list(self._peers.values()):
-            _send(peer, RankEnded(self.rank, self._own_end))
+            _send(peer, message)
 
     def stop(self) -> None:
         """Report this rank's end to the others, before Horovod shuts down."""
@@ -173,8 +170,7 @@ class Watcher:
         now = self._status()
         if now.waits and now.serial == serial:
             text = f"rank {self.rank} still waits in {now.call} ({now.where})"
-            late = f"{seconds:.0f} s after it should have ended"
-            os.write(2, f"hvkit: {text}, {late}: ended by force\n".encode())
+            _print(f"{text}, {seconds:.0f} s after it should have ended: ended by force")
             os._exit(1)
 
     def _end_after_error(self) -> None:
@@ -186,17 +182,16 @@ class Watcher:
         while self._fails:
             time.sleep(min(_GRACE, self._limits.end))
             if inside("horovod"):  # and not in an exit function of the script's own
-                text = f"rank {self.rank} {self._own_end}, and Horovod does not end: ended by force"
-                os.write(2, f"hvkit: {text}\n".encode())
+                text = f"rank {self.rank} {self._own_end}, and Horovod does not end"
+                _print(f"{text}: ended by force")
                 os._exit(1)
 
     def _learn_of_end(self, rank: int, how: str, shown_by: int) -> None:
         """Another rank has ended, and Horovod will end with it."""
         self._ended[rank] = how
         report_now(self._status())
-        cause = f"{ranks_text([rank])} {how}"
-        _report_cause(cause)
-        self._explain(cause, shown_by, diagnosis=False)
+        _report_cause(f"rank {rank} {how}")
+        self._explain(f"rank {rank} {how}", shown_by, diagnosis=False)
 
 
 class Reporter(Watcher):
@@ -254,8 +249,7 @@ class Reporter(Watcher):
     def _end_without_diagnosis(self, now: Status) -> None:
         """End this process: rank 0, which should end this wait, is stopped, or its host is lost."""
         limit = f"the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
-        text = f"{self._waits(now)}; rank 0 does not answer; {limit}"
-        os.write(2, f"hvkit: RankLostError: {text}\n".encode())
+        _print(f"RankLostError: {self._waits(now)}; rank 0 does not answer; {limit}")
         os._exit(1)
 
     def _watch_without_rank_0(self, addresses: Sequence[str]) -> None:
@@ -264,7 +258,7 @@ class Reporter(Watcher):
             now = self._status()
             if now.waits and now.seconds >= self._limits.report:
                 why = f"it cannot reach rank 0 at {' or '.join(addresses)} to find the reason"
-                os.write(2, f"hvkit: {self._waits(now)}; {why}\n".encode())
+                _print(f"{self._waits(now)}; {why}")
                 return
 
     def _waits(self, now: Status) -> str:
@@ -400,10 +394,6 @@ class Hub(Watcher):
             if step is None:
                 self._agreement = StepAgreement(self._size)
 
-    def _send_to_all(self, message: Message) -> None:
-        for peer in list(self._peers.values()):
-            _send(peer, message)
-
     def _end_of(self, rank: int, how: str) -> None:
         """Handle the end of a rank; after the first one, Horovod ends on all others."""
         del self._peers[rank]
@@ -429,7 +419,7 @@ class Hub(Watcher):
             if rank not in self._asked:
                 self._asked[rank] = now
                 _send(peer, StatusRequest())
-        everyone = {0: self._status(with_stack=True)}
+        statuses = {0: self._status(with_stack=True)}
         for rank in range(1, self._size):
             if rank in self._ended:
                 continue
@@ -437,9 +427,9 @@ class Hub(Watcher):
             fresh = now - self._answered.get(rank, 0.0) < _FRESH
             if not fresh and silent < _NO_ANSWER:
                 return  # wait for its answer
-            everyone[rank] = self._statuses[rank] if fresh else Status()
+            statuses[rank] = self._statuses[rank] if fresh else Status()
         limits = self._limits
-        diagnosis = diagnose(everyone, self._ended, limits.report, limits.end, self._reported)
+        diagnosis = diagnose(statuses, self._ended, limits.report, limits.end, self._reported)
         if diagnosis is not None:
             self._act_on(diagnosis)
 
@@ -447,9 +437,9 @@ class Hub(Watcher):
         if not diagnosis.ends:
             if diagnosis.about not in self._reported:
                 self._reported.add(diagnosis.about)
-                os.write(2, f"hvkit: {diagnosis.text}\n".encode())
+                _print(diagnosis.text)
             return
-        os.write(2, f"hvkit: RankLostError: {diagnosis.text}\n".encode())
+        _print(f"RankLostError: {diagnosis.text}")
         _report_cause(diagnosis.text.split("\n")[0])
         self._printed = True
         seconds = _GRACE if diagnosis.answered else _GRACE_FOR_STOPPED
@@ -459,6 +449,11 @@ class Hub(Watcher):
         self._stopped.wait(_TICK)  # so that the others read it before their waits end
         self._shut_down()
         self._over.set()
+
+
+def _print(text: str) -> None:
+    """Print a line at once and as a whole, also while the script's thread prints."""
+    os.write(2, f"hvkit: {text}\n".encode())
 
 
 def _report_cause(text: str) -> None:

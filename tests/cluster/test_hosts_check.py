@@ -137,5 +137,5 @@ def test_two_names_of_one_host_and_localhost_are_told(rig: _Rig) -> None:
     assert done.returncode == 1
     assert _problems(done) == [
         "localhost: means a different host on every host: use the name that the others reach it by",
-        f"node2, {address}: are one host: name it once, with all its slots",
+        f"node2, {address}: are one host, node2: name it once, with all its slots",
     ]

@@ -1,11 +1,11 @@
 """``hvkit hosts --check``: whether hosts are ready for ranks.
 
 ``check`` collects the report of ``hvkit doctor`` from every host, lets all hosts connect to each
-other (``reachability``), and finds the problems in the results. Each kind of problem has a plain
-function.
+other (``reachability``), and finds the problems in the results.
 """
 
 import ipaddress
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvkit.host.cpus import within_limit
+from hvkit.host.network import Interface
 from hvkit.launching.host_checks.reachability import (
     ANOTHER_ANSWERS,
     Reach,
@@ -27,8 +28,8 @@ from hvkit.wording import counted
 _TIMEOUT = 60.0
 # The format of the doctor's report that is read here.
 _FORMAT = 1
-# A rank with a framework loaded takes some hundred MiB before it has any data.
-_MEMORY_OF_RANK = 512 * 2**20
+# MiB. A rank with a framework loaded takes some hundred before it has any data.
+_MEMORY_OF_RANK = 512
 # Seconds. A smaller difference may be due to the slow start of the program that prints the time.
 _CLOCK = 20.0
 # In Horovod's version, what follows is a hash of its build, which may differ with the compiler.
@@ -36,53 +37,29 @@ _BUILD_MARK = "+hvkit"
 
 
 @dataclass(frozen=True)
-class HostReport:
-    """The parts of ``hvkit doctor --json`` that matter to other hosts.
-
-    Attributes:
-        hostname: the host's own name.
-        versions: of Python, hvkit, Horovod, the frameworks and MPI; ``None`` for a missing one.
-        cores: logical CPUs that ranks can use.
-        memory: free memory in bytes.
-        gpus: the number of GPUs that the driver shows.
-        own_addresses: the addresses that the host's own name resolves to there.
-        outward: addresses of its interfaces other than loopback.
-        problems: the problems that the doctor found, each with the fix.
-    """
-
-    hostname: str
-    versions: Mapping[str, str | None]
-    cores: int
-    memory: int
-    gpus: int
-    own_addresses: tuple[str, ...]
-    outward: tuple[str, ...]
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Examined:
-    """A host and its report.
+    """A host, and what is known about it.
 
     Attributes:
         host: the host.
-        facts: its report; ``None`` if there is none.
+        report: of ``hvkit doctor`` there; ``None`` if there is none.
         problem: why there is no report, with the fix.
     """
 
     host: Host
-    facts: HostReport | None
-    problem: str | None
+    report: Mapping[str, Any] | None
+    problem: str | None = None
+
+    @property
+    def cores(self) -> int:
+        """Logical CPUs that ranks can use there."""
+        cores = self.report["cores"] if self.report else None
+        return within_limit(cores["usable"], cores["limit"]) if cores else 0
 
 
 @dataclass(frozen=True)
 class HostProblem:
-    """A problem that keeps ranks from running, or from running well.
-
-    Attributes:
-        hosts: names of the hosts with the problem.
-        text: the problem and the fix.
-    """
+    """A problem that keeps ranks from running, or from running well, with the fix."""
 
     hosts: tuple[str, ...]
     text: str
@@ -96,7 +73,7 @@ class Checked:
     """The result of a check.
 
     Attributes:
-        examined: the reports, in the order of the hosts.
+        examined: the hosts, with their reports.
         interfaces: by host, the interface and address that it reached others from; without hosts
             that reached none.
         problems: the problems; empty if the hosts are ready.
@@ -116,7 +93,7 @@ def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
     """
     shell = remote_shell(system)
     examined = collect_reports(hosts, shell)
-    running = [one.host for one in examined if one.facts is not None]
+    running = [one.host for one in examined if one.report is not None]
     connections = connect_all(running, shell) if len(running) > 1 else Reachability()
     interfaces = {
         reach.source: f"{reach.interface} {reach.own_address}"
@@ -127,41 +104,16 @@ def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
 
 
 def collect_reports(hosts: Sequence[Host], shell: RemoteShell) -> list[Examined]:
-    """Run ``hvkit doctor`` on all hosts at once, with the path of this process's Python.
-
-    Args:
-        hosts: the hosts.
-        shell: the way to the hosts.
-    """
+    """Run ``hvkit doctor`` on all hosts at once, with the path of this process's Python."""
     command = [sys.executable, "-P", "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
     return [_examined(answer) for answer in run_on_hosts(hosts, command, _TIMEOUT, shell)]
-
-
-def read_report(output: str) -> HostReport:
-    """The report in the output of ``hvkit doctor --json``.
-
-    The start and logout files of a shell may print text around it.
-
-    Raises:
-        ValueError: there is no report, or it has another format.
-    """
-    start = output.find("{\n")
-    if start < 0:
-        raise ValueError("it printed no report")
-    try:
-        report, _ = json.JSONDecoder().raw_decode(output, start)
-        if report["format"] != _FORMAT:
-            raise ValueError(f"its report has format {report['format']!r}, not {_FORMAT}")
-        return _report(report)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"its report is invalid ({type(error).__name__}: {error})") from None
 
 
 def _examined(answer: Answer) -> Examined:
     if answer.problem is not None:
         return Examined(answer.host, None, answer.problem)
     try:
-        return Examined(answer.host, read_report(answer.stdout), None)
+        return Examined(answer.host, read_report(answer.stdout))
     except ValueError as error:
         # The last line of a traceback explains more than "printed no report".
         why = last_line(answer.stderr) or str(error)
@@ -173,20 +125,25 @@ def _examined(answer: Answer) -> Examined:
         )
 
 
-def _report(values: Mapping[str, Any]) -> HostReport:
-    mpi, cores = values["mpi"], values["cores"]
-    mpi_version = f"{mpi['flavour']} {mpi['version']}" if mpi else None
-    addresses = (interface["address"] for interface in values["interfaces"])
-    return HostReport(
-        hostname=values["hostname"],
-        versions={**values["versions"], "MPI": mpi_version},
-        cores=within_limit(cores["usable"], cores["limit"]),
-        memory=values["memory"]["available"],
-        gpus=len(values["gpus"]),
-        own_addresses=tuple(values["addresses"]),
-        outward=tuple(a for a in addresses if not ipaddress.ip_address(a).is_loopback),
-        problems=tuple(f"{one['what']}: {one['fix']}" for one in values["problems"]),
-    )
+def read_report(output: str) -> dict[str, Any]:
+    """The report in the output of ``hvkit doctor --json``.
+
+    The start and logout files of a shell may print text around it.
+
+    Raises:
+        ValueError: there is no report, or it has another format.
+    """
+    start = output.find("{\n")
+    if start < 0:
+        raise ValueError("it printed no report")
+    report: dict[str, Any]
+    try:
+        report, _ = json.JSONDecoder().raw_decode(output, start)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its report is invalid ({error})") from None
+    if report.get("format") != _FORMAT:
+        raise ValueError(f"its report has format {report.get('format')!r}, not {_FORMAT}")
+    return report
 
 
 def problems(examined: Sequence[Examined], connections: Reachability) -> list[HostProblem]:
@@ -196,61 +153,115 @@ def problems(examined: Sequence[Examined], connections: Reachability) -> list[Ho
         examined: the report of each host.
         connections: the attempts of the hosts to reach each other.
     """
-    reports = {one.host.name: one.facts for one in examined if one.facts is not None}
-    hosts = [one.host for one in examined]
-    found = [
-        *(
-            HostProblem((one.host.name,), one.problem)
-            for one in examined
-            if one.problem is not None
-        ),
-        *_localhost(hosts),
-        *_same_host(reports),
-        *_versions(reports),
-        *(p for host in hosts if host.name in reports for p in _room(host, reports[host.name])),
-        *_gpus(reports),
-        *_own_names(reports),
-        *_connections(connections),
-        *_clocks(connections.ahead),
-        *(HostProblem((name,), text) for name, one in reports.items() for text in one.problems),
-    ]
-    together: dict[str, list[str]] = {}
-    for problem in found:
-        names = together.setdefault(problem.text, [])
-        names.extend(name for name in problem.hosts if name not in names)
-    return [HostProblem(tuple(names), text) for text, names in together.items()]
+    reports = {one.host.name: one.report for one in examined if one.report is not None}
+    names_of: dict[str, list[str]] = {}
+    for names, text in itertools.chain(
+        *(_of_host(one, examined) for one in examined),
+        _same_host(reports),
+        _versions(reports),
+        *(_of_report(one, reports) for one in examined if one.report is not None),
+        _connections(connections),
+    ):
+        listed = names_of.setdefault(text, [])
+        listed.extend(name for name in names if name not in listed)
+    return [HostProblem(tuple(names), text) for text, names in names_of.items()]
 
 
-def _localhost(hosts: Sequence[Host]) -> Iterator[HostProblem]:
-    for host in hosts:
-        if len(hosts) > 1 and _is_localhost(host.name):
-            yield HostProblem(
-                (host.name,),
-                "means a different host on every host: use the name that the others reach it by",
-            )
+# Names of hosts, and their problem.
+_Found = Iterator[tuple[Sequence[str], str]]
 
 
-def _same_host(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
-    seen: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+def _of_host(one: Examined, examined: Sequence[Examined]) -> _Found:
+    names = [one.host.name]
+    if one.problem:
+        yield names, one.problem
+    if len(examined) > 1 and _is_localhost(one.host.name):
+        text = "means a different host on every host: use the name that the others reach it by"
+        yield names, text
+
+
+def _same_host(reports: Mapping[str, Mapping[str, Any]]) -> _Found:
+    names_of: dict[tuple[str, ...], list[str]] = {}
     for name, report in reports.items():
-        seen.setdefault((report.hostname, tuple(sorted(report.outward))), []).append(name)
-    for names in seen.values():
+        own = (Interface(**each) for each in report["interfaces"])
+        outer = sorted(each.address for each in own if not each.loopback)
+        names_of.setdefault((report["hostname"], *outer), []).append(name)
+    for (hostname, *_), names in names_of.items():
         if len(names) > 1:
-            yield HostProblem(tuple(names), "are one host: name it once, with all its slots")
+            yield names, f"are one host, {hostname}: name it once, with all its slots"
 
 
-def _versions(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
-    packages = dict.fromkeys(name for report in reports.values() for name in report.versions)
-    for package in packages:
+def _versions(reports: Mapping[str, Mapping[str, Any]]) -> _Found:
+    versions = {name: {**one["versions"], "MPI": _mpi(one)} for name, one in reports.items()}
+    for package in dict.fromkeys(package for own in versions.values() for package in own):
         hosts: dict[str, list[str]] = {}
-        for name, report in reports.items():
-            hosts.setdefault(_version(package, report.versions.get(package)), []).append(name)
+        for name, own in versions.items():
+            hosts.setdefault(_version(package, own.get(package)), []).append(name)
         if len(hosts) > 1:
             listed = "; ".join(f"{version} on {', '.join(at)}" for version, at in hosts.items())
-            yield HostProblem(
-                tuple(reports),
-                f"{package} differs ({listed}): install the same version on all hosts",
-            )
+            text = f"{package} differs ({listed}): install the same version on all hosts"
+            yield list(reports), text
+
+
+def _of_report(one: Examined, reports: Mapping[str, Mapping[str, Any]]) -> _Found:
+    names, report = [one.host.name], reports[one.host.name]
+    gpus, addresses = len(report["gpus"]), report["addresses"]
+    slots = one.host.slots or one.cores
+    for thing, number, why in (
+        ("core", one.cores, "ranks would share cores"),
+        ("GPU", gpus, "each rank needs its own GPU"),
+    ):
+        if 0 < number < slots:
+            most = f"use at most {counted(number, 'slot')}"
+            yield names, f"{slots} slots but {counted(number, thing)}: {why}, {most}"
+    memory = report["memory"]["available"] >> 20
+    if memory < slots * _MEMORY_OF_RANK:
+        text = (
+            f"{memory} MiB of free memory for {counted(slots, 'rank')}, but each takes at least "
+            f"{_MEMORY_OF_RANK} MiB: end other programs there or use fewer slots"
+        )
+        yield names, text
+    if not gpus and any(other["gpus"] for other in reports.values()):
+        fix = "run `nvidia-smi` there, or remove the host"
+        yield names, f"no GPU found there, but other hosts have some: {fix}"
+    if len(reports) > 1 and addresses and all(map(_is_loopback, addresses)):
+        text = (
+            f"its own name, {report['hostname']}, resolves to {addresses[0]} there, which no other "
+            "host can reach: in its /etc/hosts map the name to its address in the network"
+        )
+        yield names, text
+    for problem in report["problems"]:
+        yield names, f"{problem['what']}: {problem['fix']}"
+
+
+def _connections(connections: Reachability) -> _Found:
+    """Hosts that cannot reach each other, and clocks that differ."""
+    for name in connections.absent:
+        yield [name], "did not try to reach the others in time: is it overloaded? Check again"
+    for reach in connections.reaches:
+        if reach.reached is None and not _is_localhost(reach.target):
+            yield [reach.source], f"cannot reach {reach.target}{_reason(reach)}"
+    for name, seconds in connections.ahead.items():
+        if abs(seconds) > _CLOCK:
+            off = f"{abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} this host's"
+            yield [name], f"its clock is {off}: set all clocks by NTP"
+
+
+def _reason(reach: Reach) -> str:
+    if not reach.addresses:
+        return ": its name does not resolve there; add it to DNS or to /etc/hosts there"
+    tried = ", ".join(map(" ".join, zip(reach.addresses, reach.failures, strict=True)))
+    if all(map(_is_loopback, reach.addresses)) or ANOTHER_ANSWERS in reach.failures:
+        return f": its name means another host there ({tried}); correct DNS or /etc/hosts there"
+    return (
+        f" ({tried}): is that its address, is there a route to it, and do firewalls allow all TCP "
+        "ports between the hosts? Ranks listen on arbitrary ports"
+    )
+
+
+def _mpi(report: Mapping[str, Any]) -> str | None:
+    mpi = report["mpi"]
+    return f"{mpi['flavour']} {mpi['version']}" if mpi else None
 
 
 def _version(package: str, version: str | None) -> str:
@@ -260,88 +271,6 @@ def _version(package: str, version: str | None) -> str:
     if package == "python":
         return ".".join(version.split(".")[:2])
     return version.partition(_BUILD_MARK)[0]
-
-
-def _room(host: Host, report: HostReport) -> Iterator[HostProblem]:
-    """More slots than cores, GPUs or memory."""
-    slots = host.slots or report.cores
-    if slots > report.cores:
-        yield HostProblem(
-            (host.name,),
-            f"{slots} slots but {counted(report.cores, 'core')}: ranks would share cores, use at "
-            f"most {counted(report.cores, 'slot')}",
-        )
-    if 0 < report.gpus < slots:
-        yield HostProblem(
-            (host.name,),
-            f"{slots} slots but {counted(report.gpus, 'GPU')}: each rank needs its own GPU, use at "
-            f"most {counted(report.gpus, 'slot')}",
-        )
-    if report.memory < slots * _MEMORY_OF_RANK:
-        yield HostProblem(
-            (host.name,),
-            f"{report.memory >> 20} MiB of free memory for {counted(slots, 'rank')}, but each "
-            f"takes at least {_MEMORY_OF_RANK >> 20} MiB: end other programs there or use fewer "
-            "slots",
-        )
-
-
-def _gpus(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
-    without = tuple(name for name, report in reports.items() if report.gpus == 0)
-    if without and len(without) < len(reports):
-        yield HostProblem(
-            without,
-            "no GPU found there, but other hosts have some: run `nvidia-smi` there, or remove the "
-            "host",
-        )
-
-
-def _own_names(reports: Mapping[str, HostReport]) -> Iterator[HostProblem]:
-    if len(reports) < 2:
-        return
-    for name, report in reports.items():
-        if report.own_addresses and all(map(_is_loopback, report.own_addresses)):
-            yield HostProblem(
-                (name,),
-                f"its own name, {report.hostname}, resolves to {report.own_addresses[0]} there, "
-                "which no other host can reach: in its /etc/hosts map the name to its address in "
-                "the network",
-            )
-
-
-def _connections(connections: Reachability) -> Iterator[HostProblem]:
-    """Hosts that cannot reach each other."""
-    for name in connections.absent:
-        yield HostProblem(
-            (name,), "did not try to reach the others in time: is it overloaded? Check again"
-        )
-    for reach in connections.reaches:
-        if reach.reached is None and not _is_localhost(reach.target):
-            yield HostProblem((reach.source,), f"cannot reach {reach.target}{_reason(reach)}")
-
-
-def _reason(reach: Reach) -> str:
-    if not reach.addresses:
-        return ": its name does not resolve there; add it to DNS or to /etc/hosts there"
-    tried = ", ".join(
-        f"{address} {why}" for address, why in zip(reach.addresses, reach.failures, strict=True)
-    )
-    if all(map(_is_loopback, reach.addresses)) or ANOTHER_ANSWERS in reach.failures:
-        return f": its name means another host there ({tried}); correct DNS or /etc/hosts there"
-    return (
-        f" ({tried}): is that its address, is there a route to it, and do firewalls allow all TCP "
-        "ports between the hosts? Ranks listen on arbitrary ports"
-    )
-
-
-def _clocks(ahead: Mapping[str, float]) -> Iterator[HostProblem]:
-    for name, seconds in ahead.items():
-        if abs(seconds) > _CLOCK:
-            direction = "ahead of" if seconds > 0 else "behind"
-            yield HostProblem(
-                (name,),
-                f"its clock is {abs(seconds):.0f} s {direction} this host's: set all clocks by NTP",
-            )
 
 
 def _is_localhost(name: str) -> bool:

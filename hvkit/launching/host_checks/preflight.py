@@ -5,11 +5,10 @@ exist there, and ``routes`` finds the networks between the hosts in them. All pr
 at once. The thorough check is in ``hosts_check``.
 """
 
-import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvkit.errors import CannotRunError, LaunchError, UsageError
@@ -30,9 +29,6 @@ _NAMES = 30.0
 # What Open MPI 5.0.11 was seen to open in a process: its own files, and those for each rank there.
 _OPEN_FILES = 24
 _OPEN_FILES_OF_RANK = 4
-
-# The facts about each host that is ready, and the problems of each other one, by name.
-_Found = tuple[dict[str, Facts], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -89,12 +85,32 @@ def choose_hosts(
             directory or the command (all of them in one error); one host has two names; no host has
             an interface of ``names``.
     """
-    left_out: dict[str, str] = {}
-    look = functools.partial(_facts, command=command, system=system, connect=connect)
-    if least is None:
-        hosts, facts = _with_ranks(hosts, size, look)
-    else:
-        hosts, facts, left_out = _of_ready(hosts, size, least, preempted, look)
+    with_slots = all(host.slots is not None for host in hosts)
+    # A host without ranks need not be ready, unless it may take the place of another.
+    candidates = placed(hosts, size) if with_slots and least is None else tuple(hosts)
+    facts, left_out = _facts(candidates, command, system, connect)
+    ready = [
+        replace(host, slots=host.slots or facts[host.name].cpus)
+        for host in candidates
+        if host.name not in left_out
+    ]
+    if left_out and (least is None or not ready):
+        raise _not_ready(left_out, facts)
+    if least is not None:
+        if not left_out:
+            placed(ready, size)  # raises if there are fewer slots than ranks though all are ready
+        staying = [host for host in ready if host.name not in preempted]
+        if _slots(staying) >= least:
+            left_out = dict.fromkeys(preempted, "it got SIGTERM") | left_out
+            ready = staying
+        if _slots(ready) < least:
+            raise LaunchError(
+                f"the hosts that are ready have {_slots(ready)} slots, but at least {least} ranks "
+                f"are needed\n{_listed(left_out)}"
+            )
+        size = None if size is None else min(size, _slots(ready))
+    hosts = placed(ready, size)
+    facts = {host.name: facts[host.name] for host in hosts}
     _refuse_same(facts)
     _refuse_few_open_files(hosts, facts)
     numbers = {host.name: (host.slots or 0, facts[host.name].cpus) for host in hosts}
@@ -129,7 +145,7 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
     Raises:
         UsageError: there are fewer slots than ranks.
     """
-    slots = sum(host.slots or 0 for host in hosts)
+    slots = _slots(hosts)
     left = slots if size is None else size
     if left > slots:
         listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
@@ -146,75 +162,31 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
     return tuple(chosen)
 
 
-def _with_ranks(
-    hosts: Sequence[Host], size: int | None, look: Callable[[Sequence[Host]], _Found]
-) -> tuple[tuple[Host, ...], dict[str, Facts]]:
-    """The hosts that get ranks, and the facts about them."""
-    with_slots = all(host.slots is not None for host in hosts)
-    chosen = placed(hosts, size) if with_slots else tuple(hosts)
-    facts, problems = look(chosen)
-    if problems:
-        raise _not_ready(problems, facts)
-    if not with_slots:
-        chosen = placed(_with_slots(hosts, facts), size)
-    return chosen, {host.name: facts[host.name] for host in chosen}
-
-
-def _of_ready(
-    hosts: Sequence[Host],
-    size: int | None,
-    least: int,
-    preempted: Collection[str],
-    look: Callable[[Sequence[Host]], _Found],
-) -> tuple[tuple[Host, ...], dict[str, Facts], dict[str, str]]:
-    """As ``_with_ranks``, among the hosts that are ready; also why others are not, by name."""
-    facts, problems = look(hosts)
-    ready = _with_slots([host for host in hosts if host.name not in problems], facts)
-    if not problems:
-        placed(ready, size)  # raises if there are fewer slots than ranks though all are ready
-    staying = [host for host in ready if host.name not in preempted]
-    if sum(host.slots or 0 for host in staying) >= least:
-        problems = dict.fromkeys(preempted, "it got SIGTERM") | problems
-        ready = staying
-    slots = sum(host.slots or 0 for host in ready)
-    if slots < least:
-        if not ready:
-            raise _not_ready(problems, facts)
-        raise LaunchError(
-            f"the hosts that are ready have {slots} slots, but at least {least} ranks are needed\n"
-            f"{_listed(problems)}"
-        )
-    chosen = placed(ready, slots if size is None else min(size, slots))
-    return chosen, {host.name: facts[host.name] for host in chosen}, problems
+def _slots(hosts: Sequence[Host]) -> int:
+    return sum(host.slots or 0 for host in hosts)
 
 
 def _not_ready(problems: Mapping[str, str], facts: Mapping[str, Facts]) -> LaunchError:
     """The error if no host is ready, or if one is not and all are needed."""
-    reasons = set(problems.values())
-    command = next((found.command for found in facts.values() if found.command), None)
-    if command is None or reasons != {command.text}:
+    statuses = {name: found.status for name, found in facts.items()}
+    (text, status), *others = {(text, statuses.get(name)) for name, text in problems.items()}
+    if others or status is None:
         return LaunchError(f"nothing was started\n{_listed(problems)}")
-    only_some = len(problems) < len(facts)
-    where = f" on {', '.join(problems)}" if only_some else ""
-    return CannotRunError(f"{command.text}{where}", command.status)
+    where = f" on {', '.join(problems)}" if len(problems) < len(facts) else ""
+    return CannotRunError(f"{text}{where}", status)
 
 
 def _listed(problems: Mapping[str, str]) -> str:
     return "\n".join(f"  {name}: {problem}" for name, problem in problems.items())
 
 
-def _with_slots(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[Host]:
-    """The hosts; one without slots gets a slot for each logical CPU."""
-    return [
-        host if host.slots is not None else replace(host, slots=facts[host.name].cpus)
-        for host in hosts
-    ]
-
-
 def _facts(
     hosts: Sequence[Host], command: RankCommand, system: str | None, connect: float
-) -> _Found:
-    """Probe all hosts at once."""
+) -> tuple[dict[str, Facts], dict[str, str]]:
+    """By name, the facts about each host that answers, and the problem of each that is not ready.
+
+    Probes all of them at once.
+    """
     if system == HOSTFILE:
         _wait_for_names(hosts)
     folder = working_directory()
@@ -239,16 +211,7 @@ def _facts(
                 facts[name] = Facts.read(answer.stdout)
             except (ValueError, TypeError) as error:
                 problems[name] = f"{error}: install the same hvkit on all hosts"
-    for name, found in facts.items():
-        if not found.has_folder:
-            problems[name] = (
-                f"has no folder {folder}, the working directory: share it with all hosts, or start "
-                "in a folder that all hosts have"
-            )
-        elif found.temporary is not None:
-            problems[name] = found.temporary
-        elif found.command is not None:
-            problems[name] = found.command.text
+    problems |= {name: found.problem for name, found in facts.items() if found.problem}
     return facts, problems
 
 

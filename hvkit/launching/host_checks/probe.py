@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import hvkit
-from hvkit.host.cpus import usable_cpus
+from hvkit.host.cpus import soft_limit, usable_cpus
 from hvkit.host.network import Interface, interfaces
-from hvkit.launching.rank_command import CommandProblem, RankCommand
+from hvkit.launching.rank_command import RankCommand
 
 _LINE_START = '{"hvkit": '
 
@@ -44,20 +44,18 @@ class Facts:
         version: version of its hvkit.
         cpus: logical CPUs that this process may use; in a container at most its CPU time limit.
         interfaces: its interfaces with their addresses.
-        has_folder: whether the working directory exists.
         open_files: how many files a process may open there; ``None`` for no limit.
-        temporary: why it cannot take temporary files; ``None`` if it can.
-        command: why it cannot start the command of the ranks; ``None`` if it can.
+        problem: why ranks cannot start there, with the fix; ``None`` if they can.
+        status: the exit status of the ranks' command, if that is what cannot start.
     """
 
     hostname: str
     version: str
     cpus: int
     interfaces: tuple[Interface, ...]
-    has_folder: bool
     open_files: int | None = None
-    temporary: str | None = None
-    command: CommandProblem | None = None
+    problem: str | None = None
+    status: int | None = None
 
     @classmethod
     def here(cls, folder: str, command: RankCommand) -> "Facts":
@@ -67,15 +65,16 @@ class Facts:
             folder: the working directory of the ranks.
             command: what they run.
         """
+        problem = _problem_of_folder(folder) or _problem_of_temporary_files(os.environ)
+        of_command = None if problem else command.problem(folder)
         return cls(
             hostname=socket.gethostname(),
             version=hvkit.__version__,
             cpus=usable_cpus(),
             interfaces=tuple(interfaces()),
-            has_folder=os.path.isdir(folder),
-            open_files=_open_files(),
-            temporary=_problem_of_temporary_files(os.environ),
-            command=command.problem(folder),
+            open_files=soft_limit(resource.RLIMIT_NOFILE),
+            problem=of_command.text if of_command else problem,
+            status=of_command.status if of_command else None,
         )
 
     def printed(self) -> str:
@@ -96,8 +95,7 @@ class Facts:
         if values.get("version") != hvkit.__version__:
             raise ValueError(f"it has hvkit {values.get('version')}, not {hvkit.__version__}")
         found = tuple(Interface(**interface) for interface in values["interfaces"])
-        command = None if values["command"] is None else CommandProblem(**values["command"])
-        return cls(**{**values, "interfaces": found, "command": command})
+        return cls(**{**values, "interfaces": found})
 
 
 def json_line(values: Mapping[str, Any]) -> str:
@@ -118,9 +116,13 @@ def read_line(line: str) -> dict[str, Any] | None:
     return values
 
 
-def _open_files() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
+def _problem_of_folder(folder: str) -> str | None:
+    if os.path.isdir(folder):
+        return None
+    return (
+        f"has no folder {folder}, the working directory: share it with all hosts, or start in a "
+        "folder that all hosts have"
+    )
 
 
 def _problem_of_temporary_files(environ: Mapping[str, str]) -> str | None:

@@ -6,8 +6,8 @@ host exchanges lines of JSON with all of them:
 
 1. each host prints its port, a random token and its time;
 2. it reads a line with the names, ports and tokens of the others;
-3. it connects to all of them and prints the results. A host sends its token to everyone who
-   connects, so a name that leads to another host, or back to the same one, is noticed;
+3. it connects to all of them and prints the results. A host sends its token to whoever connects,
+   so a name that leads to another host, or back to the same one, is noticed;
 4. it keeps listening until its standard input ends.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvkit.host.network import addresses_of, interfaces, is_local
+from hvkit.host.network import addresses_of, is_local, name_of_interface
 from hvkit.launching.host_checks.probe import json_line, read_line
 from hvkit.launching.hosts import Host
 from hvkit.launching.ssh import AT_ONCE, RemoteShell
@@ -102,11 +102,11 @@ async def _connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Reachabilit
     try:
         lines = await asyncio.gather(*map(start, hosts))
         started = {host: line for host, line in zip(hosts, lines, strict=True) if line is not None}
-        places = [
+        listening = [
             {"name": host.name, "port": line["port"], "token": line["token"]}
             for host, line in started.items()
         ]
-        tried = await asyncio.gather(*(_try(programs[host], host, places) for host in started))
+        tried = await asyncio.gather(*(_try(programs[host], host, listening) for host in started))
     finally:
         await asyncio.gather(*map(_end, programs.values()))
     took_part = {host.name for host, reaches in zip(started, tried, strict=True) if reaches}
@@ -132,10 +132,10 @@ async def _start(host: Host, shell: RemoteShell) -> asyncio.subprocess.Process:
 
 
 async def _try(
-    program: asyncio.subprocess.Process, host: Host, places: Sequence[Mapping[str, Any]]
+    program: asyncio.subprocess.Process, host: Host, listening: Sequence[Mapping[str, Any]]
 ) -> list[Reach] | None:
-    """Send a host the places of the others; its attempts, ``None`` if it does not print them."""
-    others = [place for place in places if place["name"] != host.name]
+    """Send a host what it needs to reach the others; its attempts, ``None`` if it prints none."""
+    others = [each for each in listening if each["name"] != host.name]
     if program.stdin is not None:
         program.stdin.write(json.dumps(others).encode() + b"\n")
     line = await _next_line(program, _TRY)
@@ -178,7 +178,9 @@ async def _connect_to_others() -> None:
             await writer.drain()
             writer.close()
 
-    listening = _listening_socket()
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
     async with await asyncio.start_server(greet, sock=listening):
         _print({"port": listening.getsockname()[1], "token": token, "time": time.time()})
         others = json.loads(await asyncio.to_thread(sys.stdin.readline))
@@ -203,28 +205,14 @@ async def _reach(other: Mapping[str, Any]) -> dict[str, Any]:
             # asyncio replaces the system's text by its own.
             failures.append(os.strerror(error.errno).lower() if error.errno else str(error))
             continue
-        own_address = writer.get_extra_info("sockname")[0]
+        # A socket for both families adds this prefix to IPv4 addresses.
+        own = writer.get_extra_info("sockname")[0].removeprefix("::ffff:").partition("%")[0]
         writer.close()
         if token == other["token"]:
-            return {**found, "reached": address, **_own_end(own_address)}
+            interface = name_of_interface(own)
+            return {**found, "reached": address, "own_address": own, "interface": interface}
         failures.append(ANOTHER_ANSWERS)
     return {**found, "reached": None, "interface": None, "own_address": None}
-
-
-def _own_end(address: str) -> dict[str, str | None]:
-    """This host's address in a connection, and the interface with that address."""
-    # A socket for both families adds this prefix to IPv4 addresses.
-    address = address.removeprefix("::ffff:").partition("%")[0]
-    name = next((one.name for one in interfaces() if one.address == address), None)
-    return {"own_address": address, "interface": name}
-
-
-def _listening_socket() -> socket.socket:
-    """A socket that listens on all addresses of this host."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _print(values: Mapping[str, Any]) -> None:

@@ -96,8 +96,8 @@ def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) ->
     while not all(network.network_address in around for network in inner):
         around = around.supernet()
     others = [i.address for own in hosts for i in own if i.network not in networks]
-    held = any(ipaddress.ip_address(other) in around for other in others)
-    return networks if held else (str(around),)
+    has_others = any(ipaddress.ip_address(other) in around for other in others)
+    return networks if has_others else (str(around),)
 
 
 def _matches(name: str, interface: Interface) -> bool:

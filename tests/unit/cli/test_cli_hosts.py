@@ -9,7 +9,7 @@ from rich.console import Console
 from hvkit.cli import arguments, main
 from hvkit.cli import hosts as command
 from hvkit.cli.hosts import show_table
-from hvkit.launching.host_checks.hosts_check import Checked, Examined, HostProblem, HostReport
+from hvkit.launching.host_checks.hosts_check import Checked, Examined, HostProblem
 
 
 @pytest.fixture
@@ -32,8 +32,9 @@ def printed(capsys):
 
 
 def checked(hosts, system, *problems):
-    facts = HostReport("node1", {}, 8, 2**34, 2, (), (), ())
-    examined = (Examined(hosts[0], facts, None), *(Examined(h, None, "away") for h in hosts[1:]))
+    memory, cores = {"available": 2**34}, {"usable": 8, "limit": None}
+    report = {"cores": cores, "memory": memory, "gpus": [{}, {}]}
+    examined = (Examined(hosts[0], report), *(Examined(h, None, "away") for h in hosts[1:]))
     return Checked(examined, {hosts[0].name: "eth0 10.0.0.1"}, problems)
 
 

@@ -5,8 +5,7 @@ import re
 import pytest
 from machine_facts import LAUNCHER, NO_SSH, library, machine
 
-from hvkit.doctor import rules
-from hvkit.doctor.findings import findings
+from hvkit.doctor.findings import TABLE, findings
 
 MIB = 1024**2
 MPICH = {**LAUNCHER, "flavour": "MPICH", "version": "4.2.0", "program": "/usr/bin/mpirun"}
@@ -186,8 +185,8 @@ def test_every_rule_has_a_case(severity):
     # Only a case shows that the names in a rule's condition and sentences exist.
     found = [findings(machine(**changes))[severity] for changes, _ in CASES[severity]]
     sentences = [one["what"] for each in found for one in each]
-    table = {"problems": rules.PROBLEMS, "notes": rules.NOTES}[severity]
-    patterns = [re.sub(r"\\{.*?\\}", ".*", re.escape(rule.what)) for rule in table]
+    texts = [rule[name] for rule in TABLE["rules"] if (name := severity[:-1]) in rule]
+    patterns = [re.sub(r"\\{.*?\\}\\}", ".*", re.escape(text)) for text in texts]
     assert [each for each in patterns if not re.search(f"(?m)^{each}$", "\n".join(sentences))] == []
 
 

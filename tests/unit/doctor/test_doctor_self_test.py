@@ -11,9 +11,8 @@ from cases import cases
 from machine_facts import library, machine
 
 from hvkit.communication.engines import built_for
-from hvkit.doctor.horovod import horovod
+from hvkit.doctor.facts import horovod, mpi_launchers
 from hvkit.doctor.self_test import BYTES, contribution, launcher_for, require_sum, self_test
-from hvkit.doctor.software import mpi_launchers_here
 
 OPEN_MPI = """case "$1" in
 --version) echo "mpirun (Open MPI) 5.0.11"; exit;;
@@ -47,7 +46,7 @@ def test_each_framework_sums_over_two_real_ranks(framework):
     libraries = [one for one in installed["libraries"] if one["framework"] == framework]
     facts = {
         "horovod": installed | {"libraries": libraries},
-        "launchers": mpi_launchers_here(),
+        "launchers": mpi_launchers(),
         "cores": {"usable": len(os.sched_getaffinity(0))},
     }
     test = self_test(facts, rounds=2, size=SIZE)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.host import allocator, mca, rank_settings
+from hvkit.host import mca, rank_settings
 from hvkit.host.cpus import Allowance
 
 OF_SITE, OF_USER = "mpi/etc/openmpi-mca-params.conf", ".openmpi/mca-params.conf"
@@ -67,6 +67,6 @@ def test_an_allocator_that_the_user_has_set_up_stays_as_it_is(site, name):
 @pytest.mark.parametrize(("limit", "kept"), [(1 << 30, 1 << 26), (1 << 50, (1 << 31) - 1)])
 def test_a_rank_keeps_a_part_of_the_memory_that_it_may_use(site, monkeypatch, limit, kept):
     pages = {"SC_PHYS_PAGES": 1 << 50, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(allocator.os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr(allocator, "allowance", lambda: Allowance(None, limit))
+    monkeypatch.setattr(rank_settings.os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(rank_settings, "allowance", lambda: Allowance(None, limit))
     assert found(site)["MALLOC_TRIM_THRESHOLD_"] == str(kept)

@@ -23,8 +23,7 @@ class Hosts(dict):
     def facts(self, number, **changes):
         own = Interface("eth0", f"10.0.0.{number}", "10.0.0.0/24")
         known = {"version": hvkit.__version__, "hostname": f"node{number}", "cpus": 2}
-        found = {"interfaces": (DOCKER, own), "has_folder": True}
-        return Facts(**{**known, **found, **changes})
+        return Facts(**{**known, "interfaces": (DOCKER, own), **changes})
 
     def change(self, number, **changes):
         self[f"node{number}"] = self.facts(number, **changes)

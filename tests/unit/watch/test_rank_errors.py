@@ -27,7 +27,7 @@ def said(monkeypatch):
     said = []
     for module in (watcher, rank_errors):
         monkeypatch.setattr(module, "report", lambda **values: said.append(values))
-    monkeypatch.setattr(rank_errors, "_witness", None)
+    monkeypatch.setattr(rank_errors, "_watcher", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     rank_errors.install(Reporter(1, Limits(60.0, 1800.0), shut_down=lambda: None))

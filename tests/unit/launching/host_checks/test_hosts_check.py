@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hvkit.launching.host_checks import hosts_check as checks
-from hvkit.launching.host_checks.hosts_check import Examined, HostReport, problems, read_report
+from hvkit.launching.host_checks.hosts_check import Examined, problems, read_report
 from hvkit.launching.host_checks.reachability import Reach, Reachability
 from hvkit.launching.hosts import Host
 from hvkit.launching.ssh import SRUN, SSH
@@ -18,43 +18,33 @@ GIB = 2**30
 
 
 def report(**changes):
-    values = {
+    return {
         "format": 1,
         "hostname": "node1",
-        "versions": {"python": "3.11.2", "torch": None},
+        "versions": {"python": "3.11.2", "torch": "2.13.0"},
         "mpi": {"flavour": "Open MPI", "version": "5.0.11", "program": "~/bin/mpirun"},
         "cores": {"usable": 8, "host": 16, "limit": None},
         "memory": {"total": 2**35, "available": 2**34},
-        "gpus": [{"index": 0}, {"index": 1}],
+        "gpus": [],
         "addresses": ["10.0.0.1"],
         "interfaces": [
             {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"},
             {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24"},
-            {"name": "lo", "address": "::1", "network": "::1/128"},
         ],
-        "problems": [{"what": "no compiler", "fix": "install one"}],
+        "problems": [],
         **changes,
     }
-    return json.dumps(values, indent=2)
 
 
 def test_a_report_is_read_from_between_what_shells_print():
-    assert read_report(f"Welcome {{user}}!\n{report()}\nGoodbye.\n") == HostReport(
-        hostname="node1",
-        versions={"python": "3.11.2", "torch": None, "MPI": "Open MPI 5.0.11"},
-        cores=8,
-        memory=2**34,
-        gpus=2,
-        own_addresses=("10.0.0.1",),
-        outward=("10.0.0.1",),
-        problems=("no compiler: install one",),
-    )
-    assert read_report(report(mpi=None)).versions["MPI"] is None
+    text = json.dumps(report(), indent=2)
+    assert read_report(f"Welcome {{user}}!\n{text}\nGoodbye.\n") == report()
 
 
 @pytest.mark.parametrize(("limit", "cores"), [(None, 8), (1.5, 2), (0.3, 1), (64.0, 8)])
 def test_a_limit_on_cpu_time_limits_the_cores(limit, cores):
-    assert read_report(report(cores={"usable": 8, "host": 16, "limit": limit})).cores == cores
+    found = report(cores={"usable": 8, "host": 16, "limit": limit})
+    assert Examined(Host("node1"), found).cores == cores
 
 
 @pytest.mark.parametrize(
@@ -63,9 +53,7 @@ def test_a_limit_on_cpu_time_limits_the_cores(limit, cores):
         ("", "it printed no report"),
         ("Welcome!\n", "it printed no report"),
         ("{\n", "its report is invalid"),
-        (report(format=2), "its report has format 2, not 1"),
-        (json.dumps({"format": 1}, indent=2), "its report is invalid .KeyError: 'mpi'."),
-        (report(memory=None), "its report is invalid .TypeError"),
+        (json.dumps(report(format=2), indent=2), "its report has format 2, not 1"),
     ],
 )
 def test_anything_else_is_an_error(text, why):
@@ -77,24 +65,16 @@ def test_this_hosts_own_report_is_read():
     command = [sys.executable, "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     found = read_report(printed)
-    assert found.cores >= 1
-    assert found.memory > 0
-    assert found.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert Examined(Host("here"), found).cores >= 1
+    assert found["memory"]["available"] > 0
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
 def examined(name, slots=2, **changes):
     """A host with this report, which is in order but for the changes."""
-    facts = HostReport(
-        hostname=name,
-        versions={"python": "3.11.2", "torch": "2.13.0", "MPI": "Open MPI 5.0.11"},
-        cores=8,
-        memory=16 * GIB,
-        gpus=0,
-        own_addresses=(f"10.0.0.{name[-1]}",),
-        outward=(f"10.0.0.{name[-1]}", "172.17.0.1"),
-        problems=(),
-    )
-    return Examined(Host(name, slots), replace(facts, **changes), None)
+    interfaces = [{"name": "eth0", "address": f"10.0.0.{name[-1]}", "network": "10.0.0.0/24"}]
+    own = {"hostname": name, "addresses": [f"10.0.0.{name[-1]}"], "interfaces": interfaces}
+    return Examined(Host(name, slots), report(**{**own, **changes}))
 
 
 def reach(source, target, **changes):
@@ -122,7 +102,6 @@ def test_right_hosts_have_no_problems():
         ({"torch": "2.13.0"}, {"torch": "2.12.0"}, "torch differs (2.13.0 on node1, node3; 2.12.0"),
         ({"torch": "2.13.0"}, {"torch": None}, "torch differs (2.13.0 on node1, node3; none"),
         ({"python": "3.11.2"}, {"python": "3.12.1"}, "python differs (3.11 on node1, node3; 3.12"),
-        ({"MPI": "MPICH 4"}, {"MPI": "MPICH 5"}, "MPI differs (MPICH 4 on node1, node3; MPICH 5"),
         ({"horovod": "1"}, {}, "horovod differs (1 on node1, node3; none"),
         ({"python": "3.11.2"}, {"python": "3.11.9"}, None),
         ({"horovod": "0.28.1+hvkit1"}, {"horovod": "0.28.1+hvkit2"}, None),
@@ -135,26 +114,34 @@ def test_versions_that_do_not_work_together_are_a_problem_with_the_hosts(ours, t
     assert found(first, examined("node2", versions=theirs), third) == expected
 
 
-WRONG = {"problems": ("no compiler: install one",)}
-LOOPING = examined("node1", own_addresses=("127.0.1.1",))
-SAME = {"hostname": "node1", "outward": ("10.0.0.1",)}
+MPICH = {"mpi": {"flavour": "MPICH", "version": "5"}}
+WRONG = {"problems": [{"what": "no compiler", "fix": "install one"}]}
+LOOPING = examined("node1", addresses=["127.0.1.1"])
+SAME = {"hostname": "node1"}
 
 
 @pytest.mark.parametrize(
     ("hosts", "problem"),
     [
         ([TWO[0], Examined(Host("node2", 2), None, "is away")], "node2: is away"),
-        ([examined(each, **WRONG) for each in ("a", "b")], "a, b: no compiler: install one"),
-        ([examined("node1", 9)], "node1: 9 slots but 8 cores: .*, use at most 8 slots"),
-        ([examined("node1", 2, gpus=1)], "node1: 2 slots but 1 GPU: .*, use at most 1 slot"),
         (
-            [examined("node1", None, memory=GIB)],
+            [TWO[0], examined("node2", **MPICH)],
+            r"node1, node2: MPI differs \(Open MPI 5\.0\.11 on node1; MPICH 5 on node2\): .*",
+        ),
+        ([examined(each, **WRONG) for each in ("node1", "node2")], "node1, node2: no compiler: .*"),
+        ([examined("node1", 9)], "node1: 9 slots but 8 cores: .*, use at most 8 slots"),
+        ([examined("node1", 2, gpus=[{}])], "node1: 2 slots but 1 GPU: .*, use at most 1 slot"),
+        (
+            [examined("node1", None, memory={"available": GIB})],
             "node1: 1024 MiB of free memory for 8 ranks, but each takes at least 512 MiB: .*",
         ),
-        ([examined("node1", gpus=8), TWO[1]], "node2: no GPU found there, but other hosts have .*"),
+        (
+            [examined("node1", gpus=[{}] * 8), TWO[1]],
+            "node2: no GPU found there, but other hosts have .*",
+        ),
         (
             [examined("node1", **SAME), examined("alias1", **SAME)],
-            "node1, alias1: are one host: name it once, with all its slots",
+            "node1, alias1: are one host, node1: name it once, with all its slots",
         ),
         ([LOOPING, TWO[1]], r"node1: its own name, node1, resolves to 127\.0\.1\.1 there, .*"),
     ],
@@ -166,7 +153,7 @@ def test_each_problem_is_listed_once_with_its_hosts(hosts, problem):
 
 @pytest.mark.parametrize("name", ["localhost", "localhost.localdomain", "127.0.0.1", "::1"])
 def test_a_name_for_this_host_alone_matters_only_among_several(name):
-    here = Examined(Host(name, 2), TWO[0].facts, None)
+    here = Examined(Host(name, 2), TWO[0].report)
     away = reach("node2", name, reached=None, addresses=("127.0.0.1",), failures=("refused",))
     assert found(here) == found(LOOPING) == []
     assert found(here, TWO[1], connections=Reachability((away,))) == [

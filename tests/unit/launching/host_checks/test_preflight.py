@@ -8,12 +8,13 @@ from hvkit.errors import CannotRunError, LaunchError
 from hvkit.host.network import Interface
 from hvkit.launching.host_checks import preflight
 from hvkit.launching.host_checks.preflight import choose_hosts, placed
+from hvkit.launching.host_checks.probe import Facts
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job
-from hvkit.launching.rank_command import NOT_FOUND, CommandProblem, RankCommand
+from hvkit.launching.rank_command import NOT_FOUND, RankCommand
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1, user="ann"))
-MISSING = CommandProblem(NOT_FOUND, "cannot run x.py: there is no such file in /data")
+MISSING = {"problem": "cannot run x.py: there is no such file in /data", "status": NOT_FOUND}
 
 
 def chosen(hosts=TWO_AND_ONE, size=3, **changes):
@@ -64,7 +65,7 @@ def test_a_removed_working_directory_is_an_error(hosts, monkeypatch, tmp_path):
 
 
 def test_a_host_without_the_script_is_named_before_anything_starts(hosts):
-    hosts.change(2, command=MISSING)
+    hosts.change(2, **MISSING)
     with pytest.raises(CannotRunError, match=r"^cannot run x\.py: .* in /data on node2$") as caught:
         chosen()
     assert caught.value.exit_status == 127
@@ -74,22 +75,21 @@ def test_a_host_without_the_script_is_named_before_anything_starts(hosts):
 @pytest.mark.parametrize("least", [None, 1])
 def test_a_script_that_no_host_has_is_said_once_and_else_each_problem(hosts, least):
     for number in (1, 2):
-        hosts.change(number, command=MISSING)
-    with pytest.raises(CannotRunError, match=f"^{re.escape(MISSING.text)}$"):
+        hosts.change(number, **MISSING)
+    with pytest.raises(CannotRunError, match=f"^{re.escape(MISSING['problem'])}$"):
         chosen(least=least)
     hosts["node2"] = (None, "", "", "no route to it: switch it on")
     with pytest.raises(LaunchError, match=r"^nothing was started") as caught:
         chosen(least=least)
     assert caught.value.exit_status == 1
     lines = sorted(str(caught.value).splitlines()[1:])
-    assert lines == [f"  node1: {MISSING.text}", "  node2: no route to it: switch it on"]
+    assert lines == [f"  node1: {MISSING['problem']}", "  node2: no route to it: switch it on"]
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"temporary": "cannot write temporary files to /tmp"}, "cannot write temporary files to"),
-        ({"has_folder": False}, "has no folder .*: share it with all hosts"),
+        ({"problem": "cannot write temporary files to /tmp"}, "cannot write temporary files to"),
         ({"version": "0.0.1"}, r"it has hvkit 0\.0\.1, not "),
         ((0, "Welcome!\n", "", None), "it printed no facts"),
         (
@@ -102,6 +102,11 @@ def test_a_host_that_is_not_like_this_one_is_named(hosts, answer, message):
     hosts["node2"] = hosts.facts(2, **answer) if isinstance(answer, dict) else answer
     with pytest.raises(LaunchError, match=f"node2: .*{message}"):
         chosen()
+
+
+def test_a_host_without_the_working_directory_says_so():
+    found = Facts.here("/nowhere", RankCommand.of(["python"], "/bin"))
+    assert found.problem.startswith("has no folder /nowhere, the working directory: share it with")
 
 
 def test_a_host_with_too_few_open_files_for_its_ranks_is_named_with_the_number_it_takes(hosts):

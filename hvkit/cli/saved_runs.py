@@ -1,4 +1,4 @@
-"""``hvkit report``: shows recorded runs in the terminal and as an HTML page."""
+"""``hvkit report`` and ``hvkit join-checkpoint``: show and convert what runs have saved."""
 
 import argparse
 from dataclasses import replace
@@ -12,7 +12,7 @@ _PAGE = "report.html"
 _COMPARISON = "comparison.html"
 
 
-def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
+def add_report(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add ``hvkit report``."""
     parser = commands.add_parser(
         "report",
@@ -31,7 +31,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="FILE",
         help=f"write the page here (default: FOLDER/{_PAGE}; of several, {_COMPARISON})",
     )
-    parser.set_defaults(execute=_report, refuse=parser.error)
+    parser.set_defaults(execute=_report)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -51,21 +51,57 @@ def _report(args: argparse.Namespace) -> int:
     runs = [replace(read(each), name=name) for each, name in zip(folders, names, strict=True)]
     single = len(runs) == 1
     path = args.html or (folders[0] / _PAGE if single else Path(_COMPARISON))
-    problem: OSError | None = None
+    problem = None
     try:
         # Write the page first: a reader of the terminal's text, such as head, may end early.
         text = page(runs[0]) if single else page_of_several(runs)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        problem = error
+        problem = error.strerror or str(error)
     console = Terminal()
     if single:
         terminal_report.show(runs[0], console)
     else:
         comparison.show(runs, console)
     if problem is not None:
-        raise HvkitError(
-            f"{path} cannot be written ({problem.strerror}): choose another file with --html"
-        )
-    console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+        raise HvkitError(f"{path} cannot be written ({problem}): choose another file with --html")
+    console.show_line(f"wrote {path}")
+    return 0
+
+
+def add_join_checkpoint(commands: "argparse._SubParsersAction[CommandParser]") -> None:
+    """Add ``hvkit join-checkpoint``."""
+    parser = commands.add_parser(
+        "join-checkpoint",
+        help="make plain files of a checkpoint that was saved with sharded=True",
+        description="Write the plain files of a sharded checkpoint into OUT/step-..., model.pt and "
+        "so on, which torch.load reads where hvkit is not installed. They are those that "
+        "hvkit.Checkpoint writes without sharded=True, and a run resumes from OUT. Needs disk "
+        "for twice the checkpoint, and little memory.",
+        examples={
+            "hvkit join-checkpoint runs/a plain/a": "the newest checkpoint of a run",
+            "hvkit join-checkpoint runs/a/step-000000500 plain/a": "one of them",
+        },
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="the checkpoint's folder, or the run's directory for its newest",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="another directory of checkpoints")
+    parser.set_defaults(execute=_join)
+
+
+def _join(args: argparse.Namespace) -> int:
+    from hvkit.checkpoint.joining import join
+
+    if not args.checkpoint.is_dir():
+        args.refuse(f"argument CHECKPOINT: {args.checkpoint} is not a folder")
+    try:
+        folder = join(args.checkpoint, args.out)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise HvkitError(f"{where}{error.strerror or error}") from error
+    Terminal().show_line(f"wrote {folder}")
     return 0
