@@ -43,19 +43,19 @@ setup(
     package_data={
         "hvkit": ["py.typed"],
         "hvkit.build": ["patches/*.patch"],
-        "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh", "trainjob.yaml"],
+        "hvkit.manifest": ["templates/*.j2"],
         "hvkit.monitor": ["report.html"],
     },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
     install_requires=[
         "cloudpickle>=3.0",
         "filelock>=4.0",
+        "jinja2>=3.1",
         "mpi4py>=4.1",
         "msgpack>=1.0.5",
         "numpy>=1.26.4",
         "packaging",
         "psutil",
-        "pyyaml",
         "rich",
         "setuptools>=70.1",
     ],
@@ -73,7 +73,7 @@ setup(
         "spark": ["pyarrow>=18", "pyspark>=4.0.1"],
         "completion": COMPLETION,
         "dev": [
-            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", "twine"),
+            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "pyyaml", "ruff", "twine"),
             *("equinox", "grain", "ipykernel", "nbclient"),
             *COMPLETION,
         ],

@@ -3,7 +3,9 @@
 import argparse
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvkit.cli.arguments import (
@@ -16,7 +18,6 @@ from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN_IN_MANIFESTS
 from hvkit.cli.manifest_options import SYSTEMS, Option, System, options_of
 from hvkit.manifest import fields
-from hvkit.manifest.fields import HvkitRun, Size
 
 _COLUMNS = 80
 
@@ -83,6 +84,8 @@ def _help(option: Option, system: System) -> str:
 
 def _argument_type(check: Callable[[str], Any]) -> Callable[[str], Any]:
     """An argparse type that reports the ``ValueError`` of ``check`` with its own message."""
+    if check is Path:  # for which shells complete files
+        return check
 
     def converted(text: str) -> Any:
         try:
@@ -95,33 +98,49 @@ def _argument_type(check: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _execute(args: argparse.Namespace) -> int:
     try:
-        run = _run_of(args)
-        text = args.system.write(vars(args), run)
+        values = _values_of(args)
+        text = args.system.write(values, values.pop("template"))
     except ValueError as error:
         args.refuse(str(error))
-    size = run.size
-    if size.idle:
+    ranks, hosts, slots = (values[name] for name in ("np", "hosts", "slots"))
+    if idle := hosts * slots - ranks:
         print(
-            f"hvkit: note: {size.ranks} ranks on {size.hosts} x {size.slots} slots; idle slots on "
-            f"the last host: {size.idle}, with the resources that are reserved for them",
+            f"hvkit: note: {ranks} ranks on {hosts} x {slots} slots; idle slots on the last host: "
+            f"{idle}, with the resources that are reserved for them",
             file=sys.stderr,
         )
     print(text, end="")
     return 0
 
 
-def _run_of(args: argparse.Namespace) -> HvkitRun:
-    """The ``hvkit run`` that the arguments describe; refuses those that do not go together."""
-    # Not by argparse, which would complain about a missing option before an unknown one.
-    for name in (option.name.split()[0] for option in options_of(args.system) if option.required):
-        if getattr(args, name.strip("-").replace("-", "_")) is None:
+def _values_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``hvkit.manifest.systems`` takes; refuses arguments that do not go together."""
+    values = {}
+    for option in options_of(args.system):
+        given, name = getattr(args, option.dest), option.name.split()[0]
+        # Not by argparse, which would complain about a missing option before an unknown one.
+        if option.required and given is None:
             raise ValueError(f"{name} is missing")
-    return HvkitRun(
-        size=Size.of(args.np, args.slots),
-        command=_command_of(args),
-        variables=_variables_of(args),
-        options=_run_options_of(args),
-    )
+        if option.repeated is dict:
+            for each, times in Counter(each for each, _ in given).items():
+                if times > 1:
+                    raise ValueError(f"argument {name}: {each} is set {times} times: set it once")
+            given = dict(given)
+        values[option.dest] = given
+    # As with mpirun, the last host may run fewer ranks than the others. All of its slots still
+    # reserve resources: Kubernetes and Slurm describe all hosts at once.
+    ranks, slots = args.np, min(args.slots, args.np)
+    values |= {"slots": slots, "hosts": -(-ranks // slots)}
+    if args.system.starts_hvkit_run:
+        for shown in args.show or ():
+            if shown[-1] >= ranks:
+                raise ValueError(
+                    f"argument --show: there is no rank {shown[-1]}: ranks are numbered from 0 to "
+                    f"{ranks - 1}"
+                )
+        values |= {"grace": args.grace, "max_restarts": args.max_restarts}
+        values["run_options"] = tuple(map(fields.utf8, watching(args)))
+    return {**values, "command": _command_of(args)}
 
 
 def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -133,26 +152,3 @@ def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
     if not command[0] or command[0].startswith("-"):
         raise ValueError(f"{COMMAND_BEGINS}, got {command[0]!r}")
     return tuple(map(fields.utf8, command))
-
-
-def _variables_of(args: argparse.Namespace) -> dict[str, str]:
-    """The environment variables for ranks; each may be set once."""
-    variables: dict[str, str] = {}
-    for name, value in args.env:
-        if name in variables:
-            raise ValueError(f"argument --env: {name} is set twice: set each variable once")
-        variables[name] = value
-    return variables
-
-
-def _run_options_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The options for ``hvkit run``, one word each; refuses to show ranks that do not exist."""
-    if not args.system.starts_hvkit_run:
-        return ()
-    for some in args.show or ():
-        if some[-1] >= args.np:
-            raise ValueError(
-                f"argument --show: there is no rank {some[-1]}: ranks are numbered from 0 to "
-                f"{args.np - 1}"
-            )
-    return tuple(map(fields.utf8, watching(args)))

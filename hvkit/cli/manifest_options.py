@@ -1,23 +1,15 @@
 """The one table of options of all manifests: their names, what they accept, and who has them.
 
-A system's module in ``hvkit.manifest`` gets their values by name: ``options["shm_size"]``.
+Functions in ``hvkit.manifest.systems`` and templates get their values by name: ``shm_size``.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hvkit.cli.arguments import NUMBER_OF_RANKS, number_of_ranks, positive
-from hvkit.manifest import (
-    azureml,
-    fields,
-    kubernetes_fields,
-    mpijob,
-    sagemaker,
-    slurm_job,
-    trainjob,
-)
-from hvkit.manifest.fields import HvkitRun
+from hvkit.cli.arguments import NUMBER_OF_RANKS, number_of_ranks, positive, whole
+from hvkit.manifest import fields, systems
 
 
 @dataclass(frozen=True)
@@ -26,7 +18,7 @@ class System:
 
     Attributes:
         name: the subcommand.
-        write: makes the text from the values of options, by name.
+        write: makes the text, as the functions in ``hvkit.manifest.systems``.
         host: the word for a host.
         noun: the word for what is written.
         help: in the list of subcommands.
@@ -35,7 +27,7 @@ class System:
     """
 
     name: str
-    write: Callable[[Mapping[str, Any], HvkitRun], str]
+    write: Callable[[Mapping[str, Any], Path | None], str]
     host: str
     noun: str
     help: str
@@ -54,7 +46,8 @@ class Option:
         help: ``{host}`` and ``{noun}`` are the system's words.
         default: as a user would write it.
         required: whether it must be given.
-        repeated: whether it may be given several times.
+        repeated: of an option that may be given several times: whether the values are a list or,
+            of pairs, a dict.
         aliases: further names.
     """
 
@@ -63,13 +56,18 @@ class Option:
     help: str = ""
     default: str | None = None
     required: bool = False
-    repeated: bool = False
+    repeated: type[list[Any]] | type[dict[str, Any]] | None = None
     aliases: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        """Its name among the values."""
+        return self.name.split()[0].strip("-").replace("-", "_")
 
 
 MPIJOB = System(
     "mpijob",
-    mpijob.manifest,
+    systems.mpijob,
     host="worker",
     noun="manifest",
     help="an MPIJob for the Kubeflow MPI operator, in YAML",
@@ -78,7 +76,7 @@ MPIJOB = System(
 )
 TRAINJOB = System(
     "trainjob",
-    trainjob.manifest,
+    systems.trainjob,
     host="worker",
     noun="manifest",
     help="a TrainJob for the Kubeflow Trainer, with its runtime, in YAML",
@@ -88,7 +86,7 @@ TRAINJOB = System(
 )
 SLURM = System(
     "slurm",
-    slurm_job.script,
+    systems.slurm,
     host="host",
     noun="script",
     help="a batch script for Slurm",
@@ -97,7 +95,7 @@ SLURM = System(
 )
 SAGEMAKER = System(
     "sagemaker",
-    sagemaker.manifest,
+    systems.sagemaker,
     host="instance",
     noun="request",
     help="a request CreateTrainingJob of Amazon SageMaker, in JSON",
@@ -107,7 +105,7 @@ SAGEMAKER = System(
 )
 AZUREML = System(
     "azureml",
-    azureml.manifest,
+    systems.azureml,
     host="node",
     noun="job",
     help="a command job of Azure Machine Learning, in YAML",
@@ -172,29 +170,29 @@ OPTIONS = (
         "mount this PersistentVolumeClaim at PATH in the workers and the launcher, for data, "
         "checkpoints and logs: files elsewhere disappear with their pod. Pods on several nodes "
         "need a claim of access mode ReadWriteMany",
-        repeated=True,
+        repeated=dict,
     ),
     Option(
         "--pull-secret NAME",
         _in(_KUBERNETES, fields.subdomain),
         "the Secret with the password of the image's registry",
-        repeated=True,
+        repeated=list,
     ),
     Option(
         "--node-label KEY=VALUE",
-        _in(_KUBERNETES, kubernetes_fields.node_label),
+        _in(_KUBERNETES, fields.node_label),
         "run the {host}s on nodes with this label only",
-        repeated=True,
+        repeated=dict,
     ),
     Option(
         "--tolerate TAINT",
-        _in(_KUBERNETES, kubernetes_fields.toleration),
+        _in(_KUBERNETES, fields.toleration),
         "allow nodes with this taint, KEY[=VALUE][:EFFECT], such as nvidia.com/gpu",
-        repeated=True,
+        repeated=list,
     ),
     Option(
         "--queue NAME",
-        _in(_KUBERNETES, kubernetes_fields.queue),
+        _in(_KUBERNETES, fields.queue),
         "the queue of Kueue in which the job waits for room",
     ),
     Option(
@@ -202,14 +200,14 @@ OPTIONS = (
         {"sagemaker": fields.s3_input, "azureml": fields.azure_folder},
         "data for all ranks: an s3:// URI, which SageMaker copies to /opt/ml/input/data/NAME; or "
         "Azure's path of a folder, which replaces ${{{{inputs.NAME}}}} in COMMAND",
-        repeated=True,
+        repeated=dict,
     ),
     Option("--output URI", {"sagemaker": fields.s3}, "the s3:// URI for results", required=True),
     Option(
         "--output NAME=PLACE",
         {"azureml": fields.azure_folder},
         "Azure's path of a folder for results, which replaces ${{{{outputs.NAME}}}} in COMMAND",
-        repeated=True,
+        repeated=dict,
     ),
     Option("--role ARN", {"sagemaker": fields.role}, "the role of the job", required=True),
     Option(
@@ -234,13 +232,13 @@ OPTIONS = (
         "--subnet ID",
         {"sagemaker": fields.amazon_id},
         "run in this subnet of your network, with --security-group",
-        repeated=True,
+        repeated=list,
     ),
     Option(
         "--security-group ID",
         {"sagemaker": fields.amazon_id},
         "the rules for traffic there, which must let the {host}s reach each other",
-        repeated=True,
+        repeated=list,
     ),
     Option("--output-key KEY", {"sagemaker": fields.kms_key}, "encrypts the results: a KMS key"),
     Option(
@@ -271,7 +269,7 @@ OPTIONS = (
     ),
     Option(
         "--retries N",
-        _in(_KUBERNETES, fields.count),
+        _in(_KUBERNETES, whole),
         "times to start again after a failure, for scripts that resume",
         "0",
     ),
@@ -286,19 +284,24 @@ OPTIONS = (
         "--sbatch OPTION",
         {"slurm": fields.sbatch_option},
         "a further option of sbatch, with an equals sign: `--sbatch=--qos=high`",
-        repeated=True,
+        repeated=list,
     ),
     Option(
         "--env NAME=VALUE",
         _in(_ALL, fields.assignment),
         "environment variable for all ranks, readable in the {noun}: no secrets",
-        repeated=True,
+        repeated=dict,
     ),
     Option(
         "--secret-env NAME=SECRET:KEY",
-        _in(_KUBERNETES, kubernetes_fields.secret_variable),
+        _in(_KUBERNETES, fields.secret_variable),
         "environment variable for all ranks, from this key of a Secret",
-        repeated=True,
+        repeated=dict,
+    ),
+    Option(
+        "--template FILE",
+        _in(_ALL, Path),
+        "fill in this template, a changed copy of one in hvkit/manifest/templates/",
     ),
 )
 """The options, in the order in which help shows them."""
