@@ -19,12 +19,12 @@ from hvkit.build.abi import FILE, Abi, Machine, minors_between, misfits, this_ma
 from hvkit.build.build_output import announce, explain, run_pip
 from hvkit.build.builder import build, default_jobs
 from hvkit.build.cuda import toolkit_for
+from hvkit.build.frameworks import distribution
 from hvkit.build.horovod_patches import VERSION
-from hvkit.build.ready_wheels import Choice
+from hvkit.build.ready_wheels import Choice, shown
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
 from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock, require_writable_cache
 from hvkit.build.wheel_file import join
-from hvkit.build.wheel_place import shown
 from hvkit.errors import BuildError, is_of_full_disk
 from hvkit.host.process_lock import claim
 
@@ -85,10 +85,8 @@ def install_horovod(options: BuildOptions) -> None:
 
 def installed_version() -> str | None:
     """The version of the installed Horovod, with its local part."""
-    try:
-        return metadata.version("horovod")
-    except metadata.PackageNotFoundError:
-        return None
+    found = distribution("horovod")
+    return found.version if found else None
 
 
 def installed_abi() -> Abi | None:
@@ -239,10 +237,8 @@ def _is_met(text: str) -> bool:
     requirement = Requirement(text)
     if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
         return True
-    try:
-        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
-    except metadata.PackageNotFoundError:
-        return False
+    found = distribution(requirement.name)
+    return found is not None and requirement.specifier.contains(found.version, prereleases=True)
 
 
 def check(toolchain: Toolchain) -> None:
