@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from importlib.resources import files
 
 import pytest
 import yaml
@@ -161,12 +162,17 @@ def test_a_mistake_in_a_template_is_named_with_its_line(filled, template, compla
             filled(template, replaced, name="a", gpus=2)
 
 
-def test_a_cluster_has_its_own_template(documents, refusal, tmp_path):
+def test_a_cluster_fills_in_its_changed_copy_of_a_template(documents, refusal, tmp_path):
+    line = f"mpijob --image a -np 8 --slots 4 {COMMAND}"
+    (expected,) = documents(line)
+    for replica in expected["spec"]["mpiReplicaSpecs"].values():
+        replica["template"]["spec"]["priorityClassName"] = "night-hvkit"
+    original = (files("hvkit.manifest") / "templates" / "mpijob.yaml.j2").read_text()
+    ours = '          priorityClassName: {{ "night-" ~ name }}\n          containers:\n'
     own = tmp_path / "own.j2"
-    own.write_text("kind: MPIJob\npriorityClassName: night\nargs: {{ run }}\n", encoding="utf-8")
-    line = f"mpijob --image a -np 8 --slots 4 --template {own} {COMMAND}"
-    words = ["-np", "8", *COMMAND.split()]
-    assert documents(line) == [{"kind": "MPIJob", "priorityClassName": "night", "args": words}]
+    own.write_text(original.replace("          containers:\n", ours), encoding="utf-8")
+    line = line.replace("mpijob", f"mpijob --template {own}")
+    assert documents(line) == [expected]
     own.write_text("kind: MPIJob\nname: {{ nmae }}", encoding="utf-8")
     assert f"hvkit manifest mpijob: error: {own}: line 2: 'nmae' is undefined" in refusal(line)
     own.write_bytes(b"\xff")
