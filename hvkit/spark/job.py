@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import secrets
 import socket
 import subprocess
@@ -28,11 +27,9 @@ from hvkit.functions.supervised import (
 )
 from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
-from hvkit.launching.prepare import Request
 from hvkit.log import logger
-from hvkit.spark import starter
-from hvkit.spark.starter import SparkRun, agents_in, job_ended_in, run_in
-from hvkit.spark.task import RankTask
+from hvkit.spark import starter, task
+from hvkit.spark.starter import agents_in, job_ended_in, run_in
 from hvkit.wording import counted, shortened
 
 R = TypeVar("R")
@@ -101,18 +98,13 @@ def run(
     _await_executors(context, size)
     with call_folder(function, args, kwargs or {}) as folder:
         name = getattr(function, "__name__", type(function).__name__)
-        wanted = SparkRun(
-            size=size,
-            addresses=_addresses(context),
-            command=f"hvkit.spark.run({name})",
-            lost_after=Request.lost_after,
-            grace=Request.grace,
-        )
-        run_in(folder).write_bytes(pickle.dumps(wanted))
+        command = f"hvkit.spark.run({name})"
+        wanted = {"size": size, "addresses": _addresses(context), "command": command}
+        run_in(folder).write_text(json.dumps(wanted))
         process = begin(starter.__name__, folder)
-        job = _Job(context, folder, process, wanted)
+        job = _Job(context, folder, process, size, command)
         try:
-            job.start(command_of_rank(function, "hvkit.spark.rank")[1:], environ)
+            job.start(command_of_rank(function, task.__name__)[1:], environ)
             follow(process)
         finally:
             job.end()
@@ -140,14 +132,19 @@ class _Job:
     """
 
     def __init__(
-        self, context: Any, folder: Path, supervisor: subprocess.Popen[bytes], wanted: SparkRun
+        self,
+        context: Any,
+        folder: Path,
+        supervisor: subprocess.Popen[bytes],
+        size: int,
+        command: str,
     ) -> None:
         self.problem: Exception | None = None
         self._context = context
         self._folder = folder
         self._supervisor = supervisor
-        self._size = wanted.size
-        self._description = f"{wanted.command} on {counted(wanted.size, 'rank')}"
+        self._size = size
+        self._description = f"{command} on {counted(size, 'rank')}"
         self._group = f"hvkit-{secrets.token_hex(8)}"
         self._thread: Any = None
         self._executors = _executors(context)
@@ -187,11 +184,11 @@ class _Job:
                 return
             time.sleep(_TICK)
         agent = json.loads(agents_in(self._folder).read_bytes())
-        task = RankTask(agent, environ, secrets.token_bytes(32), command)
+        rank_task = task.RankTask(agent, environ, secrets.token_bytes(32), command)
         try:
             self._context.setJobGroup(self._group, self._description, interruptOnCancel=True)
             tasks = self._context.parallelize(range(self._size), self._size)
-            tasks.barrier().mapPartitions(task).collect()
+            tasks.barrier().mapPartitions(rank_task).collect()
         except Exception as problem:
             self.problem = problem
         finally:

@@ -15,7 +15,6 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -118,12 +117,8 @@ def _is_of_this_user(port: int, server: int) -> bool:
     field the number of its user.
     """
     wanted = _in_proc(port), _in_proc(server)
-    fields = (line.split() for line in _lines(Path("/proc/net/tcp")))
+    fields = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
     return any((each[1], each[2]) == wanted and int(each[7]) == os.getuid() for each in fields)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    return iter(path.read_text().splitlines()[1:])
 
 
 def _in_proc(port: int) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvkit.functions.supervised import supervise_below
 from hvkit.host.call_folder import written
+from hvkit.launching.prepare import Request
 from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.launching.supervision.run_status import RunStatus
@@ -24,27 +23,8 @@ from hvkit.launching.supervision.supervised_run import Outcome, SupervisedRun, s
 _TICK = 0.05
 
 
-@dataclass(frozen=True)
-class SparkRun:
-    """What is to be supervised.
-
-    Attributes:
-        size: the number of ranks.
-        addresses: of the driver's host, at which agents reach the supervisor.
-        lost_after: seconds without an acknowledgement after which a host counts as lost.
-        grace: seconds that ranks have to end.
-        command: what ``hvkit top`` shows.
-    """
-
-    size: int
-    addresses: tuple[str, ...]
-    command: str
-    lost_after: float
-    grace: float
-
-
 def run_in(folder: Path) -> Path:
-    """The file with the ``SparkRun``."""
+    """The file with the number of ranks, the driver's addresses, and what ``hvkit top`` shows."""
     return folder / "spark-run"
 
 
@@ -62,19 +42,19 @@ def main(folder: Path, parent: int) -> None:
     """Supervise the ranks until they have ended."""
 
     def run() -> Outcome:
-        wanted: SparkRun = pickle.loads(run_in(folder).read_bytes())
+        wanted = json.loads(run_in(folder).read_text())
         status = RunStatus()
-        status.update(command=wanted.command)
+        status.update(command=wanted["command"])
         with run_status.serve(status.read):
             return supervise(
                 SupervisedRun(
                     command=[sys.executable, "-P", "-m", "hvkit.spark.starter", str(folder)],
                     environ=os.environ,
                     launcher="Spark",
-                    size=wanted.size,
-                    addresses=wanted.addresses,
-                    lost_after=wanted.lost_after,
-                    grace=wanted.grace,
+                    size=wanted["size"],
+                    addresses=tuple(wanted["addresses"]),
+                    lost_after=Request.lost_after,
+                    grace=Request.grace,
                     bind=False,  # Spark's executors share the cores of their hosts
                     status=status,
                     call=folder,

@@ -1,4 +1,7 @@
-"""What each Spark task does: finds its rank's place, and starts hvkit's agent for it."""
+"""What each Spark task does: finds its rank's place, and starts hvkit's agent for it.
+
+The rank itself runs ``python -m hvkit.spark.task``.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from pathlib import Path
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.network import interface_of
 from hvkit.launching.supervision.protocol import agent_command
-from hvkit.spark.rank import FILES
 from hvkit.spark.rendezvous import Front, Store
 
+# Environment variable of ranks: the folder with the files that Spark has shipped, if any.
+_FILES = "HVKIT_SPARK_FILES"
 # Seconds that ranks may be apart when Horovod starts. The supervisor notices lost hosts sooner, and
 # the watcher ranks that do not come.
 _GLOO_WAITS = "1800"
@@ -82,9 +86,9 @@ class RankTask:
         number = context.partitionId()
         addresses = [each.address.rpartition(":")[0] for each in context.getTaskInfos()]
         hosts = context.allGather(_this_host())
-        everyone = places(hosts)
-        place = everyone[number]
-        first = next(task for task, each in enumerate(everyone) if each.rank == 0)
+        of_tasks = places(hosts)
+        place = of_tasks[number]
+        first = next(task for task, each in enumerate(of_tasks) if each.rank == 0)
         address = socket.gethostbyname(addresses[number])
         with ExitStack() as stack:
             port = ""
@@ -103,7 +107,7 @@ class RankTask:
                     **self.environ,
                     **_shipped({**os.environ, **self.environ}),
                     **self.agent,
-                    **_variables(place, len(everyone), hosts[number], address, front.port),
+                    **_variables(place, len(of_tasks), hosts[number], address, front.port),
                 },
                 stdin=subprocess.DEVNULL,
                 check=False,  # the agent reports how the rank has ended
@@ -143,7 +147,7 @@ def _shipped(environ: Mapping[str, str]) -> dict[str, str]:
     path = os.pathsep.join(dict.fromkeys(each for each in [*given, *sys.path] if each))
     root = SparkFiles.getRootDirectory()
     has_files = os.path.isdir(root) and bool(os.listdir(root))
-    return {"PYTHONPATH": path} | ({FILES: root} if has_files else {})
+    return {"PYTHONPATH": path} | ({_FILES: root} if has_files else {})
 
 
 def _gpus(context: object) -> dict[str, str]:
@@ -157,3 +161,20 @@ def _this_host() -> str:
     """A text that no other host has."""
     started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}-{started}"
+
+
+def main() -> None:
+    """Call the rank's function; ``pyspark.SparkFiles`` finds files as in Spark's own tasks."""
+    # Not at the top: Spark's tasks do not need it.
+    from hvkit.functions import rank
+
+    if root := os.environ.pop(_FILES, ""):
+        from pyspark import SparkFiles
+
+        SparkFiles._root_directory = root
+        SparkFiles._is_running_on_worker = True
+    rank.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,13 @@
 
 import re
 from decimal import Decimal
-from pathlib import PurePosixPath
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvkit.manifest import fields
-from hvkit.manifest.fields import Volume, cpus, memory, slurm_memory, volume
+from hvkit.manifest.fields import cpus, memory, slurm_memory, volume
 
 DIGEST = "@sha256:" + "0123456789abcdef" * 4
 
@@ -39,14 +38,14 @@ def test_good_names_are_accepted(check, texts):
     [
         (fields.label, "1 to 63 lower-case letters, digits and `-`", ["", "-a", "a-", "A", "a_b"]),
         (fields.label, "1 to 63 lower-case letters", ["a.b", "a b", "ä", "a" * 64, "a\n"]),
-        (fields.job_name, "must begin with a letter", ["2a"]),
+        (fields.job_name, "with a letter first", ["2a"]),
         (fields.job_name, "lower-case letters", ["Mnist", "my_job"]),
         (fields.image, "an image", ["", " ", "a b", "Team/hvkit", "hvkit:", "hvkit@sha256:12"]),
         (fields.image, "an image", ["-a", "a//b", "http://a/b", "a:b:c", "a/", "/a", "$(X)"]),
         (fields.image, "an image", ["a\n", f"a{DIGEST}:1"]),
         (fields.slurm_name, "letters, digits", ["", "a b", "-a", "a,b", "$(id)", "'a'", "ä"]),
         (fields.slurm_name, "letters, digits", ["a\n#SBATCH --nodes=9"]),
-        (fields.slurm_names, "letters, digits", ["", "a b"]),
+        (fields.slurm_names, "or several: a,b", ["", "a b", "a,", ",a", "a,,b", "a, b"]),
         (
             fields.subdomain,
             "at most 253 lower-case",
@@ -87,12 +86,6 @@ def test_other_texts_are_refused(check, accepted, texts):
         assert str(caught.value).endswith(f"got {text!r}")
 
 
-@pytest.mark.parametrize("text", ["a,", ",a", "a,,b", "a, b"])
-def test_each_of_several_partitions_must_be_a_name(text):
-    with pytest.raises(ValueError, match="must be letters, digits"):
-        fields.slurm_names(text)
-
-
 def test_a_variable_name_ends_at_the_first_equals_sign():
     assert [fields.assignment(text) for text in ("A=1", "_a9=", "A=b=c d")] == [
         ("A", "1"),
@@ -124,7 +117,7 @@ KUBERNETES = re.compile(
     ],
 )
 def test_products_keep_the_unit(read, text, count, product):
-    assert str(read(text).times(count)) == product
+    assert str(read(text) * count) == product
 
 
 def test_values_are_cores_and_bytes():
@@ -143,7 +136,7 @@ def test_values_are_cores_and_bytes():
 @given(st.integers(1, 10**6), st.integers(0, 999), st.sampled_from("kMGTPE"), st.integers(1, 512))
 def test_products_are_exact_and_valid_in_kubernetes(whole, thousandths, unit, count):
     quantity = memory(f"{whole}.{thousandths:03}{unit}")
-    product = str(quantity.times(count))
+    product = str(quantity * count)
     assert KUBERNETES.match(product)
     assert memory(product).value == quantity.value * count
 
@@ -153,7 +146,7 @@ def test_products_are_exact_and_valid_in_kubernetes(whole, thousandths, unit, co
     [("data", "/data"), ("a.b-c1", "/home/hvkit/runs"), (LONG, "/a b/c"), ("a", "/dev/shmem")],
 )
 def test_a_volume_is_a_claim_and_a_path(claim, path):
-    assert volume(f"{claim}:{path}") == Volume(claim, PurePosixPath(path))
+    assert volume(f"{claim}:{path}") == (path, claim)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +155,14 @@ def test_a_volume_is_a_claim_and_a_path(claim, path):
         ("", "must be CLAIM:PATH, such as datasets:/data, got ''"),
         ("/data", "must be CLAIM:PATH"),
         (":/data", "lower-case letters, digits, `-` and `.`, .*got ''"),
-        ("a:", "PATH must be absolute, such as /data, .*got ''"),
+        ("a:", "PATH must be absolute and printable, such as /data, .*got ''"),
         ("a:data", "PATH must be absolute"),
         ("a:/data/../etc", "without .*`..`,"),
         ("a:/data/", "or a `/` at the end"),
         ("a://data", "without .*`//`"),
         ("a:/./data", "PATH must be absolute"),
         ("a:/data:ro", "without `:`,"),
-        ("a:/da\nta", "PATH must be printable"),
+        ("a:/da\nta", "PATH must be absolute and printable"),
     ],
 )
 def test_other_volumes_are_refused(text, complaint):

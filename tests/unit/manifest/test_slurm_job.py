@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvkit.manifest import slurm_job
-from hvkit.manifest.fields import HvkitRun, Size
+from hvkit.manifest import systems
 
 COMMAND = "python recipes/mnist_torch.py --epochs 2"
 
@@ -59,15 +58,9 @@ def test_a_host_gets_the_resources_of_all_its_slots_and_further_options_come_las
     ("ranks", "slots", "nodes", "per_node"), [(7, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3)]
 )
 def test_there_are_as_few_hosts_as_possible(script, ranks, slots, nodes, per_node):
-    values = dict.fromkeys(("cpus", "memory", "time", "partition", "account"))
-    values |= {"name": "a", "gpus": 2, "sbatch": [], "max_restarts": 0}
-    run = HvkitRun(Size.of(ranks, slots), ("a.py",), {}, ())
     size = [f"nodes={nodes}", f"ntasks={ranks}", f"ntasks-per-node={per_node}"]
-    assert options(slurm_job.script(values, run)) == [
-        "job-name=a",
-        *size,
-        f"gres=gpu:{2 * per_node}",
-    ]
+    found = options(script("--gpus 2", f"-np {ranks} --slots {slots}"))
+    assert found == ["job-name=hvkit", *size, f"gres=gpu:{2 * per_node}"]
 
 
 def test_with_restarts_the_job_outlives_a_host_and_gets_sigterm_before_its_end(script):
@@ -107,11 +100,11 @@ WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")),
 @given(words=WORDS)
 def test_words_and_variables_reach_the_command_unchanged(tmp_path_factory, words):
     values = dict.fromkeys(("gpus", "cpus", "memory", "time", "partition", "account"))
-    values |= {"name": "a", "sbatch": [], "max_restarts": 0}
-    variables = {"A": "".join(words), "B": ""}
-    run = HvkitRun(Size.of(8, 4), ("python", *words), variables, ("--prefix", "--log-dir=my logs"))
-    script = slurm_job.script(values, run)
-    passed_on = ["-x", f"A={variables['A']}", "-x", "B=", *run.options]
+    values |= {"name": "a", "sbatch": [], "max_restarts": 0, "np": 8, "slots": 4, "hosts": 2}
+    values |= {"env": {"A": "".join(words), "B": ""}, "command": ("python", *words)}
+    values["run_options"] = ("--prefix", "--log-dir=my logs")
+    script = systems.slurm(values, None)
+    passed_on = ["-x", f"A={''.join(words)}", "-x", "B=", *values["run_options"]]
     expected = ["run", "-np", "8", *passed_on, "python", *words]
     assert executed(script, tmp_path_factory.mktemp("programs")) == expected
     assert options(script) == ["job-name=a", "nodes=2", "ntasks=8", "ntasks-per-node=4"]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvkit.build.build_variables import build_environment, user_build_options
 from hvkit.build.cuda import Toolkit
+from hvkit.build.toolchain import build_environment, user_build_options
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from fake_wheels import wheel_of
 
 from hvkit import cli
 from hvkit.build import BuildOptions, installer, ready_wheels
-from hvkit.build.wheel_place import read, require_place
+from hvkit.build.ready_wheels import read, require_place
 from hvkit.errors import BuildError
 
 

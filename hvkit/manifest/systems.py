@@ -1,0 +1,226 @@
+"""What each system refuses, and what its template gets besides the values of options.
+
+Each function returns the text for its system, from these arguments:
+
+``values``
+    the values of all options, by name; the number of ``hosts``; the words of the ``command``, and
+    ``run_options``, those for ``hvkit run``.
+``template``
+    a file to fill in instead of hvkit's own template.
+
+They raise ``ValueError`` for values that do not go together, or that the system does not take.
+"""
+
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from hvkit.manifest.fields import LONGEST_LABEL
+from hvkit.manifest.rendering import rendered
+
+Values = Mapping[str, Any]
+
+# The operator and the Trainer set these on the launcher and overwrite the manifest's values.
+_SET_BY_OPERATORS = (
+    *("OMPI_MCA_orte_keep_fqdn_hostnames", "OMPI_MCA_orte_default_hostfile"),
+    *("OMPI_MCA_plm_rsh_args", "OMPI_MCA_orte_set_default_slots"),
+)
+_SET_BY_MPI_OPERATOR = ("K_MPI_JOB_ROLE", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES")
+
+# What the Trainer's resource definition allows of words, and of variables.
+_TRAINER_TAKES = 128
+
+# What SageMaker takes of words, and the length of each; and of a variable's value.
+_MOST_WORDS, _LONGEST_WORD, _LONGEST_VALUE = 100, 256, 512
+_DAY = 24 * 3600
+
+# Azure puts a shell variable with the folder in the place of each of these.
+_AZURE_EXPRESSION = re.compile(r"(\$\{\{[^{}]*\}\})")
+
+
+def mpijob(values: Values, template: Path | None) -> str:
+    """An MPIJob of the Kubeflow MPI operator.
+
+    The operator starts one pod per host (the workers) and one pod for ``hvkit run`` (the launcher).
+    It mounts an ssh key into all pods and the list of workers into the launcher. Variables that
+    only Open MPI 4 reads (``OMPI_MCA_orte_...``) point to that list, so a plain ``mpirun`` of Open
+    MPI 5 would not find the workers; ``hvkit run`` reads the variables.
+    """
+    pods = ("launcher", f"worker-{values['hosts'] - 1}")
+    values = _for_pods(values, pods, "the MPI operator", _SET_BY_MPI_OPERATOR)
+    return rendered("mpijob.yaml.j2", values, template)
+
+
+def trainjob(values: Values, template: Path | None) -> str:
+    """A TrainJob of the Kubeflow Trainer, version 2, with a TrainingRuntime of its own.
+
+    The Trainer makes of them what the MPI operator makes of an MPIJob: the runtime has the pods,
+    and the job the command. The Trainer puts the key only into containers that are named ``node``,
+    so the launcher's has this name as well.
+    """
+    # The JobSet below adds five letters to the name of a pod.
+    pods = ("launcher-0-0-xxxxx", f"node-0-{values['hosts'] - 1}-xxxxx")
+    values = _for_pods(values, pods, "the Kubeflow Trainer")
+    words, variables = ["run", *values["run"]], [*values["env"], *values["secret_env"]]
+    for what, given in (("command", words), ("--env", variables)):
+        if len(given) > _TRAINER_TAKES:
+            raise ValueError(
+                f"{what}: the Kubeflow Trainer takes at most {_TRAINER_TAKES} words of a command, "
+                f"each -x and its variable included, and {_TRAINER_TAKES} variables, got "
+                f"{len(given)}: put them into a file that the script reads"
+            )
+    return rendered("trainjob.yaml.j2", values, template)
+
+
+def slurm(values: Values, template: Path | None) -> str:
+    """A batch script, which starts ``hvkit run`` on the first host of the allocation.
+
+    That starts the ranks with ``mpirun``, which launches its daemons on the other hosts through
+    Slurm. ``srun --mpi=pmix`` is not used: it needs a Slurm built for the PMIx of this Open MPI,
+    and nothing would watch the ranks.
+    """
+    programs = str(Path(sys.executable).parent)
+    run = _run_words(values, map("=".join, values["env"].items()))
+    script = rendered("slurm.sh.j2", {**values, "programs": programs, "run": run}, template)
+    # Slurm stops reading at the first command.
+    head = takewhile(lambda line: not line or line.startswith("#"), script.split("\n"))
+    set_there = Counter(line.removeprefix("#SBATCH ") for line in head if line.startswith("#SB"))
+    own = {re.split("[= ]", line)[0]: line for line in set_there - Counter(values["sbatch"])}
+    for option in values["sbatch"]:
+        if (name := re.split("[= ]", option)[0]) in own:
+            raise ValueError(
+                f"--sbatch {option}: the script already has {own[name]}, from hvkit's own "
+                "options or the template: change those instead"
+            )
+    return script
+
+
+def sagemaker(values: Values, template: Path | None) -> str:
+    """The request ``CreateTrainingJob`` of Amazon SageMaker.
+
+    SageMaker starts the same command on every host, and names the hosts ``algo-1``, ``algo-2``, ...
+    The command writes a hostfile with their slots. On the first host ``hvkit run`` starts the
+    ranks, on the others it waits. Hosts log in to each other with a key that is in the image.
+    """
+    run, longest, spot = _run_words(values, values["env"]), values["time"] or _DAY, values["spot"]
+    _check_lengths(["run", "--hostfile", "/tmp/hosts", *run], values["env"])
+    if bool(values["subnet"]) != bool(values["security_group"]):
+        raise ValueError("--subnet and --security-group belong together: give both or neither")
+    if spot is not None and spot < longest:
+        raise ValueError(
+            f"--spot: SageMaker takes no wait ({spot} s) shorter than the job's time limit, --time "
+            f"({longest} s): raise --spot or lower --time"
+        )
+    return rendered("sagemaker.json.j2", {**values, "run": run, "time": longest}, template)
+
+
+def azureml(values: Values, template: Path | None) -> str:
+    """A command job of Azure Machine Learning, whose service writes ``mpirun`` itself.
+
+    So the job's command is that of one rank, and neither ``hvkit run`` nor its options take part.
+    """
+    ranks, slots, hosts = (values[name] for name in ("np", "slots", "hosts"))
+    if ranks % slots:
+        raise ValueError(
+            f"-np {ranks} with --slots {slots}: Azure ML starts as many ranks on each node: -np "
+            f"must be a multiple of --slots, such as {hosts * slots}"
+        )
+    known = {
+        f"${{{{{option}s.{name}}}}}" for option in ("input", "output") for name in values[option]
+    }
+    command = values["command"]
+    words = ("python", *command) if command[0].endswith(".py") else command
+    text = " ".join(_quoted_for_azure(word, known) for word in words)
+    return rendered("azureml.yaml.j2", {**values, "command": text}, template)
+
+
+def _for_pods(
+    values: Values, pods: Iterable[str], operator: str, also_set: tuple[str, ...] = ()
+) -> Values:
+    """What pods of Kubernetes take, and their templates get.
+
+    Args:
+        values: as above.
+        pods: the ends of the longest names of pods.
+        operator: who starts the pods.
+        also_set: variables that it sets besides ``_SET_BY_OPERATORS``.
+    """
+    name, shared, memory, slots = (values[n] for n in ("name", "shm_size", "memory", "slots"))
+    longest = max((f"{name}-{pod}" for pod in pods), key=len)
+    if (excess := len(longest) - LONGEST_LABEL) > 0:
+        raise ValueError(
+            f"--name {name} is too long: the hostname {longest} would have {len(longest)} "
+            f"characters, {LONGEST_LABEL} are allowed; make it {excess} shorter"
+        )
+    if memory is not None and shared.value >= (memory * slots).value:
+        raise ValueError(
+            f"--shm-size {shared} must be less than the memory of a worker, {memory * slots} "
+            f"({memory} for each of {slots} ranks), because it counts towards that memory: lower "
+            "--shm-size or raise --memory"
+        )
+    variables = [*values["env"], *values["secret_env"]]
+    for variable in values["env"].keys() & values["secret_env"].keys():
+        raise ValueError(f"--secret-env: --env sets {variable}, too: set it once")
+    for variable in variables:
+        if variable in (*_SET_BY_OPERATORS, *also_set):
+            raise ValueError(
+                f"--env {variable}: {operator} sets this variable and overwrites the manifest's "
+                "value: leave it out"
+            )
+    # Numbered: the name of a claim may be longer than that of a volume, and contain dots.
+    claims = dict.fromkeys(values["volume"].values())
+    return {
+        **values,
+        "env": {name: literal(value) for name, value in values["env"].items()},
+        "run": [literal(word) for word in _run_words(values, variables)],
+        "claims": {claim: f"claim-{number}" for number, claim in enumerate(claims, 1)},
+    }
+
+
+def literal(text: str) -> str:
+    """Escape ``$(NAME)``, which Kubernetes would replace by a variable's value."""
+    return text.replace("$", "$$")
+
+
+def _run_words(values: Values, variables: Iterable[str]) -> list[str]:
+    """The arguments of ``hvkit run``; ``variables`` are the values of ``-x``."""
+    passed = [word for variable in variables for word in ("-x", variable)]
+    return ["-np", str(values["np"]), *passed, *values["run_options"], *values["command"]]
+
+
+def _check_lengths(words: list[str], variables: Mapping[str, str]) -> None:
+    """Refuse what is longer than SageMaker takes."""
+    for what, text, most, unit in (
+        ("the command, with the options of `hvkit run`,", words, _MOST_WORDS, "words"),
+        *((f"{word[:20]!r}...", word, _LONGEST_WORD, "characters") for word in words),
+        *((f"--env {n}: the value", v, _LONGEST_VALUE, "characters") for n, v in variables.items()),
+    ):
+        if len(text) > most:
+            raise ValueError(
+                f"{what} has {len(text)} {unit}, SageMaker takes {most}: put it into a file that "
+                "the script reads"
+            )
+    for word in words:
+        if "\n" in word:
+            raise ValueError(
+                f"{word[:20]!r}... has several lines, SageMaker takes one line in a word: put it "
+                "into a file that the script reads"
+            )
+
+
+def _quoted_for_azure(word: str, known: set[str]) -> str:
+    """The word for a shell, which must not see Azure's expressions in quotes."""
+    parts = _AZURE_EXPRESSION.split(word)
+    for expression in parts[1::2]:
+        if expression not in known:
+            raise ValueError(
+                f"{expression} in COMMAND names no folder of this job "
+                f"({', '.join(sorted(known)) or 'none'}): add it with --input or --output"
+            )
+    parts[::2] = [part and shlex.quote(part) for part in parts[::2]]
+    return "".join(parts) or "''"
