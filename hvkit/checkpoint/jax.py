@@ -21,8 +21,8 @@ from hvkit.checkpoint.saved_object import (
     LOCAL,
     NOT_IN_FILE,
     SEED,
-    Arrays,
     ContentReader,
+    Fingerprints,
     Part,
     write_arrays,
 )
@@ -39,9 +39,8 @@ from hvkit.frameworks.jax.arrays import (
     tree_of,
     with_tree,
 )
-from hvkit.sync.distributed_objects import record_of
-from hvkit.sync.fingerprints import Compared, Rows, fingerprint
-from hvkit.sync.port import Record
+from hvkit.random_states import Arrays
+from hvkit.sync.fingerprints import Compared, fingerprint
 
 # The entry of the file that names the dtypes, which NumPy's format has not all.
 _DTYPES = "dtypes"
@@ -57,28 +56,21 @@ class ArraysPart(Part):
     """
 
     def __init__(self, name: str, thing: Any) -> None:
-        super().__init__(name, ".npz")
-        self._thing = thing
+        super().__init__(name, ".npz", thing)
         # What ``save`` writes: whole arrays, while ranks are in ``gathered``.
         self._whole: Any = None
 
     @property
     def model(self) -> Any:
-        is_model = is_nnx(self._thing) and not hasattr(self._thing, "tx")  # and no optimizer
-        return self._thing if is_model else None
-
-    @property
-    def record(self) -> Record | None:
-        return record_of(self._thing) if is_nnx(self._thing) else None
+        is_model = is_nnx(self.thing) and not hasattr(self.thing, "tx")  # and no optimizer
+        return self.thing if is_model else None
 
     def _tree(self) -> Any:
-        return (
-            vars(self._thing) if isinstance(self._thing, SimpleNamespace) else tree_of(self._thing)
-        )
+        return vars(self.thing) if isinstance(self.thing, SimpleNamespace) else tree_of(self.thing)
 
     def _named(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of a tree of this object, with their names."""
-        return named_leaves(tree, in_variables=is_nnx(self._thing))
+        return named_leaves(tree, in_variables=is_nnx(self.thing))
 
     def _leaves(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """Those that a checkpoint saves."""
@@ -142,10 +134,10 @@ class ArraysPart(Part):
 
     def _seeds(self) -> set[str]:
         """The names of the arrays with which a module draws random numbers."""
-        if not is_nnx(self._thing):
+        if not is_nnx(self.thing):
             return set()
         nnx = sys.modules["flax.nnx"]
-        tree = nnx.state(self._thing, nnx.RngState)
+        tree = nnx.state(self.thing, nnx.RngState)
         return {name for name, _ in self._named(tree)}
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
@@ -171,12 +163,12 @@ class ArraysPart(Part):
             for name, leaf in self._named(tree)
         ]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-        if isinstance(self._thing, SimpleNamespace):
-            vars(self._thing).update(tree)
+        if isinstance(self.thing, SimpleNamespace):
+            vars(self.thing).update(tree)
         else:
-            with_tree(self._thing, tree)
+            with_tree(self.thing, tree)
 
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
+    def compared(self) -> Fingerprints:
         if self.is_local:  # each rank's is its own
             return [], []
         leaves = [

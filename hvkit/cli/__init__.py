@@ -6,7 +6,7 @@
     ├── run                 hvkit run               hvkit.launching.start
     ├── top                 hvkit top               hvkit.launching.supervision.run_status
     ├── report              hvkit report            hvkit.monitor.terminal_report
-    ├── join_checkpoint     hvkit join-checkpoint   hvkit.checkpoint.joining
+    ├── join_checkpoint     hvkit join-checkpoint   hvkit.checkpoint.saving
     ├── hosts               hvkit hosts             hvkit.launching.host_checks and .hostfile
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build

@@ -11,9 +11,8 @@ import numpy as np
 
 from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.random_generators import FixedRandomness, Generators, as_text, from_text
 from hvkit.data.rank_samples import Share, seed_from
-from hvkit.random_states import equal
+from hvkit.random_states import FixedRandomness, Generators, as_text, equal, from_text
 
 
 class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]

@@ -15,9 +15,9 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.random_generators import FixedRandomness
 from hvkit.data.rank_samples import Share, seed_from
 from hvkit.data.sampler_kinds import length_of
+from hvkit.random_states import FixedRandomness
 
 # The attributes of the parts themselves; all others are those of the dataset.
 _OWN = frozenset({"dataset", "_share", "_known"})

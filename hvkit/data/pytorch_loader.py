@@ -20,11 +20,11 @@ from torch.utils.data.distributed import DistributedSampler
 from hvkit import runtime
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
-from hvkit.data.random_generators import FixedRandomness, Generators, begins_an_epoch, from_text
 from hvkit.data.rank_samples import Position, Queue, Share, seed_from
 from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
 from hvkit.data.samplers import RankSampler, SampledEpoch
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
+from hvkit.random_states import FixedRandomness, Generators, begins_an_epoch, from_text
 
 
 def dynamic_loader(

@@ -19,14 +19,6 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from hvkit.communication.collectives import from_rank, gather, raise_together, require_equal
 from hvkit.data.pytorch_datasets import in_whole
-from hvkit.data.random_generators import (
-    FixedRandomness,
-    Generators,
-    as_text,
-    begins_an_epoch,
-    from_text,
-    own_in,
-)
 from hvkit.data.rank_samples import Position, Share, seed_from
 from hvkit.data.sampler_kinds import (
     cut_of,
@@ -38,6 +30,14 @@ from hvkit.data.sampler_kinds import (
     only_reads_a_list,
     reads_each_once,
     whole_order,
+)
+from hvkit.random_states import (
+    FixedRandomness,
+    Generators,
+    as_text,
+    begins_an_epoch,
+    from_text,
+    own_in,
 )
 
 _LOOP = "the loop over a sharded DataLoader"

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hvkit.checkpoint import manifests, replicas, store, transfer
+from hvkit.checkpoint import replicas, store
 from hvkit.checkpoint.replicas import Replicas
 
 
@@ -19,8 +19,8 @@ def saved(tmp_path):
     saved = tmp_path / store.name_of(7)
     saved.mkdir()
     (saved / "a").write_bytes(b"abc")
-    facts = {"a": manifests.facts_of(saved / "a")}
-    manifests.Manifest(0, 7, 0, 2, 1, {}, {}, facts, {}).write(saved)
+    facts = {"a": store.facts_of(saved / "a")}
+    store.Manifest(0, 7, 0, 2, 1, {}, {}, facts, {}).write(saved)
     return saved
 
 
@@ -37,7 +37,7 @@ def copies(tmp_path, monkeypatch):
 def holder(folder):
     """Rank 0's end of a connection to a holder."""
     near, far = multiprocessing.Pipe()
-    threading.Thread(target=transfer.keep, args=(far, folder), daemon=True).start()
+    threading.Thread(target=replicas.keep, args=(far, folder), daemon=True).start()
     return near
 
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hvkit.checkpoint import manifests, store, transfer
+from hvkit.checkpoint import replicas, store
 from hvkit.watch import channel
 
 NAME = store.name_of(7)
@@ -24,9 +24,9 @@ def files_of(**contents):
         folder = Path(name)
         for file, data in contents.items():
             (folder / file).write_bytes(data)
-        facts = {file: manifests.facts_of(folder / file) for file in contents}
-        manifests.Manifest(0, 7, 0, 2, 1, {}, {}, facts, {}).write(folder)
-        return {**contents, manifests.MANIFEST: (folder / manifests.MANIFEST).read_bytes()}
+        facts = {file: store.facts_of(folder / file) for file in contents}
+        store.Manifest(0, 7, 0, 2, 1, {}, {}, facts, {}).write(folder)
+        return {**contents, store.MANIFEST: (folder / store.MANIFEST).read_bytes()}
 
 
 FILES = files_of(a=b"abc", b=b"")
@@ -57,7 +57,7 @@ def take(folder, order, *pieces, ends=False):
     if ends:
         far.close()
     with near:
-        transfer.take(near, folder)
+        replicas.take(near, folder)
 
 
 @pytest.mark.parametrize(
@@ -81,23 +81,23 @@ def take(folder, order, *pieces, ends=False):
     ],
 )
 def test_an_order_that_is_none_is_refused_and_writes_nothing(order, folder):
-    with pytest.raises(transfer.LinkError, match="no checkpoint"):
+    with pytest.raises(replicas.LinkError, match="no checkpoint"):
         take(folder, order, b"a")
     assert list(folder.parent.parent.iterdir()) == []
 
 
 def test_one_that_breaks_off_leaves_the_one_before(folder):
-    take(folder, SOME, b"ab", b"c", FILES[manifests.MANIFEST])
+    take(folder, SOME, b"ab", b"c", FILES[store.MANIFEST])
     assert (folder / NAME / "a").read_bytes() == b"abc"
     assert (folder / NAME / "b").read_bytes() == b""
     assert os.stat(folder.parent).st_mode & 0o777 == 0o700  # for its user alone
-    with pytest.raises(transfer.LinkError, match="has closed the connection"):
+    with pytest.raises(replicas.LinkError, match="has closed the connection"):
         take(folder, {"name": store.name_of(8), "files": {"a": 3}}, b"ab", ends=True)
     assert [path.name for path in folder.glob("*step*")] == [NAME]
 
 
 def test_more_bytes_than_were_promised_are_an_error(folder):
-    with pytest.raises(transfer.LinkError, match="sent 1 bytes more of a than"):
+    with pytest.raises(replicas.LinkError, match="sent 1 bytes more of a than"):
         take(folder, {"name": NAME, "files": {"a": 1}}, b"ab")
     assert list(folder.glob("*step*")) == []
 
@@ -106,9 +106,9 @@ def test_hvkit_run_knows_of_a_folder_before_it_is_there(folder, monkeypatch):
     """It deletes those that it knows of, also if the run ends while the first copy arrives."""
     seen = []
     monkeypatch.setattr(
-        transfer, "report", lambda **values: seen.append((values, folder.parent.exists()))
+        replicas, "report", lambda **values: seen.append((values, folder.parent.exists()))
     )
-    with pytest.raises(transfer.LinkError):
+    with pytest.raises(replicas.LinkError):
         take(folder, SOME, ends=True)
     assert seen == [({"replica": True}, False)]
     assert folder.is_dir()
@@ -122,16 +122,16 @@ class Ends:
         self.sent = []
         send_bytes = self.rank_0.send_bytes
         self.rank_0.send_bytes = lambda data: (self.sent.append(bytes(data)), send_bytes(data))
-        self.holder = threading.Thread(target=transfer.keep, args=(holder, folder), daemon=True)
+        self.holder = threading.Thread(target=replicas.keep, args=(holder, folder), daemon=True)
         self.holder.start()
 
 
 def test_a_checkpoint_arrives_and_a_damaged_one_leaves_the_one_before(folder, saved):
     ends = Ends(folder)
-    assert transfer.give(ends.rank_0, saved) == ""
+    assert replicas.give(ends.rank_0, saved) == ""
     assert {path.name: path.read_bytes() for path in (folder / NAME).iterdir()} == FILES
     (saved / "a").write_bytes(b"abd")
-    assert transfer.give(ends.rank_0, saved) == (
+    assert replicas.give(ends.rank_0, saved) == (
         "what rank 0 has sent is damaged: a is not what was written: its sha256 differs"
     )
     assert (folder / NAME / "a").read_bytes() == b"abc"
@@ -145,18 +145,18 @@ def test_a_host_without_room_is_sent_no_bytes_until_it_has_some(of, folder, save
     ends = Ends(folder)
     with monkeypatch.context() as full:
         full.setattr(of, lambda *path: SimpleNamespace(available=3, free=3))
-        assert transfer.give(ends.rank_0, saved) == (
+        assert replicas.give(ends.rank_0, saved) == (
             f"it has {sum(map(len, FILES.values()))} bytes, and 3 bytes of memory are free there, "
             "of which hvkit uses at most 90%"
         )
     assert [json.loads(each)["name"] for each in ends.sent] == [NAME]
-    assert transfer.give(ends.rank_0, saved) == ""
+    assert replicas.give(ends.rank_0, saved) == ""
 
 
 def test_a_folder_of_others_takes_no_copy(folder, saved):
     folder.parent.mkdir(mode=0o755)
     ends = Ends(folder)
-    problem = transfer.give(ends.rank_0, saved)
+    problem = replicas.give(ends.rank_0, saved)
     assert problem == f"it is no folder that only you can enter ({folder.parent})"
     assert len(ends.sent) == 1
 
@@ -166,10 +166,10 @@ def test_what_cannot_be_written_is_read_to_its_end(folder, saved, monkeypatch):
     ends = Ends(folder)
     with monkeypatch.context() as full:
         no_space = Mock(side_effect=OSError(28, "No space left on device"))
-        full.setattr(store, "write_folder", no_space)
-        problem = transfer.give(ends.rank_0, saved)
+        full.setattr(store, "new_folder", no_space)
+        problem = replicas.give(ends.rank_0, saved)
     assert problem == f"No space left on device ({folder.parent})"
-    assert transfer.give(ends.rank_0, saved) == ""
+    assert replicas.give(ends.rank_0, saved) == ""
 
 
 @pytest.mark.parametrize(
@@ -183,20 +183,20 @@ def test_what_cannot_be_written_is_read_to_its_end(folder, saved, monkeypatch):
 def test_errors_of_the_connection_are_not_those_of_the_memory(error, said, folder):
     connection = Mock()
     connection.recv_bytes.side_effect = [json.dumps(SOME).encode(), error]
-    with pytest.raises(transfer.LinkError, match=said):
-        transfer.take(connection, folder)
+    with pytest.raises(replicas.LinkError, match=said):
+        replicas.take(connection, folder)
     assert list(folder.glob("*step*")) == []
 
 
 def test_an_answer_that_is_none(saved):
     near, far = multiprocessing.Pipe()
     channel.send(far, {"answer": 1})
-    with pytest.raises(transfer.LinkError, match="sent something that is no answer"):
-        transfer.give(near, saved)
+    with pytest.raises(replicas.LinkError, match="sent something that is no answer"):
+        replicas.give(near, saved)
 
 
 def test_a_checkpoint_that_rank_0_cannot_read_is_an_error_of_files(saved):
     near, _ = multiprocessing.Pipe()
     shutil.rmtree(saved)
     with pytest.raises(FileNotFoundError):
-        transfer.give(near, saved)
+        replicas.give(near, saved)
