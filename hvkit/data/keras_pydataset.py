@@ -80,8 +80,11 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
             if self._share.exact and rank >= len(batches):
                 return None
             return batches[rank % len(batches)]
-        mine = self._share.of(sum(_shapes(batch)[0][0] for batch in batches))
-        return _map(lambda *arrays: np.concatenate(arrays)[mine], *batches) if len(mine) else None
+        rows = sum(_shapes(batch)[0][0] for batch in batches)
+        if not self._share.count(rows):
+            return None
+        mine = self._share.of(rows)
+        return _map(lambda *arrays: np.concatenate(arrays)[mine], *batches)
 
     def on_epoch_begin(self) -> None:
         self._resumed = False

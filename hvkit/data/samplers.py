@@ -234,12 +234,8 @@ class RankSampler(Sampler[Any]):
 
     def _next(self) -> Iterator[Any]:
         iteration, epoch = self.begin()
-        try:
+        with self.position.reading(iteration):
             yield from self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
-        except GeneratorExit:
-            self.position.leave(iteration)
-            raise
-        self.position.end(iteration)
 
     def _mark(self, key: Any) -> Any:
         """Mark the key as an index, or indices, in the whole dataset."""
@@ -323,10 +319,11 @@ class RankSampler(Sampler[Any]):
             if share.exact:
                 return list(step[share.rank : share.rank + 1])
             return [step[share.rank % length]]
-        if share.exact or length % share.size == 0:
-            part = step[share.rank :: share.size]
+        positions = share.of(length)
+        if isinstance(positions, slice):
+            part = step[positions]
         else:
-            part = [step[position] for position in share.of(length)]
+            part = [step[position] for position in positions]
         mine = np.asarray(part).tolist() if isinstance(step, np.ndarray) else list(part)
         return [mine] if self.batched and mine else mine
 
