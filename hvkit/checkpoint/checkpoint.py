@@ -150,11 +150,7 @@ class Checkpoint:
         self._equal_steps: bool | None = None
 
     def _check_sharded(self) -> None:
-        """Raise if ranks must write their own parts, but cannot.
-
-        Raises:
-            ValueError: the message gives the reason.
-        """
+        """Raise ValueError if ranks must write their own parts, but cannot."""
         if self.sharded and (self.background or self.replicas):
             raise ValueError(
                 "sharded=True writes at once, from all ranks: leave out background= and replicas="
@@ -198,7 +194,7 @@ class Checkpoint:
         """
         problem: Exception | None = None
         facts: list[str] = []
-        kept: list[StrategyPart] = []
+        of_strategies: list[StrategyPart] = []
         try:
             refuse_groups("Checkpoint.save", self._objects)
             manifest = Manifest(
@@ -216,22 +212,22 @@ class Checkpoint:
             ]
             self._writer.wait()
             self._end_epoch(manifest.epoch)
-            kept = parts_of_strategies(self.parts)
+            of_strategies = parts_of_strategies(self.parts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so counts that ranks share do not change.
         leaving = any(share(_SAVE, problem, PREEMPTION.requested))
         require_equal("checkpoint", facts, _SAME, _SAVE)
         self._replicas.open(_SAVE)
-        for each in kept:
+        for each in of_strategies:
             each.keeper.arrive()
-        parts = [*self.parts, *kept]
+        parts = [*self.parts, *of_strategies]
         own: dict[str, Arrays] = {}
         digests: dict[str, bytes] = {}
         compared: Fingerprints = ([], [])
         may_differ: Fingerprints = ([], [])
         try:
-            with all_of(each.keeper.unsettled() for each in kept):
+            with all_of(each.keeper.unsettled() for each in of_strategies):
                 own, digests = own_states(parts, self._fit_state.epoch_random if batches else {})
             compared = named_fingerprints((part.name, *part.compared()) for part in parts)
             may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
@@ -241,7 +237,7 @@ class Checkpoint:
         require_same(_SAVE, *compared)
         warn_of_unlike(_SAVE, *may_differ)
         own = without_rank_0s(own, digests)
-        with all_of(each.keeper.settled() for each in kept):
+        with all_of(each.keeper.settled() for each in of_strategies):
             if self.sharded:
                 self._writer.save_shares(_SAVE, manifest, parts, own)
             else:
@@ -413,11 +409,7 @@ class Checkpoint:
 
 
 def _checked_extras(extras: object) -> dict[str, Any]:
-    """The extras as JSON returns them.
-
-    Raises:
-        TypeError: JSON cannot hold them, or would change more than tuples into lists.
-    """
+    """The extras as JSON returns them; TypeError if it would change more than tuples to lists."""
     if extras is None:
         return {}
     if not isinstance(extras, dict):

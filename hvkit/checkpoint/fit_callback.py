@@ -32,10 +32,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     what the next epoch begins with, such as the learning rate.
 
     Args:
-        save: ``Checkpoint.save``.
-        wait: ``Checkpoint.wait``.
-        parts: the checkpoint's parts.
-        state: of the checkpoint.
+        save, wait, parts, state: of the checkpoint.
         every: steps from one save to the next; None to save only when an epoch ends.
     """
 
@@ -215,15 +212,15 @@ class EmaSwap:
             yield
             return
         averages = self._averages()
-        held = [*self._weights(), *averages]
-        before = _copies(held)
+        variables = [*self._weights(), *averages]
+        before = _copies(variables)
         if self._last is not None:
             _assign(averages, self._last)
         self._callback._swap_variables()
         try:
             yield
         finally:
-            _assign(held, before)
+            _assign(variables, before)
 
     def forget(self) -> None:
         """Leave the callback as it was."""
@@ -270,7 +267,7 @@ def _call_last() -> None:
 
 
 def _undo_swaps(callbacks: Sequence[Any]) -> None:
-    """Let callbacks that save know the ``SwapEMAWeights`` beside them."""
+    """Let callbacks that save know the ``SwapEMAWeights`` in the same list."""
     swapping = getattr(keras.callbacks, "SwapEMAWeights", ())
     swaps = [
         EmaSwap(each) for each in callbacks if isinstance(each, swapping) and each.swap_on_epoch

@@ -51,26 +51,28 @@ class ArraysPart(Part):
 
     Args:
         name: the part's name.
-        thing: the module or optimizer, whose arrays ``load`` sets; or a ``types.SimpleNamespace``
+        obj: the module or optimizer, whose arrays ``load`` sets; or a ``types.SimpleNamespace``
             that holds pytrees, whose attributes it sets.
     """
 
-    def __init__(self, name: str, thing: Any) -> None:
-        super().__init__(name, ".npz", thing)
+    def __init__(self, name: str, obj: Any) -> None:
+        super().__init__(name, ".npz", obj)
         # What ``save`` writes: whole arrays, while ranks are in ``gathered``.
         self._whole: Any = None
 
     @property
     def model(self) -> Any:
-        is_model = is_nnx(self.thing) and not hasattr(self.thing, "tx")  # and no optimizer
-        return self.thing if is_model else None
+        is_model = is_nnx(self.object) and not hasattr(self.object, "tx")  # and no optimizer
+        return self.object if is_model else None
 
     def _tree(self) -> Any:
-        return vars(self.thing) if isinstance(self.thing, SimpleNamespace) else tree_of(self.thing)
+        return (
+            vars(self.object) if isinstance(self.object, SimpleNamespace) else tree_of(self.object)
+        )
 
     def _named(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of a tree of this object, with their names."""
-        return named_leaves(tree, in_variables=is_nnx(self.thing))
+        return named_leaves(tree, in_variables=is_nnx(self.object))
 
     def _leaves(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """Those that a checkpoint saves."""
@@ -100,11 +102,7 @@ class ArraysPart(Part):
         write_arrays(path, {**plain, _DTYPES: np.array(json.dumps(dtypes))})
 
     def _refuse_text(self) -> None:
-        """Raise for text, which an array file does not hold and a run would lose.
-
-        Raises:
-            TypeError: names it.
-        """
+        """Raise TypeError for text, which an array file does not hold and a run would lose."""
         for name, leaf in self._named(self._tree()):
             if isinstance(leaf, str | bytes):
                 raise TypeError(
@@ -134,10 +132,10 @@ class ArraysPart(Part):
 
     def _seeds(self) -> set[str]:
         """The names of the arrays with which a module draws random numbers."""
-        if not is_nnx(self.thing):
+        if not is_nnx(self.object):
             return set()
         nnx = sys.modules["flax.nnx"]
-        tree = nnx.state(self.thing, nnx.RngState)
+        tree = nnx.state(self.object, nnx.RngState)
         return {name for name, _ in self._named(tree)}
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
@@ -152,21 +150,17 @@ class ArraysPart(Part):
         self._set({name: value for name, value in values.items() if name not in seeds})
 
     def _set(self, values: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Set some leaves, by name.
-
-        Raises:
-            ValueError: a shape differs.
-        """
+        """Set some leaves, by name; ValueError if a shape differs."""
         tree = self._tree()
         leaves = [
             _loaded(name, leaf, values[name]) if name in values else leaf
             for name, leaf in self._named(tree)
         ]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-        if isinstance(self.thing, SimpleNamespace):
-            vars(self.thing).update(tree)
+        if isinstance(self.object, SimpleNamespace):
+            vars(self.object).update(tree)
         else:
-            with_tree(self.thing, tree)
+            with_tree(self.object, tree)
 
     def compared(self) -> Fingerprints:
         if self.is_local:  # each rank's is its own
@@ -188,11 +182,7 @@ def _holds(leaf: Any) -> bool:
 
 
 def _loaded(name: str, leaf: Any, value: np.ndarray[Any, Any]) -> Any:
-    """A value of the file as the leaf that it replaces: an array in the same place, or a number.
-
-    Raises:
-        ValueError: the shape differs.
-    """
+    """A value of the file as the leaf that it replaces: an array in the same place, or a number."""
     if not is_array(leaf):
         return type(leaf)(value[()])
     expected = shape_on_host(leaf)

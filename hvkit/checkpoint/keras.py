@@ -50,11 +50,7 @@ class _VariablesPart(Part):
 
     @abstractmethod
     def _variables(self, *, local: bool) -> dict[str, Any]:
-        """The variables that differ between ranks, with their names among a rank's arrays.
-
-        Args:
-            local: in a round of local weights; otherwise those that differ with all strategies.
-        """
+        """The variables that differ between ranks: in local rounds, or with any strategy."""
 
     def own(self) -> Arrays:
         own = self._variables(local=self.is_local)
@@ -75,7 +71,7 @@ class ModelPart(_VariablesPart):
 
     @property
     def model(self) -> Any:
-        return self.thing
+        return self.object
 
     def facts(self) -> dict[str, Any]:
         self._check_built()
@@ -277,12 +273,12 @@ class CallbackPart(Part):
     def save(self, path: Path) -> None:
         # Some counters do not exist before the first fit.
         counted = {
-            name: _plain(getattr(self.thing, name))
+            name: _plain(getattr(self.object, name))
             for name in self._counters
-            if hasattr(self.thing, name)
+            if hasattr(self.object, name)
         }
-        weights = getattr(self.thing, "best_weights", None) or []
-        if weights and getattr(self.thing.model, "is_in_parts", False):
+        weights = getattr(self.object, "best_weights", None) or []
+        if weights and getattr(self.object.model, "is_in_parts", False):
             raise ValueError(
                 f"{self.name}: {self._kind} keeps on each rank the best weights of its stage of a "
                 "pipeline, which a checkpoint cannot save: leave it out of the checkpoint, or pass "
@@ -302,11 +298,11 @@ class CallbackPart(Part):
                 state["best_weights"] = [
                     _as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
                 ]
-        _set(self.thing, state)
-        _set_after(self.thing, "on_train_begin", state)  # with which ``fit`` resets it
-        if "best" in state and getattr(self.thing, "monitor_op", self) is None:
+        _set(self.object, state)
+        _set_after(self.object, "on_train_begin", state)  # with which ``fit`` resets it
+        if "best" in state and getattr(self.object, "monitor_op", self) is None:
             # EarlyStopping of Keras before 3.7 resets this at the end of its first epoch.
-            _set_after(self.thing, "_set_monitor_op", {"best": state["best"]})
+            _set_after(self.object, "_set_monitor_op", {"best": state["best"]})
 
 
 def _set(callback: Any, state: Mapping[str, Any]) -> None:
@@ -337,11 +333,7 @@ def _shapes_of(variables: Sequence[Any]) -> list[list[int]]:
 
 
 def _require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> None:
-    """Compare a checkpoint's shapes with those of the objects to load it into.
-
-    Raises:
-        ValueError: they differ; the message names the first difference.
-    """
+    """Raise ValueError unless the shapes are equal; names the first difference."""
     for i, (theirs, ours) in enumerate(zip(saved, own, strict=False)):
         if theirs != ours:
             raise ValueError(f"{what}[{i}] has shape {theirs} in the file and {ours} here")

@@ -88,9 +88,9 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoin
     except Exception as error:  # any error: the other ranks must not wait for this one
         problem = error
     offers.sort(key=_order, reverse=True)
-    everyone = collectives.share(call, problem, skipped)
+    by_rank = collectives.share(call, problem, skipped)
     # Hosts that share a directory skip the same checkpoints: log each once.
-    of_all = {key: rest for of_rank in everyone[::-1] for key, *rest in of_rank}
+    of_all = {key: rest for of_rank in by_rank[::-1] for key, *rest in of_rank}
     for name, reason in of_all.values():
         _log_skipped(name, reason)
     found, damaged = _first_complete(offers, call)
@@ -155,15 +155,11 @@ def _order(found: FoundCheckpoint) -> tuple[Any, ...]:
 def _first_complete(
     offers: list[FoundCheckpoint], call: str
 ) -> tuple[FoundCheckpoint | None, bool]:
-    """The newest complete checkpoint of all ranks; a collective.
-
-    Returns:
-        The checkpoint, or None; and whether a newer one is damaged.
-    """
+    """The newest complete checkpoint of all, and whether a newer one is damaged; a collective."""
     damaged = False
     while True:
-        everyone = collectives.gather(call, offers[0] if offers else None)
-        offered = [each for each in everyone if each is not None]
+        by_rank = collectives.gather(call, offers[0] if offers else None)
+        offered = [each for each in by_rank if each is not None]
         if not offered:
             return None, damaged
         found = max(offered, key=_order)
@@ -305,14 +301,10 @@ def copied_to(
 
 
 def _pieces(found: FoundCheckpoint, received: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the other files of a checkpoint in pieces, each with the file's name; a collective.
-
-    Args:
-        found: the checkpoint; its rank reads the files.
-        received: the names of files that rank 0 has.
+    """Yield the files that rank 0 has not received, in pieces with their names; a collective.
 
     Raises:
-        OSError: its rank cannot read it; on every rank.
+        OSError: the checkpoint's rank cannot read it; on every rank.
     """
     for name, facts in found.manifest.files.items():
         if name in received:

@@ -115,7 +115,7 @@ class JsonPart(Part):
         super().__init__(name, ".json", thing)
 
     def save(self, path: Path) -> None:
-        state = self.thing.state_dict()
+        state = self.object.state_dict()
         try:
             text = json.dumps(state)
             if json.loads(text) != state:
@@ -123,13 +123,13 @@ class JsonPart(Part):
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"{self.name}: next to a Keras model, a state may hold dicts with str keys, lists, "
-                f"str, int, float, bool and None; {type(self.thing).__name__}.state_dict() "
+                f"str, int, float, bool and None; {type(self.object).__name__}.state_dict() "
                 f"returned something else: {error}"
             ) from None
         path.write_text(text + "\n")
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
-        self.thing.load_state_dict(json.loads(bytes(content)))
+        self.object.load_state_dict(json.loads(bytes(content)))
 
 
 class MonitorPart(JsonPart):
@@ -138,7 +138,7 @@ class MonitorPart(JsonPart):
     optional = True
 
     def begin_after(self, step: int) -> None:
-        self.thing.load_state_dict({"step": step})
+        self.object.load_state_dict({"step": step})
 
 
 class StrategyPart(Part):

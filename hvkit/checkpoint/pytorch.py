@@ -39,20 +39,20 @@ _NUMBERS = f"{SEED}numbers-"
 class TorchPart(Part):
     """An object whose state ``torch.load`` reads with ``weights_only=True``."""
 
-    def __init__(self, name: str, thing: Any) -> None:
+    def __init__(self, name: str, obj: Any) -> None:
         # A model wrapped by torch.compile saves the plain model's names, so that it can load them.
-        super().__init__(name, ".pt", getattr(thing, "_orig_mod", thing))
+        super().__init__(name, ".pt", getattr(obj, "_orig_mod", obj))
 
     @property
     def model(self) -> Any:
-        return self.thing if isinstance(self.thing, torch.nn.Module) else None
+        return self.object if isinstance(self.object, torch.nn.Module) else None
 
     def facts(self) -> dict[str, Any]:
         warmup = self._warmup()
         return {"warmup_steps": warmup.steps_done if warmup else None}
 
     def save(self, path: Path) -> None:
-        state = self.thing.state_dict()
+        state = self.object.state_dict()
         if self.model is not None and any(getattr(t, "is_meta", False) for t in state.values()):
             raise ValueError(
                 f"{self.name} has no weights before its first batch, when each rank makes its part "
@@ -90,12 +90,12 @@ class TorchPart(Part):
 
     def _load_state(self, state: Any, *, whole: bool = True) -> None:
         """Load the object's state, or that of this rank's part of a model or an optimizer."""
-        if isinstance(self.thing, Optimizer):
-            _load_optimizer(self.thing, state)
+        if isinstance(self.object, Optimizer):
+            _load_optimizer(self.object, state)
         elif whole:
-            self.thing.load_state_dict(state)
+            self.object.load_state_dict(state)
         else:
-            self.thing.load_state_dict(state, strict=False)
+            self.object.load_state_dict(state, strict=False)
 
     def _warmup(self) -> Warmup | None:
         """The warm-up of a distributed optimizer, whose steps its state dict does not contain."""
@@ -106,7 +106,7 @@ class TorchPart(Part):
             buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
             return buffers | self._numbers()
         parts = self._in_parts
-        state = self.thing.state_dict() if parts is None else parts.own()
+        state = self.object.state_dict() if parts is None else parts.own()
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(state), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
@@ -158,7 +158,7 @@ class TorchPart(Part):
             return {}
         return {
             f"{prefix}{'.' * bool(prefix)}{name}": buffer
-            for prefix, module in self.thing.named_modules()
+            for prefix, module in self.object.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set and buffer.layout is torch.strided
         }
@@ -168,12 +168,12 @@ class TorchPart(Part):
         """Whether each rank holds a part of the model, or of the optimizer's state."""
         if self.model is not None:
             return any(map(is_in_mesh, self.model.parameters()))
-        groups = self.thing.param_groups if isinstance(self.thing, Optimizer) else []
+        groups = self.object.param_groups if isinstance(self.object, Optimizer) else []
         return any(is_in_mesh(p) for group in groups for p in group["params"])
 
     def compared(self) -> Fingerprints:
         # Ranks with the same part compare it in training.
-        return ([], []) if self._in_mesh else compared_in(self.thing, is_averaged)
+        return ([], []) if self._in_mesh else compared_in(self.object, is_averaged)
 
     def may_differ(self) -> Fingerprints:
         return (
@@ -184,11 +184,7 @@ class TorchPart(Part):
 
 
 def _write(path: Path, part: Part, state: Any) -> None:
-    """Write a state, or this rank's share of it, for ``torch.load`` with ``weights_only=True``.
-
-    Raises:
-        TypeError: it could not read the state.
-    """
+    """Write a state, or this rank's share of it, for ``torch.load`` with ``weights_only=True``."""
     with path.open("wb") as file:
         torch.save(_without_numpy_scalars(state), file)
     try:
@@ -196,7 +192,7 @@ def _write(path: Path, part: Part, state: Any) -> None:
     except pickle.UnpicklingError as error:
         raise TypeError(
             f"{part.name}: torch.load with weights_only=True cannot read the state of "
-            f"{type(part.thing).__name__}; use only tensors, numbers, text, None, and dicts "
+            f"{type(part.object).__name__}; use only tensors, numbers, text, None, and dicts "
             f"and lists of them: {error}"
         ) from None
 

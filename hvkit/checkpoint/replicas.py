@@ -86,10 +86,10 @@ class Replicas:
         if self._opened or not self.number:
             return
         self._opened = True
-        mine = (self.folder is not None, runtime.local_rank(), socket.gethostname())
-        everyone = list(enumerate(collectives.gather(call, mine)))
-        others = {rank: host for rank, (_, local, host) in everyone if rank and local == 0}
-        restarts = all(restarts for _, (restarts, _, _) in everyone)
+        own = (self.folder is not None, runtime.local_rank(), socket.gethostname())
+        by_rank = list(enumerate(collectives.gather(call, own)))
+        others = {rank: host for rank, (_, local, host) in by_rank if rank and local == 0}
+        restarts = all(restarts for _, (restarts, _, _) in by_rank)
         if restarts:
             self._hosts = dict(list(others.items())[: self.number])
         if runtime.rank() == 0 and len(self._hosts) < self.number:
@@ -227,12 +227,7 @@ def _answer(connection: Connection) -> str:
 
 
 def keep(connection: Connection, folder: Path) -> None:
-    """Keep the newest checkpoint that rank 0 sends, until it ends.
-
-    Args:
-        connection: to rank 0.
-        folder: for this checkpoint only, in the run's folder.
-    """
+    """Keep the newest checkpoint that rank 0 sends, in a folder for it only, until rank 0 ends."""
     # A LinkError: rank 0 has ended, or will report that this host keeps no more copies.
     with connection, contextlib.suppress(LinkError):
         while True:
@@ -306,11 +301,7 @@ def _refusal(folder: Path, needed: int) -> str:
 
 
 def _received(connection: Connection, lengths: dict[str, int]) -> Iterator[tuple[str, bytes]]:
-    """Yield the files' bytes in pieces, each with the file's name.
-
-    Raises:
-        LinkError: rank 0 is gone or silent, or sends more bytes than it has announced.
-    """
+    """Yield the files' bytes in pieces, each with the file's name; LinkError if more come."""
     for name, left in lengths.items():
         yield name, b""
         while left > 0:
@@ -342,11 +333,7 @@ def _reason(error: OSError, folder: Path) -> str:
 
 
 def require_own(root: Path) -> None:
-    """Make a run's folder in memory, which only this user may enter.
-
-    Raises:
-        PermissionError: someone else has made it.
-    """
+    """Make a run's folder in memory, which only this user may enter; else PermissionError."""
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
     found = root.lstat()
@@ -355,11 +342,7 @@ def require_own(root: Path) -> None:
 
 
 def _delete_abandoned(own: Path) -> None:
-    """Delete copies that killed runs have left behind in this host's memory.
-
-    Args:
-        own: this run's folder there, which stays.
-    """
+    """Delete copies that killed runs have left in this host's memory, but for ``own``."""
     for root in own.parent.glob("hvkit-run-*"):
         with contextlib.suppress(OSError):  # someone else's, or gone
             old = root.lstat()

@@ -225,11 +225,7 @@ def _own_states(found: FoundCheckpoint, *, in_round: bool) -> dict[str, Arrays]:
 
 
 def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
-    """Raise on every rank unless all see a sharded checkpoint; a collective.
-
-    Raises:
-        HvkitError: names a rank that does not.
-    """
+    """Raise HvkitError on every rank unless all see a sharded checkpoint; a collective."""
     problem = None
     if not store.describes(folder, manifest):
         problem = HvkitError(

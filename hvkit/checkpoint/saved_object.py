@@ -55,16 +55,16 @@ class Part(ABC):
     Args:
         name: the name the user gave the object.
         suffix: what follows the name in the file's name.
-        thing: the object.
+        obj: the object.
     """
 
     optional = False
     """Whether a checkpoint without it can be loaded."""
 
-    def __init__(self, name: str, suffix: str, thing: Any) -> None:
+    def __init__(self, name: str, suffix: str, obj: Any) -> None:
         self.name = name
         self.file = f"{name}{suffix}"
-        self.thing = thing
+        self.object = obj
         self.is_local = False
         """Whether the ranks have local weights in a round, so that their objects differ."""
 
@@ -107,7 +107,7 @@ class Part(ABC):
     @property
     def record(self) -> Record | None:
         """What ``distribute`` attached to the object; None if nothing."""
-        return record_of(self.thing)
+        return record_of(self.object)
 
     @property
     def in_shares(self) -> InShares | None:
@@ -143,7 +143,7 @@ class Part(ABC):
 
     def end_epoch(self) -> None:
         """Count the current epoch as done, even if a loop left the data before its end."""
-        if callable(end := getattr(self.thing, "end_epoch", None)):
+        if callable(end := getattr(self.object, "end_epoch", None)):
             end()
 
 
@@ -198,11 +198,7 @@ def _add_array(archive: zipfile.ZipFile, name: str, array: np.ndarray[Any, Any])
 def named_fingerprints(
     found: Iterable[tuple[str, list[Compared], list[Rows]]],
 ) -> Fingerprints:
-    """The fingerprints of all parts, with their names; nothing if there is only one rank.
-
-    Args:
-        found: by part its name, and what ``compared`` or ``may_differ`` returned.
-    """
+    """What the parts compare, with the parts' names; nothing if there is only one rank."""
     all_compared: list[Compared] = []
     all_rows: list[Rows] = []
     for name, compared, rows in found if runtime.size() > 1 else ():
@@ -236,11 +232,7 @@ def own_states(
 
 
 def without_rank_0s(own: dict[str, Arrays], digests: dict[str, bytes]) -> dict[str, Arrays]:
-    """``own`` without arrays that the parts' files hold, as they are rank 0's; a collective.
-
-    Args:
-        own, digests: what ``own_states`` returned.
-    """
+    """What ``own_states`` returned, but for what rank 0's files hold; a collective."""
     first = collectives.from_rank(0, digests)
 
     def differs(key: str) -> bool:
@@ -259,11 +251,9 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 def write_states(path: Path, states: Iterable[Mapping[str, Arrays]]) -> None:
-    """Write the own arrays of ranks to a file as ``numpy.savez`` makes it.
+    """Write the own arrays of ranks, by rank and part, to a file as ``numpy.savez`` makes it.
 
-    Args:
-        path: the file.
-        states: by rank, its arrays by part. Each is dropped once it is written.
+    The arrays of a rank are dropped once they are written.
     """
     rank, rest = 0, iter(states)
     with zipfile.ZipFile(path, "w") as archive:

@@ -196,10 +196,10 @@ class Writer:
                 shares, files = _write_share(folder, parts, own)
             except Exception as error:
                 problem = self._explained(error, manifest.step)
-            everyone = share(call, problem, (shares, files))
+            by_rank = share(call, problem, (shares, files))
             if runtime.rank() == 0:
                 try:
-                    _complete(folder, manifest, parts, everyone)
+                    _complete(folder, manifest, parts, by_rank)
                     stack.close()
                     self._finish(manifest.step)
                 except Exception as error:
@@ -335,18 +335,15 @@ def _complete(
     folder: Path,
     manifest: Manifest,
     parts: Sequence[Part],
-    everyone: Sequence[tuple[dict[str, str], dict[str, dict[str, Any]]]],
+    by_rank: Sequence[tuple[dict[str, str], dict[str, dict[str, Any]]]],
 ) -> None:
     """Add the manifest of a sharded checkpoint, once rank 0 sees all bytes of all files.
 
     Args:
         folder, manifest, parts: of the checkpoint.
-        everyone: by rank, what ``_write_share`` returned.
-
-    Raises:
-        HvkitError, FileNotFoundError: it does not see them.
+        by_rank: by rank, what ``_write_share`` returned.
     """
-    files = {name: facts for _, written in everyone for name, facts in written.items()}
+    files = {name: facts for _, written in by_rank for name, facts in written.items()}
     for name, facts in files.items():
         file = folder / name
         _wait_for(file, "a file that another rank has written: put the directory where all see it")
@@ -355,17 +352,13 @@ def _complete(
     of_parts: dict[str, dict[str, Any]] = {}
     for part in parts:
         of_parts[part.name] = {**part.facts(), "file": part.file}
-        if found_shares := [shares[part.name] for shares, _ in everyone if part.name in shares]:
+        if found_shares := [shares[part.name] for shares, _ in by_rank if part.name in shares]:
             of_parts[part.name]["shares"] = found_shares
     replace(manifest, parts=of_parts, files=files).write(folder)
 
 
 def _wait_for(path: Path, what: str) -> None:
-    """Wait until this rank sees a file or a folder.
-
-    Raises:
-        FileNotFoundError: it does not.
-    """
+    """Wait until this rank sees a file or a folder; FileNotFoundError after a while."""
     until = time.monotonic() + _PATIENCE
     while not path.exists():
         if time.monotonic() > until:

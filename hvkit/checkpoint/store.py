@@ -217,7 +217,7 @@ def prepare(directory: Path) -> tuple[int, int]:
             _delete(entry)
         elif entry.name.endswith(_OLD) and _CHECKPOINT.fullmatch(entry.name):
             _finish_replacing(entry)
-    found = [manifest for _, manifest in _with_manifests(directory) if manifest is not None]
+    found = [manifest for _, manifest in readable(directory, lambda *_: None)]
     return (
         max((each.serial for each in found), default=0),
         max((each.saves for each in found if each.run == run_name()), default=0),
@@ -297,11 +297,12 @@ def prune(directory: Path, keep: int | None, newest: str) -> None:
     """
     if keep is None:
         return
-    folders = sorted(
-        _with_manifests(directory),
-        key=lambda each: (each[0].name == newest, each[1].serial if each[1] else 0, each[0].name),
-    )
-    for folder, _ in folders[:-keep]:
+    damaged: list[Path] = []
+    found = readable(directory, lambda folder, _: damaged.append(folder))
+    serials = {folder: manifest.serial for folder, manifest in found}
+    serials |= dict.fromkeys(damaged, 0)
+    oldest_first = sorted(serials, key=lambda each: (each.name == newest, serials[each], each.name))
+    for folder in oldest_first[:-keep]:
         _remove(folder)
 
 
@@ -339,12 +340,7 @@ def flush(path: Path) -> None:
 
 
 def _lock(directory: Path) -> None:
-    """Lock the directory for this process until it ends; a second call does nothing.
-
-    Raises:
-        BlockingIOError: another process has the lock.
-        OSError: the lock's file cannot be written.
-    """
+    """Lock the directory for this process until it ends; BlockingIOError if another one has."""
     # Ranks that do not save skip this import: from Python 3.12 on, filelock installs an audit hook,
     # which slows down each id(), import and open().
     from filelock import FileLock, Timeout
@@ -401,15 +397,6 @@ def _checkpoints(directory: Path) -> Iterator[Path]:
     if directory.is_dir():
         found = (each for each in directory.iterdir() if _CHECKPOINT.fullmatch(each.name))
         yield from (each for each in found if each.is_dir())
-
-
-def _with_manifests(directory: Path) -> Iterator[tuple[Path, Manifest | None]]:
-    """All checkpoints; those whose manifest is damaged without one."""
-    for folder in _checkpoints(directory):
-        try:
-            yield folder, read(folder)
-        except DamagedError:
-            yield folder, None
 
 
 def _remove(folder: Path) -> None:

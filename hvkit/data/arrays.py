@@ -34,19 +34,14 @@ def shard_arrays(data: Any, share: Share) -> Any:
     length = rows_of(data)
     if share.size == 1:
         return data
-    mine = share.of(length)
-    if isinstance(mine, slice):
-        return map_arrays(lambda array: array[mine], data)
-    return map_arrays(lambda array: _take(array, mine), data)
+    positions = share.of(length)
+    if isinstance(positions, slice):
+        return map_arrays(lambda array: array[positions], data)
+    return map_arrays(lambda array: _take(array, positions), data)
 
 
 def rows_of(data: Any) -> int:
-    """The number of rows that all arrays of ``data`` have.
-
-    Raises:
-        TypeError: it holds something other than arrays, or an array without rows.
-        ValueError: the arrays have different lengths.
-    """
+    """The number of rows that all arrays of ``data`` have; raises as ``shard_arrays``."""
     lengths: list[int] = []
     map_arrays(lambda array: lengths.append(int(array.shape[0])), data)
     if not lengths:

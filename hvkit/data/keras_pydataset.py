@@ -83,8 +83,8 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         rows = sum(_shapes(batch)[0][0] for batch in batches)
         if not self._share.count(rows):
             return None
-        mine = self._share.of(rows)
-        return _map(lambda *arrays: np.concatenate(arrays)[mine], *batches)
+        positions = self._share.of(rows)
+        return _map(lambda *arrays: np.concatenate(arrays)[positions], *batches)
 
     def on_epoch_begin(self) -> None:
         self._resumed = False

@@ -243,11 +243,7 @@ def _cut(groups: Sequence[_Rows], start: int, stop: int, total: int) -> Iterator
 
 
 def _checked(columns: Sequence[str] | None, schema: Any) -> list[str] | None:
-    """The names of columns.
-
-    Raises:
-        TypeError, ValueError: these are none.
-    """
+    """The names of columns; TypeError or ValueError if they are none."""
     if columns is None:
         return None
     if isinstance(columns, str) or not all(isinstance(each, str) for each in columns):

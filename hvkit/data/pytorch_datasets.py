@@ -60,10 +60,9 @@ def in_whole(key: Any) -> InWhole | KeyInWhole:
 
 
 class _AttributesOf:
-    """Reading or setting another attribute than its own reads or sets it on another object.
+    """Other attributes than its own are those of another object, also when they are set.
 
-    Attributes:
-        _own: the names of its own attributes; the first one holds the other object.
+    The first name in ``_own`` is that of the object.
     """
 
     _own: tuple[str, ...]
@@ -103,8 +102,10 @@ class DatasetPart(_AttributesOf, Subset[Any]):
         """The indices of this part's samples in the whole dataset, which may have grown."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self._known[0] != length:
-            mine = self._share.of(length)
-            indices = range(length)[mine] if isinstance(mine, slice) else mine.tolist()
+            positions = self._share.of(length)
+            indices = (
+                range(length)[positions] if isinstance(positions, slice) else positions.tolist()
+            )
             self._known = (length, indices)
         return self._known[1]
 
@@ -129,11 +130,7 @@ class DatasetPart(_AttributesOf, Subset[Any]):
 
 
 def contents(dataset: Any) -> list[str]:
-    """Facts that may differ between datasets of the same length, if they are cheap to compute.
-
-    Raises:
-        ValueError: the dataset is already a rank's part.
-    """
+    """Facts that may differ between datasets of one length, if they are cheap to compute."""
     facts = []
     while isinstance(dataset, Subset):
         if isinstance(dataset, DatasetPart):
@@ -186,25 +183,25 @@ class StreamShard(_AttributesOf, IterableDataset[Any]):
             stream = iter(self._inner)
         while True:
             with fixed:
-                mine, length = self._read(stream)
-            yield from mine
+                own, length = self._read(stream)
+            yield from own
             if length < self._group:
                 return
 
     def _read(self, stream: Iterator[Any]) -> tuple[list[Any], int]:
         """This rank's samples of the next step, and the number of samples for all ranks."""
-        share, mine, first, length = self._share, [], [], 0
+        share, own, first, length = self._share, [], [], 0
         for sample in islice(stream, self._group):
             if length < share.size:
                 first.append(sample)
             if length % share.size == share.rank:
-                mine.append(sample)
+                own.append(sample)
             length += 1
         if length < self._group and self._drop_last:
             return [], length
-        if not share.exact and len(mine) < share.count(length):
-            mine.append(first[np.arange(length)[share.of(length)][-1]])
-        return mine, length
+        if not share.exact and len(own) < share.count(length):
+            own.append(first[np.arange(length)[share.of(length)][-1]])
+        return own, length
 
     def __len__(self) -> int:
         length = len(self._inner)  # type: ignore[arg-type]

@@ -43,12 +43,7 @@ _NONE = object()
 def dynamic_loader(
     loader: DataLoader[Any], share: Share, seed: int | None
 ) -> tuple[DynamicLoader, list[str]]:
-    """A loader of the batches that this rank takes, and the facts that must be equal on all ranks.
-
-    Raises:
-        TypeError: ``dynamic=True`` does not support this kind of loader or sampler.
-        ValueError: the loader is already sharded.
-    """
+    """A loader of the batches that this rank takes, and what must be equal on all ranks."""
     _refuse_others(loader)
     facts = [f"batch size {loader.batch_size}", f"drop_last {loader.drop_last}"]
     part = DynamicLoader(loader, share.size, seed or 0)
@@ -56,12 +51,7 @@ def dynamic_loader(
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int | None) -> tuple[Any, list[str]]:
-    """A loader of this rank's samples, and the facts that must be equal on all ranks.
-
-    Raises:
-        TypeError: a loader or sampler of this kind cannot be sharded.
-        ValueError: the loader is already sharded.
-    """
+    """A loader of this rank's samples, and what must be equal on all ranks."""
     _refuse_others(loader)
     batch, drop_last = loader.batch_size, loader.drop_last and not share.exact
     facts = [f"batch size {batch}", f"drop_last {drop_last}"]
@@ -79,13 +69,7 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int | None) -> tup
 
 
 class _LoaderLike(DataLoader[Any]):
-    """A DataLoader with the options of the user's.
-
-    Args:
-        loader: the user's.
-        dataset: what to read.
-        options: others of the DataLoader.
-    """
+    """A DataLoader with the options of the user's, and some of its own."""
 
     def __init__(self, loader: DataLoader[Any], dataset: Any, **options: Any) -> None:
         self._adapter = _adapter_that_forbids_forks(loader)
@@ -99,11 +83,7 @@ class _LoaderLike(DataLoader[Any]):
         super().__init__(dataset, **kept, **options)
 
     def _started(self) -> Iterator[Any]:
-        """PyTorch's iterator, with a clear error if forkserver cannot start workers.
-
-        Raises:
-            LaunchError: the workers cannot start; the message gives the fix.
-        """
+        """PyTorch's iterator; LaunchError with the fix if forkserver cannot start workers."""
         if self._adapter is None:
             return super().__iter__()
         try:
@@ -281,11 +261,7 @@ class _TakenBatches(Sampler[list[Any]]):
 
 
 def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
-    """PyTorch's own batch sampler of a loader, whose order is the same on every rank.
-
-    Raises:
-        TypeError: the loader has a sampler of the user's own, or none.
-    """
+    """PyTorch's own batch sampler of a loader, whose order is the same on every rank."""
     fix = "leave dynamic out, and each rank gets its part"
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
@@ -369,11 +345,7 @@ def _adapter_that_forbids_forks(loader: DataLoader[Any]) -> str | None:
 
 
 def _active_adapter(adapters: Path) -> str | None:
-    """An InfiniBand (or RoCE) adapter with a port that is in use; None if there is none.
-
-    Args:
-        adapters: the kernel's folder, which holds a folder for each adapter.
-    """
+    """An InfiniBand (or RoCE) adapter with a port in use, in the kernel's folder of them."""
     for port in sorted(adapters.glob("*/ports/*/state")):
         try:
             state = port.read_text()  # "4: ACTIVE"

@@ -41,10 +41,10 @@ class Share:
         """
         if self.exact or length % self.size == 0:
             return slice(self.rank, length, self.size)
-        mine = self.rank + self.size * np.arange(self.count(length), dtype=np.int64)
-        missing = mine >= length
-        mine[missing] = (mine[missing] - length) % max(length, 1)
-        return mine
+        positions = self.rank + self.size * np.arange(self.count(length), dtype=np.int64)
+        missing = positions >= length
+        positions[missing] = (positions[missing] - length) % max(length, 1)
+        return positions
 
     def in_order(self, length: int) -> range:
         """As many positions for each rank that follow each other; some may be past the end.
@@ -140,11 +140,7 @@ class Position:
         return position | ({"random": dict(self.random)} if self.random else {})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that was saved.
-
-        Raises:
-            ValueError: ``save`` did not return it.
-        """
+        """Go to a position; ValueError if ``save`` did not return it."""
         counts, random = [state.get(name) for name in ("epoch", "samples")], state.get("random", {})
         if not all(isinstance(each, int) and each >= 0 for each in counts) or not (
             isinstance(random, Mapping) and all(isinstance(each, str) for each in random.values())
@@ -195,11 +191,7 @@ class Queue:
         self._number = next(self._made)
 
     def take(self, iteration: int) -> int:
-        """Take the next batch; return its number, which is beyond the last one if none is left.
-
-        Args:
-            iteration: each rank's count of its iterations over the data.
-        """
+        """Take the next batch in this rank's n-th iteration; too large a number if none is left."""
         # Imported here, since only ranks with a parameter server need it.
         from hvkit.parameter_server.client import take_batch
 

@@ -182,18 +182,18 @@ class RankSampler(Sampler[Any]):
         Returns:
             Whether ``random`` is equal on all ranks.
         """
-        place = f"epoch {self.position.epoch}, begun after {begun_after} samples"
+        begun = f"epoch {self.position.epoch}, begun after {begun_after} samples"
         digest = hashlib.sha256(random.encode()).hexdigest()
-        everyone: list[Any] = gather(_LOOP, [place, digest])
-        if len({theirs for theirs, _ in everyone}) > 1:
+        by_rank: list[Any] = gather(_LOOP, [begun, digest])
+        if len({begun for begun, _ in by_rank}) > 1:
             require_equal(
                 "epoch of a sharded DataLoader",
-                [place],
+                [begun],
                 "iterate over it equally often on every rank, and inspect samples in the original "
                 "DataLoader",
                 _LOOP,
             )
-        return len({theirs for _, theirs in everyone}) == 1
+        return len({digest for _, digest in by_rank}) == 1
 
     def compare(self, epoch: SampledEpoch, steps: int = _END) -> None:
         """Raise on every rank if the ranks' samplers have returned different indices.
@@ -253,7 +253,7 @@ class RankSampler(Sampler[Any]):
         for step in steps:
             samples = len(step) if self._cut.samples else sum(map(len, step))
             number, seen = number + 1, seen + samples
-            mine = self._part(step)
+            own = self._part(step)
             # Ranks without a part of the last step compare it at their end, the others before they
             # deliver it, since a loop may end there.
             ended = self._share.exact and len(step) < self._share.size
@@ -261,10 +261,10 @@ class RankSampler(Sampler[Any]):
                 digest.update(str(step).encode())
                 if ended or number.bit_count() == 1:
                     begin = f"{seen} samples, the last step's begin with {str(step)[:100]}"
-                    epoch.digests[number if mine else _END] = [begin, digest.hexdigest()]
-            if mine:
+                    epoch.digests[number if own else _END] = [begin, digest.hexdigest()]
+            if own:
                 epoch.steps.append(samples)
-                yield from mine
+                yield from own
         if self._compared and not ended:
             epoch.digests[_END] = [f"{seen} samples in all", digest.hexdigest()]
 
@@ -324,8 +324,8 @@ class RankSampler(Sampler[Any]):
             part = step[positions]
         else:
             part = [step[position] for position in positions]
-        mine = np.asarray(part).tolist() if isinstance(step, np.ndarray) else list(part)
-        return [mine] if self.batched and mine else mine
+        own = np.asarray(part).tolist() if isinstance(step, np.ndarray) else list(part)
+        return [own] if self.batched and own else own
 
     def __len__(self) -> int:
         if self.as_without_hvkit:
@@ -333,8 +333,8 @@ class RankSampler(Sampler[Any]):
         length, share, samples = len(self._cut.source), self._share, self._cut.samples
         if samples is None:
             return share.count(length)
-        mine = share.count(length, group=samples * share.size, drop_last=self.drop_last)
-        return -(-mine // samples) if self.batched else mine
+        own = share.count(length, group=samples * share.size, drop_last=self.drop_last)
+        return -(-own // samples) if self.batched else own
 
     def steps_after(self, done: int) -> int | None:
         """How many steps follow the first ``done`` samples of an epoch; None if that is unknown."""
@@ -362,11 +362,7 @@ class RankSampler(Sampler[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position.
-
-        Raises:
-            ValueError: ``state_dict`` did not return it.
-        """
+        """Go to a position; ValueError if ``state_dict`` did not return it."""
         self.position.load(state)
         self._generators.set(own_in(self.position.random))
         if not begins_an_epoch(self.position.random):

@@ -176,11 +176,7 @@ def _is_dynamic(dynamic: object, share: Share) -> bool:
 
 
 def _dynamic(data: Any, share: Share, seed: int | None) -> ShardedData:
-    """The batches that a rank takes; not a collective.
-
-    Raises:
-        TypeError, ValueError: as ``shard``.
-    """
+    """The batches that a rank takes; not a collective."""
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
     if torch is not None and isinstance(data, torch.utils.data.DataLoader):
         from hvkit.data.pytorch_loader import dynamic_loader

@@ -34,12 +34,7 @@ _PART = "_hvkit_part"
 
 
 def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
-    """One rank's part of a pipeline, and the facts that must be equal on all ranks.
-
-    Raises:
-        ValueError: ranks would read different orders, or write one file, or the batches cannot be
-            regrouped.
-    """
+    """One rank's part of a pipeline, and the facts that must be equal on all ranks."""
     if share.size == 1:
         return data, []
     _refuse_unordered(data)
@@ -62,9 +57,6 @@ def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset
     """The elements that this rank takes, and the facts that must be equal on all ranks.
 
     Every rank runs the whole pipeline, and skips what others have taken.
-
-    Raises:
-        ValueError: ranks would read different orders, or write one file.
     """
     _refuse_unordered(data)
     if share.size > 1:
@@ -73,10 +65,10 @@ def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset
 
     def epoch(_: tf.Tensor) -> tf.data.Dataset:
         iteration = tf.numpy_function(taken.begin, [], tf.int64)
-        mine = data.enumerate().filter(
+        own = data.enumerate().filter(
             lambda number, _: tf.numpy_function(taken.is_mine, [iteration, number], tf.bool)
         )
-        return mine.map(lambda _, element: element)
+        return own.map(lambda _, element: element)
 
     part = tf.data.Dataset.range(1).flat_map(epoch)
     if share.size > 1:
@@ -102,10 +94,10 @@ class _TakenElements:
         """Whether an element is this rank's; takes the next one when it is needed."""
         if int(iteration) not in self._mine:
             self._mine[int(iteration)] = self._queue.take(int(iteration))
-        mine = self._mine[int(iteration)] == number
-        if mine:
+        own = self._mine[int(iteration)] == number
+        if own:
             del self._mine[int(iteration)]
-        return np.bool_(mine)
+        return np.bool_(own)
 
 
 def _facts(data: tf.data.Dataset, batching: Batching | None, share: Share) -> list[str]:
@@ -134,10 +126,10 @@ def _elements(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
         return data.shard(share.size, share.rank)
 
     # The last group has no element for this rank: it repeats the last element.
-    def mine(number: tf.Tensor, _: Any) -> tf.Tensor:
+    def own(number: tf.Tensor, _: Any) -> tf.Tensor:
         return (number % share.size == share.rank) | (number == length - 1)
 
-    part = data.enumerate().filter(mine).map(lambda _, element: element)
+    part = data.enumerate().filter(own).map(lambda _, element: element)
     return part.apply(tf.data.experimental.assert_cardinality(share.count(length)))
 
 
@@ -162,7 +154,7 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
     """Every N-th sample of the batches of N ranks."""
     group, drop = batching.size * share.size, batching.drop_remainder and not share.exact
 
-    def mine(*batch: Any) -> Any:
+    def own(*batch: Any) -> Any:
         element = whole(batch, data.element_spec)
         rows = tf.shape(tf.nest.flatten(element)[0], tf.int64)[0]
         last = rows if share.exact else (rows + share.size - 1) // share.size * share.size
@@ -174,7 +166,7 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
         element = whole(batch, data.element_spec)
         return tf.nest.map_structure(lambda each: each[share.rank :: share.size], element)
 
-    part = data.rebatch(group, drop_remainder=drop).map(full if drop else mine)
+    part = data.rebatch(group, drop_remainder=drop).map(full if drop else own)
     if share.exact:
         part = part.filter(_not_empty)
     return _counted(part, data, batching, share)
@@ -196,8 +188,8 @@ def _rebatched(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
         samples = samples.window(group, drop_remainder=True).flat_map(
             lambda *window: tf.data.Dataset.zip(whole(window, data.element_spec))
         )
-    mine = samples.shard(share.size, share.rank) if drop else _elements(samples, share)
-    part = batching.again(mine, drop_remainder=drop)
+    own = samples.shard(share.size, share.rank) if drop else _elements(samples, share)
+    part = batching.again(own, drop_remainder=drop)
     return _counted(part, data, batching, share)
 
 
@@ -215,11 +207,7 @@ def _counted(
 
 
 def _refuse_unordered(data: tf.data.Dataset) -> None:
-    """Reject a pipeline whose order would differ between ranks.
-
-    Raises:
-        ValueError: a random step has no seed, or a step gives up the order for speed.
-    """
+    """Raise ValueError if the order of a pipeline would differ between ranks."""
     for step in _steps_of(data):
         if getattr(step, "_deterministic", None) == "false":
             raise ValueError(
@@ -268,11 +256,7 @@ def _steps_of(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _refuse_common_caches(data: tf.data.Dataset) -> None:
-    """Reject a pipeline in which every rank would write the same cache at once.
-
-    Raises:
-        ValueError: it caches into a file that is not complete.
-    """
+    """Raise ValueError if every rank would write the same cache at once."""
     for step in _steps_of(data):
         name = _static(step._filename) if type(step).__name__ == "CacheDataset" else None
         if name and not name.endswith(_of_rank()) and not tf.io.gfile.exists(f"{name}.index"):
@@ -305,8 +289,8 @@ def give_ranks_files_of_their_own() -> None:
 
 def _require_own_path(path: str) -> None:
     """Raise on every rank if several would save into one folder; a collective."""
-    everyone = gather("Dataset.save", os.path.realpath(path))
-    if len(set(everyone)) < len(everyone):
+    by_rank = gather("Dataset.save", os.path.realpath(path))
+    if len(set(by_rank)) < len(by_rank):
         raise ValueError(
             f"save({path!r}) after hvkit.shard would write the parts of several ranks to one "
             f'place: put hvkit.rank() into the path, as in f"{path}-{{hvkit.rank()}}", or save the '
