@@ -244,7 +244,8 @@ def copied_to(
     """
     problem: Exception | None = None  # why rank 0 cannot write
     folder: Path | None = None
-    manifest, received = found.manifest, set()
+    manifest = found.manifest
+    received: set[str] = set()
 
     def append(name: str, content: Any) -> None:
         nonlocal problem

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from hvkit.checkpoint.saved_object import (
 )
 from hvkit.checkpoint.store import DamagedError, Manifest
 from hvkit.communication.collectives import share
+from hvkit.communication.encoding import sendable
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
@@ -182,7 +183,7 @@ class Writer:
             OSError: a rank could not write, or does not see the directory; on every rank.
         """
         problem: Exception | None = None
-        path, shares, files = "", {}, {}
+        path, written = "", _Written()
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 try:
@@ -193,10 +194,10 @@ class Writer:
             folder = Path(share(call, problem, path)[0])
             try:
                 _wait_for(folder, "the directory, which all ranks of a sharded checkpoint write to")
-                shares, files = _write_share(folder, parts, own)
+                written = _write_share(folder, parts, own)
             except Exception as error:
                 problem = self._explained(error, manifest.step)
-            by_rank = share(call, problem, (shares, files))
+            by_rank = share(call, problem, written)
             if runtime.rank() == 0:
                 try:
                     _complete(folder, manifest, parts, by_rank)
@@ -306,16 +307,22 @@ def is_sharded(manifest: Manifest) -> bool:
     return states_file(0) in manifest.files
 
 
-def _write_share(
-    folder: Path, parts: Sequence[Part], own: Mapping[str, Arrays]
-) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Write this rank's files, and flush them.
+@sendable
+@dataclass(frozen=True)
+class _Written:
+    """What one rank has written of a sharded checkpoint."""
 
-    Returns:
-        By part, the name of the file with this rank's share; by file, its length and sha256.
-    """
+    shares: dict[str, str] = field(default_factory=dict)
+    """By part, the name of the file with its share."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By file, its length and sha256."""
+
+
+def _write_share(folder: Path, parts: Sequence[Part], own: Mapping[str, Arrays]) -> _Written:
+    """Write this rank's files, and flush them."""
     rank = runtime.rank()
-    shares, files = {}, [states_file(rank)]
+    shares: dict[str, str] = {}
+    files = [states_file(rank)]
     write_states(folder / states_file(rank), [own])
     for part in parts:
         if part.in_shares is not None:
@@ -328,22 +335,17 @@ def _write_share(
         elif rank == 0:
             part.save(folder / part.file)
             files.append(part.file)
-    return shares, store.flushed(folder, files)
+    return _Written(shares, store.flushed(folder, files))
 
 
 def _complete(
     folder: Path,
     manifest: Manifest,
     parts: Sequence[Part],
-    by_rank: Sequence[tuple[dict[str, str], dict[str, dict[str, Any]]]],
+    by_rank: Sequence[_Written],
 ) -> None:
-    """Add the manifest of a sharded checkpoint, once rank 0 sees all bytes of all files.
-
-    Args:
-        folder, manifest, parts: of the checkpoint.
-        by_rank: by rank, what ``_write_share`` returned.
-    """
-    files = {name: facts for _, written in by_rank for name, facts in written.items()}
+    """Add the manifest of a sharded checkpoint, once rank 0 sees all bytes of all files."""
+    files = {name: facts for written in by_rank for name, facts in written.files.items()}
     for name, facts in files.items():
         file = folder / name
         _wait_for(file, "a file that another rank has written: put the directory where all see it")
@@ -352,8 +354,8 @@ def _complete(
     of_parts: dict[str, dict[str, Any]] = {}
     for part in parts:
         of_parts[part.name] = {**part.facts(), "file": part.file}
-        if found_shares := [shares[part.name] for shares, _ in by_rank if part.name in shares]:
-            of_parts[part.name]["shares"] = found_shares
+        if shares := [each.shares[part.name] for each in by_rank if part.name in each.shares]:
+            of_parts[part.name]["shares"] = shares
     replace(manifest, parts=of_parts, files=files).write(folder)
 
 

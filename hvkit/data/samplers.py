@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -41,30 +42,24 @@ from hvkit.random_states import (
 )
 
 _LOOP = "the loop over a sharded DataLoader"
-
-
 _END = -1  # The key for the comparison at the end of an epoch.
 
 
+@dataclass
 class SampledEpoch:
-    """One rank's iteration over an epoch, or the rest of one.
+    """One rank's iteration over an epoch, or the rest of one."""
 
-    Args:
-        number: the epoch's number.
-        randomness: the context in which the sampler draws.
-    """
-
-    def __init__(self, number: int, randomness: AbstractContextManager[None]) -> None:
-        self.number = number
-        self.randomness = randomness
-        self.workers_seed = 0
-        """A seed from which those of a loader's workers are computed."""
-        self.steps: deque[int] = deque()
-        """For each step that was read and not yet delivered, the samples on all ranks together."""
-        self.keys: Iterator[Any] | None = None
-        """The indices that this rank reads, once that has begun."""
-        self.digests: dict[int, list[str]] = {}
-        """By step: facts about what the sampler has returned so far, which ranks then compare."""
+    number: int
+    randomness: AbstractContextManager[None]
+    """The context in which the sampler draws."""
+    workers_seed: int = 0
+    """A seed from which those of a loader's workers are computed."""
+    steps: deque[int] = field(default_factory=deque)
+    """For each step that was read and not yet delivered, the samples on all ranks together."""
+    keys: Iterator[Any] | None = None
+    """The indices that this rank reads, once that has begun."""
+    digests: dict[int, list[str]] = field(default_factory=dict)
+    """By step: facts about what the sampler has returned so far, which ranks then compare."""
 
 
 class RankSampler(Sampler[Any]):
