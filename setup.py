@@ -74,8 +74,8 @@ setup(
         "spark": ["pyarrow>=18", "pyspark>=4.0.1"],
         "completion": COMPLETION,
         "dev": [
-            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "pyyaml", "ruff", "twine"),
-            *("equinox", "grain", "ipykernel", "nbclient"),
+            *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", "twine"),
+            *("equinox", "grain", "ipykernel", "nbclient", "pyyaml"),
             *COMPLETION,
         ],
     },

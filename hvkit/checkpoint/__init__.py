@@ -3,30 +3,27 @@
 ::
 
     checkpoint             Checkpoint: save() and restore(), called on every rank
-    ├── saved_object       Part, which saves one object into one file; small JSON states
+    ├── saved_object       Part, which saves one object into one file; what differs between ranks
     │   ├── pytorch        PyTorch models, optimizers and anything else with a state dict
     │   ├── keras          Keras models, optimizers and callbacks
     │   └── jax            arrays of Flax NNX, and pytrees
-    ├── object_kinds       which part saves which kind of object
-    ├── strategies         the state that the models' strategies keep
-    ├── progress           where training continues: epoch, step, batches, extras
-    ├── rank_states        what differs between ranks: random states, layer statistics
-    ├── newest_checkpoint  finds the newest complete one, for a restart on all hosts
-    ├── resume             loads it on all ranks, and writes it where rank 0 lacks it
-    ├── sharded            files of which each rank writes its own, for models in a mesh
-    ├── joining            makes plain files of those
-    ├── store              a directory of checkpoints, rank 0's or in memory: lock, folders
-    ├── manifests          what each folder holds, with the sha256 of its files
+    ├── object_kinds       which part saves which object; small JSON states, strategies' states
+    ├── saving             writes the files: rank 0 all, or each rank of a mesh its own; joins these
+    ├── store              a directory of checkpoints, rank 0's or in memory: lock, folders,
+    │                      and the manifest of what each folder holds
     ├── replicas           copies in the memory of other hosts, for restarts
-    ├── transfer           sends a copy to another host, which keeps it
-    ├── writing            writes the files, at once or in a thread
+    ├── newest_checkpoint  finds the newest complete one, and copies it to where rank 0 lacks it
+    ├── resume             loads it on all ranks; where training continues
     └── fit_callback       saves from inside Keras's fit
+
+A save of a PyTorch model goes through ``checkpoint``, ``object_kinds``, ``saved_object``,
+``pytorch``, ``saving``, ``store`` and ``replicas``, in this order.
 
 To save another kind of object, write a subclass of ``saved_object.Part`` and choose it in
 ``object_kinds.part_for``.
 """
 
 from hvkit.checkpoint.checkpoint import Checkpoint
-from hvkit.checkpoint.progress import Progress
+from hvkit.checkpoint.resume import Progress
 
 __all__ = ["Checkpoint", "Progress"]

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvkit import runtime
-from hvkit.argument_checks import advise_on_extra_arguments, check_path
-from hvkit.checkpoint import manifests, newest_checkpoint, rank_states, resume, sharded, store
-from hvkit.checkpoint.object_kinds import parts_of
-from hvkit.checkpoint.progress import (
-    Progress,
-    batches_after,
-    checked_count,
-    checked_every,
-    checked_extras,
-    require_same_progress,
-)
+from hvkit import random_states, runtime
+from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_path
+from hvkit.checkpoint import newest_checkpoint, resume, store
+from hvkit.checkpoint.object_kinds import StrategyPart, parts_of, parts_of_strategies
 from hvkit.checkpoint.replicas import Replicas
-from hvkit.checkpoint.saved_object import Arrays, Part
-from hvkit.checkpoint.strategies import StrategyPart, parts_of_strategies, together
-from hvkit.checkpoint.writing import BackgroundWriter, MemoryFolder, explained, fill_folder, seal
+from hvkit.checkpoint.resume import FitState, Progress
+from hvkit.checkpoint.saved_object import (
+    Fingerprints,
+    all_of,
+    named_fingerprints,
+    own_states,
+    without_rank_0s,
+)
+from hvkit.checkpoint.saving import Writer
+from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives, large_objects
-from hvkit.communication.collectives import share
-from hvkit.errors import HvkitError, RanksDisagreeError
+from hvkit.communication.collectives import require_equal, share
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
+from hvkit.random_states import Arrays
 from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.distributed_objects import refuse_groups
-from hvkit.sync.fingerprints import Compared, Rows, require_same
+from hvkit.sync.fingerprints import require_same
 from hvkit.watch.calls import last_step, named, resume_at
 from hvkit.watch.preemption import PREEMPTION
 
@@ -39,6 +37,11 @@ if TYPE_CHECKING:
 
 _SAVE = "Checkpoint.save"
 _RESTORE = "Checkpoint.restore"
+_SAME = (
+    "pass the same to Checkpoint and save on every rank; ranks that take different numbers of "
+    "steps pass step=max(hvkit.allgather(step))"
+)
+_JSON = "extras hold what JSON can: dicts with str keys, lists, str, int, float, bool and None"
 
 
 class Checkpoint:
@@ -130,50 +133,35 @@ class Checkpoint:
         self.directory = check_path(
             "directory", directory, 'Checkpoint("runs/a", model=model, optimizer=optimizer)'
         )
-        if not isinstance(background, bool):
-            raise TypeError(f"background must be True or False, got {background!r}")
-        self.background = background
-        self._writer = BackgroundWriter()
-        if keep is not None and checked_count("keep", keep) < 1:
-            raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
-        self.keep = keep
-        self.replicas = checked_count("replicas", replicas)
-        self._replicas = Replicas(self.directory, self.replicas)
-        self._things = list(parts.values())
-        refuse_groups("hvkit.Checkpoint", self._things)
+        for name, value in {"background": background, "sharded": sharded}.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+        self.keep = None if keep is None else check_count("keep", keep)
+        self.replicas = check_count("replicas", replicas, least=0)
+        self.background, self.sharded = background, sharded
+        self._objects = list(parts.values())
+        refuse_groups("hvkit.Checkpoint", self._objects)
         self.parts = parts_of(parts)
-        self.sharded = self._checked_sharded(sharded)
-        self._restored = Progress()
-        self._random: Arrays | None = None
-        # With which ``fit`` shuffled its epoch, and the saved run the one to resume.
-        self._epoch_random: Arrays = {}
-        self._restored_epoch_random: Arrays = {}
-        # Batches of the epoch, of a fit that runs; and those that the saved run has read.
-        self._epoch_batches = self._batches_read = 0
+        self._check_sharded()
+        self._replicas = Replicas(self.directory, self.replicas)
+        self._writer = Writer(self.directory, self.keep, background, self._replicas)
+        self._fit_state = FitState()
         self._epoch = 0
-        self._saves = 0
-        self._together: bool | None = None
+        self._equal_steps: bool | None = None
 
-    def _checked_sharded(self, sharded: object) -> bool:
-        """Whether each rank writes its own part.
-
-        Raises:
-            TypeError, ValueError: it cannot, or the argument is no bool.
-        """
-        if not isinstance(sharded, bool):
-            raise TypeError(f"sharded must be True or False, got {sharded!r}")
-        if sharded and (self.background or self.replicas):
+    def _check_sharded(self) -> None:
+        """Raise ValueError if ranks must write their own parts, but cannot."""
+        if self.sharded and (self.background or self.replicas):
             raise ValueError(
                 "sharded=True writes at once, from all ranks: leave out background= and replicas="
             )
-        for part in self.parts if sharded else ():
+        for part in self.parts if self.sharded else ():
             if (record := part.record) and record.gathered and not record.in_parts:
                 raise ValueError(
-                    f"sharded=True saves the parts of a mesh, but {part.name} is divided by a "
-                    "strategy: use mesh=hvkit.Mesh(shard=...) in place of FullyShard, or leave out "
-                    "sharded="
+                    f"sharded=True saves the parts of PyTorch's meshes, but {part.name} is divided "
+                    "in another way: use mesh=hvkit.Mesh(shard=...) in place of FullyShard, or "
+                    "leave out sharded="
                 )
-        return sharded
 
     @named("Checkpoint.save")
     def save(
@@ -205,64 +193,70 @@ class Checkpoint:
             SystemExit: with status 143, once the checkpoint is saved, if a rank got SIGTERM.
         """
         problem: Exception | None = None
-        progress, own = Progress(), {}
-        kept: list[StrategyPart] = []
-        compared: list[Compared] = []
-        rows: list[Rows] = []
-        may_differ: tuple[list[Compared], list[Rows]] = [], []
+        facts: list[str] = []
+        of_strategies: list[StrategyPart] = []
         try:
-            refuse_groups("Checkpoint.save", self._things)
-            progress = Progress(
-                epoch=checked_count("epoch", epoch),
-                step=checked_count("step", step),
-                batches=checked_count("batches", batches),
-                extras=checked_extras(extras),
-                epoch_batches=self._epoch_batches if batches else 0,
+            refuse_groups("Checkpoint.save", self._objects)
+            manifest = Manifest(
+                epoch=check_count("epoch", epoch, least=0),
+                step=check_count("step", step, least=0),
+                batches=check_count("batches", batches, least=0),
+                epoch_batches=self._fit_state.epoch_batches if batches else 0,
+                extras=_checked_extras(extras),
+                size=runtime.size(),
             )
+            facts = [
+                f"epoch={epoch}, step={step}",
+                f"replicas={self.replicas}",
+                f"sharded={self.sharded}",
+            ]
             self._writer.wait()
-            self._end_epoch(progress.epoch)
-            kept = parts_of_strategies(self.parts)
+            self._end_epoch(manifest.epoch)
+            of_strategies = parts_of_strategies(self.parts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so counts that ranks share do not change.
-        mine_now = (progress.epoch, progress.step), PREEMPTION.requested, self.sharded
-        agreed, leaving, sharded_on = zip(*share(_SAVE, problem, mine_now), strict=True)
-        require_same_progress(agreed)
-        if len(set(sharded_on)) > 1:
-            raise RanksDisagreeError(
-                f"Checkpoint needs the same sharded= on every rank: rank 0 passes {sharded_on[0]}, "
-                f"rank {sharded_on.index(not sharded_on[0])} another one"
-            )
+        leaving = any(share(_SAVE, problem, PREEMPTION.requested))
+        require_equal("checkpoint", facts, _SAME, _SAVE)
         self._replicas.open(_SAVE)
-        for each in kept:
+        for each in of_strategies:
             each.keeper.arrive()
-        parts = [*self.parts, *kept]
-        mine: dict[str, bytes] = {}
+        parts = [*self.parts, *of_strategies]
+        own: dict[str, Arrays] = {}
+        digests: dict[str, bytes] = {}
+        compared: Fingerprints = ([], [])
+        may_differ: Fingerprints = ([], [])
         try:
-            with together(each.keeper.unsettled() for each in kept):
-                own = rank_states.capture(parts, self._epoch_random if batches else {})
-            mine = rank_states.digests(own)
-            compared, rows = rank_states.compared(parts)
-            may_differ = rank_states.may_differ(parts)
+            with all_of(each.keeper.unsettled() for each in of_strategies):
+                own, digests = own_states(parts, self._fit_state.epoch_random if batches else {})
+            compared = named_fingerprints((part.name, *part.compared()) for part in parts)
+            may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
         except Exception as error:
             problem = error
         share(_SAVE, problem, None)
-        require_same(_SAVE, compared, rows)
+        require_same(_SAVE, *compared)
         warn_of_unlike(_SAVE, *may_differ)
-        own = rank_states.differing(own, mine, collectives.from_rank(0, mine))
-        name = store.name_of(progress.step)
-        if self.sharded:
-            self._save_shares(name, progress, parts, kept, own)
-        else:
-            states = large_objects.collect(_SAVE, own)
-            del own
-            self._save_whole(name, progress, parts, kept, states)
-        if any(leaving):
+        own = without_rank_0s(own, digests)
+        with all_of(each.keeper.settled() for each in of_strategies):
+            if self.sharded:
+                self._writer.save_shares(_SAVE, manifest, parts, own)
+            else:
+                states = large_objects.collect(_SAVE, own)
+                del own
+                self._writer.save(_SAVE, manifest, parts, states)
+        folder = self.directory / store.name_of(manifest.step)
+        if leaving:
             self.wait()
             if runtime.rank() == 0:
-                logger.info("saved %s after SIGTERM: all ranks leave", self.directory / name)
+                logger.info("saved %s after SIGTERM: all ranks leave", folder)
             PREEMPTION.leave()
-        return self.directory / name
+        return folder
+
+    def _end_epoch(self, epoch: int) -> None:
+        if epoch > self._epoch:
+            for part in self.parts:
+                part.end_epoch()
+            self._epoch = epoch
 
     @named("Checkpoint.end_step")
     def end_step(
@@ -299,8 +293,11 @@ class Checkpoint:
             TypeError, ValueError: ``every`` is no positive number of steps.
             Exception: what ``save`` raises.
         """
-        wanted = every is not None and step % checked_every(every) == 0
-        if self._may_leave():
+        wanted = every is not None and step % check_count("every", every) == 0
+        if self._equal_steps is None:
+            keepers = [each.keeper for each in parts_of_strategies(self.parts)]
+            self._equal_steps = all(keeper.equal_steps for keeper in keepers)
+        if self._equal_steps:  # so the ranks can leave at the end of one
             PREEMPTION.handle_sigterm()
             wanted |= PREEMPTION.at_last_step()
         if not wanted:
@@ -326,120 +323,6 @@ class Checkpoint:
             problem = error
         share("Checkpoint.wait", problem, None)
 
-    def _may_leave(self) -> bool:
-        """Whether the ranks end their steps together, and so can leave at the end of one."""
-        if self._together is None:
-            keepers = [each.keeper for each in parts_of_strategies(self.parts)]
-            self._together = all(keeper.equal_steps for keeper in keepers)
-        return self._together
-
-    def _end_epoch(self, epoch: int) -> None:
-        if epoch > self._epoch:
-            for part in self.parts:
-                part.end_epoch()
-            self._epoch = epoch
-
-    def _save_whole(
-        self,
-        name: str,
-        progress: Progress,
-        parts: list[Part],
-        kept: list[StrategyPart],
-        states: Iterator[dict[str, Any]],
-    ) -> None:
-        """Write whole objects, on rank 0; a collective."""
-        problem: Exception | None = None
-        with together(each.keeper.settled() for each in kept), ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(part.gathered())
-            if runtime.rank() == 0:
-                try:
-                    self._write(name, progress, parts, states)
-                except Exception as error:
-                    problem = explained(error, self.directory / name)
-            try:
-                for _ in states:  # the others send theirs; after an error rank 0 drops them
-                    pass
-            except HvkitError as error:  # on every rank
-                problem = problem or error
-            share(_SAVE, problem, None)
-
-    def _save_shares(
-        self,
-        name: str,
-        progress: Progress,
-        parts: list[Part],
-        kept: list[StrategyPart],
-        own: dict[str, Arrays],
-    ) -> None:
-        """Write each rank's own part; a collective."""
-        problem: Exception | None = None
-        serial = saves = 0
-        if runtime.rank() == 0:
-            try:
-                serial, saves = self._next_numbers()
-            except Exception as error:
-                problem = explained(error, self.directory / name)
-        share(_SAVE, problem, None)
-
-        def finish(folder: Path, facts: sharded.Facts, written: sharded.Facts) -> None:
-            seal(folder, (facts, runtime.size()), progress, serial, saves, written)
-
-        with together(each.keeper.settled() for each in kept):
-            sharded.write(_SAVE, self.directory, name, parts, own, finish)
-        if runtime.rank() == 0:
-            try:
-                report(saved=progress.step, directory=store.id_of(self.directory))
-                store.prune(self.directory, self.keep, name)
-            except Exception as error:  # any error: the other ranks must not wait for this one
-                problem = error
-        share(_SAVE, problem, None)
-
-    def _next_numbers(self) -> tuple[int, int]:
-        """The serial of the next checkpoint, and its number in this run; locks the directory."""
-        numbers = store.prepare(self.directory)
-        self._saves = max(numbers.saves, self._saves) + 1
-        return numbers.serial + 1, self._saves
-
-    def _write(
-        self, name: str, progress: Progress, parts: list[Part], states: Iterator[dict[str, Any]]
-    ) -> None:
-        """Write a checkpoint's folder, or start to; on rank 0."""
-        serial, saves = self._next_numbers()
-        if not self.background:
-
-            def fill(folder: Path) -> None:
-                seal(folder, fill_folder(folder, parts, states), progress, serial, saves)
-
-            self._put(name, fill, progress)
-            return
-        copy = MemoryFolder([*(part.file for part in parts), rank_states.FILE])
-        try:
-            filled = fill_folder(copy.path, parts, states)
-        except BaseException:
-            copy.close()
-            raise
-
-        def write() -> None:
-            def fill(folder: Path) -> None:
-                copy.copy_to(folder)
-                seal(folder, filled, progress, serial, saves)
-
-            try:
-                self._put(name, fill, progress)
-            except Exception as error:
-                raise explained(error, self.directory / name) from error
-            finally:
-                copy.close()
-
-        self._writer.start(write)
-
-    def _put(self, name: str, fill: Callable[[Path], None], progress: Progress) -> None:
-        store.write_folder(self.directory, name, fill)
-        report(saved=progress.step, directory=store.id_of(self.directory))
-        store.prune(self.directory, self.keep, name)
-        self._replicas.send(self.directory / name)
-
     @named("Checkpoint.restore")
     def restore(self) -> Progress:
         """Load the newest checkpoint that is not damaged. Every rank must call it.
@@ -460,13 +343,15 @@ class Checkpoint:
             OSError: rank 0 may not read it.
         """
         self.wait()
-        refuse_groups("Checkpoint.restore", self._things)
+        refuse_groups("Checkpoint.restore", self._objects)
         parts = [*self.parts, *parts_of_strategies(self.parts)]
-        resume.require_same_parts(parts)
+        # Loading is one broadcast for each part: with different ones, ranks would wait forever.
+        facts = [f"replicas={self.replicas}", f"parts {', '.join(part.name for part in parts)}"]
+        require_equal("checkpoint", facts, _SAME, _RESTORE)
         found = newest_checkpoint.find(self.directory, self._replicas, _RESTORE)
+        directory = store.id_of(self.directory)
         if runtime.rank() == 0:
-            step = found[0].manifest.step if found is not None else None
-            report(resumes=step, directory=store.id_of(self.directory))
+            report(resumes=found[0].manifest.step if found else None, directory=directory)
         if found is None:
             return Progress()
         source, is_here = found
@@ -476,42 +361,26 @@ class Checkpoint:
             epoch_random = resume.load(source, parts)
         else:
             folder = self.directory / store.name_of(written.step)
-            with resume.RemoteCopy(source, self.directory) as copy:
-                epoch_random = resume.load(source, parts, copy.take)
-        folder = self._go_on_from(folder, written)
-        self._saves = written.saves if written.run == run_name() else 0
-        self._restored = Progress(
-            epoch=written.epoch,
-            step=written.step,
-            batches=batches_after(written.batches, (written.size, 0), (runtime.size(), 0)),
-            extras=written.extras,
-            size=written.size,
-            folder=folder,
-            epoch_batches=written.epoch_batches,
+            with newest_checkpoint.copied_to(self.directory, source, _RESTORE) as take:
+                epoch_random = resume.load(source, parts, take)
+        # Further restarts find it: it becomes one of this run, with copies on other hosts.
+        folder = collectives.from_rank(
+            0, folder if runtime.rank() else store.adopt(folder, written)
         )
-        self._batches_read = written.batches
+        self._replicas.open(_RESTORE)
+        # If it could not be written, the folder may be another checkpoint of the same name.
+        if runtime.rank() == 0 and self.replicas and store.describes(folder, written):
+            self._writer.start(lambda: self._replicas.send(folder))
+        self._writer.saves = written.saves if written.run == run_name() else 0
         self._epoch = written.epoch
         resume_at(written.step, collectives.from_rank(0, last_step()))
         if runtime.rank() == 0:
-            report(saved=written.step, directory=store.id_of(self.directory))
-        self._random = rank_states.random_state()
-        self._restored_epoch_random = epoch_random
-        return self._restored
-
-    def _go_on_from(self, folder: Path, manifest: manifests.Manifest) -> Path:
-        """Let further restarts find a checkpoint that was loaded from any host; a collective.
-
-        It becomes one of this run, and is copied to other hosts during training.
-
-        Returns:
-            Its folder from now on.
-        """
-        folder = collectives.from_rank(0, newest_checkpoint.adopt(folder, manifest))
-        self._replicas.open(_RESTORE)
-        # If it could not be written, the folder may be another checkpoint of the same name.
-        if runtime.rank() == 0 and self.replicas and manifests.describes(folder, manifest):
-            self._writer.start(lambda: self._replicas.send(folder))
-        return folder
+            report(saved=written.step, directory=directory)
+        start = resume.progress_of(written, folder)
+        self._fit_state.start, self._fit_state.batches_read = start, written.batches
+        self._fit_state.random = random_states.as_arrays()
+        self._fit_state.saved_epoch_random = epoch_random
+        return start
 
     def callback(self, every: Literal["epoch"] | int = "epoch") -> keras.callbacks.Callback:
         """A callback for ``fit`` that saves. Put it into ``callbacks``, on every rank.
@@ -535,41 +404,35 @@ class Checkpoint:
         """
         from hvkit.checkpoint.fit_callback import SaveCallback  # imports Keras
 
-        steps = None if every == "epoch" else checked_every(every)
-        return SaveCallback(
-            self.save,
-            self.wait,
-            self.parts,
-            self._take_batches,
-            self._put_back_random,
-            self._begin_epoch_of_fit,
-            lambda: self._restored.step,
-            steps,
-        )
+        steps = None if every == "epoch" else check_count("every", every)
+        return SaveCallback(self.save, self.wait, self.parts, self._fit_state, steps)
 
-    def _put_back_random(self) -> None:
-        """Set the random generators to the states that ``restore`` loaded; only the first time."""
-        if self._random is not None:
-            rank_states.set_random_state(self._random)
-            self._random = None
 
-    def _begin_epoch_of_fit(self) -> None:
-        """Shuffle as the saved run did in the epoch that it did not end; only the first time."""
-        if self._restored_epoch_random:
-            rank_states.set_random_state(self._restored_epoch_random)
-            self._restored_epoch_random = {}
-        self._epoch_random = rank_states.random_state()
+def _checked_extras(extras: object) -> dict[str, Any]:
+    """The extras as JSON returns them; TypeError if it would change more than tuples to lists."""
+    if extras is None:
+        return {}
+    if not isinstance(extras, dict):
+        raise TypeError(f"extras must be a dict, got {extras!r} of type {type(extras).__name__}")
+    _require_json(extras, "extras")
+    copy: dict[str, Any] = json.loads(json.dumps(extras))
+    return copy
 
-    def _take_batches(self, epoch: int, epoch_batches: int) -> int:
-        """The batches of this epoch to skip after ``restore``; 0 at the next call.
 
-        Args:
-            epoch: that begins.
-            epoch_batches: how many it has on this rank; 0 if unknown.
-        """
-        self._epoch_batches = epoch_batches
-        start, self._restored = self._restored, Progress()
-        if start.size is None or epoch != start.epoch:
-            return 0
-        then, now = (start.size, start.epoch_batches), (runtime.size(), epoch_batches)
-        return batches_after(self._batches_read, then, now)
+def _require_json(value: object, name: str) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name} has the key {key!r} of type {_type_of(key)}; {_JSON}")
+            _require_json(each, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            _require_json(each, f"{name}[{i}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        hint = "; use .item() or .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{name} is of type {_type_of(value)}; {_JSON}{hint}")
+
+
+def _type_of(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from hvkit.checkpoint.keras import OptimizerPart
+from hvkit.checkpoint.resume import FitState
 from hvkit.checkpoint.saved_object import Part
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW
@@ -31,15 +32,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     what the next epoch begins with, such as the learning rate.
 
     Args:
-        save: ``Checkpoint.save``.
-        wait: ``Checkpoint.wait``.
-        parts: the checkpoint's parts.
-        batches_to_skip: returns how many batches of an epoch to skip, at the epoch's first call;
-            given how many it has, or 0.
-        put_back_random: sets the random generators to their restored states.
-        begin_epoch: sets them to those with which the saved run shuffled an epoch that it did not
-            end, and notes the states of now for the next save.
-        restored_step: returns the step of the checkpoint that was restored, or 0.
+        save, wait, parts, state: of the checkpoint.
         every: steps from one save to the next; None to save only when an epoch ends.
     """
 
@@ -51,10 +44,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         save: Callable[..., object],
         wait: Callable[[], None],
         parts: Sequence[Part],
-        batches_to_skip: Callable[[int, int], int],
-        put_back_random: Callable[[], None],
-        begin_epoch: Callable[[], None],
-        restored_step: Callable[[], int],
+        state: FitState,
         every: int | None,
     ) -> None:
         super().__init__()
@@ -63,10 +53,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._save_checkpoint = save
         self._wait_for_writer = wait
         self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
-        self._batches_to_skip = batches_to_skip
-        self._put_back_random = put_back_random
-        self._begin_epoch = begin_epoch
-        self._restored_step = restored_step
+        self._state = state
         self._every = every
         self._epoch = 0
         self._batches = 0
@@ -85,10 +72,10 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         scaler = keras.optimizers.LossScaleOptimizer
         if any(isinstance(each, scaler) for each in [*self._optimizers, self.model.optimizer]):
             # It skips updates, different ones on each rank, and iterations do not count them.
-            known = max(self._iterations(), self._saved, self._restored_step())
+            known = max(self._iterations(), self._saved, self._state.start.step)
             self._first = max(collectives.gather("Model.fit", known))
         elif any(map(leaves_out_updates, self._used())):
-            if restored := self._restored_step():
+            if restored := self._state.start.step:
                 self._carried = restored - self._iterations() - skipped_steps.number
             elif self._carried is None:
                 self._carried = 0
@@ -108,20 +95,20 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._epoch = epoch
         self._batches = 0
         steps = (self.params or {}).get("steps") or 0
-        self._skipped = batches = self._batches_to_skip(epoch, steps)
+        self._skipped = batches = self._state.take_batches(epoch, steps)
         if batches:
             self._train = self.model.train_function
             self.model.train_function = self._skipping(batches)
         if _DRAWS_FROM_GLOBAL_GENERATOR:
             if not batches:
-                self._put_back_random()
-            self._begin_epoch()
+                self._state.set_random()
+            self._state.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Not the argument: Keras counts differently when it does not know the data's length.
         self._batches += self.model.steps_per_execution
         if _DRAWS_FROM_GLOBAL_GENERATOR and self._batches == self._skipped:
-            self._put_back_random()
+            self._state.set_random()
         if self._train is None:
             self._trained += self.model.steps_per_execution
         leaves = self._together and PREEMPTION.at_last_step()
@@ -225,15 +212,15 @@ class EmaSwap:
             yield
             return
         averages = self._averages()
-        held = [*self._weights(), *averages]
-        before = _copies(held)
+        variables = [*self._weights(), *averages]
+        before = _copies(variables)
         if self._last is not None:
             _assign(averages, self._last)
         self._callback._swap_variables()
         try:
             yield
         finally:
-            _assign(held, before)
+            _assign(variables, before)
 
     def forget(self) -> None:
         """Leave the callback as it was."""
@@ -280,7 +267,7 @@ def _call_last() -> None:
 
 
 def _undo_swaps(callbacks: Sequence[Any]) -> None:
-    """Let callbacks that save know the ``SwapEMAWeights`` beside them."""
+    """Let callbacks that save know the ``SwapEMAWeights`` in the same list."""
     swapping = getattr(keras.callbacks, "SwapEMAWeights", ())
     swaps = [
         EmaSwap(each) for each in callbacks if isinstance(each, swapping) and each.swap_on_epoch

@@ -21,8 +21,8 @@ from hvkit.checkpoint.saved_object import (
     LOCAL,
     NOT_IN_FILE,
     SEED,
-    Arrays,
     ContentReader,
+    Fingerprints,
     Part,
     write_arrays,
 )
@@ -39,9 +39,8 @@ from hvkit.frameworks.jax.arrays import (
     tree_of,
     with_tree,
 )
-from hvkit.sync.distributed_objects import record_of
-from hvkit.sync.fingerprints import Compared, Rows, fingerprint
-from hvkit.sync.port import Record
+from hvkit.random_states import Arrays
+from hvkit.sync.fingerprints import Compared, fingerprint
 
 # The entry of the file that names the dtypes, which NumPy's format has not all.
 _DTYPES = "dtypes"
@@ -52,33 +51,28 @@ class ArraysPart(Part):
 
     Args:
         name: the part's name.
-        thing: the module or optimizer, whose arrays ``load`` sets; or a ``types.SimpleNamespace``
+        obj: the module or optimizer, whose arrays ``load`` sets; or a ``types.SimpleNamespace``
             that holds pytrees, whose attributes it sets.
     """
 
-    def __init__(self, name: str, thing: Any) -> None:
-        super().__init__(name, ".npz")
-        self._thing = thing
+    def __init__(self, name: str, obj: Any) -> None:
+        super().__init__(name, ".npz", obj)
         # What ``save`` writes: whole arrays, while ranks are in ``gathered``.
         self._whole: Any = None
 
     @property
     def model(self) -> Any:
-        is_model = is_nnx(self._thing) and not hasattr(self._thing, "tx")  # and no optimizer
-        return self._thing if is_model else None
-
-    @property
-    def record(self) -> Record | None:
-        return record_of(self._thing) if is_nnx(self._thing) else None
+        is_model = is_nnx(self.object) and not hasattr(self.object, "tx")  # and no optimizer
+        return self.object if is_model else None
 
     def _tree(self) -> Any:
         return (
-            vars(self._thing) if isinstance(self._thing, SimpleNamespace) else tree_of(self._thing)
+            vars(self.object) if isinstance(self.object, SimpleNamespace) else tree_of(self.object)
         )
 
     def _named(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of a tree of this object, with their names."""
-        return named_leaves(tree, in_variables=is_nnx(self._thing))
+        return named_leaves(tree, in_variables=is_nnx(self.object))
 
     def _leaves(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """Those that a checkpoint saves."""
@@ -108,11 +102,7 @@ class ArraysPart(Part):
         write_arrays(path, {**plain, _DTYPES: np.array(json.dumps(dtypes))})
 
     def _refuse_text(self) -> None:
-        """Raise for text, which an array file does not hold and a run would lose.
-
-        Raises:
-            TypeError: names it.
-        """
+        """Raise TypeError for text, which an array file does not hold and a run would lose."""
         for name, leaf in self._named(self._tree()):
             if isinstance(leaf, str | bytes):
                 raise TypeError(
@@ -142,10 +132,10 @@ class ArraysPart(Part):
 
     def _seeds(self) -> set[str]:
         """The names of the arrays with which a module draws random numbers."""
-        if not is_nnx(self._thing):
+        if not is_nnx(self.object):
             return set()
         nnx = sys.modules["flax.nnx"]
-        tree = nnx.state(self._thing, nnx.RngState)
+        tree = nnx.state(self.object, nnx.RngState)
         return {name for name, _ in self._named(tree)}
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
@@ -160,23 +150,19 @@ class ArraysPart(Part):
         self._set({name: value for name, value in values.items() if name not in seeds})
 
     def _set(self, values: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Set some leaves, by name.
-
-        Raises:
-            ValueError: a shape differs.
-        """
+        """Set some leaves, by name; ValueError if a shape differs."""
         tree = self._tree()
         leaves = [
             _loaded(name, leaf, values[name]) if name in values else leaf
             for name, leaf in self._named(tree)
         ]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-        if isinstance(self._thing, SimpleNamespace):
-            vars(self._thing).update(tree)
+        if isinstance(self.object, SimpleNamespace):
+            vars(self.object).update(tree)
         else:
-            with_tree(self._thing, tree)
+            with_tree(self.object, tree)
 
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
+    def compared(self) -> Fingerprints:
         if self.is_local:  # each rank's is its own
             return [], []
         leaves = [
@@ -196,11 +182,7 @@ def _holds(leaf: Any) -> bool:
 
 
 def _loaded(name: str, leaf: Any, value: np.ndarray[Any, Any]) -> Any:
-    """A value of the file as the leaf that it replaces: an array in the same place, or a number.
-
-    Raises:
-        ValueError: the shape differs.
-    """
+    """A value of the file as the leaf that it replaces: an array in the same place, or a number."""
     if not is_array(leaf):
         return type(leaf)(value[()])
     expected = shape_on_host(leaf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,8 +18,8 @@ from hvkit.checkpoint.saved_object import (
     LOCAL,
     NOT_IN_FILE,
     SEED,
-    Arrays,
     ContentReader,
+    Fingerprints,
     Part,
     write_arrays,
 )
@@ -29,8 +30,8 @@ from hvkit.frameworks.keras.divided_state import gathered, unfolded
 from hvkit.frameworks.keras.initial_state import has_weights
 from hvkit.frameworks.keras.loss_scale import ranks_of_scale
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
+from hvkit.random_states import Arrays
 from hvkit.sync.distributed_objects import record_of
-from hvkit.sync.fingerprints import Compared, Rows
 from hvkit.sync.port import Record
 
 # By class of callback: the attributes to save.
@@ -44,16 +45,33 @@ _COUNTED = "counted"
 _DTYPES = "dtypes"
 
 
-class ModelPart(Part):
+class _VariablesPart(Part):
+    """An object of whose variables each rank saves some."""
+
+    @abstractmethod
+    def _variables(self, *, local: bool) -> dict[str, Any]:
+        """The variables that differ between ranks: in local rounds, or with any strategy."""
+
+    def own(self) -> Arrays:
+        own = self._variables(local=self.is_local)
+        return {name: np.array(v.numpy()) for name, v in own.items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        # The run that saved them may have had another strategy, with other variables.
+        variables = self._variables(local=True) | self._variables(local=False)
+        for name in arrays.keys() & variables.keys():
+            variables[name].assign(_as_dtype(variables[name].dtype, arrays[name]))
+
+
+class ModelPart(_VariablesPart):
     """A model, in a file for ``model.load_weights``."""
 
     def __init__(self, name: str, model: Any) -> None:
-        super().__init__(name, ".weights.h5")
-        self._model = model
+        super().__init__(name, ".weights.h5", model)
 
     @property
     def model(self) -> Any:
-        return self._model
+        return self.object
 
     def facts(self) -> dict[str, Any]:
         self._check_built()
@@ -75,37 +93,20 @@ class ModelPart(Part):
             self.model.load_weights(path)
         self.load_own(seeds)
 
-    def own(self) -> Arrays:
-        return {name: np.array(v.numpy()) for name, v in self._own().items()}
-
-    def load_own(self, arrays: Arrays) -> None:
-        self._check_built()
-        own = self._seeds()
-        if not self._is_divided:
-            own |= self._all() | self._statistics()
-        _assign(own, arrays)
-
     @property
     def _is_divided(self) -> bool:
         """Whether each rank holds the layers of its stage of a pipeline."""
-        record = record_of(self.model)
-        return record is not None and record.gathered is not None
+        return self.record is not None and self.record.gathered is not None
 
-    def gathered(self) -> AbstractContextManager[None]:
-        record = record_of(self.model)
-        return record.gathered() if record and record.gathered else super().gathered()
-
-    def _own(self) -> dict[str, Any]:
+    def _variables(self, *, local: bool) -> dict[str, Any]:
         self._check_built()
         if self._is_divided:  # the file has what forward passes learn, from the ranks that hold it
             return self._seeds()
-        return (self._all() if self.is_local else self._statistics()) | self._seeds()
-
-    def _all(self) -> dict[str, Any]:
-        return {f"{NOT_IN_FILE}weight-{i}": w for i, w in enumerate(self.model.weights)}
-
-    def _statistics(self) -> dict[str, Any]:
-        return {f"weight-{i}": w for i, w in enumerate(self.model.non_trainable_weights)}
+        if local:
+            own = {f"{NOT_IN_FILE}weight-{i}": w for i, w in enumerate(self.model.weights)}
+        else:
+            own = {f"weight-{i}": w for i, w in enumerate(self.model.non_trainable_weights)}
+        return own | self._seeds()
 
     def _seeds(self) -> dict[str, Any]:
         """The states of the seed generators of all layers."""
@@ -113,10 +114,10 @@ class ModelPart(Part):
         seeds = [v for v in self.model.variables if id(v) not in others]
         return {f"{SEED}{i}": v for i, v in enumerate(seeds)}
 
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
+    def compared(self) -> Fingerprints:
         return compared_in(self.model)
 
-    def may_differ(self) -> tuple[list[Compared], list[Rows]]:
+    def may_differ(self) -> Fingerprints:
         return ([], []) if self._is_divided else buffers.compared_in(self.model)
 
     def _check_built(self) -> None:
@@ -148,7 +149,7 @@ def _without_optimizer(model: Any) -> Iterator[None]:
             attributes["optimizer"] = optimizer
 
 
-class OptimizerPart(Part):
+class OptimizerPart(_VariablesPart):
     """An optimizer: its variables, in their order, in a plain ``.npz`` file.
 
     Args:
@@ -158,13 +159,13 @@ class OptimizerPart(Part):
     """
 
     def __init__(self, name: str, optimizer: Any, models: Sequence[Any]) -> None:
-        super().__init__(name, ".npz")
+        super().__init__(name, ".npz", optimizer)
         self.optimizer = optimizer
         self._models = models
 
     @property
     def record(self) -> Record | None:
-        return record_of(self.optimizer) or record_of(inner_optimizer(self.optimizer))
+        return super().record or record_of(inner_optimizer(self.optimizer))
 
     def facts(self) -> dict[str, Any]:
         self._check_not_wrapped()
@@ -212,20 +213,10 @@ class OptimizerPart(Part):
     def gathered(self) -> AbstractContextManager[None]:
         return gathered(self.optimizer)
 
-    def own(self) -> Arrays:
-        """The gradients accumulated since the last update, which are not averaged yet."""
-        return {name: np.array(v.numpy()) for name, v in self._own().items()}
-
-    def load_own(self, arrays: Arrays) -> None:
-        _assign(self._all() | self._accumulators(), arrays)
-
-    def _own(self) -> dict[str, Any]:
-        return self._all() if self.is_local else self._accumulators()
-
-    def _all(self) -> dict[str, Any]:
-        return {f"{LOCAL}variable-{i}": v for i, v in enumerate(self.optimizer.variables)}
-
-    def _accumulators(self) -> dict[str, Any]:
+    def _variables(self, *, local: bool) -> dict[str, Any]:
+        """In no round, the gradients accumulated since the last update, not averaged yet."""
+        if local:
+            return {f"{LOCAL}variable-{i}": v for i, v in enumerate(self.optimizer.variables)}
         found = [
             variable
             for part in parts_of(inner_optimizer(self.optimizer))
@@ -234,7 +225,7 @@ class OptimizerPart(Part):
         ]
         return {f"accumulator-{i}": v for i, v in enumerate(found)}
 
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
+    def compared(self) -> Fingerprints:
         return compared_in(self.optimizer)
 
     def _weights(self) -> list[Any]:
@@ -265,8 +256,7 @@ class CallbackPart(Part):
     """
 
     def __init__(self, name: str, callback: Any) -> None:
-        super().__init__(name, ".npz")
-        self._callback = callback
+        super().__init__(name, ".npz", callback)
         for kind, counters in _COUNTERS.items():
             if isinstance(callback, kind):
                 self._kind, self._counters = kind.__name__, counters
@@ -283,12 +273,12 @@ class CallbackPart(Part):
     def save(self, path: Path) -> None:
         # Some counters do not exist before the first fit.
         counted = {
-            name: _plain(getattr(self._callback, name))
+            name: _plain(getattr(self.object, name))
             for name in self._counters
-            if hasattr(self._callback, name)
+            if hasattr(self.object, name)
         }
-        weights = getattr(self._callback, "best_weights", None) or []
-        if weights and getattr(self._callback.model, "is_in_parts", False):
+        weights = getattr(self.object, "best_weights", None) or []
+        if weights and getattr(self.object.model, "is_in_parts", False):
             raise ValueError(
                 f"{self.name}: {self._kind} keeps on each rank the best weights of its stage of a "
                 "pipeline, which a checkpoint cannot save: leave it out of the checkpoint, or pass "
@@ -308,11 +298,11 @@ class CallbackPart(Part):
                 state["best_weights"] = [
                     _as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
                 ]
-        _set(self._callback, state)
-        _set_after(self._callback, "on_train_begin", state)  # with which ``fit`` resets it
-        if "best" in state and getattr(self._callback, "monitor_op", self) is None:
+        _set(self.object, state)
+        _set_after(self.object, "on_train_begin", state)  # with which ``fit`` resets it
+        if "best" in state and getattr(self.object, "monitor_op", self) is None:
             # EarlyStopping of Keras before 3.7 resets this at the end of its first epoch.
-            _set_after(self._callback, "_set_monitor_op", {"best": state["best"]})
+            _set_after(self.object, "_set_monitor_op", {"best": state["best"]})
 
 
 def _set(callback: Any, state: Mapping[str, Any]) -> None:
@@ -343,25 +333,12 @@ def _shapes_of(variables: Sequence[Any]) -> list[list[int]]:
 
 
 def _require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> None:
-    """Compare a checkpoint's shapes with those of the objects to load it into.
-
-    Raises:
-        ValueError: they differ; the message names the first difference.
-    """
+    """Raise ValueError unless the shapes are equal; names the first difference."""
     for i, (theirs, ours) in enumerate(zip(saved, own, strict=False)):
         if theirs != ours:
             raise ValueError(f"{what}[{i}] has shape {theirs} in the file and {ours} here")
     if len(saved) != len(own):
         raise ValueError(f"the file has {len(saved)} {what}, there are {len(own)} here")
-
-
-def _assign(variables: Mapping[str, Any], arrays: Arrays) -> None:
-    """Set variables by name, and ignore arrays without a variable.
-
-    The run that saved them may have had another strategy, with other variables.
-    """
-    for name in arrays.keys() & variables.keys():
-        variables[name].assign(_as_dtype(variables[name].dtype, arrays[name]))
 
 
 def _as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

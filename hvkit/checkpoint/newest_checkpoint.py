@@ -5,27 +5,37 @@ another host than before, and hosts may be lost or new. So the first rank of eve
 the run's checkpoints in the directory on that host and, with ``replicas``, in its memory. It reads
 only manifests. The ranks choose the newest of all; the rank that has it compares its files with the
 manifest, and if one is damaged, they choose again. If all hosts share the directory, rank 0 reads
-it.
+it. If rank 0's directory lacks the checkpoint, rank 0 writes it there while the ranks load it.
 """
 
 from __future__ import annotations
 
+import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from hvkit import runtime
-from hvkit.checkpoint import manifests, store
-from hvkit.checkpoint.manifests import Manifest
-from hvkit.checkpoint.replicas import Replicas
-from hvkit.checkpoint.transfer import require_own
+from hvkit.checkpoint import store
+from hvkit.checkpoint.replicas import Replicas, require_own
+from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives
 from hvkit.communication.encoding import sendable
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import run_name
 from hvkit.log import logger
+
+# Bytes of a broadcast.
+_PIECE = 1 << 24
+
+# What a rank cannot read: a key that is the same for all hosts that share it, its name in messages,
+# and why it cannot be read.
+_Skipped = tuple[str, str, str]
 
 
 @sendable
@@ -50,7 +60,7 @@ class FoundCheckpoint:
     file: tuple[int, int]
 
     def __str__(self) -> str:
-        return _place(self.folder, self.rank, self.host, in_memory=self.in_memory)
+        return _named(self.folder, self.rank, self.host, in_memory=self.in_memory)
 
 
 def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoint, bool] | None:
@@ -67,22 +77,22 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoin
         The checkpoint, and whether rank 0's directory holds it.
 
     Raises:
-        RanksDisagreeError: the ranks have different ``replicas``.
         HvkitError, OSError: rank 0 cannot read its newest checkpoint.
     """
-    replicas.require_same_number(call)
     problem: Exception | None = None
     offers: list[FoundCheckpoint] = []
     skipped: list[_Skipped] = []
     try:
-        offers, skipped = _offers(directory, replicas)
+        for folder, in_memory in _folders_to_search(directory, replicas):
+            _search(folder, offers, skipped, in_memory=in_memory)
     except Exception as error:  # any error: the other ranks must not wait for this one
         problem = error
-    everyone = collectives.share(call, problem, skipped)
+    offers.sort(key=_order, reverse=True)
+    by_rank = collectives.share(call, problem, skipped)
     # Hosts that share a directory skip the same checkpoints: log each once.
-    of_all = {(each.key, each.reason): each for theirs in everyone[::-1] for each in theirs}
-    for each in of_all.values():
-        _log_skipped(each.place, each.reason)
+    of_all = {key: rest for of_rank in by_rank[::-1] for key, *rest in of_rank}
+    for name, reason in of_all.values():
+        _log_skipped(name, reason)
     found, damaged = _first_complete(offers, call)
     if found is None:
         if (of_all or damaged) and runtime.rank() == 0:
@@ -91,84 +101,44 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoin
     return found, collectives.from_rank(0, _holds(directory, offers, found))
 
 
-def adopt(folder: Path, manifest: Manifest) -> Path:
-    """Mark a checkpoint in rank 0's directory, which the ranks have loaded, as one of this run.
-
-    Otherwise a restart with rank 0 on another host would ignore it, as that of another run.
-
-    Returns:
-        Its folder, which is renamed if a kill had interrupted the save that was to replace it.
-    """
-    if runtime.rank() or not run_name() or not folder.is_dir():
-        return folder
-    try:
-        folder = store.finished(folder)
-        if manifest.run != run_name():
-            store.adopt(folder, manifest)
-    except OSError as error:
-        logger.warning(
-            "cannot note in %s that this run goes on from it: %s; if its host is lost before the "
-            "next save, a restart begins at the start",
-            *(folder, error.strerror or error),
-        )
-    return folder
+def _folders_to_search(directory: Path, replicas: Replicas) -> Iterator[tuple[Path, bool]]:
+    """The folders in which this rank looks for checkpoints, and whether each is in memory."""
+    for_host = bool(run_name()) and runtime.local_rank() == 0
+    if runtime.rank() == 0 or for_host:
+        yield directory, False
+    if for_host and replicas.folder is not None:
+        yield replicas.folder, True
 
 
-@sendable
-class _Skipped(NamedTuple):
-    """A checkpoint or directory that a rank cannot read.
-
-    Attributes:
-        key: the same for all hosts that share it.
-        place: its name in messages.
-        reason: why it cannot be read.
-    """
-
-    key: str
-    place: str
-    reason: str
-
-
-def _offers(directory: Path, replicas: Replicas) -> tuple[list[FoundCheckpoint], list[_Skipped]]:
-    """The checkpoints that this rank can read, the newest first, and what it cannot read."""
-    offers: list[FoundCheckpoint] = []
-    skipped: list[_Skipped] = []
+def _search(
+    folder: Path, offers: list[FoundCheckpoint], skipped: list[_Skipped], *, in_memory: bool
+) -> None:
+    """Add the checkpoints of a folder that this rank can read, and what it cannot read."""
     rank, host, run = runtime.rank(), socket.gethostname(), run_name()
+    is_rank_0s = rank == 0 and not in_memory
 
-    def skip(path: Path, reason: str, *, in_memory: bool) -> None:
-        place = _place(path, rank, host, in_memory=in_memory)
-        skipped.append(_Skipped(place if in_memory else str(path), place, reason))
+    def skip(path: Path, reason: str) -> None:
+        name = _named(path, rank, host, in_memory=in_memory)
+        skipped.append((f"{name if in_memory else path}: {reason}", name, reason))
 
-    def look(folder: Path, *, in_memory: bool) -> Iterator[FoundCheckpoint]:
-        def skip_damaged(path: Path, reason: str) -> None:
-            skip(path, f"damaged: {reason}", in_memory=in_memory)
-
-        for path, manifest in store.readable(
-            folder, skip_damaged, strict=rank == 0 and not in_memory
-        ):
-            try:
-                status = (path / manifests.MANIFEST).stat()
-            except OSError:  # deleted since it was read
-                continue
-            file = status.st_ino, status.st_mtime_ns
-            yield FoundCheckpoint(rank, host, path, in_memory, manifest, file)
-
-    if rank == 0:
-        offers += look(directory, in_memory=False)
-    if run and runtime.local_rank() == 0:
-        elsewhere = [] if rank == 0 else [(directory, False)]
-        if replicas.folder is not None:
-            elsewhere.append((replicas.folder, True))
-        for folder, in_memory in elsewhere:
-            try:
-                if in_memory and folder.exists():
-                    require_own(folder.parent)
-                found = look(folder, in_memory=in_memory)
-                offers += [each for each in found if each.manifest.run == run]
-            except (OSError, HvkitError) as error:  # other hosts may have a checkpoint
-                why = (error.strerror if isinstance(error, OSError) else "") or str(error)
-                skip(folder, f"cannot be read: {why}", in_memory=in_memory)
-    return sorted(offers, key=_order, reverse=True), skipped
+    try:
+        if in_memory and folder.exists():
+            require_own(folder.parent)
+        found = store.readable(
+            folder, lambda path, reason: skip(path, f"damaged: {reason}"), strict=is_rank_0s
+        )
+        for path, manifest in found:
+            with suppress(OSError):  # it was deleted since it was read
+                status = (path / store.MANIFEST).stat()
+                file = status.st_ino, status.st_mtime_ns
+                if is_rank_0s or manifest.run == run:
+                    offers.append(FoundCheckpoint(rank, host, path, in_memory, manifest, file))
+    except (OSError, HvkitError) as error:
+        if is_rank_0s:
+            raise
+        # Other hosts may have a checkpoint.
+        why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        skip(folder, f"cannot be read: {why}")
 
 
 def _order(found: FoundCheckpoint) -> tuple[Any, ...]:
@@ -185,15 +155,11 @@ def _order(found: FoundCheckpoint) -> tuple[Any, ...]:
 def _first_complete(
     offers: list[FoundCheckpoint], call: str
 ) -> tuple[FoundCheckpoint | None, bool]:
-    """The newest complete checkpoint of all ranks; a collective.
-
-    Returns:
-        The checkpoint, or None; and whether a newer one is damaged.
-    """
+    """The newest complete checkpoint of all, and whether a newer one is damaged; a collective."""
     damaged = False
     while True:
-        everyone = collectives.gather(call, offers[0] if offers else None)
-        offered = [each for each in everyone if each is not None]
+        by_rank = collectives.gather(call, offers[0] if offers else None)
+        offered = [each for each in by_rank if each is not None]
         if not offered:
             return None, damaged
         found = max(offered, key=_order)
@@ -214,8 +180,8 @@ def _damage(found: FoundCheckpoint, call: str) -> str:
     problem, reason = None, ""
     if runtime.rank() == found.rank:
         try:
-            manifests.verify(found.folder, found.manifest)
-        except manifests.DamagedError as error:
+            store.verify(found.folder, found.manifest)
+        except store.DamagedError as error:
             reason = str(error)
         except OSError as error:
             reason = error.strerror or str(error)
@@ -234,7 +200,7 @@ def _holds(directory: Path, offers: list[FoundCheckpoint], found: FoundCheckpoin
     wanted = replace(found.manifest, serial=0)
     for each in listed:
         # The files of the same checkpoint on disk were not read when the copy in memory was chosen.
-        if replace(each.manifest, serial=0) == wanted and manifests.has_all_bytes(
+        if replace(each.manifest, serial=0) == wanted and store.has_all_bytes(
             each.folder, each.manifest
         ):
             return True
@@ -244,12 +210,123 @@ def _holds(directory: Path, offers: list[FoundCheckpoint], found: FoundCheckpoin
     return False
 
 
-def _log_skipped(place: str, reason: str) -> None:
+def _log_skipped(name: str, reason: str) -> None:
     if runtime.rank() == 0:
-        logger.warning("skipped %s: %s", place, reason)
+        logger.warning("skipped %s: %s", name, reason)
 
 
-def _place(folder: Path, rank: int, host: str, *, in_memory: bool) -> str:
+def _named(folder: Path, rank: int, host: str, *, in_memory: bool) -> str:
     if in_memory:
         return f"{folder.name} from the memory of {host}"
     return f"{folder} on {host}" if rank else str(folder)
+
+
+@contextmanager
+def copied_to(
+    directory: Path, found: FoundCheckpoint, call: str
+) -> Iterator[Callable[[str, memoryview], None]]:
+    """While the ranks load a checkpoint, write it into rank 0's directory as its newest.
+
+    No file is sent twice: rank 0 writes the files that it receives for loading, and at the end of
+    the block, which is a collective, it receives the others. If rank 0 cannot write, it logs that,
+    and the run resumes nevertheless. After an error in the block the directory is as it was.
+
+    Args:
+        directory: rank 0's directory of checkpoints.
+        found: the checkpoint, the same on every rank.
+        call: the user's call.
+
+    Yields:
+        A function that every rank calls with each file that it has received, and the file's name.
+
+    Raises:
+        OSError: at the end of the block, on every rank: a rank cannot read the checkpoint.
+    """
+    problem: Exception | None = None  # why rank 0 cannot write
+    folder: Path | None = None
+    manifest = found.manifest
+    received: set[str] = set()
+
+    def append(name: str, content: Any) -> None:
+        nonlocal problem
+        if folder is None or problem is not None:
+            return
+        try:
+            with (folder / name).open("ab") as file:
+                file.write(content)
+        except OSError as error:
+            problem = error
+
+    def take(name: str, content: memoryview) -> None:
+        nonlocal problem
+        received.add(name)
+        if len(content) != (length := manifest.files[name]["bytes"]):
+            problem = OSError(errno.EIO, f"{name} has {len(content)} of {length} bytes")
+        append(name, content)
+
+    with ExitStack() as stack:
+        if runtime.rank() == 0:
+            try:
+                # Checkpoints of other runs there may have larger serials.
+                serial, _ = store.prepare(directory)
+                manifest = replace(manifest, serial=max(manifest.serial, serial + 1))
+                made = store.new_folder(directory, store.name_of(manifest.step))
+                folder = stack.enter_context(made)
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = error
+        yield take
+        unreadable: Exception | None = None
+        try:
+            for name, piece in _pieces(found, received):
+                append(name, piece)
+        except OSError as error:  # on every rank
+            unreadable = error
+        if runtime.rank() == 0:
+            try:
+                with stack.pop_all():
+                    if failed := unreadable or problem:
+                        raise failed
+                    assert folder is not None
+                    for name in manifest.files:
+                        store.flush(folder / name)
+                    manifest.write(folder)
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                if unreadable is not None or not isinstance(error, OSError):
+                    unreadable = error
+                else:
+                    logger.warning(
+                        "cannot write %s into %s: %s; the run resumes from it all the same",
+                        *(found, directory, error.strerror or error),
+                    )
+        collectives.share(call, unreadable, None)
+
+
+def _pieces(found: FoundCheckpoint, received: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the files that rank 0 has not received, in pieces with their names; a collective.
+
+    Raises:
+        OSError: the checkpoint's rank cannot read it; on every rank.
+    """
+    for name, facts in found.manifest.files.items():
+        if name in received:
+            continue
+        for start in range(0, max(facts["bytes"], 1), _PIECE):
+            piece, error = np.empty(0, np.uint8), None
+            if runtime.rank() == found.rank:
+                piece, error = _read(found.folder / name, start, facts["bytes"])
+            if found.rank != 0:
+                error = collectives.from_rank(found.rank, error)
+            if error is not None:
+                raise error
+            yield name, piece if found.rank == 0 else collectives.broadcast_bytes(piece, found.rank)
+
+
+def _read(path: Path, start: int, length: int) -> tuple[np.ndarray[Any, Any], OSError | None]:
+    """A piece of a file of this length, or why it cannot be read."""
+    try:
+        piece = np.fromfile(path, np.uint8, _PIECE, offset=start)
+    except OSError as error:
+        return np.empty(0, np.uint8), OSError(error.errno, error.strerror, str(path))
+    if start + piece.size != min(start + _PIECE, length):
+        return piece, OSError(errno.EIO, f"it is shorter than {length} bytes", str(path))
+    return piece, None

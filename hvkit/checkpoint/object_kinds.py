@@ -1,15 +1,25 @@
-"""Which part saves which object, by its framework and what it can do."""
+"""Which part saves which object; and the parts for small states and for what strategies keep."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hvkit.checkpoint.saved_object import JsonPart, MonitorPart, Part
+import numpy as np
+
+from hvkit import runtime
+from hvkit.checkpoint.saved_object import NOT_IN_FILE, ContentReader, Part, write_arrays
+from hvkit.log import logger
 from hvkit.monitor.monitor import Monitor
+from hvkit.random_states import Arrays
 from hvkit.registry import JAX, KERAS_ON_TENSORFLOW, framework_of
+from hvkit.sync.distributed_objects import keepers_of
+from hvkit.sync.port import InShares, Keeper, KeeperInParts
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")
@@ -95,3 +105,144 @@ def part_for(name: str, thing: Any, models: list[Any]) -> Part:
 
 def _has_state(thing: Any) -> bool:
     return all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict"))
+
+
+class JsonPart(Part):
+    """An object with ``state_dict()`` and ``load_state_dict()``, next to a Keras model."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        super().__init__(name, ".json", thing)
+
+    def save(self, path: Path) -> None:
+        state = self.object.state_dict()
+        try:
+            text = json.dumps(state)
+            if json.loads(text) != state:
+                raise TypeError("JSON would change it")
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{self.name}: next to a Keras model, a state may hold dicts with str keys, lists, "
+                f"str, int, float, bool and None; {type(self.object).__name__}.state_dict() "
+                f"returned something else: {error}"
+            ) from None
+        path.write_text(text + "\n")
+
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
+        self.object.load_state_dict(json.loads(bytes(content)))
+
+
+class MonitorPart(JsonPart):
+    """A ``hvkit.Monitor``, which may be added or left out when a run resumes."""
+
+    optional = True
+
+    def begin_after(self, step: int) -> None:
+        self.object.load_state_dict({"step": step})
+
+
+class StrategyPart(Part):
+    """The state that a strategy and a compression keep for a model, in a plain ``.npz`` file.
+
+    Args:
+        model: the name of the model's part.
+        keeper: of the model.
+        in_parts: the same, if the model is in a mesh.
+    """
+
+    optional = True
+
+    def __init__(self, model: str, keeper: Keeper, in_parts: KeeperInParts | None = None) -> None:
+        super().__init__(f"{model}-strategy", ".npz", keeper)
+        self.keeper = keeper
+        self._in_parts = in_parts
+        self._identity = {
+            "strategy": repr(keeper.strategy),
+            "compression": repr(keeper.compression),
+        }
+        self.in_round = True
+        """Whether ``load`` goes on in the saved round, with each rank's own weights."""
+
+    def facts(self) -> dict[str, Any]:
+        divided = self._in_parts
+        where = {"mesh": divided.mesh, "layout": divided.layout} if divided else {}
+        return self._identity | where
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return self._in_parts.gathered() if self._in_parts else nullcontext()
+
+    def own(self) -> Arrays:
+        return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.own_state().items()}
+
+    def load_own(self, arrays: Arrays) -> None:
+        self.keeper.load_own_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
+
+    def may_go_on(self, facts: Mapping[str, Any]) -> bool:
+        """Whether as many ranks can go on in the saved round: also their mesh is the same."""
+        mesh = self._in_parts.mesh if self._in_parts else None
+        return facts.items() >= self._identity.items() and facts.get("mesh") == mesh
+
+    def save(self, path: Path) -> None:
+        write_arrays(path, self.keeper.state())
+
+    @property
+    def in_shares(self) -> InShares | None:
+        return self._in_parts if self._in_parts and self._in_parts.is_divided else None
+
+    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
+        if self._begins_with(facts):
+            with np.load(ContentReader(content)) as values:
+                arrays = {name: values[name] for name in values.files}
+            self.keeper.load_state(arrays, in_round=self.in_round)
+
+    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+        from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
+
+        if not self._begins_with(facts):
+            return
+        saved = SavedState(files)
+        if self._in_parts:
+            self._in_parts.load_shares(saved, in_round=self.in_round)
+        else:
+            self.keeper.load_state(saved.plain(), in_round=self.in_round)
+
+    def _begins_with(self, facts: Mapping[str, Any]) -> bool:
+        """Whether to load what was saved; if not, begin anew."""
+        if not facts.items() >= self._identity.items():
+            self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
+            return False
+        if not self.in_round:
+            self._log("begins a new round: other ranks or mesh, or another model's strategy")
+        if self._in_parts:
+            self._in_parts.saved_layout = facts.get("layout")
+        return True
+
+    def begin_anew(self, reason: str) -> None:
+        """Begin with the weights that all ranks have loaded."""
+        self.keeper.begin_anew()
+        self._log(f"begins anew with the loaded weights: {reason}")
+
+    def _log(self, text: str) -> None:
+        if runtime.rank() == 0:
+            logger.info("%s, compression %s, %s", *self._identity.values(), text)
+
+
+def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
+    """A part for each keeper of the models; also sets ``is_local`` of the given parts."""
+    models = {part: keepers_of(part.model) for part in parts if part.model is not None}
+    # Once each: several parts may be parts of one distributed model.
+    names = {
+        keeper: part.name + (f"-{number}" if number else "")
+        for part, keepers in reversed(models.items())
+        for number, keeper in enumerate(keepers)
+    }
+    for part in parts:
+        if part.model is None and part.record:
+            part.is_local = part.record.local
+        else:  # a scheduler, for example, is local if any of the models is
+            part.is_local = any(keeper.local for keeper in models.get(part, names))
+    in_parts = {
+        keeper: part.record.keeper_in_parts if part.record else None
+        for part, keepers in models.items()
+        for keeper in keepers
+    }
+    return [StrategyPart(name, keeper, in_parts[keeper]) for keeper, name in names.items()]

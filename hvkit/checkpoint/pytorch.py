@@ -6,7 +6,6 @@ import functools
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,10 +17,9 @@ from hvkit.checkpoint.saved_object import (
     LOCAL,
     NOT_IN_FILE,
     SEED,
-    Arrays,
     ContentReader,
+    Fingerprints,
     Part,
-    end_epoch_of,
 )
 from hvkit.communication.encoding import copied_bytes
 from hvkit.frameworks.pytorch import buffers
@@ -29,9 +27,8 @@ from hvkit.frameworks.pytorch.checks import compared_in
 from hvkit.frameworks.pytorch.gradients.reducer import is_averaged
 from hvkit.frameworks.pytorch.port import is_distributed_parameter
 from hvkit.frameworks.pytorch.refusals import is_divided, is_in_mesh
-from hvkit.sync.distributed_objects import record_of
-from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import InParts, InShares, Record, Warmup
+from hvkit.random_states import Arrays
+from hvkit.sync.port import InParts, InShares, Warmup
 
 # The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
@@ -42,55 +39,46 @@ _NUMBERS = f"{SEED}numbers-"
 class TorchPart(Part):
     """An object whose state ``torch.load`` reads with ``weights_only=True``."""
 
-    def __init__(self, name: str, thing: Any) -> None:
-        super().__init__(name, ".pt")
+    def __init__(self, name: str, obj: Any) -> None:
         # A model wrapped by torch.compile saves the plain model's names, so that it can load them.
-        self._thing = getattr(thing, "_orig_mod", thing)
+        super().__init__(name, ".pt", getattr(obj, "_orig_mod", obj))
 
     @property
     def model(self) -> Any:
-        return self._thing if isinstance(self._thing, torch.nn.Module) else None
-
-    @property
-    def record(self) -> Record | None:
-        return record_of(self._thing)
+        return self.object if isinstance(self.object, torch.nn.Module) else None
 
     def facts(self) -> dict[str, Any]:
         warmup = self._warmup()
         return {"warmup_steps": warmup.steps_done if warmup else None}
 
     def save(self, path: Path) -> None:
-        state = self._thing.state_dict()
+        state = self.object.state_dict()
         if self.model is not None and any(getattr(t, "is_meta", False) for t in state.values()):
             raise ValueError(
                 f"{self.name} has no weights before its first batch, when each rank makes its part "
                 "of them: save after that"
             )
-        write(path, self.name, self._thing, state)
+        _write(path, self, state)
 
     @property
     def in_shares(self) -> InShares | None:
         parts = self._in_parts
         return parts if parts and parts.is_divided else None
 
-    def write_share(self, path: Path, *, first: bool) -> bool:
-        return write_share(path, self.name, self._thing, self.in_shares, first=first)
-
     def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
         from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
 
         saved, parts = SavedState(files), self._in_parts
         if parts is None or not parts.reads_shares:
-            self._load_plain(saved.plain())
-        elif self.model is None:
-            _load_optimizer(self._thing, {"state": {}} | saved.plan["rest"])
-            parts.load_shares(saved, functools.partial(_load_optimizer, self._thing))
+            self._load_state(saved.plain())
         else:
-            parts.load_shares(saved, functools.partial(self._thing.load_state_dict, strict=False))
+            if self.model is None:
+                self._load_state({"state": {}} | saved.plan["rest"])
+            parts.load_shares(saved, functools.partial(self._load_state, whole=False))
         self._load_warmup(facts)
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
-        self._load_plain(_read(content))
+        self._load_state(_read(content))
         self._load_warmup(facts)
 
     def _load_warmup(self, facts: Mapping[str, Any]) -> None:
@@ -100,15 +88,14 @@ class TorchPart(Part):
             done = facts["warmup_steps"]
             warmup.steps_done = facts["step"] if done is None else done
 
-    def _load_plain(self, state: Any) -> None:
-        if isinstance(self._thing, Optimizer):
-            _load_optimizer(self._thing, state)
+    def _load_state(self, state: Any, *, whole: bool = True) -> None:
+        """Load the object's state, or that of this rank's part of a model or an optimizer."""
+        if isinstance(self.object, Optimizer):
+            _load_optimizer(self.object, state)
+        elif whole:
+            self.object.load_state_dict(state)
         else:
-            self._thing.load_state_dict(state)
-
-    def gathered(self) -> AbstractContextManager[None]:
-        record = self.record
-        return record.gathered() if record and record.gathered else nullcontext()
+            self.object.load_state_dict(state, strict=False)
 
     def _warmup(self) -> Warmup | None:
         """The warm-up of a distributed optimizer, whose steps its state dict does not contain."""
@@ -119,7 +106,7 @@ class TorchPart(Part):
             buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
             return buffers | self._numbers()
         parts = self._in_parts
-        state = self._thing.state_dict() if parts is None else parts.own()
+        state = self.object.state_dict() if parts is None else parts.own()
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(state), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
@@ -148,7 +135,7 @@ class TorchPart(Part):
         if states and self.record and self.record.numbers:
             self.record.numbers.numbers = states
         if (state := rest.pop(self._whole(), None)) is not None:
-            self._load_own_state(state.data)
+            self._load_own_state(_read(state.data))
         if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):
             warmup.steps_done = int(steps)
         buffers = self._buffers()
@@ -158,18 +145,12 @@ class TorchPart(Part):
             with torch.no_grad():
                 buffer.copy_(value)
 
-    def _load_own_state(self, content: memoryview) -> None:
+    def _load_own_state(self, state: Any) -> None:
         """Load a rank's whole state, or that of its part."""
         if (parts := self._in_parts) is None:
-            self._load_plain(_read(content))
-            return
-        if not (state := _read(content)):  # the model was not divided yet
-            return
-        if self.model is None:
-            parts.load_own(functools.partial(_load_optimizer, self._thing, state))
-        else:
-            load = functools.partial(self._thing.load_state_dict, state, strict=False)
-            parts.load_own(load)
+            self._load_state(state)
+        elif state:  # else the model was not divided yet
+            parts.load_own(functools.partial(self._load_state, state, whole=False))
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The dense buffers in the state dict, such as batch-norm statistics."""
@@ -177,7 +158,7 @@ class TorchPart(Part):
             return {}
         return {
             f"{prefix}{'.' * bool(prefix)}{name}": buffer
-            for prefix, module in self._thing.named_modules()
+            for prefix, module in self.object.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set and buffer.layout is torch.strided
         }
@@ -187,63 +168,48 @@ class TorchPart(Part):
         """Whether each rank holds a part of the model, or of the optimizer's state."""
         if self.model is not None:
             return any(map(is_in_mesh, self.model.parameters()))
-        groups = self._thing.param_groups if isinstance(self._thing, Optimizer) else []
+        groups = self.object.param_groups if isinstance(self.object, Optimizer) else []
         return any(is_in_mesh(p) for group in groups for p in group["params"])
 
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
+    def compared(self) -> Fingerprints:
         # Ranks with the same part compare it in training.
-        return ([], []) if self._in_mesh else compared_in(self._thing, is_averaged)
+        return ([], []) if self._in_mesh else compared_in(self.object, is_averaged)
 
-    def may_differ(self) -> tuple[list[Compared], list[Rows]]:
+    def may_differ(self) -> Fingerprints:
         return (
             ([], [])
             if self.model is None or self._in_mesh
             else buffers.compared_in(self.model, is_distributed_parameter)
         )
 
-    def end_epoch(self) -> None:
-        end_epoch_of(self._thing)
 
-
-def write(path: Path, name: str, thing: Any, state: Any) -> None:
-    """Write a file that ``torch.load`` reads with ``weights_only=True``.
-
-    Args:
-        path: the file.
-        name: of the object, for messages.
-        thing: the object.
-        state: of it, or of this rank's part.
-
-    Raises:
-        TypeError: it could not read the state.
-    """
+def _write(path: Path, part: Part, state: Any) -> None:
+    """Write a state, or this rank's share of it, for ``torch.load`` with ``weights_only=True``."""
     with path.open("wb") as file:
         torch.save(_without_numpy_scalars(state), file)
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise TypeError(
-            f"{name}: torch.load with weights_only=True cannot read the state of "
-            f"{type(thing).__name__}; use only tensors, numbers, text, None, and dicts "
+            f"{part.name}: torch.load with weights_only=True cannot read the state of "
+            f"{type(part.object).__name__}; use only tensors, numbers, text, None, and dicts "
             f"and lists of them: {error}"
         ) from None
 
 
-def write_share(path: Path, name: str, thing: Any, held: InShares | None, *, first: bool) -> bool:
-    """Write this rank's part of something; return whether it has any.
+def write_share(path: Path, part: Part, *, first: bool) -> bool:
+    """Write this rank's share of an object; return whether there is any.
 
     Args:
-        path, name, thing: as for ``write``.
-        held: its parts; None if every rank has the whole.
-        first: whether this rank adds what belongs to no rank's part.
+        path: the file.
+        part: one with shares, also of a strategy.
+        first: whether this rank adds what belongs to no rank's share.
     """
-    if held is None:
-        return False
-    state = held.shares()
-    if not state and not first:
-        return False
-    write(path, name, thing, {"plan": held.plan() if first else None, "state": state})
-    return True
+    assert part.in_shares is not None
+    state = part.in_shares.shares()
+    if state or first:
+        _write(path, part, {"plan": part.in_shares.plan() if first else None, "state": state})
+    return bool(state or first)
 
 
 def _read(content: memoryview) -> Any:
@@ -252,9 +218,9 @@ def _read(content: memoryview) -> Any:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    held = [group.get("lr") for group in optimizer.param_groups]
+    rates = [group.get("lr") for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
-    for group, before in zip(optimizer.param_groups, held, strict=True):
+    for group, before in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(before, torch.Tensor) and isinstance(group.get("lr"), torch.Tensor):
             group["lr"] = group["lr"].to(before.device)
     _keep_dtypes(optimizer, state["state"])

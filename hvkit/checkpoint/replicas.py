@@ -1,9 +1,12 @@
 """Copies of the newest checkpoint in the memory of other hosts, for restarts by ``hvkit run``.
 
 Rank 0 sends each checkpoint that is complete on its disk to the first rank of some other hosts, the
-holders (``transfer``). A thread there keeps it as files in memory, which outlive the ranks. After a
-restart the ranks load the copy, so they need neither the disk nor the host of rank 0
-(``newest_checkpoint``).
+holders. It sends the names of the files and their lengths; the holder answers whether it has enough
+memory; if so, rank 0 sends the bytes, and the holder answers again. A thread there keeps them as
+files below ``/dev/shm``, which outlive the ranks. Folder, manifest, lock and renaming are those of
+a directory on disk (``store``), so here, too, a kill at any moment leaves the newest complete
+checkpoint. After a restart the ranks load the copy, so they need neither the disk nor the host of
+rank 0 (``newest_checkpoint``).
 
 The copies belong to one run of ``hvkit run`` with all its restarts, which deletes them at its end.
 If ``hvkit run`` itself was killed, the next run with copies on that host deletes them a day later.
@@ -14,25 +17,39 @@ Checkpoints" (SOSP 2023).
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import shutil
 import socket
+import stat
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from hvkit import runtime, threads
-from hvkit.checkpoint import store, transfer
+from hvkit.checkpoint import store
 from hvkit.communication import collectives
-from hvkit.errors import RanksDisagreeError
-from hvkit.host.run_reports import memory_folder
+from hvkit.errors import HvkitError
+from hvkit.host.cpus import free_memory
+from hvkit.host.run_reports import memory_folder, report
 from hvkit.log import logger
 from hvkit.watch import channel
 
+# Seconds for the other end to take a piece, and to answer.
+_PATIENCE = 60
 # Seconds that the first save waits for the holders to connect.
 _CONNECTED = 10.0
 # Seconds before a holder that cannot reach rank 0 tries again.
 _AGAIN = 10.0
+# Bytes of a message.
+_PIECE = 1 << 20
+# The largest part of the free memory for a copy: the ranks need some as well.
+_MOST = 0.9
+# Seconds without a save after which copies count as left behind by a killed run.
+_ABANDONED = 24 * 3600.0
 
 
 class Replicas:
@@ -40,7 +57,7 @@ class Replicas:
 
     Args:
         directory: rank 0's directory.
-        number: on how many other hosts to keep a copy; 0 for none.
+        number: on how many other hosts to keep a copy, the same on every rank; 0 for none.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
@@ -64,29 +81,15 @@ class Replicas:
             return None
         return root / store.id_of(self._directory)
 
-    def require_same_number(self, call: str) -> None:
-        """Raise on every rank unless all have the same ``replicas``; a collective.
-
-        Raises:
-            RanksDisagreeError: names the numbers of two ranks.
-        """
-        self._from_all(call, ())
-
     def open(self, call: str) -> None:
-        """Connect rank 0 to the hosts that keep the copies, once; a collective.
-
-        Raises:
-            RanksDisagreeError: the ranks have different ``replicas``.
-        """
-        if self._opened:
+        """Connect rank 0 to the hosts that keep the copies, once; a collective."""
+        if self._opened or not self.number:
             return
         self._opened = True
-        mine = (self.folder is not None, runtime.local_rank(), socket.gethostname())
-        everyone = list(enumerate(self._from_all(call, mine)))
-        if not self.number:
-            return
-        others = {rank: host for rank, (_, local, host) in everyone if rank and local == 0}
-        restarts = all(restarts for _, (restarts, _, _) in everyone)
+        own = (self.folder is not None, runtime.local_rank(), socket.gethostname())
+        by_rank = list(enumerate(collectives.gather(call, own)))
+        others = {rank: host for rank, (_, local, host) in by_rank if rank and local == 0}
+        restarts = all(restarts for _, (restarts, _, _) in by_rank)
         if restarts:
             self._hosts = dict(list(others.items())[: self.number])
         if runtime.rank() == 0 and len(self._hosts) < self.number:
@@ -96,7 +99,7 @@ class Replicas:
         problem, endpoint = None, ""
         if runtime.rank() == 0:
             try:
-                self._listener = channel.RankListener(one_host=False, patience=transfer.PATIENCE)
+                self._listener = channel.RankListener(one_host=False, patience=_PATIENCE)
                 endpoint = self._listener.endpoint.to_json()
                 threads.start("hvkit-replicas", self._listener.serve, self._admit)
             except OSError as error:
@@ -130,16 +133,14 @@ class Replicas:
                 self._late.add(rank)
                 continue
             try:
-                problem = transfer.give(link, folder)
-            except transfer.LinkError as error:
+                problem = give(link, folder)
+            except (LinkError, OSError) as error:  # a holder that waits for the rest is dropped
                 self._drop(rank)
-                problem = f"rank {rank} there {error}; it gets no more copies until a restart"
-            except OSError as error:  # drop the holder, which waits for the rest
-                self._drop(rank)
-                problem = (
-                    f"rank 0 cannot read it again ({error.strerror or error}); it gets no more "
-                    "copies until a restart"
-                )
+                if isinstance(error, LinkError):
+                    problem = f"rank {rank} there {error}"
+                else:
+                    problem = f"rank 0 cannot read it again ({error.strerror or error})"
+                problem += "; it gets no more copies until a restart"
             if problem:
                 logger.warning("%s: %s", fails, problem)
 
@@ -166,37 +167,197 @@ class Replicas:
             self._listener.close()
             self._listener = None
 
-    def _from_all(self, call: str, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """What each rank has passed; an error on every rank if their ``replicas`` differ."""
-        numbers, everyone = zip(*collectives.gather(call, (self.number, mine)), strict=True)
-        for rank, number in enumerate(numbers):
-            if number != numbers[0]:
-                raise RanksDisagreeError(
-                    f"Checkpoint needs the same replicas= on every rank: rank 0 has {numbers[0]}, "
-                    f"rank {rank} has {number}"
-                )
-        return list(everyone)
-
 
 def _log_fewer(wanted: int, others: int, *, restarts: bool) -> None:
     if not restarts:
-        logger.info(
-            "replicas=%d: no copies are kept, because only restarts need them: start the script "
-            "with `hvkit run --max-restarts`",
-            wanted,
+        reason = (
+            "no copies are kept, because only restarts need them: start the script with `hvkit run "
+            "--max-restarts`"
         )
     elif not others:
-        logger.info("replicas=%d: no copies are kept, because all ranks are on one host", wanted)
+        reason = "no copies are kept, because all ranks are on one host"
     else:
-        logger.info(
-            "replicas=%d: fewer copies are kept, because the ranks are on %d hosts",
-            *(wanted, others + 1),
-        )
+        reason = f"fewer copies are kept, because the ranks are on {others + 1} hosts"
+    logger.info("replicas=%d: %s", wanted, reason)
 
 
 def _hold(endpoint: channel.Endpoint, folder: Path) -> None:
     """Keep what rank 0 sends, until it ends; on a holder."""
-    transfer.delete_abandoned(folder.parent)
-    while (connection := channel.connect(endpoint, runtime.rank(), transfer.PATIENCE)) is None:
+    _delete_abandoned(folder.parent)
+    while (connection := channel.connect(endpoint, runtime.rank(), _PATIENCE)) is None:
         time.sleep(_AGAIN)
-    transfer.keep(connection, folder)
+    keep(connection, folder)
+
+
+class LinkError(HvkitError):
+    """The other end cannot receive or send a checkpoint any more; the text describes why."""
+
+
+def give(connection: Connection, folder: Path) -> str:
+    """Send a checkpoint; return why the holder does not keep it, or nothing.
+
+    Args:
+        connection: to the holder.
+        folder: the checkpoint, which nobody may delete meanwhile.
+
+    Raises:
+        LinkError: the holder is gone, is silent or sends something else than an answer.
+        OSError: the checkpoint cannot be read.
+    """
+    files = sorted(folder.iterdir())
+    lengths = {file.name: file.stat().st_size for file in files}
+    with _link():
+        channel.send(connection, {"name": folder.name, "files": lengths})
+    if refusal := _answer(connection):
+        return refusal
+    for each in files:
+        with each.open("rb") as file:
+            while piece := file.read(_PIECE):
+                with _link():
+                    connection.send_bytes(piece)
+    return _answer(connection)
+
+
+def _answer(connection: Connection) -> str:
+    """Why the holder does not keep a checkpoint; empty if it does."""
+    with _link():
+        if not connection.poll(_PATIENCE):
+            raise TimeoutError
+        return str(channel.receive(connection)["problem"])
+
+
+def keep(connection: Connection, folder: Path) -> None:
+    """Keep the newest checkpoint that rank 0 sends, in a folder for it only, until rank 0 ends."""
+    # A LinkError: rank 0 has ended, or will report that this host keeps no more copies.
+    with connection, contextlib.suppress(LinkError):
+        while True:
+            take(connection, folder)
+
+
+def take(connection: Connection, folder: Path) -> None:
+    """Wait for a checkpoint, answer whether there is room, and keep it instead of the one before.
+
+    Raises:
+        LinkError: rank 0 is gone, is silent within a checkpoint, or sends something else.
+    """
+    with _link():
+        connection.poll(None)
+        order = channel.receive(connection)
+    match order:
+        case {"name": str(name), "files": dict(lengths)} if store.is_name(name) and all(
+            "/" not in file and file.strip(".") and type(length) is int and length >= 0
+            for file, length in lengths.items()
+        ):
+            pieces = _received(connection, lengths)
+        case _:
+            raise LinkError("sent a message with no checkpoint")
+
+    def answer(problem: str) -> None:
+        with _link():
+            channel.send(connection, {"problem": problem})
+
+    refusal = _refusal(folder, sum(lengths.values()))
+    answer(refusal)
+    if refusal:
+        return
+    problem = ""
+    try:
+        with store.new_folder(folder, name) as target:
+            for file, piece in pieces:
+                with (target / file).open("ab") as out:
+                    out.write(piece)
+            # A file that rank 0's disk has damaged must not replace a complete copy.
+            store.verify(target, store.read(target))
+        store.prune(folder, 1, name)
+        os.utime(folder.parent)
+    except store.DamagedError as error:
+        problem = f"what rank 0 has sent is damaged: {error}"
+    except OSError as error:
+        problem = _reason(error, folder)
+    for _ in pieces:  # after an error
+        pass
+    answer(problem)
+
+
+def _refusal(folder: Path, needed: int) -> str:
+    """Why this host cannot keep a checkpoint of so many bytes; empty if it can.
+
+    Makes the folder for it, and deletes what a killed try has left.
+    """
+    report(replica=True)  # first, so that `hvkit run` deletes the folder at its end
+    try:
+        require_own(folder.parent)
+        store.prepare(folder)
+        # Data loaders and MPI keep files in /dev/shm, too.
+        free = min(free_memory(), shutil.disk_usage(folder).free)
+    except OSError as error:
+        return _reason(error, folder)
+    if needed <= _MOST * free:
+        return ""
+    return (
+        f"it has {needed:,} bytes, and {free:,} bytes of memory are free there, of which hvkit "
+        f"uses at most {_MOST:.0%}"
+    )
+
+
+def _received(connection: Connection, lengths: dict[str, int]) -> Iterator[tuple[str, bytes]]:
+    """Yield the files' bytes in pieces, each with the file's name; LinkError if more come."""
+    for name, left in lengths.items():
+        yield name, b""
+        while left > 0:
+            with _link():
+                piece = connection.recv_bytes(_PIECE)
+            left -= len(piece)
+            if left < 0:
+                raise LinkError(f"sent {-left} bytes more of {name} than it had announced")
+            yield name, piece
+
+
+@contextlib.contextmanager
+def _link() -> Iterator[None]:
+    """Turn the errors of a connection into ``LinkError``: those of files are of the same types."""
+    try:
+        yield
+    except (BlockingIOError, TimeoutError):  # the first by the socket's own limit
+        raise LinkError(f"has not answered for {_PATIENCE} s") from None
+    except (EOFError, ConnectionError):
+        raise LinkError("has closed the connection") from None
+    except OSError as error:
+        raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
+    except (ValueError, KeyError):
+        raise LinkError("has sent something that is no answer") from None
+
+
+def _reason(error: OSError, folder: Path) -> str:
+    return f"{error.strerror or error} ({folder.parent})"
+
+
+def require_own(root: Path) -> None:
+    """Make a run's folder in memory, which only this user may enter; else PermissionError."""
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EACCES, "it is no folder that only you can enter", str(root))
+
+
+def _delete_abandoned(own: Path) -> None:
+    """Delete copies that killed runs have left in this host's memory, but for ``own``."""
+    for root in own.parent.glob("hvkit-run-*"):
+        with contextlib.suppress(OSError):  # someone else's, or gone
+            old = root.lstat()
+            idle = time.time() - old.st_mtime > _ABANDONED and old.st_uid == os.geteuid()
+            if idle and root != own and not any(map(_is_locked, root.glob("*/.lock"))):
+                shutil.rmtree(root)
+
+
+def _is_locked(path: Path) -> bool:
+    from filelock import FileLock, Timeout  # see the import in store
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    lock.release()
+    return False

@@ -1,54 +1,136 @@
-"""Loads a checkpoint on all ranks, for ``Checkpoint.restore``.
-
-If it is not in rank 0's directory, it is written there at the same time.
-"""
+"""Loads a checkpoint on all ranks, for ``Checkpoint.restore``; and where training continues."""
 
 from __future__ import annotations
 
-import errno
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from hvkit import runtime
-from hvkit.checkpoint import rank_states, store
-from hvkit.checkpoint.manifests import Manifest
+from hvkit import random_states, runtime
+from hvkit.checkpoint import store
 from hvkit.checkpoint.newest_checkpoint import FoundCheckpoint
-from hvkit.checkpoint.saved_object import Arrays, Part
-from hvkit.checkpoint.sharded import is_sharded, own_states, require_readable, shares_of
-from hvkit.checkpoint.strategies import StrategyPart
+from hvkit.checkpoint.object_kinds import StrategyPart
+from hvkit.checkpoint.saved_object import (
+    RANKS_FILE,
+    Part,
+    SavedStates,
+    load_own_states,
+    saved_states,
+)
+from hvkit.checkpoint.saving import is_sharded, states_file
+from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives, large_objects
 from hvkit.communication.collectives import share
-from hvkit.errors import HvkitError, RanksDisagreeError
+from hvkit.errors import HvkitError
 from hvkit.log import logger
+from hvkit.random_states import Arrays
 from hvkit.sync.nonfinite import kept_statistics
+from hvkit.wording import counted
 
 _CALL = "Checkpoint.restore"
-# Bytes of a broadcast.
-_PIECE = 1 << 24
 
 
-def require_same_parts(parts: Sequence[Part]) -> None:
-    """Raise on every rank unless all ranks have the same parts; a collective.
+@dataclass(frozen=True)
+class Progress:
+    """Where training continues."""
 
-    Loading is one broadcast for each part: with different ones, ranks would wait forever.
+    epoch: int = 0
+    """The epoch that was passed to ``save``: the number of epochs done."""
+    step: int = 0
+    """The step that was passed to ``save``: the number of optimizer steps done."""
+    batches: int = 0
+    """Batches of the epoch that this rank must skip, because the saved run trained on them.
 
-    Raises:
-        RanksDisagreeError: names the parts of two ranks.
+    If another number of ranks has saved, for batches of a rank that are as large as before.
     """
-    everyone = collectives.gather(_CALL, [part.name for part in parts])
-    for rank, names in enumerate(everyone):
-        if names != everyone[0]:
-            raise RanksDisagreeError(
-                f"Checkpoint needs the same parts on every rank: rank 0 has "
-                f"{everyone[0]}, rank {rank} has {names}"
-            )
+    extras: dict[str, Any] = field(default_factory=dict)
+    """The extras that were passed to ``save``; tuples come back as lists."""
+    size: int | None = None
+    """The number of ranks that saved; None if there was no checkpoint."""
+    folder: Path | None = None
+    """The checkpoint's folder; None if there was no checkpoint."""
+    epoch_batches: int = 0
+    """Batches of a whole epoch on each rank of a ``fit`` that has saved in the middle of one."""
+
+
+@dataclass
+class FitState:
+    """What Keras's ``fit`` goes on with after ``restore``, and what a save inside it adds."""
+
+    start: Progress = field(default_factory=Progress)
+    """What was restored, until an epoch begins."""
+    batches_read: int = 0
+    """Batches of the epoch that each rank of the saved run had read."""
+    random: Arrays = field(default_factory=dict)
+    """The states of the random generators after ``restore``, until they are set again."""
+    saved_epoch_random: Arrays = field(default_factory=dict)
+    """Those with which the saved run shuffled an epoch that it did not end, until they are set."""
+    epoch_random: Arrays = field(default_factory=dict)
+    """Those with which this run shuffled its epoch."""
+    epoch_batches: int = 0
+    """Batches of an epoch on this rank; 0 if unknown."""
+
+    def set_random(self) -> None:
+        """Set the random generators to the states after ``restore``; only the first time."""
+        if self.random:
+            random_states.set_from_arrays(self.random)
+            self.random = {}
+
+    def begin_epoch(self) -> None:
+        """Shuffle as the saved run did in the epoch that it did not end; only the first time."""
+        if self.saved_epoch_random:
+            random_states.set_from_arrays(self.saved_epoch_random)
+            self.saved_epoch_random = {}
+        self.epoch_random = random_states.as_arrays()
+
+    def take_batches(self, epoch: int, epoch_batches: int) -> int:
+        """The batches of this epoch to skip after ``restore``; 0 at the next call.
+
+        Args:
+            epoch: that begins.
+            epoch_batches: how many it has on this rank; 0 if unknown.
+        """
+        self.epoch_batches = epoch_batches
+        start, self.start = self.start, Progress()
+        if start.size is None or epoch != start.epoch:
+            return 0
+        then, now = (start.size, start.epoch_batches), (runtime.size(), epoch_batches)
+        return batches_after(self.batches_read, then, now)
+
+
+def progress_of(manifest: Manifest, folder: Path) -> Progress:
+    """Where these ranks continue after a checkpoint was loaded."""
+    return Progress(
+        epoch=manifest.epoch,
+        step=manifest.step,
+        batches=batches_after(manifest.batches, (manifest.size, 0), (runtime.size(), 0)),
+        extras=manifest.extras,
+        size=manifest.size,
+        folder=folder,
+        epoch_batches=manifest.epoch_batches,
+    )
+
+
+def batches_after(read: int, then: tuple[int, int], now: tuple[int, int]) -> int:
+    """The batches of an epoch that a rank must skip, rounded down.
+
+    A script may keep the batch of each rank on another number of ranks, or that of all together.
+
+    Args:
+        read: batches that each rank of the saved run has read.
+        then, now: the number of ranks, and of a rank's batches in a whole epoch; 0 if unknown.
+    """
+    (ranks_then, all_then), (ranks_now, all_now) = then, now
+    ratio = ranks_then / ranks_now
+    as_large = abs(all_now - all_then * ratio) < max(ratio, 1)
+    if ranks_then == ranks_now or not (all_then and all_now) or as_large:
+        return read * ranks_then // ranks_now
+    return read * all_now // all_then
 
 
 def load(
@@ -60,66 +142,53 @@ def load(
 
     Args:
         found: the checkpoint.
-        parts: of this rank.
-        take: gets each file, with its name, on every rank.
+        parts: the same on every rank.
+        take: gets each file, with its name, on every rank; None if rank 0's directory has it.
 
     Returns:
         The random state with which this rank shuffled the epoch of ``fit``, if it was inside one.
 
     Raises:
         ValueError: the checkpoint lacks a part, or does not fit one.
+        HvkitError: the checkpoint is sharded, and a rank does not see it.
     """
     folder, manifest = found.folder, found.manifest
     _require_parts(folder, manifest, parts)
-    problem: Exception | None = None
-    epoch_random: Arrays = {}
-    same_size = manifest.size == runtime.size()
-    kept = [part for part in parts if isinstance(part, StrategyPart)]
+    of_strategies = [part for part in parts if isinstance(part, StrategyPart)]
     in_round = (
-        same_size
-        and bool(kept)
-        and all(part.may_go_on(manifest.parts.get(part.name, {})) for part in kept)
+        manifest.size == runtime.size()
+        and bool(of_strategies)
+        and all(part.may_go_on(manifest.parts.get(part.name, {})) for part in of_strategies)
     )
-    sharded = is_sharded(manifest)
-    if sharded:
+    if is_sharded(manifest):
         _require_shared(folder, manifest, is_here=take is None)
-    for each in kept:
+    for each in of_strategies:
         each.in_round = in_round
         each.keeper.arrive()
+    problem: Exception | None = None
     for part in parts:
         if part.name not in manifest.parts:
             part.begin_after(manifest.step)
             continue
         facts = {**manifest.parts[part.name], "step": manifest.step}
-        if files := shares_of(folder, facts):
-            try:
-                part.load_shares(files, facts)
-            except Exception as error:
-                problem = problem or _explained(error, part, folder)
-            continue
-        content, problem = _content(found, part.file, problem)
-        if take is not None:
-            take(part.file, content)
-        if problem is None:
-            try:
+        content = memoryview(b"")
+        shares = [folder / name for name in facts.get("shares", ())]
+        if not shares:
+            content, problem = _content(found, part.file, problem)
+            if take is not None:
+                take(part.file, content)
+        try:
+            if shares:
+                part.load_shares(shares, facts)
+            elif problem is None:
                 part.load(content, facts)
-            except Exception as error:  # any error: the other ranks must not wait for this one
-                problem = _explained(error, part, folder)
+        except Exception as error:  # any error: the other ranks must not wait for this one
+            problem = problem or _explained(error, part, folder)
+    epoch_random: Arrays = {}
     try:
-        with ExitStack() as stack:
-
-            @functools.cache
-            def saved() -> rank_states.Saved:  # on the rank that reads
-                path = folder / rank_states.FILE
-                opened = rank_states.Saved(path, same_size=same_size, in_round=in_round)
-                return stack.enter_context(closing(opened))
-
-            if sharded:
-                own = own_states(folder, manifest, same_size=same_size, in_round=in_round)
-            else:
-                own = large_objects.scatter(_CALL, lambda rank: saved().of(rank), found.rank)
+        own = _own_states(found, in_round=in_round)
         if problem is None:
-            epoch_random = rank_states.put_back(own, parts)
+            epoch_random = load_own_states(own, parts)
     except Exception as error:
         problem = problem or error
     share(_CALL, problem, None)
@@ -127,25 +196,45 @@ def load(
         statistics.keep()
     if runtime.rank() == 0:
         _log_resumed(found, parts)
-    for each in kept:
+    for each in of_strategies:
         if each.name not in manifest.parts:
             each.begin_anew("the checkpoint has no state of theirs")
     return epoch_random
 
 
-def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
-    """Raise on every rank unless all see a sharded checkpoint; a collective.
+def _own_states(found: FoundCheckpoint, *, in_round: bool) -> dict[str, Arrays]:
+    """What this rank has saved for itself; nothing if there was no such rank.
 
-    Raises:
-        HvkitError: names a rank that does not.
+    A collective, unless the checkpoint is sharded.
     """
+    folder, manifest = found.folder, found.manifest
+    wanted = {"same_size": manifest.size == runtime.size(), "in_round": in_round}
+    if is_sharded(manifest):
+        name = states_file(runtime.rank())
+        if name not in manifest.files:
+            return {}
+        with saved_states(folder / name) as states:
+            return states.of(0, **wanted)
+    with ExitStack() as stack:
+
+        @functools.cache
+        def saved() -> SavedStates:  # on the rank that reads
+            return stack.enter_context(saved_states(folder / RANKS_FILE))
+
+        return large_objects.scatter(_CALL, lambda rank: saved().of(rank, **wanted), found.rank)
+
+
+def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
+    """Raise HvkitError on every rank unless all see a sharded checkpoint; a collective."""
     problem = None
-    try:
-        require_readable(folder, manifest)
-        if not is_here:
-            raise HvkitError(f"{folder} is sharded, but rank 0's directory is another one")
-    except HvkitError as error:
-        problem = error
+    if not store.describes(folder, manifest):
+        problem = HvkitError(
+            f"rank {runtime.rank()} does not see {folder}, from which every rank reads its part: "
+            "put the directory where all ranks see it, or join the checkpoint with `hvkit "
+            "join-checkpoint`, which rank 0 alone reads"
+        )
+    elif not is_here:
+        problem = HvkitError(f"{folder} is sharded, but rank 0's directory is another one")
     share(_CALL, problem, None)
 
 
@@ -203,145 +292,8 @@ def _log_resumed(found: FoundCheckpoint, parts: Sequence[Part]) -> None:
     text = f"resumed {found} (epoch {manifest.epoch}, step {manifest.step})"
     size = runtime.size()
     if manifest.size != size:
-        text += f" saved on {_ranks(manifest.size)}; {_ranks(size)} now"
+        text += f" saved on {counted(manifest.size, 'rank')}; {counted(size, 'rank')} now"
     if manifest.size < size:
         new = f"rank {size - 1}" if size - manifest.size == 1 else f"ranks from {manifest.size} on"
         text += f"; {new}: random state as the script set it"
     logger.info(text)
-
-
-def _ranks(size: int) -> str:
-    return "1 rank" if size == 1 else f"{size} ranks"
-
-
-class RemoteCopy:
-    """Writes a checkpoint, while the ranks load it, into rank 0's directory as its newest.
-
-    No file is sent twice: rank 0 writes the files that it receives for loading, and at the end of
-    the block, which is a collective, it receives the others. If rank 0 cannot write, it logs that,
-    and the run resumes nevertheless. After an error in the block the directory is as it was.
-
-    Args:
-        found: the checkpoint, the same on every rank.
-        directory: rank 0's directory of checkpoints.
-
-    Raises:
-        OSError: at the end of the block, on every rank: a rank cannot read the checkpoint.
-    """
-
-    def __init__(self, found: FoundCheckpoint, directory: Path) -> None:
-        self._found, self._directory = found, directory
-        self._stack = ExitStack()
-        self._folder: Path | None = None
-        self._serial = found.manifest.serial
-        self._taken: set[str] = set()
-        # Why rank 0 cannot write.
-        self._problem: Exception | None = None
-
-    def __enter__(self) -> RemoteCopy:
-        if runtime.rank() == 0:
-            try:
-                # Checkpoints of other runs there may have larger serials.
-                numbers = store.prepare(self._directory)
-                self._serial = max(self._serial, numbers.serial + 1)
-                name = store.name_of(self._found.manifest.step)
-                folder = store.new_folder(self._directory, name)
-                self._folder = self._stack.enter_context(folder)
-            except Exception as error:  # any error: the other ranks must not wait for this one
-                self._problem = error
-        return self
-
-    def take(self, name: str, content: memoryview) -> None:
-        """Write a file that every rank has received; called on every rank."""
-        self._taken.add(name)
-        length = self._found.manifest.files[name]["bytes"]
-        if len(content) != length:
-            self._problem = OSError(errno.EIO, f"{name} has {len(content)} of {length} bytes")
-        self._append(name, content)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._stack.__exit__(kind, error, trace)
-            return
-        unreadable: OSError | None = None
-        try:
-            for name, piece in _rest_of(self._found, self._taken):
-                self._append(name, piece)
-        except OSError as failed:  # on every rank
-            unreadable = failed
-        problem = self._finish(unreadable)
-        share(_CALL, problem, None)
-
-    def _append(self, name: str, content: Any) -> None:
-        if self._folder is None or self._problem is not None:
-            return
-        try:
-            with (self._folder / name).open("ab") as file:
-                file.write(content)
-        except OSError as error:
-            self._problem = error
-
-    def _finish(self, unreadable: OSError | None) -> Exception | None:
-        """Complete the folder with a manifest, on rank 0, unless something has failed.
-
-        Returns:
-            The error that all ranks must raise.
-        """
-        if runtime.rank():
-            return unreadable
-        try:
-            with self._stack:
-                if failed := unreadable or self._problem:
-                    raise failed
-                assert self._folder is not None
-                replace(self._found.manifest, serial=self._serial).write(self._folder)
-                for each in self._folder.iterdir():
-                    store.flush(each)
-        except Exception as error:  # any error: the other ranks must not wait for this one
-            if unreadable is not None or not isinstance(error, OSError):
-                return error
-            logger.warning(
-                "cannot write %s into %s: %s; the run resumes from it all the same",
-                *(self._found, self._directory, error.strerror or error),
-            )
-        return None
-
-
-def _rest_of(found: FoundCheckpoint, taken: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the other files of a checkpoint in pieces, each with the file's name; a collective.
-
-    Args:
-        found: the checkpoint; its rank reads the files.
-        taken: the names of files that rank 0 has.
-
-    Raises:
-        OSError: its rank cannot read it; on every rank.
-    """
-    for name, facts in found.manifest.files.items():
-        if name in taken:
-            continue
-        for start in range(0, max(facts["bytes"], 1), _PIECE):
-            piece, error = np.empty(0, np.uint8), None
-            if runtime.rank() == found.rank:
-                piece, error = _read(found.folder / name, start, facts["bytes"])
-            if found.rank != 0:
-                error = collectives.from_rank(found.rank, error)
-            if error is not None:
-                raise error
-            yield name, piece if found.rank == 0 else collectives.broadcast_bytes(piece, found.rank)
-
-
-def _read(path: Path, start: int, length: int) -> tuple[np.ndarray[Any, Any], OSError | None]:
-    """A piece of a file of this length, or why it cannot be read."""
-    try:
-        piece = np.fromfile(path, np.uint8, _PIECE, offset=start)
-    except OSError as error:
-        return np.empty(0, np.uint8), OSError(error.errno, error.strerror, str(path))
-    if start + piece.size != min(start + _PIECE, length):
-        return piece, OSError(errno.EIO, f"it is shorter than {length} bytes", str(path))
-    return piece, None

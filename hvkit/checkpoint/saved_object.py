@@ -1,22 +1,31 @@
-"""One object of a checkpoint in one file: the base class, and the part for a small JSON state."""
+"""What a checkpoint saves: each object in a file, and in another what differs between ranks.
+
+A ``Part`` saves one object into one file, which holds rank 0's state. What other ranks have of
+their own, such as random states and layer statistics of a rank's own batches, is kept for each rank
+as named arrays, in one file for all. The beginning of a name says when a rank loads the array again
+(``SEED``, ``LOCAL``, ``NOT_IN_FILE``); those of other names are loaded by as many ranks as saved.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
-import json
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvkit import random_states, runtime
+from hvkit.communication import collectives
+from hvkit.random_states import Arrays
+from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
 from hvkit.sync.port import InShares, Record
-
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 SEED = "seed-"
 """Prefix of the names of seeds, which a rank keeps also if another number of ranks resumes."""
@@ -27,24 +36,17 @@ LOCAL = "alone-"
 NOT_IN_FILE = f"{LOCAL}own-"
 """The same for arrays that are not in the part's file, which holds the agreed weights."""
 
+Fingerprints = tuple[list[Compared], list[Rows]]
+"""What is compared between ranks, and the fingerprint of each."""
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Write arrays into a file that ``numpy.load`` reads.
+RANKS_FILE = "ranks.npz"
+"""The file with what differs between ranks, unless each rank writes its own."""
 
-    Not with ``numpy.savez``, which takes some names, other ones in each version, for its arguments.
-
-    Raises:
-        ValueError: an array holds objects.
-    """
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, array in arrays.items():
-            add_array(archive, name, array)
-
-
-def add_array(archive: zipfile.ZipFile, name: str, array: np.ndarray[Any, Any]) -> None:
-    """Add one array to a file that ``numpy.load`` reads."""
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+_RANDOM = "random"
+# Prefix of the names of random states at the beginning of the epoch, beside those of now.
+_EPOCH = "epoch-"
+# Separates the rank, the part and the array's name in a key of the file.
+_SEPARATOR = "/"
 
 
 class Part(ABC):
@@ -53,14 +55,16 @@ class Part(ABC):
     Args:
         name: the name the user gave the object.
         suffix: what follows the name in the file's name.
+        obj: the object.
     """
 
     optional = False
     """Whether a checkpoint without it can be loaded."""
 
-    def __init__(self, name: str, suffix: str) -> None:
+    def __init__(self, name: str, suffix: str, obj: Any) -> None:
         self.name = name
         self.file = f"{name}{suffix}"
+        self.object = obj
         self.is_local = False
         """Whether the ranks have local weights in a round, so that their objects differ."""
 
@@ -84,6 +88,14 @@ class Part(ABC):
             Exception: the content does not fit the object.
         """
 
+    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+        """Load the object, or this rank's part of it, from files that all ranks have written.
+
+        Raises:
+            Exception: the content does not fit the object.
+        """
+        raise ValueError(f"{type(self).__name__} has no parts of several ranks")
+
     def begin_after(self, step: int) -> None:  # noqa: B027  # only optional parts are left out
         """Begin where a checkpoint without this part was saved: after so many steps."""
 
@@ -95,6 +107,11 @@ class Part(ABC):
     @property
     def record(self) -> Record | None:
         """What ``distribute`` attached to the object; None if nothing."""
+        return record_of(self.object)
+
+    @property
+    def in_shares(self) -> InShares | None:
+        """What a sharded checkpoint saves in parts; None if every rank has the whole object."""
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -113,89 +130,25 @@ class Part(ABC):
 
         A collective if the object is divided among the ranks.
         """
-        return nullcontext()
+        record = self.record
+        return record.gathered() if record and record.gathered else nullcontext()
 
-    @property
-    def in_shares(self) -> InShares | None:
-        """What a sharded checkpoint saves in parts; None if every rank has the whole object."""
-        return None
-
-    def share_file(self, rank: int) -> str:
-        """The name of the file with the part of a rank."""
-        return f"{self.name}-of-rank-{rank:05}.pt"
-
-    def write_share(self, path: Path, *, first: bool) -> bool:
-        """Write what this rank has and no other rank writes; return whether there is any.
-
-        Args:
-            path: the file.
-            first: whether this rank adds what belongs to no rank's part.
-        """
-        return False
-
-    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
-        """Load the object, or this rank's part of it, from the files of all ranks.
-
-        Raises:
-            Exception: the content does not fit the object.
-        """
-        raise ValueError(f"{type(self).__name__} has no parts of several ranks")
-
-    def compared(self) -> tuple[list[Compared], list[Rows]]:
-        """The state that must be equal on all ranks, and its fingerprints."""
+    def compared(self) -> Fingerprints:
+        """The state that must be equal on all ranks."""
         return [], []
 
-    def may_differ(self) -> tuple[list[Compared], list[Rows]]:
-        """The state of the object that may differ between ranks, and its fingerprints."""
+    def may_differ(self) -> Fingerprints:
+        """The state of the object that may differ between ranks."""
         return [], []
-
-    def end_epoch(self) -> None:  # noqa: B027  # most objects count no epochs
-        """Count the current epoch as done, even if a loop left the data before its end."""
-
-
-class JsonPart(Part):
-    """An object with ``state_dict()`` and ``load_state_dict()``, next to a Keras model."""
-
-    def __init__(self, name: str, thing: Any) -> None:
-        super().__init__(name, ".json")
-        self._thing = thing
-
-    def save(self, path: Path) -> None:
-        state = self._thing.state_dict()
-        try:
-            text = json.dumps(state)
-            if json.loads(text) != state:
-                raise TypeError("JSON would change it")
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"{self.name}: next to a Keras model, a state may hold dicts with str keys, lists, "
-                f"str, int, float, bool and None; {type(self._thing).__name__}.state_dict() "
-                f"returned something else: {error}"
-            ) from None
-        path.write_text(text + "\n")
-
-    def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
-        self._thing.load_state_dict(json.loads(bytes(content)))
 
     def end_epoch(self) -> None:
-        end_epoch_of(self._thing)
-
-
-class MonitorPart(JsonPart):
-    """A ``hvkit.Monitor``, which may be added or left out when a run resumes."""
-
-    optional = True
-
-    def begin_after(self, step: int) -> None:
-        self._thing.load_state_dict({"step": step})
+        """Count the current epoch as done, even if a loop left the data before its end."""
+        if callable(end := getattr(self.object, "end_epoch", None)):
+            end()
 
 
 class ContentReader(io.RawIOBase):
-    """Bytes as a file to read; ``io.BytesIO`` would copy them.
-
-    Args:
-        content: of shape (n,).
-    """
+    """Bytes of shape (n,) as a file to read; ``io.BytesIO`` would copy them."""
 
     def __init__(self, content: memoryview) -> None:
         super().__init__()
@@ -224,7 +177,152 @@ class ContentReader(io.RawIOBase):
         return len(piece)
 
 
-def end_epoch_of(thing: Any) -> None:
-    """Call the object's ``end_epoch()`` if it has one, as sharded loaders do."""
-    if callable(end := getattr(thing, "end_epoch", None)):
-        end()
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Write arrays into a file that ``numpy.load`` reads.
+
+    Not with ``numpy.savez``, which takes some names, other ones in each version, for its arguments.
+
+    Raises:
+        ValueError: an array holds objects.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            _add_array(archive, name, array)
+
+
+def _add_array(archive: zipfile.ZipFile, name: str, array: np.ndarray[Any, Any]) -> None:
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+        np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+
+
+def named_fingerprints(
+    found: Iterable[tuple[str, list[Compared], list[Rows]]],
+) -> Fingerprints:
+    """What the parts compare, with the parts' names; nothing if there is only one rank."""
+    all_compared: list[Compared] = []
+    all_rows: list[Rows] = []
+    for name, compared, rows in found if runtime.size() > 1 else ():
+        all_compared += [replace(each, label=f"{each.label} of {name}") for each in compared]
+        all_rows += rows
+    return all_compared, all_rows
+
+
+def own_states(
+    parts: Sequence[Part], epoch_random: Arrays
+) -> tuple[dict[str, Arrays], dict[str, bytes]]:
+    """This rank's random state and its own arrays of each part.
+
+    Args:
+        parts: of this rank.
+        epoch_random: the random state with which ``fit`` shuffled the epoch; none at its end.
+
+    Returns:
+        The arrays by part, and digests of those that the parts' files may hold, too.
+    """
+    random = random_states.as_arrays()
+    random |= {f"{_EPOCH}{name}": state for name, state in epoch_random.items()}
+    own = {_RANDOM: random} | {part.name: part.own() for part in parts}
+    digests = {
+        f"{part}{_SEPARATOR}{name}": hashlib.sha256(_bytes_of(array)).digest()
+        for part, arrays in own.items()
+        for name, array in arrays.items()
+        if part != _RANDOM and not name.startswith((SEED, NOT_IN_FILE))
+    }
+    return own, digests
+
+
+def without_rank_0s(own: dict[str, Arrays], digests: dict[str, bytes]) -> dict[str, Arrays]:
+    """What ``own_states`` returned, but for what rank 0's files hold; a collective."""
+    first = collectives.from_rank(0, digests)
+
+    def differs(key: str) -> bool:
+        return key not in digests or digests[key] != first.get(key)
+
+    return {
+        part: {
+            name: array for name, array in arrays.items() if differs(f"{part}{_SEPARATOR}{name}")
+        }
+        for part, arrays in own.items()
+    }
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def write_states(path: Path, states: Iterable[Mapping[str, Arrays]]) -> None:
+    """Write the own arrays of ranks, by rank and part, to a file as ``numpy.savez`` makes it.
+
+    The arrays of a rank are dropped once they are written.
+    """
+    rank, rest = 0, iter(states)
+    with zipfile.ZipFile(path, "w") as archive:
+        while (own := next(rest, None)) is not None:
+            for part, arrays in own.items():
+                for name, array in arrays.items():
+                    _add_array(archive, _SEPARATOR.join((str(rank), part, name)), array)
+            arrays = array = own = None  # type: ignore[assignment]
+            rank += 1
+
+
+@contextmanager
+def saved_states(path: Path) -> Iterator[SavedStates]:
+    """Open a file that ``write_states`` wrote."""
+    with np.load(path) as values:
+        yield SavedStates(values)
+
+
+class SavedStates:
+    """The own arrays of ranks in a file."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self._keys: dict[int, list[str]] = {}
+        for key in values.files:
+            self._keys.setdefault(int(key.partition(_SEPARATOR)[0]), []).append(key)
+
+    def of(self, rank: int, *, same_size: bool = True, in_round: bool = True) -> dict[str, Arrays]:
+        """The arrays for a rank, by part; none if there was no such rank when it was saved.
+
+        Args:
+            rank: its number in the file.
+            same_size: whether as many ranks resume as saved. If not, layers keep rank 0's
+                statistics.
+            in_round: whether ranks go on in the middle of the saved round, with local weights.
+        """
+        found: dict[str, Arrays] = {}
+        for key in self._keys.get(rank, []):
+            _, part, name = key.split(_SEPARATOR, 2)
+            wanted = in_round if name.startswith(LOCAL) else same_size
+            of_part = found.setdefault(part, {})
+            if wanted or part == _RANDOM or name.startswith(SEED):
+                of_part[name] = self._values[key]
+        return found
+
+
+def load_own_states(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> Arrays:
+    """Set this rank's state to what it saved; does nothing for a rank that has saved nothing.
+
+    Returns:
+        The random state with which ``fit`` shuffled the epoch, if it was saved inside one.
+    """
+    if not saved:
+        return {}
+    for part in parts:
+        part.load_own(saved.get(part.name, {}))
+    random = saved[_RANDOM]
+    random_states.set_from_arrays(random)
+    return {
+        name.removeprefix(_EPOCH): state
+        for name, state in random.items()
+        if name.startswith(_EPOCH)
+    }
+
+
+@contextmanager
+def all_of(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """All of these contexts at once, such as ``gathered()`` of each part."""
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield

@@ -1,8 +1,9 @@
-"""The directory of a run's checkpoints: its lock, and its folders.
+"""The directory of a run's checkpoints: its lock, its folders, and the manifest in each of them.
 
 Whenever the process is killed, every complete checkpoint can still be read: a new one is written
 into a hidden folder, flushed to disk, and renamed. This is the usual way to replace files durably;
-see Pillai et al., "All File Systems Are Not Created Equal" (2014).
+see Pillai et al., "All File Systems Are Not Created Equal" (2014). The manifest is written last, so
+a folder with a manifest that fits its files is complete.
 
 Used by rank 0, and by ranks that keep copies in memory.
 """
@@ -11,26 +12,29 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from hvkit.checkpoint import manifests
-from hvkit.checkpoint.manifests import MANIFEST, DamagedError, Manifest
+from hvkit.communication.encoding import sendable
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import run_name
 from hvkit.log import logger
 
 if TYPE_CHECKING:
     from filelock import FileLock
+
+MANIFEST = "manifest.json"
+FORMAT = 3
 
 # While a step is saved again, its earlier folder has the suffix.
 _CHECKPOINT = re.compile(r"step-\d{9,}(\.old)?")
@@ -41,7 +45,7 @@ _REMOVING = ".removing-"
 # The locks of this process, each with the lock file it was taken on. They are released when the
 # process ends, however it ends. DataLoader workers do not keep them: filelock closes the lock's
 # file in every forked child.
-_held: dict[Path, tuple[FileLock, os.stat_result]] = {}
+_locks: dict[Path, tuple[FileLock, os.stat_result]] = {}
 
 # What flock reports on file systems without locks. There, users must keep their runs apart.
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
@@ -50,16 +54,133 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _stays: set[Path] = set()
 
 
-class Numbers(NamedTuple):
-    """The largest numbers of a directory's manifests, 0 without any.
+class DamagedError(HvkitError):
+    """A checkpoint's folder does not hold what was written into it."""
 
-    Attributes:
-        serial: of all.
-        saves: of those of this run.
+
+@sendable
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of ``manifest.json``: what was saved, by whom, and the sha256 of each file."""
+
+    epoch: int
+    step: int
+    batches: int
+    """Batches of the epoch that each rank had read."""
+    size: int
+    """The number of ranks that saved."""
+    serial: int = 0
+    """The number of the save in this directory: the newest checkpoint has the largest."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By part: the name of its file and the facts that loading needs."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By file: its length in bytes and its sha256."""
+    versions: dict[str, str] = field(default_factory=dict)
+    run: str = ""
+    """The name of the run that saved it or goes on from it, if ``hvkit run`` may start it again."""
+    saves: int = 0
+    """The number of saves of this run up to this one. Unlike serials, these numbers can be compared
+    between directories of several hosts, which may hold checkpoints of other runs."""
+    epoch_batches: int = 0
+    """Batches of a whole epoch on each rank; 0 if unknown."""
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a checkpoint's folder, and flush it."""
+        body = asdict(self)
+        text = json.dumps({**body, "sha256": _digest_of(body)}, indent=1)
+        (folder / MANIFEST).write_text(text + "\n")
+        flush(folder / MANIFEST)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises:
+        DamagedError: it is missing, cut short or changed, or the disk cannot read it.
+        PermissionError: this user may not read it: skipping to an older one would hide that.
+        HvkitError: an older or newer hvkit wrote it in another format.
     """
+    try:
+        body = json.loads((folder / MANIFEST).read_bytes())
+        digest = body.pop("sha256")
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST}: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise DamagedError(f"{MANIFEST} is not what was written") from None
+    if digest != _digest_of(body):
+        raise DamagedError(f"{MANIFEST} is not what was written: its sha256 differs")
+    if body["format"] != FORMAT:
+        raise HvkitError(
+            f"{folder}: this checkpoint has format {body['format']}, this hvkit reads format "
+            f"{FORMAT}: install the hvkit that wrote it ({body['versions'].get('hvkit')})"
+        )
+    return Manifest(**body)
 
-    serial: int
-    saves: int
+
+def _digest_of(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        DamagedError: names the file and the damage.
+        PermissionError: this user may not read a file.
+    """
+    for name, written in manifest.files.items():
+        try:
+            found = facts_of(folder / name)
+        except PermissionError:
+            raise  # not damage: skipping to an older checkpoint would hide it
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        except OSError as error:
+            raise DamagedError(f"{name}: {error.strerror}") from None
+        if found["bytes"] != written["bytes"]:
+            raise DamagedError(f"{name} has {found['bytes']} of {written['bytes']} bytes")
+        if found != written:
+            raise DamagedError(f"{name} is not what was written: its sha256 differs")
+
+
+def has_all_bytes(folder: Path, manifest: Manifest) -> bool:
+    """Whether every file of a checkpoint has its length; unlike ``verify``, reads no file."""
+    try:
+        return all(
+            (folder / name).stat().st_size == written["bytes"]
+            for name, written in manifest.files.items()
+        )
+    except OSError:
+        return False
+
+
+def describes(folder: Path, manifest: Manifest) -> bool:
+    """Whether a folder's own manifest lists the same files; reads none of them."""
+    try:
+        return read(folder).files == manifest.files
+    except (HvkitError, OSError):
+        return False
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Length in bytes and sha256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def flushed(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Flush files of a folder to disk; return length and sha256 of each, for the manifest."""
+    files = sorted(names)
+    for name in files:
+        flush(folder / name)
+    return {name: facts_of(folder / name) for name in files}
 
 
 def name_of(step: int) -> str:
@@ -77,11 +198,12 @@ def id_of(directory: Path) -> str:
     return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
 
 
-def prepare(directory: Path) -> Numbers:
+def prepare(directory: Path) -> tuple[int, int]:
     """Create the directory, lock it for this process, and clean up after killed runs.
 
     Returns:
-        The largest numbers in its manifests.
+        The largest ``serial`` in its manifests, and the largest ``saves`` in those of this run; 0
+        without any.
 
     Raises:
         BlockingIOError: another process has the lock.
@@ -95,25 +217,11 @@ def prepare(directory: Path) -> Numbers:
             _delete(entry)
         elif entry.name.endswith(_OLD) and _CHECKPOINT.fullmatch(entry.name):
             _finish_replacing(entry)
-    found = [manifest for _, manifest in _readable(directory) if manifest is not None]
-    return Numbers(
-        serial=max((each.serial for each in found), default=0),
-        saves=max((each.saves for each in found if each.run == run_name()), default=0),
+    found = [manifest for _, manifest in readable(directory, lambda *_: None)]
+    return (
+        max((each.serial for each in found), default=0),
+        max((each.saves for each in found if each.run == run_name()), default=0),
     )
-
-
-def write_folder(directory: Path, name: str, fill: Callable[[Path], None]) -> None:
-    """Write a checkpoint's folder, replacing one of the same name.
-
-    Args:
-        directory, name: as for ``new_folder``.
-        fill: writes all files into the folder it is given, and flushes each, the manifest last.
-
-    Raises:
-        OSError: a file cannot be written; the directory is then as it was.
-    """
-    with new_folder(directory, name) as folder:
-        fill(folder)
 
 
 @contextmanager
@@ -148,42 +256,37 @@ def new_folder(directory: Path, name: str) -> Iterator[Path]:
         _remove(old)
 
 
-def finished(folder: Path) -> Path:
-    """Give a checkpoint that was loaded its own name if a kill had interrupted its replacement.
+def adopt(folder: Path, manifest: Manifest) -> Path:
+    """Mark a checkpoint that rank 0 has loaded from its directory as one of this run.
 
-    Returns:
-        Its folder.
-
-    Raises:
-        OSError: the directory cannot be locked or written.
-    """
-    if not folder.name.endswith(_OLD):
-        return folder
-    _lock(folder.parent)
-    new = folder.with_name(folder.name.removesuffix(_OLD))
-    if new.exists():  # it is damaged, else it would have been loaded
-        _remove(new)
-    os.rename(folder, new)
-    flush(new.parent)
-    return new
-
-
-def adopt(folder: Path, manifest: Manifest) -> None:
-    """Mark a checkpoint of another run as one of this run, which goes on from it.
+    Otherwise a restart with rank 0 on another host would ignore it, as that of another run.
 
     Args:
         folder: the checkpoint's.
         manifest: its manifest.
 
-    Raises:
-        OSError: the directory cannot be locked or written; the checkpoint is then as it was.
+    Returns:
+        Its folder, which is renamed if a kill had interrupted the save that was to replace it.
     """
-    prepare(folder.parent)
-    with tempfile.TemporaryDirectory(prefix=_SAVING, dir=folder.parent) as aside:
-        replace(manifest, run=run_name(), saves=0).write(Path(aside))
-        flush(Path(aside, MANIFEST))
-        os.replace(Path(aside, MANIFEST), folder / MANIFEST)
-    flush(folder)
+    is_replaced, is_of_run = folder.name.endswith(_OLD), manifest.run == run_name()
+    if not run_name() or not folder.is_dir() or (is_of_run and not is_replaced):
+        return folder
+    try:
+        prepare(folder.parent)
+        if is_replaced and not folder.exists():
+            folder = folder.with_name(folder.name.removesuffix(_OLD))
+        if not is_of_run:
+            with tempfile.TemporaryDirectory(prefix=_SAVING, dir=folder.parent) as aside:
+                replace(manifest, run=run_name(), saves=0).write(Path(aside))
+                os.replace(Path(aside, MANIFEST), folder / MANIFEST)
+            flush(folder)
+    except OSError as error:
+        logger.warning(
+            "cannot note in %s that this run goes on from it: %s; if its host is lost before the "
+            "next save, a restart begins at the start",
+            *(folder, error.strerror or error),
+        )
+    return folder
 
 
 def prune(directory: Path, keep: int | None, newest: str) -> None:
@@ -194,11 +297,12 @@ def prune(directory: Path, keep: int | None, newest: str) -> None:
     """
     if keep is None:
         return
-    folders = sorted(
-        _readable(directory),
-        key=lambda each: (each[0].name == newest, each[1].serial if each[1] else 0, each[0].name),
-    )
-    for folder, _ in folders[:-keep]:
+    damaged: list[Path] = []
+    found = readable(directory, lambda folder, _: damaged.append(folder))
+    serials = {folder: manifest.serial for folder, manifest in found}
+    serials |= dict.fromkeys(damaged, 0)
+    oldest_first = sorted(serials, key=lambda each: (each.name == newest, serials[each], each.name))
+    for folder in oldest_first[:-keep]:
         _remove(folder)
 
 
@@ -219,11 +323,9 @@ def readable(
     """
     for folder in sorted(_checkpoints(directory), reverse=True):
         try:
-            yield folder, manifests.read(folder)
-        except DamagedError as error:
-            skip(folder, str(error))
+            yield folder, read(folder)
         except (PermissionError, HvkitError) as error:
-            if strict:
+            if strict and not isinstance(error, DamagedError):
                 raise
             skip(folder, str(error))
 
@@ -238,20 +340,15 @@ def flush(path: Path) -> None:
 
 
 def _lock(directory: Path) -> None:
-    """Lock the directory for this process until it ends; a second call does nothing.
-
-    Raises:
-        BlockingIOError: another process has the lock.
-        OSError: the lock's file cannot be written.
-    """
+    """Lock the directory for this process until it ends; BlockingIOError if another one has."""
     # Ranks that do not save skip this import: from Python 3.12 on, filelock installs an audit hook,
     # which slows down each id(), import and open().
     from filelock import FileLock, Timeout
 
     path = directory.resolve() / ".lock"
-    if path in _held:
-        lock, file = _held[path]
-        if lock.is_locked and _is_same(path, file):
+    if path in _locks:
+        lock, file = _locks[path]
+        if lock.is_locked and path.exists() and os.path.samestat(file, path.stat()):
             return
         # Someone deleted and created the directory again, or this is a fork of the owner.
         lock.release(force=True)
@@ -259,7 +356,7 @@ def _lock(directory: Path) -> None:
     def write_owner(handle: int) -> None:
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        _held[path] = lock, os.fstat(handle)
+        _locks[path] = lock, os.fstat(handle)
 
     lock = FileLock(path, thread_local=False, on_acquired=write_owner)
     try:
@@ -277,18 +374,11 @@ def _lock(directory: Path) -> None:
             raise
 
 
-def _is_same(path: Path, file: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(file, path.stat())
-    except OSError:
-        return False
-
-
 def _finish_replacing(old: Path) -> None:
     """Of two checkpoints of a step, left by a kill, keep the new one if it is complete."""
     new = old.with_name(old.name.removesuffix(_OLD))
     try:
-        manifests.verify(new, manifests.read(new))
+        verify(new, read(new))
     except DamagedError:
         if new.exists():
             _remove(new)
@@ -307,14 +397,6 @@ def _checkpoints(directory: Path) -> Iterator[Path]:
     if directory.is_dir():
         found = (each for each in directory.iterdir() if _CHECKPOINT.fullmatch(each.name))
         yield from (each for each in found if each.is_dir())
-
-
-def _readable(directory: Path) -> Iterator[tuple[Path, Manifest | None]]:
-    for folder in _checkpoints(directory):
-        try:
-            yield folder, manifests.read(folder)
-        except DamagedError:
-            yield folder, None
 
 
 def _remove(folder: Path) -> None:

@@ -6,7 +6,7 @@
     ├── run                 hvkit run               hvkit.launching.start
     ├── top                 hvkit top               hvkit.launching.supervision.run_status
     ├── saved_runs          hvkit report            hvkit.monitor.terminal_report
-    │                       hvkit join-checkpoint   hvkit.checkpoint.joining
+    │                       hvkit join-checkpoint   hvkit.checkpoint.saving
     ├── hosts               hvkit hosts             hvkit.launching.host_checks and .hostfile
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build

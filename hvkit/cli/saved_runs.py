@@ -94,7 +94,7 @@ def add_join_checkpoint(commands: "argparse._SubParsersAction[CommandParser]") -
 
 
 def _join(args: argparse.Namespace) -> int:
-    from hvkit.checkpoint.joining import join
+    from hvkit.checkpoint.saving import join
 
     if not args.checkpoint.is_dir():
         args.refuse(f"argument CHECKPOINT: {args.checkpoint} is not a folder")

@@ -1,8 +1,12 @@
-"""Arrays of NumPy and JAX, tensors of PyTorch and TensorFlow; in tuples, lists and dicts too."""
+"""Arrays of NumPy and JAX, tensors of PyTorch and TensorFlow; in tuples, lists and dicts too.
+
+Grain's ``MapDataset`` is divided as they are: each rank gets every N-th element.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from hvkit.data.rank_samples import Positions, Share
+
+# Elements of Grain's by which ranks notice that their data differs: each is read for it.
+_COMPARED = 4
 
 
 def shard_arrays(data: Any, share: Share) -> Any:
@@ -27,19 +34,14 @@ def shard_arrays(data: Any, share: Share) -> Any:
     length = rows_of(data)
     if share.size == 1:
         return data
-    if share.exact or length % share.size == 0:
-        return map_arrays(lambda array: array[share.rank :: share.size], data)
-    mine = share.of(length)
-    return map_arrays(lambda array: _take(array, mine), data)
+    positions = share.of(length)
+    if isinstance(positions, slice):
+        return map_arrays(lambda array: array[positions], data)
+    return map_arrays(lambda array: _take(array, positions), data)
 
 
 def rows_of(data: Any) -> int:
-    """The number of rows that all arrays of ``data`` have.
-
-    Raises:
-        TypeError: it holds something other than arrays, or an array without rows.
-        ValueError: the arrays have different lengths.
-    """
+    """The number of rows that all arrays of ``data`` have; raises as ``shard_arrays``."""
     lengths: list[int] = []
     map_arrays(lambda array: lengths.append(int(array.shape[0])), data)
     if not lengths:
@@ -124,3 +126,55 @@ def _take(array: Any, positions: Positions) -> Any:
 
 def _name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def is_of_grain(data: object) -> bool:
+    """Whether this is a data set or a loader of Grain."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(
+        data, grain.MapDataset | grain.IterDataset | grain.DataLoader
+    )
+
+
+def shard_grain(data: Any, share: Share) -> tuple[Any, list[str]]:
+    """This rank's elements as a ``MapDataset``, and the facts that must be equal on all ranks.
+
+    Args:
+        data: a ``grain.MapDataset``; shuffles and maps before are those of all elements.
+        share: rank and size.
+
+    Raises:
+        TypeError: it is an ``IterDataset`` or a ``DataLoader``, whose elements have no numbers.
+    """
+    import grain
+
+    if isinstance(data, grain.DataLoader):
+        raise TypeError(
+            "data is a grain.DataLoader, whose sampler chooses its elements: pass the sampler "
+            "shard_options=grain.sharding.ShardOptions(hvkit.rank(), hvkit.size(), "
+            "drop_remainder=True) instead"
+        )
+    if not isinstance(data, grain.MapDataset):
+        raise TypeError(
+            "data is a grain.IterDataset, whose elements have no numbers: call hvkit.shard with "
+            "the MapDataset, before .to_iter_dataset()"
+        )
+    length = len(data)
+    facts = [f"a MapDataset of {length} elements"]
+    if share.size == 1 or not length:
+        return data, facts
+    facts.append(f"elements of sha256 {_digest(data, length)}")
+    missing = -length % share.size
+    # One that repeats without end has the length of the largest integer.
+    if missing and not share.exact and length < sys.maxsize:
+        repeated = data[:missing] if missing <= length else data.repeat(missing)[:missing]
+        data = grain.MapDataset.concatenate([data, repeated])
+    return data[share.rank :: share.size], facts
+
+
+def _digest(data: Any, length: int) -> str:
+    """A sha256 of a few elements."""
+    digest = hashlib.sha256()
+    for number in sorted({n * (length - 1) // (_COMPARED - 1) for n in range(_COMPARED)}):
+        digest.update(pickle.dumps(data[number]))
+    return digest.hexdigest()

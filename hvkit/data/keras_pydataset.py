@@ -11,9 +11,8 @@ import numpy as np
 
 from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.random_generators import FixedRandomness, Generators, as_text, from_text
 from hvkit.data.rank_samples import Share, seed_from
-from hvkit.random_states import equal
+from hvkit.random_states import FixedRandomness, Generators, as_text, equal, from_text
 
 
 class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
@@ -81,8 +80,11 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
             if self._share.exact and rank >= len(batches):
                 return None
             return batches[rank % len(batches)]
-        mine = self._share.of(sum(_shapes(batch)[0][0] for batch in batches))
-        return _map(lambda *arrays: np.concatenate(arrays)[mine], *batches) if len(mine) else None
+        rows = sum(_shapes(batch)[0][0] for batch in batches)
+        if not self._share.count(rows):
+            return None
+        positions = self._share.of(rows)
+        return _map(lambda *arrays: np.concatenate(arrays)[positions], *batches)
 
     def on_epoch_begin(self) -> None:
         self._resumed = False

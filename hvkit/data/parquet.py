@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_count
-from hvkit.data.arrow_columns import Columns, columns_of
-from hvkit.data.rank_samples import Position, Share
+from hvkit.data.rank_samples import Position, Share, WithPosition
 from hvkit.log import logger
+from hvkit.wording import counted
+
+Columns = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class _Rows:
         return read.to_table(schema=schema, columns=columns).slice(self.start, len(self))
 
 
-class ParquetRows:
+class ParquetRows(WithPosition):
     """One rank's rows of a ``pyarrow.dataset`` of Parquet files; ``len`` is their number.
 
     ``state_dict`` and ``load_state_dict`` return and set the position of ``batches``.
@@ -62,7 +65,8 @@ class ParquetRows:
         groups = list(_row_groups(dataset))
         self.facts = _facts(dataset, groups)
         total = sum(each.stop for each in groups)
-        self._parts = list(_cut(groups, *_range_of(share, total), total))
+        rows = share.in_order(total)
+        self._parts = list(_cut(groups, rows.start, rows.stop, total))
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -91,7 +95,7 @@ class ParquetRows:
             TypeError, ValueError: as ``to_table``; a column has lists of different lengths, or
                 nulls among integers, booleans or lists.
         """
-        return columns_of(self.to_table(columns))
+        return _columns_of(self.to_table(columns))
 
     def batches(self, batch_size: int, columns: Sequence[str] | None = None) -> ParquetBatches:
         """These rows in batches, of which a row group at a time is in memory.
@@ -110,13 +114,9 @@ class ParquetRows:
         size = check_count("batch_size", batch_size)
         return ParquetBatches(self, size, _checked(columns, self._schema))
 
-    def end_epoch(self) -> None:
-        """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
-        self._position.end_if_left()
-
     def state_dict(self) -> dict[str, Any]:
         """The position: epochs done, and rows of this epoch that all ranks have read."""
-        return self._position.save() | {"ranks": self._share.size}
+        return super().state_dict() | {"ranks": self._share.size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: the next iteration is the rest of its epoch.
@@ -127,7 +127,7 @@ class ParquetRows:
         Raises:
             ValueError: ``state_dict`` did not return it.
         """
-        self._position.load(state)
+        super().load_state_dict(state)
         ranks = state.get("ranks")
         if self._position.samples and ranks != self._share.size:
             logger.warning(
@@ -151,7 +151,7 @@ class ParquetRows:
             if left_out >= len(part):
                 left_out -= len(part)
                 continue
-            read = columns_of(part.table(self._schema, names))
+            read = _columns_of(part.table(self._schema, names))
             rows = {name: array[chosen][left_out:] for name, array in read.items()}
             count, left_out = len(part) - left_out, 0
             if rest is not None:
@@ -185,12 +185,8 @@ class ParquetBatches:
     def __iter__(self) -> Iterator[Columns]:
         position = self._rows._position
         iteration = position.begin()
-        try:
+        with position.reading(iteration):
             yield from self._rows._epoch(iteration, self._size, self._columns)
-        except GeneratorExit:
-            position.leave(iteration)
-            raise
-        position.end(iteration)
 
 
 def is_dataset(data: Any) -> bool:
@@ -235,14 +231,6 @@ def _facts(dataset: Any, groups: Sequence[_Rows]) -> list[str]:
     ]
 
 
-def _range_of(share: Share, total: int) -> tuple[int, int]:
-    """From which row to which the part goes; the end may be past the last row, and goes around."""
-    if share.exact:
-        return share.rank * total // share.size, (share.rank + 1) * total // share.size
-    each = -(-total // share.size)
-    return share.rank * each, (share.rank + 1) * each
-
-
 def _cut(groups: Sequence[_Rows], start: int, stop: int, total: int) -> Iterator[_Rows]:
     """The rows from ``start`` to ``stop`` of all row groups, which repeat after their end."""
     at = 0
@@ -255,11 +243,7 @@ def _cut(groups: Sequence[_Rows], start: int, stop: int, total: int) -> Iterator
 
 
 def _checked(columns: Sequence[str] | None, schema: Any) -> list[str] | None:
-    """The names of columns.
-
-    Raises:
-        TypeError, ValueError: these are none.
-    """
+    """The names of columns; TypeError or ValueError if they are none."""
     if columns is None:
         return None
     if isinstance(columns, str) or not all(isinstance(each, str) for each in columns):
@@ -283,3 +267,84 @@ def _joined(name: str, first: Any, second: Any) -> Any:
             "columns="
         )
     return np.concatenate([first, second])
+
+
+def _columns_of(table: Any) -> Columns:
+    """The columns of a ``pyarrow.Table`` of n rows as arrays of shape (n, ...), which are copies.
+
+    Lists become a second dimension, lists of lists a third; a tensor has its own. A null is NaN
+    among floats, NaT among times, and None among strings and other objects.
+
+    Raises:
+        ValueError: a column has lists of different lengths, or nulls that its array cannot hold;
+            the message names it.
+    """
+    return {name: _array(name, table.column(name).combine_chunks()) for name in table.column_names}
+
+
+def _array(name: str, column: Any) -> NDArray[Any]:
+    import pyarrow
+
+    if isinstance(column, pyarrow.ChunkedArray):  # of no rows, in some versions
+        column = pyarrow.concat_arrays(column.chunks or [pyarrow.array([], column.type)])
+    kind = column.type
+    if isinstance(kind, pyarrow.FixedShapeTensorType):
+        _refuse_nulls(name, column, "tensors")
+        stored = _array(name, column.storage).reshape(len(column), *kind.shape)
+        return stored.transpose(
+            0, *(1 + each for each in kind.permutation or range(len(kind.shape)))
+        )
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _array(name, column.storage)
+    if pyarrow.types.is_dictionary(kind):
+        return _array(name, column.dictionary_decode())
+    if _is_list(kind):
+        return _lists(name, column)
+    types = pyarrow.types
+    if types.is_integer(kind) or types.is_boolean(kind):
+        what = "integers" if types.is_integer(kind) else "booleans"
+        _refuse_nulls(name, column, what)
+    try:
+        return np.array(column.to_numpy(zero_copy_only=False))  # a copy that can be written to
+    except pyarrow.ArrowException as problem:
+        raise ValueError(
+            f"column {name!r} of type {kind} does not become an array ({problem}): leave it out "
+            "with columns=, or convert to_table()[name]"
+        ) from problem
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow
+
+    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    checks = (getattr(pyarrow.types, f"is_{each}", None) for each in names)
+    return any(check is not None and check(kind) for check in checks)
+
+
+def _lists(name: str, column: Any) -> NDArray[Any]:
+    import pyarrow.compute
+
+    _refuse_nulls(name, column, "lists")
+    if pyarrow.types.is_fixed_size_list(column.type):
+        shortest = longest = column.type.list_size
+    elif len(column):
+        lengths = pyarrow.compute.list_value_length(column).to_numpy()
+        shortest, longest = lengths.min(), lengths.max()
+    else:
+        shortest = longest = 0
+    if shortest != longest:
+        raise ValueError(
+            f"the lists of column {name!r} have different lengths (from {shortest} to {longest}): "
+            "pad them to one, or leave the column out with columns="
+        )
+    values = _array(name, column.flatten())
+    return values.reshape(len(column), longest, *values.shape[1:])
+
+
+def _refuse_nulls(name: str, column: Any, what: str) -> None:
+    if column.null_count:
+        nulls = counted(column.null_count, "null")
+        raise ValueError(
+            f"column {name!r} has {nulls} among {len(column)} {what}, for which an array has no "
+            "value: fill them before the files are written, or leave the column out with columns="
+        )

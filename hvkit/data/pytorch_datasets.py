@@ -15,13 +15,9 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.random_generators import FixedRandomness
 from hvkit.data.rank_samples import Share, seed_from
 from hvkit.data.sampler_kinds import length_of
-
-# The attributes of the parts themselves; all others are those of the dataset.
-_OWN = frozenset({"dataset", "_share", "_known"})
-_STREAM_OWN = frozenset({"_inner", "_share", "_group", "_drop_last", "_seed", "_epoch"})
+from hvkit.random_states import FixedRandomness
 
 
 def shard_dataset(dataset: Dataset[Any], share: Share, seed: int | None) -> tuple[Any, list[str]]:
@@ -63,18 +59,39 @@ def in_whole(key: Any) -> InWhole | KeyInWhole:
     return InWhole(key) if type(key) is int else KeyInWhole(key)
 
 
-class DatasetPart(Subset[Any]):
+class _AttributesOf:
+    """Other attributes than its own are those of another object, also when they are set.
+
+    The first name in ``_own`` is that of the object.
+    """
+
+    _own: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own or name.startswith("__"):  # while it is being unpickled, or copied
+            raise AttributeError(name)
+        return getattr(getattr(self, self._own[0]), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            super().__setattr__(name, value)
+        else:
+            setattr(getattr(self, self._own[0]), name, value)
+
+
+class DatasetPart(_AttributesOf, Subset[Any]):
     """Every N-th sample of a dataset, repeated to equal length unless the share is exact.
 
     ``part[i]`` and ``len(part)`` refer to the part, so a script that divides by the length,
     splits or shuffles it works on this rank's samples. The samplers of a sharded loader return
-    indices in the whole dataset, marked by ``in_whole``. Reading or setting another attribute
-    reads or sets it on the dataset.
+    indices in the whole dataset, marked by ``in_whole``. Other attributes are those of the dataset.
 
     Args:
         dataset: the whole dataset, with a length.
         share: rank and size.
     """
+
+    _own = ("dataset", "_share", "_known")
 
     def __init__(self, dataset: Any, share: Share) -> None:
         self._share, self._known = share, (-1, range(0))
@@ -85,10 +102,11 @@ class DatasetPart(Subset[Any]):
         """The indices of this part's samples in the whole dataset, which may have grown."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self._known[0] != length:
-            share = self._share
-            whole = share.exact or length % share.size == 0
-            mine = range(share.rank, length, share.size) if whole else share.of(length).tolist()
-            self._known = (length, mine)
+            positions = self._share.of(length)
+            indices = (
+                range(length)[positions] if isinstance(positions, slice) else positions.tolist()
+            )
+            self._known = (length, indices)
         return self._known[1]
 
     def __getitem__(self, index: Any) -> Any:
@@ -110,24 +128,9 @@ class DatasetPart(Subset[Any]):
             return int(key)
         return key.key if type(key) is KeyInWhole else self.indices[key]
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN or name.startswith("__"):  # while it is being unpickled, or copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.dataset, name, value)
-
 
 def contents(dataset: Any) -> list[str]:
-    """Facts that may differ between datasets of the same length, if they are cheap to compute.
-
-    Raises:
-        ValueError: the dataset is already a rank's part.
-    """
+    """Facts that may differ between datasets of one length, if they are cheap to compute."""
     facts = []
     while isinstance(dataset, Subset):
         if isinstance(dataset, DatasetPart):
@@ -143,11 +146,11 @@ def contents(dataset: Any) -> list[str]:
     return facts
 
 
-class StreamShard(IterableDataset[Any]):
+class StreamShard(_AttributesOf, IterableDataset[Any]):
     """One rank's samples of a stream.
 
-    Reading or setting another attribute reads or sets it on the stream, so a ``worker_init_fn``
-    that splits ``get_worker_info().dataset`` works as before.
+    Other attributes are those of the stream, so a ``worker_init_fn`` that splits
+    ``get_worker_info().dataset`` works as before.
 
     Args:
         inner: the stream, the same on every rank.
@@ -156,6 +159,8 @@ class StreamShard(IterableDataset[Any]):
         drop_last: leave out an incomplete last step.
         seed: the seed of the stream's random numbers.
     """
+
+    _own = ("_inner", "_share", "_group", "_drop_last", "_seed", "_epoch")
 
     def __init__(
         self, inner: IterableDataset[Any], share: Share, *, group: int, drop_last: bool, seed: int
@@ -178,37 +183,26 @@ class StreamShard(IterableDataset[Any]):
             stream = iter(self._inner)
         while True:
             with fixed:
-                mine, length = self._read(stream)
-            yield from mine
+                own, length = self._read(stream)
+            yield from own
             if length < self._group:
                 return
 
     def _read(self, stream: Iterator[Any]) -> tuple[list[Any], int]:
         """This rank's samples of the next step, and the number of samples for all ranks."""
-        share, mine, first, length = self._share, [], [], 0
+        share, own, first, length = self._share, [], [], 0
         for sample in islice(stream, self._group):
             if length < share.size:
                 first.append(sample)
             if length % share.size == share.rank:
-                mine.append(sample)
+                own.append(sample)
             length += 1
         if length < self._group and self._drop_last:
             return [], length
-        if not share.exact and len(mine) < share.count(length):
-            mine.append(first[share.of(length)[-1]])
-        return mine, length
+        if not share.exact and len(own) < share.count(length):
+            own.append(first[np.arange(length)[share.of(length)][-1]])
+        return own, length
 
     def __len__(self) -> int:
         length = len(self._inner)  # type: ignore[arg-type]
         return self._share.count(length, group=self._group, drop_last=self._drop_last)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _STREAM_OWN:  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _STREAM_OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._inner, name, value)

@@ -1,9 +1,17 @@
-"""Sharding PyTorch's ``DataLoader``: loaders of a rank's part, and of batches that it requests."""
+"""Sharding PyTorch's ``DataLoader``: loaders of a rank's part, and of batches that it requests.
+
+Their workers start without a fork if MPI uses InfiniBand. Such an adapter writes into memory that
+MPI registered with it. After a fork, pages of that memory may belong to the child; the parent then
+waits for data that arrives elsewhere, or crashes. See ibv_fork_init(3) and Open MPI's FAQ on fork
+and OpenFabrics. The forkserver of multiprocessing, a process without MPI, can fork safely.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,23 +27,23 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
-from hvkit.data.pytorch_workers import adapter_that_forbids_forks, started
-from hvkit.data.random_generators import FixedRandomness, Generators, begins_an_epoch, from_text
-from hvkit.data.rank_samples import Position, Queue, Share, seed_from
+from hvkit.data.rank_samples import Position, Queue, Share, WithPosition, seed_from
 from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
 from hvkit.data.samplers import RankSampler, SampledEpoch
+from hvkit.errors import LaunchError
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
+from hvkit.main_rank import warn_once
+from hvkit.random_states import FixedRandomness, Generators, begins_an_epoch, from_text
+
+ADAPTERS = Path("/sys/class/infiniband")
+
+_NONE = object()
 
 
 def dynamic_loader(
     loader: DataLoader[Any], share: Share, seed: int | None
 ) -> tuple[DynamicLoader, list[str]]:
-    """A loader of the batches that this rank takes, and the facts that must be equal on all ranks.
-
-    Raises:
-        TypeError: ``dynamic=True`` does not support this kind of loader or sampler.
-        ValueError: the loader is already sharded.
-    """
+    """A loader of the batches that this rank takes, and what must be equal on all ranks."""
     _refuse_others(loader)
     facts = [f"batch size {loader.batch_size}", f"drop_last {loader.drop_last}"]
     part = DynamicLoader(loader, share.size, seed or 0)
@@ -43,12 +51,7 @@ def dynamic_loader(
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int | None) -> tuple[Any, list[str]]:
-    """A loader of this rank's samples, and the facts that must be equal on all ranks.
-
-    Raises:
-        TypeError: a loader or sampler of this kind cannot be sharded.
-        ValueError: the loader is already sharded.
-    """
+    """A loader of this rank's samples, and what must be equal on all ranks."""
     _refuse_others(loader)
     batch, drop_last = loader.batch_size, loader.drop_last and not share.exact
     facts = [f"batch size {batch}", f"drop_last {drop_last}"]
@@ -59,17 +62,38 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int | None) -> tup
         stream = StreamShard(
             loader.dataset, share, group=group, drop_last=drop_last, seed=seed or 0
         )
-        kept = {"batch_size": batch, "drop_last": drop_last}
-        adapter = adapter_that_forbids_forks(loader)
-        options = {**_options(loader, adapter), "generator": torch.Generator()}
-        part = StreamLoader(stream, seed, loader.generator, kept | options, adapter)
-        return part, ["IterableDataset", *facts]
+        return StreamLoader(loader, stream, seed, drop_last), ["IterableDataset", *facts]
     order = RankSampler(loader, share, seed)
     facts += contents(loader.dataset)
     return ShardedLoader(loader, order, share), [*order.facts(), *facts]
 
 
-class ShardedLoader(DataLoader[Any]):
+class _LoaderLike(DataLoader[Any]):
+    """A DataLoader with the options of the user's, and some of its own."""
+
+    def __init__(self, loader: DataLoader[Any], dataset: Any, **options: Any) -> None:
+        self._adapter = _adapter_that_forbids_forks(loader)
+        names = (
+            "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
+            "prefetch_factor persistent_workers pin_memory_device in_order"
+        )
+        kept = {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
+        if self._adapter:
+            kept["multiprocessing_context"] = "forkserver"
+        super().__init__(dataset, **kept, **options)
+
+    def _started(self) -> Iterator[Any]:
+        """PyTorch's iterator; LaunchError with the fix if forkserver cannot start workers."""
+        if self._adapter is None:
+            return super().__iter__()
+        try:
+            batches = super().__iter__()
+        except Exception as error:  # from pickling, or from a pipe that the worker closed
+            raise _cannot_start(error, self._adapter) from error
+        return _with_first(batches, self._adapter)
+
+
+class ShardedLoader(WithPosition, _LoaderLike):
     """A DataLoader that reads one rank's part of another DataLoader's samples.
 
     Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` return and set the
@@ -83,19 +107,15 @@ class ShardedLoader(DataLoader[Any]):
     def __init__(self, loader: DataLoader[Any], order: RankSampler, share: Share) -> None:
         self._order, self._share = order, share
         self._position = order.position
-        self._adapter = adapter_that_forbids_forks(loader)
-        options: dict[str, Any] = _options(loader, self._adapter)
-        if loader.batch_sampler is None:
-            options |= {"sampler": order, "batch_size": None}
-        elif order.batched:
-            options["batch_sampler"] = order
-        else:
-            options |= {"sampler": order, "batch_size": loader.batch_size}
-            options["drop_last"] = order.drop_last
+        options: dict[str, Any] = {"sampler": order, "batch_size": None}
+        if loader.batch_sampler is not None and order.batched:
+            options = {"batch_sampler": order}
+        elif loader.batch_sampler is not None:
+            options |= {"batch_size": loader.batch_size, "drop_last": order.drop_last}
         dataset: Any = loader.dataset
         if share.size > 1 and length_of(dataset) is not None:
             dataset, order.of_part = DatasetPart(dataset, share), True
-        super().__init__(dataset, generator=loader.generator, **options)
+        super().__init__(loader, dataset, generator=loader.generator, **options)
 
     def __iter__(self) -> Any:
         iteration, epoch = self._order.begin()
@@ -105,7 +125,7 @@ class ShardedLoader(DataLoader[Any]):
             resumed = self._iterator is None and not self._order.draws_workers_seed
             if self._order.as_without_hvkit and not resumed:
                 with epoch.randomness:
-                    batches = started(super().__iter__, self._adapter)
+                    batches = self._started()
             else:
                 # Workers of different ranks get different seeds.
                 of_user = self.generator
@@ -113,7 +133,7 @@ class ShardedLoader(DataLoader[Any]):
                     seed_from(epoch.workers_seed, self._share.rank)
                 )
                 try:
-                    batches = started(super().__iter__, self._adapter)
+                    batches = self._started()
                 finally:
                     self.generator = of_user
         return self._counted(iteration, epoch, begun_after, self._read(epoch, batches))
@@ -133,7 +153,7 @@ class ShardedLoader(DataLoader[Any]):
     ) -> Iterator[Any]:
         trains = self._share.size > 1 and not self._share.exact
         steps = self._order.steps_after(begun_after) if trains else None
-        try:
+        with self._position.reading(iteration):
             for number, batch in enumerate(batches, 1):
                 # Ranks that agree at the beginning may still take different numbers of steps.
                 if number == 2 and trains:
@@ -145,32 +165,15 @@ class ShardedLoader(DataLoader[Any]):
                 with last_batch() if is_last else nullcontext():
                     yield batch
             self._order.compare(epoch)
-        except GeneratorExit:
-            self._position.leave(iteration)
-            raise
-        self._position.end(iteration)
-
-    def end_epoch(self) -> None:
-        """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
-        self._position.end_if_left()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: epochs done, and samples of this epoch that all ranks have read.
-
-        Without a seed, also the generators' states at the beginning of this epoch.
-        """
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position: the next iteration is the rest of its epoch.
-
-        Raises:
-            ValueError: ``state_dict`` did not return it.
-        """
         self._order.load_state_dict(state)
 
 
-class DynamicLoader(DataLoader[Any]):
+class DynamicLoader(WithPosition, _LoaderLike):
     """A DataLoader whose next batch is the next one that no rank has taken yet.
 
     Every iteration is a new epoch. Its length is the mean over ranks. ``state_dict`` and
@@ -189,12 +192,8 @@ class DynamicLoader(DataLoader[Any]):
         self._position = Position()
         self._iterations = 0
         self._batches: int | None = None  # in the current iteration
-        self._adapter = adapter_that_forbids_forks(loader)
-        options = _options(loader, self._adapter)
         batches = _TakenBatches(self._take)
-        super().__init__(
-            loader.dataset, batch_sampler=batches, generator=torch.Generator(), **options
-        )
+        super().__init__(loader, loader.dataset, batch_sampler=batches, generator=torch.Generator())
 
     def __len__(self) -> int:
         return -(-len(self._of_user) // self._size)
@@ -222,15 +221,11 @@ class DynamicLoader(DataLoader[Any]):
         iteration = self._position.begin()
         self._iterations += 1
         self.generator.manual_seed(seed_from(self._seed, self._position.epoch, runtime.rank()))
-        return self._counted(iteration, started(super().__iter__, self._adapter))
+        return self._counted(iteration, self._started())
 
     def _counted(self, iteration: object, batches: Iterator[Any]) -> Iterator[Any]:
-        try:
+        with self._position.reading(iteration):
             yield from batches
-        except GeneratorExit:
-            self._position.leave(iteration)
-            raise
-        self._position.end(iteration)
         self._batches = None
 
     def _taken(self) -> int:
@@ -238,24 +233,18 @@ class DynamicLoader(DataLoader[Any]):
         return min(self._queue.next(self._iterations), self._batches)
 
     def end_epoch(self) -> None:
-        """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
-        self._position.end_if_left()
+        super().end_epoch()
         self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position: epochs done, and samples of this epoch that ranks have taken."""
-        position = self._position.save()
+        position = super().state_dict()
         if self._batches is not None:
             position["samples"] += self._taken() * self._of_user.batch_size
         return position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position: the next iteration is the rest of its epoch.
-
-        Raises:
-            ValueError: ``state_dict`` did not return it.
-        """
-        self._position.load(state)
+        super().load_state_dict(state)
         if not begins_an_epoch(self._position.random):
             self._position.random = {}
         self._batches = None
@@ -272,11 +261,7 @@ class _TakenBatches(Sampler[list[Any]]):
 
 
 def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
-    """PyTorch's own batch sampler of a loader, whose order is the same on every rank.
-
-    Raises:
-        TypeError: the loader has a sampler of the user's own, or none.
-    """
+    """PyTorch's own batch sampler of a loader, whose order is the same on every rank."""
     fix = "leave dynamic out, and each rank gets its part"
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
@@ -293,29 +278,23 @@ def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
     return batches
 
 
-class StreamLoader(DataLoader[Any]):
+class StreamLoader(_LoaderLike):
     """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank.
 
     Args:
+        loader: the user's.
         stream: the rank's part.
         seed: the seed of the workers' seeds; None for 0.
-        drawn_from: the generator of the user's loader.
-        options: the options of the user's loader.
-        adapter: the result of ``adapter_that_forbids_forks``.
+        drop_last: whether to leave out an incomplete last step.
     """
 
     def __init__(
-        self,
-        stream: StreamShard,
-        seed: int | None,
-        drawn_from: torch.Generator | None,
-        options: dict[str, Any],
-        adapter: str | None,
+        self, loader: DataLoader[Any], stream: StreamShard, seed: int | None, drop_last: bool
     ) -> None:
         self._seed, self._epoch, self._exact = seed, 0, stream.exact
-        self._drawn_from = drawn_from
-        self._adapter = adapter
-        super().__init__(stream, **options)
+        self._drawn_from = loader.generator
+        sizes: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": drop_last}
+        super().__init__(loader, stream, generator=torch.Generator(), **sizes)
 
     def __iter__(self) -> Any:
         epoch = 0 if self._exact else self._epoch
@@ -324,21 +303,12 @@ class StreamLoader(DataLoader[Any]):
             drawn_workers_seed(self._drawn_from)
         self.generator.manual_seed(seed_from(self._seed or 0, epoch))
         self._epoch += 1
-        return started(super().__iter__, self._adapter)
-
-
-def _options(loader: DataLoader[Any], adapter: str | None) -> dict[str, Any]:
-    names = (
-        "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
-        "prefetch_factor persistent_workers pin_memory_device in_order"
-    )
-    options = {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
-    return options | {"multiprocessing_context": "forkserver"} if adapter else options
+        return self._started()
 
 
 def _refuse_others(loader: DataLoader[Any]) -> None:
     name = type(loader).__qualname__
-    if isinstance(loader, ShardedLoader | DynamicLoader | StreamLoader):
+    if isinstance(loader, _LoaderLike):
         raise ValueError("this DataLoader was returned by hvkit.shard: shard the original once")
     for method in ("__iter__", "_get_iterator"):
         if getattr(type(loader), method) is not getattr(DataLoader, method):
@@ -349,3 +319,62 @@ def _refuse_others(loader: DataLoader[Any]) -> None:
                 f"the DataLoader has a {type(sampler).__qualname__}, which already takes a part: "
                 "leave it out (use shuffle=True) and let hvkit.shard take the part"
             )
+
+
+def _adapter_that_forbids_forks(loader: DataLoader[Any]) -> str | None:
+    """The InfiniBand adapter that makes it unsafe to fork this loader's workers; None if none.
+
+    None also if the workers would not be forked anyway, or the user chose how they start.
+    """
+    default = multiprocessing.get_all_start_methods()[0]
+    method = multiprocessing.get_start_method(allow_none=True) or default
+    if loader.num_workers == 0 or loader.multiprocessing_context or method != "fork":
+        return None
+    adapter = _active_adapter(ADAPTERS) if runtime.uses_mpi() else None
+    if adapter is not None:
+        # Otherwise each worker would import PyTorch in every epoch, which takes seconds. Not
+        # __main__, since a script without a guard would run there.
+        multiprocessing.set_forkserver_preload(["torch"])
+        warn_once(
+            "forkserver",
+            f"MPI may use the InfiniBand adapter {adapter}, so forks are not safe: "
+            "multiprocessing's forkserver starts the workers of DataLoaders; to fork them, pass "
+            'multiprocessing_context="fork" to the DataLoader',
+        )
+    return adapter
+
+
+def _active_adapter(adapters: Path) -> str | None:
+    """An InfiniBand (or RoCE) adapter with a port in use, in the kernel's folder of them."""
+    for port in sorted(adapters.glob("*/ports/*/state")):
+        try:
+            state = port.read_text()  # "4: ACTIVE"
+        except OSError:  # someone is removing the adapter
+            continue
+        if state.split()[-1:] == ["ACTIVE"]:
+            return port.parents[2].name
+    return None
+
+
+def _with_first(batches: Iterator[Any], adapter: str) -> Iterator[Any]:
+    try:
+        first = next(batches, _NONE)
+    except RuntimeError as error:
+        # PyTorch's message for a worker that ended. Errors of the dataset pass unchanged.
+        if "exited unexpectedly" not in str(error):
+            raise
+        raise _cannot_start(error, adapter) from error
+    if first is not _NONE:
+        yield first
+        yield from batches
+
+
+def _cannot_start(error: Exception, adapter: str) -> LaunchError:
+    return LaunchError(
+        f"the DataLoader's workers could not start: {type(error).__name__}: {error}. They start by "
+        "multiprocessing's forkserver instead of a fork, because MPI may use the InfiniBand "
+        f'adapter {adapter}: put the script\'s main code under if __name__ == "__main__", and use '
+        "a dataset, collate_fn and worker_init_fn that pickle: classes and functions of a module, "
+        "not lambdas or anything defined inside a function. If forks are safe on this network, "
+        'pass multiprocessing_context="fork" to the DataLoader'
+    )

@@ -8,7 +8,8 @@ One process with batch size B*N would read the same samples in this step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +34,26 @@ class Share:
     size: int
     exact: bool = False
 
-    def of(self, length: int) -> Positions:
-        """This rank's positions among ``length`` positions, in order: those of one step, or all."""
+    def of(self, length: int) -> slice | Positions:
+        """This rank's positions among ``length`` positions, in order: those of one step, or all.
+
+        A slice, unless some are repeated.
+        """
+        if self.exact or length % self.size == 0:
+            return slice(self.rank, length, self.size)
+        positions = self.rank + self.size * np.arange(self.count(length), dtype=np.int64)
+        missing = positions >= length
+        positions[missing] = (positions[missing] - length) % max(length, 1)
+        return positions
+
+    def in_order(self, length: int) -> range:
+        """As many positions for each rank that follow each other; some may be past the end.
+
+        Those past the end begin again with the first.
+        """
         if self.exact:
-            return np.arange(self.rank, length, self.size, dtype=np.int64)
-        mine = self.rank + self.size * np.arange(-(-length // self.size), dtype=np.int64)
-        missing = mine >= length
-        mine[missing] = (mine[missing] - length) % max(length, 1)
-        return mine
+            return range(self.rank * length // self.size, (self.rank + 1) * length // self.size)
+        return range(self.rank * self.count(length), (self.rank + 1) * self.count(length))
 
     def count(self, length: int, *, group: int | None = None, drop_last: bool = False) -> int:
         """The number of this rank's positions among ``length`` positions.
@@ -83,7 +96,7 @@ class Position:
         """Begin an iteration: the rest of the current epoch after a load, else a new epoch.
 
         Returns:
-            An identifier for ``advance``, ``end`` and ``leave``, which do nothing
+            An identifier for ``advance``, ``end`` and ``reading``, which do nothing
             unless it is that of the latest iteration.
         """
         if self.running:
@@ -102,9 +115,15 @@ class Position:
             self._next_epoch()
             self._iteration = None
 
-    def leave(self, iteration: object) -> None:
-        """Note that a loop left the epoch before its end."""
-        self._left = self._left or iteration is self._iteration
+    @contextmanager
+    def reading(self, iteration: object) -> Iterator[None]:
+        """Within, in a generator: the rest of an iteration. Notes if a loop leaves it."""
+        try:
+            yield
+        except GeneratorExit:
+            self._left = self._left or iteration is self._iteration
+            raise
+        self.end(iteration)
 
     def end_if_left(self) -> None:
         """Count the epoch as done if a loop left it."""
@@ -121,11 +140,7 @@ class Position:
         return position | ({"random": dict(self.random)} if self.random else {})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that was saved.
-
-        Raises:
-            ValueError: ``save`` did not return it.
-        """
+        """Go to a position; ValueError if ``save`` did not return it."""
         counts, random = [state.get(name) for name in ("epoch", "samples")], state.get("random", {})
         if not all(isinstance(each, int) and each >= 0 for each in counts) or not (
             isinstance(random, Mapping) and all(isinstance(each, str) for each in random.values())
@@ -137,6 +152,31 @@ class Position:
         self.epoch, self.samples = state["epoch"], state["samples"]
         self.random = dict(random)
         self._iteration, self._left = None, False
+
+
+class WithPosition:
+    """Data whose position a checkpoint saves."""
+
+    _position: Position
+
+    def end_epoch(self) -> None:
+        """Count an epoch that a loop left with ``break`` as done, as the next loop would."""
+        self._position.end_if_left()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: epochs done, and samples of this epoch that all ranks have read.
+
+        Without a seed, also the generators' states at the beginning of this epoch.
+        """
+        return self._position.save()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position: the next iteration is the rest of its epoch.
+
+        Raises:
+            ValueError: ``state_dict`` did not return it.
+        """
+        self._position.load(state)
 
 
 class Queue:
@@ -151,11 +191,7 @@ class Queue:
         self._number = next(self._made)
 
     def take(self, iteration: int) -> int:
-        """Take the next batch; return its number, which is beyond the last one if none is left.
-
-        Args:
-            iteration: each rank's count of its iterations over the data.
-        """
+        """Take the next batch in this rank's n-th iteration; too large a number if none is left."""
         # Imported here, since only ranks with a parameter server need it.
         from hvkit.parameter_server.client import take_batch
 

@@ -95,9 +95,7 @@ _PYTHONS: tuple[type, ...] = (type(iter([0])), type(iter((0,))), type(iter(range
 def only_reads_a_list(items: Any, count: int) -> bool:
     """Whether the next ``count`` items come from a list, tuple or range, so no code draws.
 
-    Args:
-        items: the iterator of a sampler, or a generator that is at ``yield from`` such a list.
-        count: how many items are read.
+    Also if they come from a generator that is at ``yield from`` such a list.
     """
     if (inner := getattr(items, "gi_yieldfrom", None)) is not None:
         return isinstance(inner, _PYTHONS) and length_hint(inner) >= count

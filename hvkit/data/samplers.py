@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -19,14 +20,6 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from hvkit.communication.collectives import from_rank, gather, raise_together, require_equal
 from hvkit.data.pytorch_datasets import in_whole
-from hvkit.data.random_generators import (
-    FixedRandomness,
-    Generators,
-    as_text,
-    begins_an_epoch,
-    from_text,
-    own_in,
-)
 from hvkit.data.rank_samples import Position, Share, seed_from
 from hvkit.data.sampler_kinds import (
     cut_of,
@@ -39,32 +32,34 @@ from hvkit.data.sampler_kinds import (
     reads_each_once,
     whole_order,
 )
+from hvkit.random_states import (
+    FixedRandomness,
+    Generators,
+    as_text,
+    begins_an_epoch,
+    from_text,
+    own_in,
+)
 
 _LOOP = "the loop over a sharded DataLoader"
-
-
 _END = -1  # The key for the comparison at the end of an epoch.
 
 
+@dataclass
 class SampledEpoch:
-    """One rank's iteration over an epoch, or the rest of one.
+    """One rank's iteration over an epoch, or the rest of one."""
 
-    Args:
-        number: the epoch's number.
-        randomness: the context in which the sampler draws.
-    """
-
-    def __init__(self, number: int, randomness: AbstractContextManager[None]) -> None:
-        self.number = number
-        self.randomness = randomness
-        self.workers_seed = 0
-        """A seed from which those of a loader's workers are computed."""
-        self.steps: deque[int] = deque()
-        """For each step that was read and not yet delivered, the samples on all ranks together."""
-        self.keys: Iterator[Any] | None = None
-        """The indices that this rank reads, once that has begun."""
-        self.digests: dict[int, list[str]] = {}
-        """By step: facts about what the sampler has returned so far, which ranks then compare."""
+    number: int
+    randomness: AbstractContextManager[None]
+    """The context in which the sampler draws."""
+    workers_seed: int = 0
+    """A seed from which those of a loader's workers are computed."""
+    steps: deque[int] = field(default_factory=deque)
+    """For each step that was read and not yet delivered, the samples on all ranks together."""
+    keys: Iterator[Any] | None = None
+    """The indices that this rank reads, once that has begun."""
+    digests: dict[int, list[str]] = field(default_factory=dict)
+    """By step: facts about what the sampler has returned so far, which ranks then compare."""
 
 
 class RankSampler(Sampler[Any]):
@@ -182,18 +177,18 @@ class RankSampler(Sampler[Any]):
         Returns:
             Whether ``random`` is equal on all ranks.
         """
-        place = f"epoch {self.position.epoch}, begun after {begun_after} samples"
+        begun = f"epoch {self.position.epoch}, begun after {begun_after} samples"
         digest = hashlib.sha256(random.encode()).hexdigest()
-        everyone: list[Any] = gather(_LOOP, [place, digest])
-        if len({theirs for theirs, _ in everyone}) > 1:
+        by_rank: list[Any] = gather(_LOOP, [begun, digest])
+        if len({begun for begun, _ in by_rank}) > 1:
             require_equal(
                 "epoch of a sharded DataLoader",
-                [place],
+                [begun],
                 "iterate over it equally often on every rank, and inspect samples in the original "
                 "DataLoader",
                 _LOOP,
             )
-        return len({theirs for _, theirs in everyone}) == 1
+        return len({digest for _, digest in by_rank}) == 1
 
     def compare(self, epoch: SampledEpoch, steps: int = _END) -> None:
         """Raise on every rank if the ranks' samplers have returned different indices.
@@ -234,12 +229,8 @@ class RankSampler(Sampler[Any]):
 
     def _next(self) -> Iterator[Any]:
         iteration, epoch = self.begin()
-        try:
+        with self.position.reading(iteration):
             yield from self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
-        except GeneratorExit:
-            self.position.leave(iteration)
-            raise
-        self.position.end(iteration)
 
     def _mark(self, key: Any) -> Any:
         """Mark the key as an index, or indices, in the whole dataset."""
@@ -257,7 +248,7 @@ class RankSampler(Sampler[Any]):
         for step in steps:
             samples = len(step) if self._cut.samples else sum(map(len, step))
             number, seen = number + 1, seen + samples
-            mine = self._part(step)
+            own = self._part(step)
             # Ranks without a part of the last step compare it at their end, the others before they
             # deliver it, since a loop may end there.
             ended = self._share.exact and len(step) < self._share.size
@@ -265,10 +256,10 @@ class RankSampler(Sampler[Any]):
                 digest.update(str(step).encode())
                 if ended or number.bit_count() == 1:
                     begin = f"{seen} samples, the last step's begin with {str(step)[:100]}"
-                    epoch.digests[number if mine else _END] = [begin, digest.hexdigest()]
-            if mine:
+                    epoch.digests[number if own else _END] = [begin, digest.hexdigest()]
+            if own:
                 epoch.steps.append(samples)
-                yield from mine
+                yield from own
         if self._compared and not ended:
             epoch.digests[_END] = [f"{seen} samples in all", digest.hexdigest()]
 
@@ -323,12 +314,13 @@ class RankSampler(Sampler[Any]):
             if share.exact:
                 return list(step[share.rank : share.rank + 1])
             return [step[share.rank % length]]
-        if share.exact or length % share.size == 0:
-            part = step[share.rank :: share.size]
+        positions = share.of(length)
+        if isinstance(positions, slice):
+            part = step[positions]
         else:
-            part = [step[position] for position in share.of(length)]
-        mine = np.asarray(part).tolist() if isinstance(step, np.ndarray) else list(part)
-        return [mine] if self.batched and mine else mine
+            part = [step[position] for position in positions]
+        own = np.asarray(part).tolist() if isinstance(step, np.ndarray) else list(part)
+        return [own] if self.batched and own else own
 
     def __len__(self) -> int:
         if self.as_without_hvkit:
@@ -336,8 +328,8 @@ class RankSampler(Sampler[Any]):
         length, share, samples = len(self._cut.source), self._share, self._cut.samples
         if samples is None:
             return share.count(length)
-        mine = share.count(length, group=samples * share.size, drop_last=self.drop_last)
-        return -(-mine // samples) if self.batched else mine
+        own = share.count(length, group=samples * share.size, drop_last=self.drop_last)
+        return -(-own // samples) if self.batched else own
 
     def steps_after(self, done: int) -> int | None:
         """How many steps follow the first ``done`` samples of an epoch; None if that is unknown."""
@@ -365,11 +357,7 @@ class RankSampler(Sampler[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position.
-
-        Raises:
-            ValueError: ``state_dict`` did not return it.
-        """
+        """Go to a position; ValueError if ``state_dict`` did not return it."""
         self.position.load(state)
         self._generators.set(own_in(self.position.random))
         if not begins_an_epoch(self.position.random):

@@ -7,8 +7,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.data.arrays import digest_of_rows, is_arrays, rows_of, shard_arrays
-from hvkit.data.grain_dataset import is_of_grain, shard_grain
+from hvkit.data.arrays import (
+    digest_of_rows,
+    is_arrays,
+    is_of_grain,
+    rows_of,
+    shard_arrays,
+    shard_grain,
+)
 from hvkit.data.parquet import ParquetRows, is_dataset
 from hvkit.data.rank_samples import Share
 from hvkit.mesh import Mesh, position_in
@@ -74,7 +80,7 @@ def shard(
             "together need the same: leave dynamic out"
         )
     if share.size > 1 and "tensorflow" in sys.modules:
-        from hvkit.data.tfdata_files import give_ranks_files_of_their_own
+        from hvkit.data.tfdata import give_ranks_files_of_their_own
 
         give_ranks_files_of_their_own()
     if runtime.size() > 1 and exact is not True:
@@ -170,11 +176,7 @@ def _is_dynamic(dynamic: object, share: Share) -> bool:
 
 
 def _dynamic(data: Any, share: Share, seed: int | None) -> ShardedData:
-    """The batches that a rank takes; not a collective.
-
-    Raises:
-        TypeError, ValueError: as ``shard``.
-    """
+    """The batches that a rank takes; not a collective."""
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
     if torch is not None and isinstance(data, torch.utils.data.DataLoader):
         from hvkit.data.pytorch_loader import dynamic_loader

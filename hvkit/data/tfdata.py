@@ -5,34 +5,40 @@ the same order as in one process. If the pipeline ends in batches, their samples
 elements stay whole, and so do batches after a ``map``. Sharding right after the source takes less
 time, because every rank runs the steps before ``shard`` for all samples.
 
+All ranks run the same script, so with ``cache("file")`` after ``hvkit.shard`` they would write
+their different parts into the same file, which would be every rank's data in the next epoch.
+TensorFlow has no hook for steps that are added to a dataset later, or to one of sharded arrays. So
+on several ranks ``hvkit.shard`` replaces ``Dataset.cache`` and ``Dataset.save``.
+
 TensorFlow has no public access to a dataset's inputs and seeds. This module reads private
 attributes that are the same in TensorFlow 2.16 and 2.21.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvkit import runtime
+from hvkit.communication.collectives import gather
 from hvkit.data.rank_samples import Queue, Share
 from hvkit.data.tfdata_batches import Batching, batching_of, stackable, whole
-from hvkit.data.tfdata_files import refuse_common_caches, steps_of, with_files_of_its_own
+
+# The attribute that marks a rank's part, so that ``save`` refuses to write it over those of others.
+_PART = "_hvkit_part"
 
 
 def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
-    """One rank's part of a pipeline, and the facts that must be equal on all ranks.
-
-    Raises:
-        ValueError: ranks would read different orders, or write one file, or the batches cannot be
-            regrouped.
-    """
+    """One rank's part of a pipeline, and the facts that must be equal on all ranks."""
     if share.size == 1:
         return data, []
-    refuse_unordered(data)
-    refuse_common_caches(data)
+    _refuse_unordered(data)
+    _refuse_common_caches(data)
     batching = batching_of(data)
     if batching is None:
         part = _elements(data, share)
@@ -42,32 +48,31 @@ def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, 
         part = _rebatched(data, batching, share)
     ordered = tf.data.Options()
     ordered.deterministic = True
-    return with_files_of_its_own(part.with_options(ordered)), _facts(data, batching, share)
+    part = part.with_options(ordered)
+    setattr(part, _PART, True)
+    return part, _facts(data, batching, share)
 
 
 def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
     """The elements that this rank takes, and the facts that must be equal on all ranks.
 
     Every rank runs the whole pipeline, and skips what others have taken.
-
-    Raises:
-        ValueError: ranks would read different orders, or write one file.
     """
-    refuse_unordered(data)
+    _refuse_unordered(data)
     if share.size > 1:
-        refuse_common_caches(data)
+        _refuse_common_caches(data)
     taken = _TakenElements()
 
     def epoch(_: tf.Tensor) -> tf.data.Dataset:
         iteration = tf.numpy_function(taken.begin, [], tf.int64)
-        mine = data.enumerate().filter(
+        own = data.enumerate().filter(
             lambda number, _: tf.numpy_function(taken.is_mine, [iteration, number], tf.bool)
         )
-        return mine.map(lambda _, element: element)
+        return own.map(lambda _, element: element)
 
     part = tf.data.Dataset.range(1).flat_map(epoch)
     if share.size > 1:
-        part = with_files_of_its_own(part)
+        setattr(part, _PART, True)
     return part, _facts(data, batching_of(data), share)
 
 
@@ -89,16 +94,16 @@ class _TakenElements:
         """Whether an element is this rank's; takes the next one when it is needed."""
         if int(iteration) not in self._mine:
             self._mine[int(iteration)] = self._queue.take(int(iteration))
-        mine = self._mine[int(iteration)] == number
-        if mine:
+        own = self._mine[int(iteration)] == number
+        if own:
             del self._mine[int(iteration)]
-        return np.bool_(mine)
+        return np.bool_(own)
 
 
 def _facts(data: tf.data.Dataset, batching: Batching | None, share: Share) -> list[str]:
     seeds = [
         f"shuffle with seeds {seeds} (of tf.random.set_seed and its own)"
-        for seeds in seeds_of(data)
+        for seeds in _seeds_of(data)
     ]
     if share.exact:
         return seeds
@@ -121,10 +126,10 @@ def _elements(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
         return data.shard(share.size, share.rank)
 
     # The last group has no element for this rank: it repeats the last element.
-    def mine(number: tf.Tensor, _: Any) -> tf.Tensor:
+    def own(number: tf.Tensor, _: Any) -> tf.Tensor:
         return (number % share.size == share.rank) | (number == length - 1)
 
-    part = data.enumerate().filter(mine).map(lambda _, element: element)
+    part = data.enumerate().filter(own).map(lambda _, element: element)
     return part.apply(tf.data.experimental.assert_cardinality(share.count(length)))
 
 
@@ -149,7 +154,7 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
     """Every N-th sample of the batches of N ranks."""
     group, drop = batching.size * share.size, batching.drop_remainder and not share.exact
 
-    def mine(*batch: Any) -> Any:
+    def own(*batch: Any) -> Any:
         element = whole(batch, data.element_spec)
         rows = tf.shape(tf.nest.flatten(element)[0], tf.int64)[0]
         last = rows if share.exact else (rows + share.size - 1) // share.size * share.size
@@ -161,7 +166,7 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
         element = whole(batch, data.element_spec)
         return tf.nest.map_structure(lambda each: each[share.rank :: share.size], element)
 
-    part = data.rebatch(group, drop_remainder=drop).map(full if drop else mine)
+    part = data.rebatch(group, drop_remainder=drop).map(full if drop else own)
     if share.exact:
         part = part.filter(_not_empty)
     return _counted(part, data, batching, share)
@@ -183,8 +188,8 @@ def _rebatched(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.da
         samples = samples.window(group, drop_remainder=True).flat_map(
             lambda *window: tf.data.Dataset.zip(whole(window, data.element_spec))
         )
-    mine = samples.shard(share.size, share.rank) if drop else _elements(samples, share)
-    part = batching.again(mine, drop_remainder=drop)
+    own = samples.shard(share.size, share.rank) if drop else _elements(samples, share)
+    part = batching.again(own, drop_remainder=drop)
     return _counted(part, data, batching, share)
 
 
@@ -201,19 +206,15 @@ def _counted(
     return part.apply(tf.data.experimental.assert_cardinality(-(-rows // batching.size)))
 
 
-def refuse_unordered(data: tf.data.Dataset) -> None:
-    """Reject a pipeline whose order would differ between ranks.
-
-    Raises:
-        ValueError: a random step has no seed, or a step gives up the order for speed.
-    """
-    for step in steps_of(data):
+def _refuse_unordered(data: tf.data.Dataset) -> None:
+    """Raise ValueError if the order of a pipeline would differ between ranks."""
+    for step in _steps_of(data):
         if getattr(step, "_deterministic", None) == "false":
             raise ValueError(
                 f"{_name(step)} has deterministic=False, so every rank would read another order: "
                 "remove it"
             )
-    if (0, 0) in seeds_of(data):
+    if (0, 0) in _seeds_of(data):
         raise ValueError(
             "the pipeline shuffles without a seed, so every rank would read another order: "
             "use shuffle(..., seed=...), and a seed in list_files, Dataset.random and "
@@ -221,14 +222,14 @@ def refuse_unordered(data: tf.data.Dataset) -> None:
         )
 
 
-def seeds_of(data: tf.data.Dataset) -> list[tuple[int, int]]:
+def _seeds_of(data: tf.data.Dataset) -> list[tuple[int, int]]:
     """The seeds of all random steps; (0, 0) for a step without seed."""
     found = [
         (int(step._seed), int(step._seed2))
-        for step in steps_of(data)
+        for step in _steps_of(data)
         if hasattr(step, "_seed") and hasattr(step, "_seed2")
     ]
-    return found + [seeds for step in steps_of(data) for seeds in _seeds_inside(step)]
+    return found + [seeds for step in _steps_of(data) for seeds in _seeds_inside(step)]
 
 
 def _seeds_inside(step: tf.data.Dataset) -> Iterator[tuple[int, int]]:
@@ -245,3 +246,67 @@ def _seeds_inside(step: tf.data.Dataset) -> Iterator[tuple[int, int]]:
 def _name(step: tf.data.Dataset) -> str:
     name = type(step).__name__
     return name.removeprefix("_").removesuffix("Dataset").removeprefix("Parallel").lower()
+
+
+def _steps_of(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """The steps of a pipeline, from the last one back to its sources."""
+    yield data
+    for source in data._inputs():
+        yield from _steps_of(source)
+
+
+def _refuse_common_caches(data: tf.data.Dataset) -> None:
+    """Raise ValueError if every rank would write the same cache at once."""
+    for step in _steps_of(data):
+        name = _static(step._filename) if type(step).__name__ == "CacheDataset" else None
+        if name and not name.endswith(_of_rank()) and not tf.io.gfile.exists(f"{name}.index"):
+            raise ValueError(
+                f"the pipeline has cache({name!r}) before hvkit.shard, so all ranks would write "
+                "that file at once: call cache after hvkit.shard, so that each rank writes a file "
+                "of its own"
+            )
+
+
+@functools.cache
+def give_ranks_files_of_their_own() -> None:
+    """From now on, ``cache`` writes a file for each rank, and ``save`` compares all paths."""
+    cache, save = tf.data.Dataset.cache, tf.data.Dataset.save
+
+    @functools.wraps(cache)
+    def cache_of_rank(self: Any, filename: Any = "", name: Any = None) -> Any:
+        if _static(filename) != "":  # without a name, the cache is in memory
+            filename = tf.strings.join([filename, _of_rank()])
+        return cache(self, filename, name)
+
+    @functools.wraps(save)
+    def save_of_rank(self: Any, path: Any, *arguments: Any, **options: Any) -> Any:
+        if _follows_a_part(self):
+            _require_own_path(str(path))
+        return save(self, path, *arguments, **options)
+
+    tf.data.Dataset.cache, tf.data.Dataset.save = cache_of_rank, save_of_rank
+
+
+def _require_own_path(path: str) -> None:
+    """Raise on every rank if several would save into one folder; a collective."""
+    by_rank = gather("Dataset.save", os.path.realpath(path))
+    if len(set(by_rank)) < len(by_rank):
+        raise ValueError(
+            f"save({path!r}) after hvkit.shard would write the parts of several ranks to one "
+            f'place: put hvkit.rank() into the path, as in f"{path}-{{hvkit.rank()}}", or save the '
+            "pipeline before hvkit.shard, on rank 0 only"
+        )
+
+
+def _of_rank() -> str:
+    return f"-rank-{runtime.rank()}-of-{runtime.size()}"
+
+
+def _follows_a_part(data: tf.data.Dataset) -> bool:
+    return any(hasattr(step, _PART) for step in _steps_of(data))
+
+
+def _static(filename: Any) -> str | None:
+    """The name of a file as text; None if it is known only when the pipeline runs."""
+    value = tf.get_static_value(filename) if tf.is_tensor(filename) else filename
+    return value.decode() if isinstance(value, bytes) else value

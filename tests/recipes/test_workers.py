@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import hvkit
-from hvkit.data import pytorch_workers
+from hvkit.data import pytorch_loader
 
-pytorch_workers.ADAPTERS = Path(sys.argv[1])
+pytorch_loader.ADAPTERS = Path(sys.argv[1])
 
 def main():
     hvkit.init()

@@ -13,7 +13,7 @@ import torch
 from cases import MORE
 
 import hvkit
-from hvkit.checkpoint import manifests
+from hvkit.checkpoint import store
 from hvkit.cli import main
 from hvkit.spark.rendezvous import Front, Store
 
@@ -46,10 +46,10 @@ def saved(folder):
 
 def resealed(folder):
     """Write the manifest for the files that are there, as an attacker can."""
-    body = json.loads((folder / manifests.MANIFEST).read_text())
+    body = json.loads((folder / store.MANIFEST).read_text())
     del body["sha256"]
-    body["files"] = {name: manifests.facts_of(folder / name) for name in body["files"]}
-    manifests.Manifest(**body).write(folder)
+    body["files"] = {name: store.facts_of(folder / name) for name in body["files"]}
+    store.Manifest(**body).write(folder)
 
 
 def pickled_model(folder, evil):

@@ -9,7 +9,7 @@ from hosts import as_if_on, begin, state, train
 from ranks import identical
 
 import hvkit
-from hvkit.checkpoint import manifests, store
+from hvkit.checkpoint import store
 from hvkit.host import run_reports
 
 
@@ -53,7 +53,7 @@ def test_memory_has_what_the_directory_lacks(lost, background, folder, memory):
     if hvkit.rank() == 0:
         found = {path.name: path.read_bytes() for path in start.folder.iterdir()}
         if lost == "nothing":  # what was written again has a serial above the old one's
-            del found[manifests.MANIFEST], files[manifests.MANIFEST]
+            del found[store.MANIFEST], files[store.MANIFEST]
         assert found == files
     # The next one is newer than any before, wherever it is.
     train(model, optimizer, 3)
@@ -93,7 +93,7 @@ def test_what_another_training_left_in_the_directory_loses(folder, memory, monke
 
 def test_different_numbers_of_copies_are_an_error_on_every_rank(folder, memory):
     _, _, checkpoint = begin(folder, replicas=1 if hvkit.rank() == 0 else 0)
-    message = "the same replicas= on every rank: rank 0 has 1, rank 1 has 0"
+    message = "replicas=0 on rank 1, but replicas=1 on rank 0; pass the same"
     with pytest.raises(hvkit.RanksDisagreeError, match=message):
         checkpoint.restore()
     with pytest.raises(hvkit.RanksDisagreeError, match=message):

@@ -12,7 +12,7 @@ from ranks import error_of, identical, shared_folder
 
 import hvkit
 from hvkit import runtime
-from hvkit.checkpoint import manifests, store
+from hvkit.checkpoint import store
 from hvkit.communication import engines, point_to_point
 
 
@@ -44,14 +44,14 @@ def folders(tmp_path_factory):
 def gate(monkeypatch):
     """Lets the thread write once it is set."""
     gate = threading.Event()
-    write = store.write_folder
+    new_folder = store.new_folder
 
-    def write_later(*args):
+    def new_folder_later(*args):
         if threading.current_thread() is not threading.main_thread():
             gate.wait(60)
-        write(*args)
+        return new_folder(*args)
 
-    monkeypatch.setattr(store, "write_folder", write_later)
+    monkeypatch.setattr(store, "new_folder", new_folder_later)
     yield gate
     gate.set()
 
@@ -74,7 +74,7 @@ def test_the_files_are_those_of_the_moment_of_the_save(parts, folders, gate):
         names = sorted(file.name for file in plain.iterdir())
         assert sorted(file.name for file in path.iterdir()) == names
         if parts is torch_parts:
-            for name in set(names) - {manifests.MANIFEST, "ranks.npz"}:
+            for name in set(names) - {store.MANIFEST, "ranks.npz"}:
                 digests = [hashlib.sha256((f / name).read_bytes()) for f in (plain, path)]
                 assert digests[0].digest() == digests[1].digest(), name
     assert checkpoint.restore().step == 1
@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(folders, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "write_folder", full)
+    monkeypatch.setattr(store, "new_folder", full)
     checkpoint.save(epoch=1, step=2)
     error, text = error_of(lambda: checkpoint.save(epoch=1, step=3))
     assert error is OSError

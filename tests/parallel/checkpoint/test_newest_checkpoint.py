@@ -11,7 +11,7 @@ from hosts import as_if_on, begin, state, train
 from ranks import identical
 
 import hvkit
-from hvkit.checkpoint import manifests, newest_checkpoint, resume, store
+from hvkit.checkpoint import newest_checkpoint, store
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.host import run_reports
 
@@ -35,8 +35,8 @@ def move(disk, step, rank=1, **changes):
         folder = there / store.name_of(step)
         shutil.copytree(disk / folder.name, folder)
         shutil.rmtree(disk / folder.name)
-        manifest = manifests.read(folder)
-        manifests.Manifest(**{**vars(manifest), **changes}).write(folder)
+        manifest = store.read(folder)
+        store.Manifest(**{**vars(manifest), **changes}).write(folder)
     hvkit.barrier()
 
 
@@ -71,15 +71,17 @@ def test_files_that_are_loaded_travel_once(disk, monkeypatch):
     save(disk, 1)
     move(disk, 1)
     travelled = []
-    read = resume._read
+    read = newest_checkpoint._read
     monkeypatch.setattr(
-        resume, "_read", lambda path, *rest: (travelled.append(path.name), read(path, *rest))[1]
+        newest_checkpoint,
+        "_read",
+        lambda path, *rest: (travelled.append(path.name), read(path, *rest))[1],
     )
     assert begin(disk)[2].restore().step == 1
     assert travelled == (["ranks.npz"] if hvkit.rank() == 1 else [])
     if hvkit.rank() == 0:
         folder = disk / store.name_of(1)
-        manifests.verify(folder, manifests.read(folder))
+        store.verify(folder, store.read(folder))
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_brought(disk):
@@ -184,7 +186,7 @@ def test_an_old_checkpoint_that_the_disk_cannot_read_hides_no_newer_one(rank, di
     save(disk, 1, 2)
     move(disk, 2, rank=rank) if rank else hvkit.barrier()
     if hvkit.rank() == rank:
-        manifest = disk / store.name_of(1) / manifests.MANIFEST
+        manifest = disk / store.name_of(1) / store.MANIFEST
         manifest.parent.mkdir(exist_ok=True)
         manifest.unlink(missing_ok=True)
         manifest.mkdir()  # reading it is an OSError
@@ -213,14 +215,14 @@ def test_without_restarts_rank_0s_directory_is_the_only_one(disk, monkeypatch):
 
 def test_a_shared_directory_is_read_once(folder, memory, monkeypatch, caplog):
     read = []
-    verify = manifests.verify
+    verify = store.verify
     monkeypatch.setattr(
-        manifests, "verify", lambda *given: (read.append(given[0].name), verify(*given))
+        store, "verify", lambda *given: (read.append(given[0].name), verify(*given))
     )
     save(folder, 1, 2, 3)
     if hvkit.rank() == 0:
         os.truncate(folder / store.name_of(3) / "model.pt", 10)
-        (folder / store.name_of(2) / manifests.MANIFEST).unlink()
+        (folder / store.name_of(2) / store.MANIFEST).unlink()
     hvkit.barrier()
     before = sorted(path.name for path in folder.iterdir())
     assert begin(folder)[2].restore().step == 1
@@ -262,8 +264,8 @@ def test_what_lies_on_the_disk_does_not_replace_a_good_copy(there, disk, memory,
     copies = list(memory.glob("*/step-*"))
     assert len(copies) == (hvkit.rank() == 1)
     for copy in copies:
-        manifest = manifests.read(copy)
-        manifests.verify(copy, manifest)
+        manifest = store.read(copy)
+        store.verify(copy, manifest)
         assert manifest.run == run_reports.run_name()
 
 
@@ -314,7 +316,8 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(problem, dis
 
         monkeypatch.setattr(np, "fromfile", failing)
     said = {"unreadable": "Input/output error", "short": "it is shorter than"}[problem]
-    with pytest.raises(OSError, match=said) as raised, resume.RemoteCopy(found, disk):
+    copied = newest_checkpoint.copied_to(disk, found, "test")
+    with pytest.raises(OSError, match=said) as raised, copied:
         pass  # nothing is loaded, so all files travel at its end
     assert raised.value.filename == str(path)
     assert hvkit.allgather(hvkit.rank()) == list(range(hvkit.size()))

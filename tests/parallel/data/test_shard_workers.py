@@ -11,7 +11,7 @@ from ranks import error_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import hvkit
-from hvkit.data import pytorch_workers, shard
+from hvkit.data import pytorch_loader, shard
 
 # Workers belong to one rank.
 pytestmark = pytest.mark.two_ranks
@@ -52,7 +52,7 @@ def infiniband(tmp_path, monkeypatch):
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
-    monkeypatch.setattr(pytorch_workers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(pytorch_loader, "ADAPTERS", tmp_path)
 
 
 def read(loader):

@@ -24,8 +24,7 @@ from ranks import error_of
 from torch.distributed.tensor import DTensor
 
 import hvkit
-from hvkit.checkpoint import checkpoint as checkpoint_module
-from hvkit.checkpoint import joining, manifests
+from hvkit.checkpoint import saving, store
 from hvkit.cli import main
 from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
 
@@ -106,7 +105,7 @@ def test_any_mesh_reads_what_another_has_written(earlier, later, trained_before,
 
 @pytest.mark.parametrize("mesh", cases(["pipeline", "tensor", "shard", "none"]))
 def test_joined_files_are_those_of_a_checkpoint_that_is_not_sharded(mesh, folder, monkeypatch):
-    monkeypatch.setattr(joining, "_LARGE", 1024)
+    monkeypatch.setattr(saving, "_LARGE", 1024)
     model, optimizer, sharded = begin(folder / "sharded", mesh, Net)
     train(model, optimizer, data_for(mesh, 1))
     sharded.save(epoch=0, step=1)
@@ -191,7 +190,7 @@ def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(folder, monkeypa
     last = hvkit.rank() == hvkit.size() - 1
     with monkeypatch.context() as patch:
         if last:
-            patch.setattr("hvkit.checkpoint.rank_states.save", full)
+            patch.setattr("hvkit.checkpoint.saving.write_states", full)
         kind, text = error_of(lambda: checkpoint.save(epoch=0, step=2))
     assert issubclass(kind, OSError)
     assert "No space left" in text
@@ -205,15 +204,15 @@ def test_a_kill_at_any_moment_leaves_the_earlier_checkpoint(folder, monkeypatch)
     model, optimizer, checkpoint = begin(folder / "run", "pipeline")
     train(model, optimizer, data_for("pipeline", 1))
     checkpoint.save(epoch=0, step=1)
-    seal = checkpoint_module.seal
+    write = store.Manifest.write
 
     def leave_behind(*args):
         """Copy what a kill would leave behind, before there is a manifest and after it."""
         shutil.copytree(folder / "run", folder / "before")
-        seal(*args)
+        write(*args)
         shutil.copytree(folder / "run", folder / "after")
 
-    monkeypatch.setattr(checkpoint_module, "seal", leave_behind)
+    monkeypatch.setattr(store.Manifest, "write", leave_behind)
     checkpoint.save(epoch=0, step=2)
     hvkit.allgather(0)
     for name in ("before", "after"):
@@ -230,7 +229,7 @@ def test_ranks_that_do_not_agree_about_it_are_told(folder):
     checkpoint = hvkit.Checkpoint(folder, model=model, sharded=hvkit.rank() == 1)
     kind, text = error_of(functools.partial(checkpoint.save, epoch=0, step=1))
     assert kind is hvkit.RanksDisagreeError
-    assert "the same sharded= on every rank: rank 0 passes False, rank 1 another one" in text
+    assert "sharded=True on rank 1, but sharded=False on rank 0" in text
 
 
 @MORE
@@ -242,7 +241,7 @@ def test_a_model_that_no_rank_holds_reads_its_part(sharded, folder):
     at = checkpoint.save(epoch=0, step=2)
     train(model, optimizer, data[2:])
     undisturbed = held_by_rank(model, optimizer)
-    assert not sharded or len(manifests.read(at).parts["model"]["shares"]) == 2
+    assert not sharded or len(store.read(at).parts["model"]["shares"]) == 2
 
     def make():
         with hvkit.deferred_init():

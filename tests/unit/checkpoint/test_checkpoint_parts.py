@@ -257,7 +257,7 @@ def test_wrong_arguments(arguments, error, text, tmp_path):
     ("arguments", "error", "text"),
     [
         ({"epoch": 0.5, "step": 1}, TypeError, "epoch must be an int, got 0.5"),
-        ({"epoch": 0, "step": -1}, ValueError, "step must not be negative, got -1"),
+        ({"epoch": 0, "step": -1}, ValueError, "step must be at least 0, got -1"),
         ({"epoch": 0, "step": 1, "extras": [1]}, TypeError, "extras must be a dict"),
         ({"epoch": 0, "step": 1, "extras": {1: 2}}, TypeError, "extras has the key 1 of type int"),
         ({"epoch": 0, "step": 1, "extras": {"a": {1}}}, TypeError, r"extras\['a'\] is of type set"),

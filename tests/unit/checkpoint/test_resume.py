@@ -13,8 +13,8 @@ import torch
 from cases import MORE, cases
 from quick_start import in_less_time
 
-from hvkit.checkpoint import Checkpoint, manifests
-from hvkit.checkpoint.progress import batches_after
+from hvkit.checkpoint import Checkpoint, store
+from hvkit.checkpoint.resume import batches_after
 from hvkit.sync.distributed_objects import record
 from hvkit.sync.port import Record
 
@@ -40,8 +40,8 @@ def test_a_keras_rate_is_loaded_as_it_was_saved_also_when_a_callback_has_changed
 
 def play_size(folder, size):
     """Change a checkpoint's manifest as if ``size`` ranks had saved it."""
-    written = manifests.read(folder)
-    manifests.Manifest(**{**vars(written), "size": size}).write(folder)
+    written = store.read(folder)
+    store.Manifest(**{**vars(written), "size": size}).write(folder)
 
 
 def test_a_keras_schedule_goes_on_where_it_was(tmp_path):
@@ -121,8 +121,8 @@ def test_another_format_is_an_error_and_no_damage(tmp_path, other):
     """Format 2 had no runs and no numbers of saves."""
     checkpoint = Checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
     folder = checkpoint.save(epoch=0, step=1)
-    written = manifests.read(folder)
-    manifests.Manifest(**{**vars(written), "format": other}).write(folder)
+    written = store.read(folder)
+    store.Manifest(**{**vars(written), "format": other}).write(folder)
     with pytest.raises(RuntimeError, match=rf"has format {other}, this hvkit reads format 3"):
         checkpoint.restore()
 

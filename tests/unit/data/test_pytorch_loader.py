@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hvkit.data
 from hvkit import main_rank, runtime
-from hvkit.data import pytorch_workers, shard
+from hvkit.data import pytorch_loader, shard
 
 
 @every_size
@@ -209,7 +209,7 @@ def test_an_epoch_that_was_left_can_be_counted_as_done():
 @pytest.fixture
 def adapters(tmp_path, monkeypatch):
     """``adapters(mlx5_0="4: ACTIVE")``: the kernel's folder, and MPI or Gloo in this process."""
-    monkeypatch.setattr(pytorch_workers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(pytorch_loader, "ADAPTERS", tmp_path)
     monkeypatch.setattr(main_rank, "_logged", set())
 
     def made(mpi=True, **states):

@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from hvkit import RanksDisagreeError
 from hvkit.communication.group import Group
-from hvkit.data.random_generators import Generators
+from hvkit.random_states import Generators
 
 
 class ByPython(Backwards):
