@@ -14,9 +14,6 @@ from hvkit.host import mca
 from hvkit.host.commands import program, run
 from hvkit.launching.hosts import Host, hosts_option, slots_of
 
-NAMES = ("mpirun", "horovodrun", "gloo")
-"""``mpirun`` of any known MPI; ``horovodrun`` over MPI; ``horovodrun`` with Gloo, without MPI."""
-
 # Seconds for a program to print its version, from a file system that may be slow.
 _ANSWER = 30.0
 
@@ -106,7 +103,7 @@ def find_launcher(name: str) -> Launcher:
     """The launcher that is first on PATH, else the one in the folder of this Python.
 
     Args:
-        name: one of ``NAMES``.
+        name: one of ``LAUNCHERS`` in ``request``.
 
     Raises:
         LaunchError: there is none, or hvkit does not know the options of its MPI.

@@ -3,8 +3,8 @@
 ::
 
     job              on the driver: run, from the arguments to a barrier job and its results
-    starter          a process beside the driver (python -m hvkit.spark.starter) that supervises the
-                     ranks, whose agents Spark's tasks start
+    starter          in place of a launcher (python -m hvkit.spark.starter), below the process that
+                     supervises the ranks: waits, as Spark's tasks start the agents
     task             on the executors: gives ranks their places, and starts an agent for each
     ├── rank         what each rank runs (python -m hvkit.spark.rank)
     └── rendezvous   where the ranks' Horovod finds the others: a store that proves who may use it

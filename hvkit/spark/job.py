@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import pickle
+import os
 import secrets
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,10 +18,10 @@ from hvkit.argument_checks import check_count
 from hvkit.errors import LaunchError, RankLostError
 from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
-from hvkit.functions.streams import follow
 from hvkit.functions.supervised import (
     begin,
     error_of,
+    follow,
     outcome_of,
     raised_by_first,
     refuse_on_ranks,
@@ -28,10 +29,13 @@ from hvkit.functions.supervised import (
 )
 from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
-from hvkit.launching.prepare import Request
+from hvkit.launching.request import Request
+from hvkit.launching.supervision.protocol import AgentSettings
+from hvkit.launching.supervision.run_status import RunStatus
+from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 from hvkit.spark import starter
-from hvkit.spark.starter import SparkRun, agents_in, job_ended_in, run_in
+from hvkit.spark.starter import agents_in, job_ended_in
 from hvkit.spark.task import RankTask
 from hvkit.wording import counted, shortened
 
@@ -99,18 +103,10 @@ def run(
     context = _context()
     size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)
     _await_executors(context, size)
+    name = f"hvkit.spark.run({getattr(function, '__name__', type(function).__name__)})"
     with call_folder(function, args, kwargs or {}) as folder:
-        name = getattr(function, "__name__", type(function).__name__)
-        wanted = SparkRun(
-            size=size,
-            addresses=_addresses(context),
-            command=f"hvkit.spark.run({name})",
-            lost_after=Request.lost_after,
-            grace=Request.grace,
-        )
-        run_in(folder).write_bytes(pickle.dumps(wanted))
-        process = begin(starter.__name__, folder)
-        job = _Job(context, folder, process, wanted)
+        process = begin(_supervised(context, size, name, folder), folder)
+        job = _Job(context, folder, process, size, name)
         try:
             job.start(command_of_rank(function, "hvkit.spark.rank")[1:], environ)
             follow(process)
@@ -132,6 +128,21 @@ def run(
         raise error
 
 
+def _supervised(context: Any, size: int, name: str, folder: Path) -> SupervisedRun:
+    """How to supervise the ranks, whose agents Spark's tasks start."""
+    status = RunStatus()
+    status.update(command=name)
+    agents = AgentSettings(
+        addresses=_addresses(context),
+        lost_after=Request.lost_after,
+        grace=Request.grace,
+        bind=False,  # Spark's executors share the cores of their hosts
+        call=str(folder),
+    )
+    command = [sys.executable, "-P", "-m", starter.__name__, str(folder)]
+    return SupervisedRun(command, dict(os.environ), "Spark", size, agents, status=status)
+
+
 class _Job:
     """The barrier job that starts the ranks, in a thread of its own.
 
@@ -140,14 +151,19 @@ class _Job:
     """
 
     def __init__(
-        self, context: Any, folder: Path, supervisor: subprocess.Popen[bytes], wanted: SparkRun
+        self,
+        context: Any,
+        folder: Path,
+        supervisor: subprocess.Popen[bytes],
+        size: int,
+        name: str,
     ) -> None:
         self.problem: Exception | None = None
         self._context = context
         self._folder = folder
         self._supervisor = supervisor
-        self._size = wanted.size
-        self._description = f"{wanted.command} on {counted(wanted.size, 'rank')}"
+        self._size = size
+        self._description = f"{name} on {counted(size, 'rank')}"
         self._group = f"hvkit-{secrets.token_hex(8)}"
         self._thread: Any = None
         self._executors = _executors(context)

@@ -1,51 +1,21 @@
-"""The process beside Spark's driver that supervises the ranks: ``python -m hvkit.spark.starter``.
+"""The launcher of ``hvkit.spark.run``, which starts nothing: ``python -m hvkit.spark.starter``.
 
-Spark's tasks start the agents, so the launcher that is supervised is this module again, which
-waits: it hands the agents' variables to the driver, and ends when the driver's job has ended.
+Spark's tasks start the agents. So this process, which is supervised as a launcher is, hands the
+agents' variables to the driver, and ends when the driver's job has ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from hvkit.functions.supervised import supervise_below
 from hvkit.host.call_folder import written
-from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
-from hvkit.launching.supervision.run_status import RunStatus
-from hvkit.launching.supervision.supervised_run import Outcome, SupervisedRun, supervise
 
 _TICK = 0.05
-
-
-@dataclass(frozen=True)
-class SparkRun:
-    """What is to be supervised.
-
-    Attributes:
-        size: the number of ranks.
-        addresses: of the driver's host, at which agents reach the supervisor.
-        lost_after: seconds without an acknowledgement after which a host counts as lost.
-        grace: seconds that ranks have to end.
-        command: what ``hvkit top`` shows.
-    """
-
-    size: int
-    addresses: tuple[str, ...]
-    command: str
-    lost_after: float
-    grace: float
-
-
-def run_in(folder: Path) -> Path:
-    """The file with the ``SparkRun``."""
-    return folder / "spark-run"
 
 
 def agents_in(folder: Path) -> Path:
@@ -58,33 +28,7 @@ def job_ended_in(folder: Path) -> Path:
     return folder / "job-ended"
 
 
-def main(folder: Path, parent: int) -> None:
-    """Supervise the ranks until they have ended."""
-
-    def run() -> Outcome:
-        wanted: SparkRun = pickle.loads(run_in(folder).read_bytes())
-        status = RunStatus()
-        status.update(command=wanted.command)
-        with run_status.serve(status.read):
-            return supervise(
-                SupervisedRun(
-                    command=[sys.executable, "-P", "-m", "hvkit.spark.starter", str(folder)],
-                    environ=os.environ,
-                    launcher="Spark",
-                    size=wanted.size,
-                    addresses=wanted.addresses,
-                    lost_after=wanted.lost_after,
-                    grace=wanted.grace,
-                    bind=False,  # Spark's executors share the cores of their hosts
-                    status=status,
-                    call=folder,
-                )
-            )
-
-    supervise_below(folder, parent, run)
-
-
-def wait_for_job(folder: Path) -> int:
+def main(folder: Path) -> int:
     """Hand out the agents' variables, and wait for the end of Spark's job; returns its status."""
     variables = {name: os.environ[name] for name in (SUPERVISOR_VARIABLE, KEY_VARIABLE)}
     with written(agents_in(folder)) as file:
@@ -95,8 +39,4 @@ def wait_for_job(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    place, *parents = sys.argv[1:]
-    if parents:
-        main(Path(place), int(parents[0]))
-    else:
-        sys.exit(wait_for_job(Path(place)))
+    sys.exit(main(Path(sys.argv[1])))

@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -119,26 +119,27 @@ class AgentSettings:
     """The settings of a run that its agents need; they get them in the environment.
 
     Attributes:
-        host: the name of the supervisor's host.
-        addresses: addresses of the supervisor, in the order to try.
-        port: its TCP port.
+        addresses: addresses of the supervisor's host, in the order to try; for a run on one host,
+            only the loopback address.
         lost_after: seconds without an acknowledgement after which the other host counts as lost;
             ``None`` if the run uses one host.
-        grace: seconds that a command has to end when its launcher ends it.
+        grace: seconds that a command has to end, after a signal or the failure of another rank.
         bind: whether to bind each rank to its share of the host's cores.
         variables: environment variables for the commands on the supervisor's host only.
         call: the folder on the supervisor's host, as in ``hvkit.host.call_folder``, if ranks run a
             function.
+        host: the name of the supervisor's host.
+        port: its TCP port.
     """
 
-    host: str
-    addresses: tuple[str, ...]
-    port: int
+    addresses: Sequence[str]
     lost_after: float | None
     grace: float
     bind: bool
-    variables: Mapping[str, str]
+    variables: Mapping[str, str] = field(default_factory=dict)
     call: str | None = None
+    host: str = ""
+    port: int = 0
 
     def to_json(self) -> str:
         """The value of ``SUPERVISOR_VARIABLE``."""
@@ -147,8 +148,7 @@ class AgentSettings:
     @classmethod
     def from_json(cls, text: str) -> "AgentSettings":
         """The settings in the value of ``SUPERVISOR_VARIABLE``."""
-        values = json.loads(text)
-        return cls(**{**values, "addresses": tuple(values["addresses"])})
+        return cls(**json.loads(text))
 
 
 class ConnectionLost(Exception):

@@ -29,6 +29,7 @@ from typing import Any, Required
 from hvkit import threads
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import Whereabouts
+from hvkit.launching.supervision.timeline import Timeline
 from hvkit.log import logger
 
 _ANSWERS_WITHIN = 5.0
@@ -82,15 +83,27 @@ class RunState:
 
 
 class RunStatus:
-    """The newest state of this process's run.
+    """The newest state of this process's run, over all tries.
 
     One thread updates it. Each update puts a new ``RunState`` in the old one's place, so that the
     thread of ``serve`` may read at any time.
+
+    Attributes:
+        now: the newest state.
+        saved_in: the step that was saved or resumed last, by a short name of the directory.
+        timeline: gets the spans of all ranks; None if the run has no timeline.
     """
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self.now = RunState()
+        self.saved_in: dict[str, int] = {}
+        self.timeline: Timeline | None = None
+
+    @property
+    def last_saved(self) -> int | None:
+        """The largest of the steps that were saved or resumed last; None for none."""
+        return max(self.saved_in.values(), default=None)
 
     def update(self, **changes: Any) -> None:
         """Change attributes of the ``RunState``."""

@@ -43,7 +43,6 @@ from hvkit.launching.supervision.signals import (
     same_handlers_after,
 )
 from hvkit.launching.supervision.supervisor import Supervisor
-from hvkit.launching.supervision.timeline import Timeline
 from hvkit.launching.supervision.tracebacks import Raised
 
 # All in seconds.
@@ -75,37 +74,20 @@ class SupervisedRun:
         environ: the launcher's environment.
         launcher: its name in messages.
         size: the number of ranks.
-        addresses: addresses of this host that agents try; for a run on one host, only the loopback
-            address.
-        lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
-            for never.
-        grace: seconds that commands have to end, after a signal or the failure of another rank.
-        bind: whether to bind each rank to its share of its host's cores.
+        agents: what agents need; ``host`` and ``port`` are set when the supervisor listens.
         hosts: by rank, the name of its host in the hostfile or list.
-        here: environment variables for the ranks on this host only.
         style: how to show output.
-        timeline: gets the spans of all ranks; None if the run has no timeline.
-        status: gets the newest state of the ranks, for ``hvkit top``.
-        saved_in: as in ``Supervisor``, which updates it; the same dict in all tries.
-        call: the folder of the function that ranks run, as in ``hvkit.host.call_folder``; None if
-            they run a command.
+        status: the state of the ranks, for ``hvkit top``, and what the next try goes on with.
     """
 
     command: Sequence[str]
     environ: Mapping[str, str]
     launcher: str
     size: int
-    addresses: tuple[str, ...]
-    lost_after: float | None
-    grace: float
-    bind: bool
+    agents: AgentSettings
     hosts: Sequence[str] = ()
-    here: Mapping[str, str] = field(default_factory=dict)
     style: Style = field(default_factory=Style)
-    timeline: Timeline | None = None
     status: RunStatus = field(default_factory=RunStatus)
-    saved_in: dict[str, int] = field(default_factory=dict)
-    call: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -166,20 +148,26 @@ class _Supervision:
         self.stopping = False
         # Whether a signal came while the ranks of a failed run were being ended.
         self.signalled_late = False
-        self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
-        self.supervisor.timeline = run.timeline
-        self.supervisor.saved_in = run.saved_in
-        self.supervisor.call = run.call
-        if run.call is not None:
-            call_folder.remove_outcomes(run.call)
+        call = None if run.agents.call is None else Path(run.agents.call)
+        if call is not None:
+            call_folder.remove_outcomes(call)
+        self.supervisor = Supervisor(
+            run.size,
+            self.key,
+            run.style,
+            run.agents.lost_after,
+            self.failed.set,
+            status=run.status,
+            call=call,
+        )
         self.screen = self.supervisor.screen
         writer, log_dir = self.supervisor.writer, run.style.log_dir
         self.launcher_output = LauncherOutput(writer, self.screen.show, lambda: self.ends, log_dir)
         self.begun = time.monotonic()
 
     async def supervise(self) -> Outcome:
-        only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
-        port = self.supervisor.listen(only_address)
+        addresses = self.run.agents.addresses
+        port = self.supervisor.listen(addresses[0] if len(addresses) == 1 else None)
         loop = asyncio.get_running_loop()
         for number in END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -193,7 +181,7 @@ class _Supervision:
                 self.supervisor.show_unfinished_lines(),
                 _reap(launcher.pid),
                 self.show(),
-                *([self.supervisor.ask_for_clocks()] if self.run.timeline else []),
+                *([self.supervisor.ask_for_clocks()] if self.run.status.timeline else []),
             )
         ]
         status: int | None = None
@@ -220,16 +208,7 @@ class _Supervision:
 
     async def start(self, port: int) -> asyncio.subprocess.Process:
         run = self.run
-        settings = AgentSettings(
-            host=socket.gethostname(),
-            addresses=run.addresses,
-            port=port,
-            lost_after=run.lost_after,
-            grace=run.grace,
-            bind=run.bind,
-            variables=run.here,
-            call=None if run.call is None else str(run.call),
-        )
+        settings = replace(run.agents, host=socket.gethostname(), port=port)
         own = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
         streams = [await self.launcher_output.pipe(kind) for kind in (Kind.STDOUT, Kind.STDERR)]
         try:
@@ -330,7 +309,7 @@ class _Supervision:
             await self.supervisor.all_gone(_LAUNCHER_ENDS)
         if self.ended_by is signal.SIGINT:
             await self.interrupt()
-        grace = self.run.grace
+        grace = self.run.agents.grace
         self.stopping = True
         self.supervisor.stop(grace)
         lost = self.supervisor.host_lost
@@ -347,7 +326,7 @@ class _Supervision:
     async def interrupt(self) -> None:
         """Interrupt all ranks; wait until they have ended, the grace is over or a signal comes."""
         self.supervisor.interrupt()
-        gone = asyncio.create_task(self.supervisor.all_gone(self.run.grace))
+        gone = asyncio.create_task(self.supervisor.all_gone(self.run.agents.grace))
         again = asyncio.create_task(self.signalled_again.wait())
         await _first([gone, again])
         gone.cancel()

@@ -19,9 +19,15 @@ from hvkit.launching.supervision import protocol
 from hvkit.launching.supervision.first_failure import Failure
 from hvkit.launching.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
 from hvkit.launching.supervision.rank_output import OutputWriter, RankOutput, Style
-from hvkit.launching.supervision.run_status import RankReport, RankReports, RankState, at_one_moment
+from hvkit.launching.supervision.run_status import (
+    RankReport,
+    RankReports,
+    RankState,
+    RunStatus,
+    at_one_moment,
+)
 from hvkit.launching.supervision.screen import Screen
-from hvkit.launching.supervision.timeline import HostClock, Timeline
+from hvkit.launching.supervision.timeline import HostClock
 from hvkit.log import logger
 
 # Probes without an answer after which a host may be lost.
@@ -71,8 +77,6 @@ class Supervisor:
         host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
         saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
-        saved_in: the step that was saved or resumed last, by a short name of the directory;
-            includes earlier tries.
         resumed: the step at which the ranks have resumed, 0 for the beginning; None if they have
             not looked for a checkpoint.
         step: the last step that a rank has begun.
@@ -80,7 +84,7 @@ class Supervisor:
         cause: why the ranks have ended the run together; empty if they have not.
         terminated: the ranks that got SIGTERM, with their hosts.
         left: the ranks that have saved a checkpoint after SIGTERM, and ended.
-        timeline: gets the spans of the ranks; None if the run has no timeline.
+        status: of the run, over all tries: gets the saved steps, and spans for the timeline.
         call: the folder of the function that ranks run; None if they run a command.
     """
 
@@ -93,14 +97,13 @@ class Supervisor:
     host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
     saved: int | None = None
-    saved_in: dict[str, int] = field(default_factory=dict)
     resumed: int | None = None
     step: int = 0
     replicas: bool = False
     cause: str = ""
     terminated: dict[int, str] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
-    timeline: Timeline | None = None
+    status: RunStatus = field(default_factory=RunStatus)
     call: Path | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
@@ -141,7 +144,7 @@ class Supervisor:
     @property
     def newest(self) -> int | None:
         """The step of the newest checkpoint, of this or an earlier try; None for none."""
-        return max(self.saved_in.values(), default=None) if self.saved is None else self.saved
+        return self.status.last_saved if self.saved is None else self.saved
 
     @property
     def other_hosts(self) -> set[str]:
@@ -343,14 +346,12 @@ class Supervisor:
             elif kind is Kind.REPORT:
                 self._take_report(rank, payload)
             elif kind is Kind.SPANS:
-                if self.timeline is not None:
+                if (timeline := self.status.timeline) is not None:
                     # Ranks of this host have its clock.
                     here = rank.host == socket.gethostname()
                     ahead = 0.0 if here else rank.clock.ahead
                     await self.writer.do(
-                        functools.partial(
-                            self.timeline.take, rank.number, rank.host, ahead, payload
-                        )
+                        functools.partial(timeline.take, rank.number, rank.host, ahead, payload)
                     )
                 rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
             elif kind is Kind.CLOCK:
@@ -395,10 +396,10 @@ class Supervisor:
         match values:
             case {"saved": int(step)} if step >= 0:
                 self.saved = max(step, self.saved or 0)
-                self.saved_in[str(values.get("directory"))] = step
+                self.status.saved_in[str(values.get("directory"))] = step
             case {"resumes": int() | None as step, "directory": str(directory)}:
                 self.resumed = max(step or 0, self.resumed or 0)
-                self._warn_if_older(step, self.saved_in.get(directory))
+                self._warn_if_older(step, self.status.saved_in.get(directory))
             case {"starting": bool(starting)}:
                 rank.starting = starting
                 self._fail_if_missed()

@@ -37,8 +37,8 @@ def called(tmp_path, monkeypatch):
         with call_in(folder).open("wb") as file:
             write_call(file, function, [argument], {})
         rank = [sys.executable, "-P", "-m", "hvkit.functions.rank"]
-        options = f"call=Path({str(folder)!r})"
-        run = begin("", program=elsewhere, options=options, command=rank)
+        agents = f"call={str(folder)!r}"
+        run = begin("", program=elsewhere, agents=agents, command=rank)
         _, errors = run.communicate(timeout=60)
         assert list(temporary.iterdir()) == []
         return run.returncode, errors, [outcome_in(folder, rank) for rank in (0, 1)]

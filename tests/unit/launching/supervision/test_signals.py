@@ -22,8 +22,9 @@ import os, signal, sys
 from hvkit.errors import LaunchError
 from hvkit.launching import restarts, start
 from hvkit.launching.hosts import Host
-from hvkit.launching.prepare import Request
+from hvkit.launching.request import Request
 from hvkit.launching.ssh import run_on_hosts
+from hvkit.launching.supervision.protocol import AgentSettings
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 
 launcher, stage, rank = sys.argv[1:]
@@ -39,8 +40,8 @@ def prepared(request, least=None, preempted=()):
     agent = [sys.executable, "-m", "hvkit.launching.supervision.agent"]
     command = [sys.executable, "-c", launcher, "1", *agent, sys.executable, "-c", rank]
     environ = {**os.environ, **request.variables}
-    hosts = ("127.0.0.1",)
-    return SupervisedRun(command, environ, "The launcher", 1, hosts, None, 10.0, bind=False)
+    agents = AgentSettings(("127.0.0.1",), None, 10.0, bind=False)
+    return SupervisedRun(command, environ, "The launcher", 1, agents)
 
 def freed_while_signals_come(*given, **options):
     for number in (signal.SIGTERM, signal.SIGINT):

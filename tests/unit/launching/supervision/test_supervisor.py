@@ -149,7 +149,7 @@ def test_a_full_disk_is_named_with_the_log_file(tmp_path):
 
 
 def test_commands_get_the_variables_for_this_host_and_not_the_key():
-    variables = run("env", size=1, options="here={'MINE': 'a b'}").stdout.splitlines()
+    variables = run("env", size=1, agents="variables={'MINE': 'a b'}").stdout.splitlines()
     assert "MINE=a b" in variables
     assert not [each for each in variables if each.startswith(KEY_VARIABLE)]
 
