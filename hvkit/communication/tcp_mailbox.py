@@ -1,7 +1,7 @@
 """Messages between ranks that run without MPI, as Horovod does on Gloo: over TCP.
 
 Two ranks that send each other messages have a connection, which the first of them to send opens.
-Both ends have proven that they know a key that rank 0 has sent to all ranks (``hvkit.handshake``).
+Both ends prove that they know a key that rank 0 has sent to all ranks (``hvkit.connections``).
 A thread for each connection reads what arrives, and another one writes what was sent.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,16 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit import handshake, threads
+from hvkit import threads
 from hvkit.communication.mailbox import Envelope, Mailbox, Sending
 from hvkit.communication.traffic import count
+from hvkit.connections import Connection, Listener, connect
 from hvkit.errors import LaunchError, RanksDisagreeError
 from hvkit.host.network import addresses_for_others
 from hvkit.watch import calls, rank_errors
 
-# Before each message: its tag and its bytes.
-_HEADER = struct.Struct("!iQ")
-_RANK = struct.Struct("!I")
 # The tag of the last message of a rank.
 _BYE = -1
 # Seconds between two checks of whether the run goes on.
@@ -56,7 +53,7 @@ class Door:
 
     def __init__(self, key: bytes, one_host: bool) -> None:
         self.key = key
-        self.listener = handshake.Listener("127.0.0.1" if one_host else None, key)
+        self.listener = Listener("127.0.0.1" if one_host else None, key)
         addresses = ["127.0.0.1"] if one_host else list(addresses_for_others())
         self.place: tuple[list[str], int] = (addresses, self.listener.port)
 
@@ -157,11 +154,11 @@ class TcpMailbox(Mailbox):
                 self._begin(to, self._connected(to))
             return self._outboxes[to]
 
-    def _connected(self, to: int) -> socket.socket:
+    def _connected(self, to: int) -> Connection:
         addresses, port = self._places[to]
         try:
-            connected = handshake.connect(addresses, port, self._key)
-            connected.sendall(_RANK.pack(self._rank))
+            connection = Connection(connect(addresses, port, self._key))
+            connection.send(self._rank)
         except OSError as problem:
             self.require_ranks()
             raise LaunchError(
@@ -169,32 +166,32 @@ class TcpMailbox(Mailbox):
                 f"{port} ({problem}): that rank has ended, or a firewall between the hosts does "
                 "not let ranks connect to any port"
             ) from problem
-        return connected
+        return connection
 
     def _admit(self, connected: socket.socket) -> None:
+        connection = Connection(connected)
         try:
-            (rank,) = _RANK.unpack(handshake.exactly(connected, _RANK.size))
+            rank, _ = connection.receive()
         except OSError:  # it has ended at once
-            connected.close()
+            connection.close()
             return
         with self._changed:
-            self._begin(rank, connected)
+            self._begin(rank, connection)
 
-    def _begin(self, rank: int, connected: socket.socket) -> None:
+    def _begin(self, rank: int, connection: Connection) -> None:
         """Read from a rank; write to it over its first connection, so that messages stay in order.
 
         If both ends have opened one at the same time, each writes over its own.
         """
         if rank not in self._outboxes:
             self._outboxes[rank] = queue.SimpleQueue()
-            threads.start("hvkit-outbox", self._write, connected, self._outboxes[rank])
-        threads.start("hvkit-inbox", self._read, rank, connected)
+            threads.start("hvkit-outbox", self._write, connection, self._outboxes[rank])
+        threads.start("hvkit-inbox", self._read, rank, connection)
 
-    def _read(self, rank: int, connected: socket.socket) -> None:
+    def _read(self, rank: int, connection: Connection) -> None:
         try:
             while True:
-                tag, size = _HEADER.unpack(handshake.exactly(connected, _HEADER.size))
-                data = handshake.exactly(connected, size)
+                tag, data = connection.receive()
                 with self._changed:
                     if tag == _BYE:
                         self._left.add(rank)
@@ -207,12 +204,11 @@ class TcpMailbox(Mailbox):
                 self._lost |= rank not in self._left
                 self._changed.notify_all()
 
-    def _write(self, connected: socket.socket, outbox: queue.SimpleQueue[_Request]) -> None:
+    def _write(self, connection: Connection, outbox: queue.SimpleQueue[_Request]) -> None:
         try:
             while True:
                 request = outbox.get()
-                connected.sendall(_HEADER.pack(request.tag, request.data.nbytes))
-                connected.sendall(memoryview(request.data))  # type: ignore[arg-type]
+                connection.send(request.tag, memoryview(request.data))  # type: ignore[arg-type]
                 request.gone.set()
         except OSError:
             with self._changed:

@@ -20,7 +20,7 @@
     └── agent, once per rank        runs the rank's command, sends its output and exit status
         └── processes
 
-    agent ── protocol ── supervisor     frames over TCP, keep-alive; hvkit.handshake before them
+    agent ── protocol ── supervisor     over hvkit.connections
 
 An agent ends its command when it loses the supervisor, the guard ends what a killed agent leaves
 behind, and the supervisor ends all agents when one rank fails. So nothing remains on any host,

@@ -35,6 +35,7 @@ from types import FrameType
 from typing import IO, Any
 
 from hvkit import threads
+from hvkit.connections import ConnectionLost
 from hvkit.host import call_folder, cpus, run_reports
 from hvkit.host.launcher_variables import place
 from hvkit.launching.supervision.processes import (
@@ -50,9 +51,8 @@ from hvkit.launching.supervision.protocol import (
     KEY_VARIABLE,
     PIECE,
     SUPERVISOR_VARIABLE,
+    AgentConnection,
     AgentSettings,
-    Connection,
-    ConnectionLost,
     Kind,
     command_of_agent,
     fields,
@@ -108,7 +108,7 @@ def main(command: Sequence[str]) -> int:
         os.sched_setaffinity(0, share or usable)
     try:
         wants_call = folder is not None
-        connection = Connection.to_supervisor(settings, key, here.rank, wants_call=wants_call)
+        connection = AgentConnection.to_supervisor(settings, key, here.rank, wants_call=wants_call)
     except OSError as error:
         addresses = ", ".join(settings.addresses)
         print(
@@ -124,7 +124,7 @@ def main(command: Sequence[str]) -> int:
 class _Agent:
     def __init__(
         self,
-        connection: Connection,
+        connection: AgentConnection,
         command: Sequence[str],
         settings: AgentSettings,
         guard: int,

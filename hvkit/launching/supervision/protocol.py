@@ -1,14 +1,8 @@
-"""The connection between an agent and the supervisor: its frames, and how both notice its loss.
+"""What an agent and the supervisor send each other, in frames of ``hvkit.connections``.
 
-A frame is a kind, a length and that many bytes. Before the first one, both ends prove that they
-know the key of the run (``hvkit.handshake``).
-
-**Liveness.** TCP keep-alive in the kernels detects a lost connection. While a process waits for a
-disk or a core, its kernel still acknowledges packets; when a process ends, its kernel closes the
-connection. If neither happens, the host or the network is lost. A kernel whose receive buffer is
-full acknowledges more and more rarely. So an agent sends at most ``WINDOW`` bytes of output that
-the supervisor has not read yet: its kernel can hold as much while ``hvkit run`` or its terminal is
-stopped.
+**Output.** A kernel whose receive buffer is full acknowledges more and more rarely, as that of a
+lost host. So an agent sends at most ``WINDOW`` bytes of output that the supervisor has not read
+yet: its kernel can hold as much while ``hvkit run`` or its terminal is stopped.
 
 **The command** of a rank stands on the launcher's command line, after the agent's own
 (``agent_command``). Launchers read words there that are meant for the script: Open MPI and Hydra
@@ -28,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from hvkit import handshake
+from hvkit.connections import HEADER_BYTES, Connection, ConnectionLost, connect, keep_alive
 
 KEY_VARIABLE = "HVKIT_RUN_KEY"
 """Environment variable with the key of the run, in hexadecimal."""
@@ -44,10 +38,10 @@ _AGENT = "hvkit.launching.supervision.agent"
 _MARK = "+"
 _MARKED = (_MARK, "-", ":")
 
-_HEADER = struct.Struct("!BI")
 _NUMBER = struct.Struct("!I")
-HEADER_BYTES = _HEADER.size
-_LONGEST_FRAME = 1 << 16
+
+LONGEST_FRAME = 1 << 16
+"""Bytes of the longest frame, without its header."""
 
 PIECE = 1 << 14
 """Bytes of output, or of a file, in a frame; small, so that several fit into the window."""
@@ -57,12 +51,6 @@ WINDOW = 1 << 16
 
 RECEIVE_BUFFER = 4 * WINDOW
 """Bytes of the supervisor's receive buffer, larger since the kernel includes its own overhead."""
-
-# In Linux' struct tcp_info: milliseconds since the last acknowledgement.
-_TCP_INFO_BYTES = 60
-_LAST_ACK = 56
-# Keep-alive probes within the time limit; Linux allows 127.
-_PROBES = 50
 
 
 class Kind(IntEnum):
@@ -151,28 +139,21 @@ class AgentSettings:
         return cls(**json.loads(text))
 
 
-class ConnectionLost(Exception):
-    """The supervisor has ended or cannot be reached any more."""
-
-
-class Connection:
-    """An agent's end. Several threads may send; one thread receives.
-
-    After the connection is lost, sending drops the data; the receiving thread gets the error.
-    """
+class AgentConnection:
+    """An agent's end. After the connection is lost, sending drops the data; receiving raises."""
 
     def __init__(self, connected: socket.socket, key: bytes) -> None:
-        self._socket = connected
+        self._connection = Connection(connected, LONGEST_FRAME)
         self._key = key
-        self._sending = threading.Lock()
         self._window = threading.Condition()
         self._not_taken = 0
         self._lost = False
+        self.finish = self._connection.finish
 
     @classmethod
     def to_supervisor(
         cls, settings: AgentSettings, key: str, rank: int, *, wants_call: bool = False
-    ) -> "Connection":
+    ) -> "AgentConnection":
         """Connect to the first address where the supervisor answers, and send the HELLO.
 
         Args:
@@ -184,18 +165,18 @@ class Connection:
         Raises:
             OSError: the supervisor answers at none of its addresses.
         """
-        connected = handshake.connect(settings.addresses, settings.port, bytes.fromhex(key))
+        connected = connect(settings.addresses, settings.port, bytes.fromhex(key))
         keep_alive(connected, settings.lost_after)
-        connection = cls(connected, bytes.fromhex(key))
-        hello = {"rank": rank, "host": socket.gethostname(), "call": wants_call}
-        connection.send_json(Kind.HELLO, hello)
-        return connection
+        agent = cls(connected, bytes.fromhex(key))
+        agent.send_json(
+            Kind.HELLO, {"rank": rank, "host": socket.gethostname(), "call": wants_call}
+        )
+        return agent
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Send a frame."""
-        data = frame(kind, payload)
-        with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(data)
+        with contextlib.suppress(OSError):
+            self._connection.send(kind, payload)
 
     def send_output(self, kind: Kind, payload: bytes) -> None:
         """Send output; blocks while the window is full."""
@@ -217,12 +198,11 @@ class Connection:
         """
         seal = sealing(self._key, "call")
         while True:
-            kind, length = header(self._exactly(HEADER_BYTES))
-            piece = self._exactly(length)
-            if kind is Kind.SEAL and hmac.compare_digest(piece, seal.digest()):
+            kind, piece = self._connection.receive()
+            if kind == Kind.SEAL and hmac.compare_digest(piece, seal.digest()):
                 return
-            if kind is not Kind.CALL:
-                raise ConnectionLost(f"{kind.name} instead of the call")
+            if kind != Kind.CALL:
+                raise ConnectionLost(f"{Kind(kind).name} instead of the call")
             seal.update(piece)
             yield piece
 
@@ -242,10 +222,10 @@ class Connection:
         """
         try:
             while True:
-                kind, length = header(self._exactly(HEADER_BYTES))
-                number = unpacked(self._exactly(length))
-                if kind is not Kind.TAKEN:
-                    return kind, number
+                kind, payload = self._connection.receive()
+                number = unpacked(payload)
+                if kind != Kind.TAKEN:
+                    return Kind(kind), number
                 with self._window:
                     self._not_taken -= number
                     self._window.notify_all()
@@ -253,30 +233,7 @@ class Connection:
             with self._window:
                 self._lost = True
                 self._window.notify_all()
-            if isinstance(error, ConnectionLost):
-                raise
-            raise ConnectionLost(f"the other end is no supervisor: {error}") from error
-
-    def finish(self) -> None:
-        """Send nothing more; the supervisor then closes the connection.
-
-        Closing it here, with a frame from the supervisor unread, would discard data that is still
-        being sent.
-        """
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def _exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            try:
-                more = self._socket.recv(count - len(data))
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
-            if not more:
-                raise ConnectionLost("the supervisor closed the connection")
-            data += more
-        return data
+            raise ConnectionLost(str(error)) from error
 
 
 def sealing(key: bytes, name: str) -> hmac.HMAC:
@@ -289,24 +246,7 @@ def sealing(key: bytes, name: str) -> hmac.HMAC:
     return hmac.new(key, name.encode() + b"\0", "sha256")
 
 
-def frame(kind: Kind, payload: bytes = b"") -> bytes:
-    """The bytes of a frame."""
-    return _HEADER.pack(kind, len(payload)) + payload
-
-
-def header(data: bytes) -> tuple[Kind, int]:
-    """Kind and payload length from the first ``HEADER_BYTES`` of a frame.
-
-    Raises:
-        ValueError: the kind is unknown, or no frame is that long.
-    """
-    kind, length = _HEADER.unpack(data)
-    if length > _LONGEST_FRAME:
-        raise ValueError(f"a frame of {length} bytes")
-    return Kind(kind), length
-
-
-def fields(payload: bytes, **kinds: type) -> list[Any]:
+def fields(payload: bytes | bytearray, **kinds: type) -> list[Any]:
     """Values of a JSON object, in the order of ``kinds``; None for one that it lacks.
 
     Args:
@@ -338,42 +278,9 @@ def packed(number: int) -> bytes:
     return _NUMBER.pack(number)
 
 
-def unpacked(payload: bytes) -> int:
+def unpacked(payload: bytes | bytearray) -> int:
     """The number in a payload."""
     if len(payload) != _NUMBER.size:
         raise ValueError(f"a number of {len(payload)} bytes")
     number: int = _NUMBER.unpack(payload)[0]
     return number
-
-
-def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
-    """Have the kernel probe the other end, and break the connection if it stays silent.
-
-    Args:
-        connection: a TCP connection.
-        lost_after: seconds of silence; ``None`` for a connection within this host: no probes.
-    """
-    if lost_after is None:
-        return
-    interval = probe_interval(lost_after)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, interval),
-        (socket.TCP_KEEPINTVL, interval),
-        (socket.TCP_KEEPCNT, max(1, round(lost_after / interval) - 1)),
-        # The limit for data that was sent and not acknowledged, in milliseconds.
-        (socket.TCP_USER_TIMEOUT, round(lost_after * 1000)),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def probe_interval(lost_after: float) -> int:
-    """Seconds between keep-alive probes."""
-    return max(1, int(lost_after / _PROBES))
-
-
-def silent_for(connection: socket.socket) -> float:
-    """Seconds since the last acknowledgement, on a connection with ``keep_alive``."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
-    return float(milliseconds) / 1000

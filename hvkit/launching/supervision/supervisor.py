@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from hvkit import threads
-from hvkit.handshake import Listener
+from hvkit.connections import (
+    HEADER_BYTES,
+    Listener,
+    frame,
+    keep_alive,
+    probe_interval,
+    read_frame,
+    silent_for,
+)
 from hvkit.host import call_folder
 from hvkit.launching.supervision import protocol
 from hvkit.launching.supervision.first_failure import Failure
-from hvkit.launching.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
+from hvkit.launching.supervision.protocol import LONGEST_FRAME, Kind
 from hvkit.launching.supervision.rank_output import OutputWriter, RankOutput, Style
 from hvkit.launching.supervision.run_status import (
     RankReport,
@@ -59,7 +67,7 @@ class _Rank:
         return self.status is not None
 
     def send(self, kind: Kind, number: int) -> None:
-        self.writer.write(protocol.frame(kind, protocol.packed(number)))
+        self.writer.write(frame(kind, protocol.packed(number)))
 
 
 @dataclass
@@ -297,8 +305,8 @@ class Supervisor:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> _Rank | None:
         """Read the agent's HELLO; ``None`` if that is invalid, or its log file cannot be opened."""
-        kind, payload = await _read_frame(reader)
-        if kind is not Kind.HELLO:
+        kind, payload = await read_frame(reader, LONGEST_FRAME)
+        if kind != Kind.HELLO:
             return None
         number, host, wants_call = protocol.fields(payload, rank=int, host=str, call=bool)
         if number in self._ranks or number not in range(self.size) or host is None:
@@ -325,20 +333,21 @@ class Supervisor:
         with call.open("rb") as file:
             while piece := file.read(protocol.PIECE):
                 seal.update(piece)
-                rank.writer.write(protocol.frame(Kind.CALL, piece))
+                rank.writer.write(frame(Kind.CALL, piece))
                 await rank.writer.drain()
-        rank.writer.write(protocol.frame(Kind.SEAL, seal.digest()))
+        rank.writer.write(frame(Kind.SEAL, seal.digest()))
 
     async def _follow(self, rank: _Rank) -> None:
         """Handle a rank's frames until it has ended."""
         while True:
-            kind, payload = await _read_frame(rank.reader)
+            number, payload = await read_frame(rank.reader, LONGEST_FRAME)
+            kind = Kind(number)
             if kind in (Kind.STDOUT, Kind.STDERR):
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
-                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+                rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
             elif kind is Kind.OUTCOME:
                 await self.writer.do(functools.partial(self._take_outcome, rank, payload))
-                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+                rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
             elif kind is Kind.SEAL:
                 if rank.seal is None or not hmac.compare_digest(payload, rank.seal.digest()):
                     raise ValueError("somebody has changed what the rank has sent")
@@ -353,7 +362,7 @@ class Supervisor:
                     await self.writer.do(
                         functools.partial(timeline.take, rank.number, rank.host, ahead, payload)
                     )
-                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
+                rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
             elif kind is Kind.CLOCK:
                 number, theirs = protocol.fields(payload, number=int, now=float)
                 if number is not None and theirs is not None and math.isfinite(theirs):
@@ -492,8 +501,3 @@ class Supervisor:
     def _warn(self, text: str, *values: object) -> None:
         self.screen.end_line()
         logger.warning(text, *values)
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
-    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES))
-    return kind, await reader.readexactly(length)

@@ -1,7 +1,6 @@
 """Ranks without MPI read what was sent, or say why not."""
 
 import http.server
-import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hvkit import handshake
 from hvkit.communication.host_collectives import TcpCollectives, _LauncherStore
 from hvkit.communication.tcp_mailbox import Door, TcpMailbox
+from hvkit.connections import connect, frame
 from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
 
 KEY = b"k" * 32
@@ -41,8 +40,8 @@ def test_a_rank_with_another_key_is_named():
 def test_a_connection_that_ends_within_a_message_ends_the_wait():
     _, second = mailboxes(KEY, KEY)
     addresses, port = second._places[1]
-    with handshake.connect(addresses, port, KEY) as sender:
-        sender.sendall(struct.pack("!I", 0) + struct.pack("!iQ", 0, 1000) + b"not all")
+    with connect(addresses, port, KEY) as sender:
+        sender.sendall(frame(0) + frame(0, bytes(1000))[:20])
     with pytest.raises(RankLostError):
         second.receive(np.zeros(1000, np.uint8), source=0, tag=0)
 

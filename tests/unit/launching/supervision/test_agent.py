@@ -9,10 +9,11 @@ import time
 import pytest
 from supervised import RUN, begin
 
+from hvkit.connections import ConnectionLost, frame
 from hvkit.functions.outcomes import error_in, results_in
 from hvkit.functions.pickling import write_call
 from hvkit.host.call_folder import call_in, outcome_in
-from hvkit.launching.supervision.protocol import Connection, ConnectionLost, Kind, frame, sealing
+from hvkit.launching.supervision.protocol import AgentConnection, Kind, sealing
 
 
 def test_an_agent_without_supervisor_becomes_the_command():
@@ -79,7 +80,7 @@ def test_an_exception_travels_too_and_a_killed_agent_leaves_no_folder(called, tm
 def test_a_call_that_somebody_has_changed_on_its_way_is_not_read():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = Connection(ours, b"key")
+        connection = AgentConnection(ours, b"key")
         seal = sealing(b"another key", "call")
         seal.update(b"piece")
         theirs.sendall(frame(Kind.CALL, b"piece") + frame(Kind.SEAL, seal.digest()))

@@ -17,13 +17,8 @@ import pytest
 from cases import MORE, cases
 from supervised import LAUNCHER, begin, below, command_line, run, sleeping
 
-from hvkit.launching.supervision.protocol import (
-    KEY_VARIABLE,
-    AgentSettings,
-    Kind,
-    frame,
-    keep_alive,
-)
+from hvkit.connections import frame, keep_alive
+from hvkit.launching.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind
 
 
 def test_output_and_success_of_the_ranks_are_passed_on():
