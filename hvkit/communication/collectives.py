@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.communication import engines
 from hvkit.communication.encoding import decode, encode
 from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.runtime import rank, size
+from hvkit.transport import engines
 from hvkit.watch import calls
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import SAME_CALLS, mark_as_shown_by

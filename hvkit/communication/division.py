@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.engines import Engine
-from hvkit.communication.group import Group, ProcessSet, all_ranks
+from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import LaunchError
+from hvkit.transport.engines import Engine, ProcessSet
 from hvkit.watch.calls import waiting_for_all_ranks
 
 _VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"

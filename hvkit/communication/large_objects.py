@@ -7,11 +7,11 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from hvkit.communication import engines, point_to_point
 from hvkit.communication.collectives import from_rank, gather, raise_together
 from hvkit.communication.encoding import decode, encode
 from hvkit.errors import HvkitError
 from hvkit.runtime import any_engine, rank, size
+from hvkit.transport import engines, point_to_point
 
 T = TypeVar("T")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 
 from hvkit import runtime
-from hvkit.communication import point_to_point
 from hvkit.communication.collectives import from_rank, gather, raise_together
-from hvkit.communication.mailbox import Mailbox, MpiMailbox
-from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.errors import LaunchError
+from hvkit.transport import point_to_point
+from hvkit.transport.mailbox import Mailbox, MpiMailbox
+from hvkit.transport.tcp_mailbox import Door, TcpMailbox
 from hvkit.watch.calls import waiting_for_all_ranks
 
 

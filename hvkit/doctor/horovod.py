@@ -16,12 +16,12 @@ from hvkit.build.frameworks import NAMES
 from hvkit.build.installer import installed_abi, installed_version, serves
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheel_cache import key_of, stored_ingredients
-from hvkit.communication.engines import built_for
 from hvkit.doctor import load_library
 from hvkit.doctor.software import folder_of
 from hvkit.errors import BuildError
 from hvkit.host.commands import Output, run
 from hvkit.launching.launchers import MpiVersion, identify
+from hvkit.transport.engines import built_for
 
 _CONTROLLERS = ("mpi", "gloo")
 _OPERATIONS = ("nccl", "ddl", "ccl", "mpi", "gloo")

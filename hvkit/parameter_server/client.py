@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvkit import runtime
-from hvkit.communication import collectives, engines
-from hvkit.communication.mailbox import Mailbox
+from hvkit.communication import collectives
 from hvkit.communication.mailboxes import open_mailbox
 from hvkit.errors import RankLostError
 from hvkit.log import logger
@@ -37,6 +36,8 @@ from hvkit.parameter_server.server import (
     Server,
 )
 from hvkit.strategies.parameter_server import Array, ParameterServer
+from hvkit.transport import engines
+from hvkit.transport.mailbox import Mailbox
 from hvkit.watch.calls import call, waiting
 
 _STEP = "optimizer.step()"

@@ -15,9 +15,10 @@ from ranks import error_of
 
 import hvkit
 from hvkit import runtime
-from hvkit.communication import collectives, engines, large_objects, point_to_point
+from hvkit.communication import collectives, large_objects
 from hvkit.communication.division import divide
 from hvkit.communication.encoding import sendable
+from hvkit.transport import engines, point_to_point
 
 
 def test_ranks_are_what_the_launcher_says():

@@ -12,7 +12,8 @@ import json, sys
 import {framework}
 import hvkit
 from hvkit import runtime
-from hvkit.communication import large_objects, point_to_point
+from hvkit.communication import large_objects
+from hvkit.transport import point_to_point
 everyone = list(large_objects.collect("test", "x" * 100 * hvkit.rank()))
 engine = runtime.engine("{framework}")
 before = point_to_point.can_send(engine)

@@ -13,7 +13,7 @@ from ranks import error_of, identical, shared_folder
 import hvkit
 from hvkit import runtime
 from hvkit.checkpoint import manifests, store
-from hvkit.communication import engines, point_to_point
+from hvkit.transport import engines, point_to_point
 
 
 def torch_parts():

@@ -10,10 +10,10 @@ import pytest
 from cases import cases
 from machine_facts import library, machine
 
-from hvkit.communication.engines import built_for
 from hvkit.doctor.horovod import horovod
 from hvkit.doctor.self_test import BYTES, contribution, launcher_for, require_sum, self_test
 from hvkit.doctor.software import mpi_launchers_here
+from hvkit.transport.engines import built_for
 
 OPEN_MPI = """case "$1" in
 --version) echo "mpirun (Open MPI) 5.0.11"; exit;;

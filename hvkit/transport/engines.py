@@ -27,19 +27,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvkit import horovod_names
-from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HorovodNotFoundError, LaunchError, ranks_text
 from hvkit.host.allocator import keep_freed_memory
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
 from hvkit.log import logger
+from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
-
-    from hvkit.communication.group import ProcessSet
 
 
 CHUNK = 1 << 28
@@ -47,6 +45,26 @@ CHUNK = 1 << 28
 
 PIECE = 1 << 25
 """Bytes of a broadcast that are sent at a time, and that a rank holds in addition to the whole."""
+
+
+class ProcessSet:
+    """Some of the ranks, as an argument ``process_set=`` of Horovod's collectives.
+
+    Horovod's own class counts ranks through the library that was loaded last, which may be another
+    framework's.
+
+    Args:
+        number: Horovod's.
+        ranks: in ascending order.
+    """
+
+    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
+        self.process_set_id = number
+        self.ranks = ranks
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
 
 
 class Engine(ABC):

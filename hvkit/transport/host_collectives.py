@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvkit.communication import point_to_point
-from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.launcher_variables import launched, place
+from hvkit.transport import point_to_point
+from hvkit.transport.tcp_mailbox import Door, TcpMailbox
 from hvkit.watch import calls, rank_errors
 from hvkit.wording import in_short
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hvkit.communication.engines import Engine
-from hvkit.communication.traffic import count
 from hvkit.log import logger
+from hvkit.transport.engines import Engine
+from hvkit.transport.traffic import count
 from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.communication.engines import CHUNK
-from hvkit.communication.traffic import count
+from hvkit.transport.engines import CHUNK
+from hvkit.transport.traffic import count
 from hvkit.watch.calls import translated
 
 # Seconds between two polls: at first none, for answers that come at once; later a part of the time

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit import threads
-from hvkit.communication.mailbox import Envelope, Mailbox, Sending
-from hvkit.communication.traffic import count
 from hvkit.connections import Connection, Listener, connect
 from hvkit.errors import LaunchError, RanksDisagreeError
 from hvkit.host.network import addresses_for_others
+from hvkit.transport.mailbox import Envelope, Mailbox, Sending
+from hvkit.transport.traffic import count
 from hvkit.watch import calls, rank_errors
 
 # The tag of the last message of a rank.

@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hvkit.communication.host_collectives import TcpCollectives, _LauncherStore
-from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.connections import connect, frame
 from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
+from hvkit.transport.host_collectives import TcpCollectives, _LauncherStore
+from hvkit.transport.tcp_mailbox import Door, TcpMailbox
 
 KEY = b"k" * 32
 
