@@ -157,7 +157,8 @@ class _Agent:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self.signal_command)
         try:
-            self.copy_call()
+            if self.folder is not None:
+                self.connection.receive_call(call_folder.call_in(self.folder))
             child = self.start_command()
         except ConnectionLost:
             self.connection.send(Kind.STOPPED, packed(0))
@@ -176,13 +177,6 @@ class _Agent:
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
         pumps = [threads.start("hvkit-output", self.pump, *stream) for stream in streams]
         return self.finish(child, self.wait(child), [*pumps, reports])
-
-    def copy_call(self) -> None:
-        """Copy the function and its arguments, if this host has another folder for them."""
-        if self.folder is not None:
-            with call_folder.written(call_folder.call_in(self.folder)) as file:
-                for piece in self.connection.pieces_of_call():
-                    file.write(piece)
 
     def start_command(self) -> "subprocess.Popen[bytes]":
         self.reports, reports = os.pipe()
@@ -267,13 +261,10 @@ class _Agent:
 
     def send_outcome(self) -> None:
         """Send what the function has returned or raised, if this host has a folder of its own."""
-        if self.folder is None:
-            return
-        outcome = call_folder.outcome_in(self.folder, self.number)
-        if outcome.exists():
-            with outcome.open("rb") as file:
-                pieces = iter(lambda: file.read(PIECE), b"")
-                self.connection.send_outcome(self.number, pieces)
+        if self.folder is not None:
+            outcome = call_folder.outcome_in(self.folder, self.number)
+            if outcome.exists():
+                self.connection.send_outcome(outcome)
 
     def pass_reports_on(self) -> None:
         """Send the rank's reports to the supervisor."""

@@ -20,9 +20,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from hvkit.connections import HEADER_BYTES, Connection, ConnectionLost, connect, keep_alive
+from hvkit.host import call_folder
 
 KEY_VARIABLE = "HVKIT_RUN_KEY"
 """Environment variable with the key of the run, in hexadecimal."""
@@ -88,7 +90,7 @@ class Kind(IntEnum):
     CALL = 15
     """A piece of the file with the function to call; a SEAL follows the last."""
     SEAL = 16
-    """From both: a digest of the file before it (``sealing``), since what is in it is executed."""
+    """From both: a digest of the file before it (``sealed``), since what is in it is executed."""
 
 
 def agent_command(command: Sequence[str]) -> tuple[str, ...]:
@@ -160,7 +162,7 @@ class AgentConnection:
             settings: with the addresses.
             key: the key of the run, in hexadecimal.
             rank: the agent's rank.
-            wants_call: whether ``pieces_of_call`` follows.
+            wants_call: whether ``receive_call`` follows.
 
         Raises:
             OSError: the supervisor answers at none of its addresses.
@@ -190,29 +192,26 @@ class AgentConnection:
         """Send a frame with JSON in it."""
         self.send(kind, json.dumps(values).encode())
 
-    def pieces_of_call(self) -> Iterator[bytes]:
-        """The pieces of the call, which the supervisor sends before anything else.
+    def receive_call(self, path: Path) -> None:
+        """Write the call, which the supervisor sends before anything else, to a file.
 
         Raises:
             ConnectionLost: the rest will not come, since the run ends; or somebody has changed it.
+            OSError: it cannot be written.
         """
-        seal = sealing(self._key, "call")
-        while True:
+        call = SealedFile(path, self._key, Kind.CALL)
+        complete = False
+        while not complete:
             kind, piece = self._connection.receive()
-            if kind == Kind.SEAL and hmac.compare_digest(piece, seal.digest()):
-                return
-            if kind != Kind.CALL:
-                raise ConnectionLost(f"{Kind(kind).name} instead of the call")
-            seal.update(piece)
-            yield piece
+            try:
+                complete = call.take(kind, piece)
+            except ValueError as problem:
+                raise ConnectionLost(str(problem)) from problem
 
-    def send_outcome(self, rank: int, pieces: Iterator[bytes]) -> None:
+    def send_outcome(self, path: Path) -> None:
         """Send the file with what the function has returned or raised on this rank."""
-        seal = sealing(self._key, f"outcome {rank}")
-        for piece in pieces:
-            seal.update(piece)
-            self.send_output(Kind.OUTCOME, piece)
-        self.send(Kind.SEAL, seal.digest())
+        for kind, piece in sealed(path, self._key, Kind.OUTCOME):
+            self.send_output(kind, piece)
 
     def receive(self) -> tuple[Kind, int]:
         """Wait for the next frame from the supervisor, and return its kind and number.
@@ -236,14 +235,51 @@ class AgentConnection:
             raise ConnectionLost(str(error)) from error
 
 
-def sealing(key: bytes, name: str) -> hmac.HMAC:
-    """Makes the SEAL of a file from its pieces.
+def sealed(path: Path, key: bytes, kind: Kind) -> Iterator[tuple[Kind, bytes]]:
+    """The frames that send a file: its pieces, and a SEAL.
 
     Args:
+        path: of the file, whose name the SEAL covers, so that no other one can take its place.
         key: of the run.
-        name: of the file, so that no other one can take its place.
+        kind: of the pieces.
     """
-    return hmac.new(key, name.encode() + b"\0", "sha256")
+    seal = _seal(path, key)
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            seal.update(piece)
+            yield kind, piece
+    yield Kind.SEAL, seal.digest()
+
+
+class SealedFile:
+    """A file that arrives in such frames, and appears under its name when it is complete."""
+
+    def __init__(self, path: Path, key: bytes, kind: Kind) -> None:
+        self._path = path
+        self._seal = _seal(path, key)
+        self._kind = kind
+
+    def take(self, kind: int, payload: bytes | bytearray) -> bool:
+        """Take a frame; whether the file is complete.
+
+        Raises:
+            ValueError: somebody has changed it, or this is a frame of another kind.
+            OSError: it cannot be written.
+        """
+        part = call_folder.part_of(self._path)
+        if kind == Kind.SEAL and hmac.compare_digest(payload, self._seal.digest()):
+            part.replace(self._path)
+            return True
+        if kind != self._kind:
+            raise ValueError(f"{Kind(kind).name} instead of the {self._path.name}")
+        self._seal.update(payload)
+        with part.open("ab") as file:
+            file.write(payload)
+        return False
+
+
+def _seal(path: Path, key: bytes) -> hmac.HMAC:
+    return hmac.new(key, path.name.encode() + b"\0", "sha256")
 
 
 def fields(payload: bytes | bytearray, **kinds: type) -> list[Any]:

@@ -339,7 +339,11 @@ class OutputWriter:
         threads.start("hvkit-output", self._run)
 
     async def do(self, work: Callable[[], None]) -> None:
-        """Call ``work`` on the thread, after all earlier work, and wait for it."""
+        """Call ``work`` on the thread, after all earlier work, and wait for it.
+
+        Raises:
+            ValueError: ``work`` has.
+        """
         loop = asyncio.get_running_loop()
         done = loop.create_future()
         self._queue.put((work, loop, done))
@@ -358,22 +362,21 @@ class OutputWriter:
     def _run(self) -> None:
         while (wanted := self._queue.get()) is not None:
             work, loop, done = wanted
+            problem: Exception | None = None
             try:
                 if self.problem is None:
                     work()
-            except OSError as problem:
-                _call_in(loop, self.fail, problem)
-            _call_in(loop, _finish, done)
+            except (OSError, ValueError) as error:
+                problem = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended while this was blocked
+                loop.call_soon_threadsafe(self._finish, done, problem)
 
-
-def _call_in(
-    loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object
-) -> None:
-    # The loop may have ended while a write was blocked.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, argument)
-
-
-def _finish(done: "asyncio.Future[None]") -> None:
-    if not done.cancelled():
-        done.set_result(None)
+    def _finish(self, done: "asyncio.Future[None]", problem: Exception | None) -> None:
+        if isinstance(problem, OSError):
+            self.fail(problem)
+        if done.cancelled():
+            return
+        if isinstance(problem, ValueError):
+            done.set_exception(problem)
+        else:
+            done.set_result(None)

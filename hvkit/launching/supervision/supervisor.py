@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import hmac
 import json
 import math
 import socket
@@ -25,7 +24,7 @@ from hvkit.connections import (
 from hvkit.host import call_folder
 from hvkit.launching.supervision import protocol
 from hvkit.launching.supervision.first_failure import Failure
-from hvkit.launching.supervision.protocol import LONGEST_FRAME, Kind
+from hvkit.launching.supervision.protocol import LONGEST_FRAME, Kind, SealedFile, sealed
 from hvkit.launching.supervision.rank_output import OutputWriter, RankOutput, Style
 from hvkit.launching.supervision.run_status import (
     RankReport,
@@ -60,7 +59,7 @@ class _Rank:
     clock: HostClock = field(default_factory=HostClock)
     reports: RankReports = field(default_factory=RankReports)
     speed: float | None = None
-    seal: hmac.HMAC | None = None
+    outcome: SealedFile | None = None
 
     @property
     def ended(self) -> bool:
@@ -325,17 +324,12 @@ class Supervisor:
         elif self._interrupted:
             rank.send(Kind.INTERRUPT, 0)
         elif wants_call and self.call is not None:
-            await self._send_call(rank, call_folder.call_in(self.call))
+            path = call_folder.outcome_in(self.call, number)
+            rank.outcome = SealedFile(path, self.key, Kind.OUTCOME)
+            for piece in sealed(call_folder.call_in(self.call), self.key, Kind.CALL):
+                writer.write(frame(*piece))
+                await writer.drain()
         return rank
-
-    async def _send_call(self, rank: _Rank, call: Path) -> None:
-        seal = protocol.sealing(self.key, "call")
-        with call.open("rb") as file:
-            while piece := file.read(protocol.PIECE):
-                seal.update(piece)
-                rank.writer.write(frame(Kind.CALL, piece))
-                await rank.writer.drain()
-        rank.writer.write(frame(Kind.SEAL, seal.digest()))
 
     async def _follow(self, rank: _Rank) -> None:
         """Handle a rank's frames until it has ended."""
@@ -345,13 +339,11 @@ class Supervisor:
             if kind in (Kind.STDOUT, Kind.STDERR):
                 await self.writer.do(functools.partial(rank.output.write, kind, payload))
                 rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
-            elif kind is Kind.OUTCOME:
-                await self.writer.do(functools.partial(self._take_outcome, rank, payload))
+            elif kind in (Kind.OUTCOME, Kind.SEAL):
+                if rank.outcome is None:
+                    raise ValueError("an outcome that was not asked for")
+                await self.writer.do(functools.partial(rank.outcome.take, kind, payload))
                 rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
-            elif kind is Kind.SEAL:
-                if rank.seal is None or not hmac.compare_digest(payload, rank.seal.digest()):
-                    raise ValueError("somebody has changed what the rank has sent")
-                await self.writer.do(functools.partial(self._complete_outcome, rank.number))
             elif kind is Kind.REPORT:
                 self._take_report(rank, payload)
             elif kind is Kind.SPANS:
@@ -381,20 +373,6 @@ class Supervisor:
                     self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
                 self._fail_if_missed()
                 return
-
-    def _take_outcome(self, rank: _Rank, piece: bytes) -> None:
-        if self.call is None:
-            return
-        if rank.seal is None:
-            rank.seal = protocol.sealing(self.key, f"outcome {rank.number}")
-        rank.seal.update(piece)
-        with call_folder.part_of(call_folder.outcome_in(self.call, rank.number)).open("ab") as file:
-            file.write(piece)
-
-    def _complete_outcome(self, rank: int) -> None:
-        if self.call is not None:
-            path = call_folder.outcome_in(self.call, rank)
-            call_folder.part_of(path).replace(path)
 
     def _take_report(self, rank: _Rank, line: bytes) -> None:
         try:
