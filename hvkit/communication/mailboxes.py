@@ -7,10 +7,8 @@ import secrets
 from hvkit import runtime
 from hvkit.communication.collectives import from_rank, gather, raise_together
 from hvkit.errors import LaunchError
-from hvkit.transport import point_to_point
-from hvkit.transport.mailbox import Mailbox, MpiMailbox
+from hvkit.transport.mailbox import Mailbox, mpi_mailbox, obstacle
 from hvkit.transport.tcp_mailbox import Door, TcpMailbox
-from hvkit.watch.calls import waiting_for_all_ranks
 
 
 def open_mailbox(user: str) -> Mailbox:
@@ -29,8 +27,6 @@ def open_mailbox(user: str) -> Mailbox:
         return TcpMailbox(
             runtime.rank(), door, places, lambda: not runtime.any_engine().hvd.is_initialized()
         )
-    obstacle = point_to_point.obstacle(engine)
-    raise_together(LaunchError(f"{user} needs messages by MPI: {obstacle}") if obstacle else None)
-    mpi = point_to_point.load_mpi()
-    with waiting_for_all_ranks():
-        return MpiMailbox(mpi, mpi.COMM_WORLD.Dup())
+    why = obstacle(engine)
+    raise_together(LaunchError(f"{user} needs messages by MPI: {why}") if why else None)
+    return mpi_mailbox()

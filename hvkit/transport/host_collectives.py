@@ -24,7 +24,7 @@ import numpy as np
 
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.launcher_variables import launched, place
-from hvkit.transport import point_to_point
+from hvkit.transport.mailbox import load_mpi
 from hvkit.transport.tcp_mailbox import Door, TcpMailbox
 from hvkit.watch import calls, rank_errors
 from hvkit.wording import in_short
@@ -175,7 +175,7 @@ class MpiCollectives(HostCollectives):
 
 
 def _started_mpi() -> Any:
-    mpi = point_to_point.load_mpi()
+    mpi = load_mpi()
     if mpi is None:
         raise HorovodNotFoundError(
             "several ranks were launched, but mpi4py cannot be loaded, through which the ranks of "
