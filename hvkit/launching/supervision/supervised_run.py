@@ -20,7 +20,6 @@ from hvkit.launching.supervision.first_failure import (
     report,
     reported,
 )
-from hvkit.launching.supervision.launcher_output import LauncherOutput
 from hvkit.launching.supervision.processes import (
     adopt_orphans,
     end_descendants,
@@ -36,6 +35,7 @@ from hvkit.launching.supervision.protocol import (
 )
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RunStatus
+from hvkit.launching.supervision.screen import LauncherOutput
 from hvkit.launching.supervision.signals import (
     COMMAND_SIGNALS,
     END_SIGNALS,

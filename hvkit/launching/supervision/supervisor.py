@@ -25,7 +25,7 @@ from hvkit.host import call_folder
 from hvkit.launching.supervision import protocol
 from hvkit.launching.supervision.first_failure import Failure
 from hvkit.launching.supervision.protocol import LONGEST_FRAME, Kind, SealedFile, sealed
-from hvkit.launching.supervision.rank_output import OutputWriter, RankOutput, Style
+from hvkit.launching.supervision.rank_output import RankOutput, Style
 from hvkit.launching.supervision.run_status import (
     RankReport,
     RankReports,
@@ -33,7 +33,7 @@ from hvkit.launching.supervision.run_status import (
     RunStatus,
     at_one_moment,
 )
-from hvkit.launching.supervision.screen import Screen
+from hvkit.launching.supervision.screen import OutputWriter, Screen
 from hvkit.launching.supervision.timeline import HostClock
 from hvkit.log import logger
 
