@@ -24,6 +24,7 @@ from hvkit.launching.rank_command import with_python
 from hvkit.launching.request import LAUNCHERS, Request
 from hvkit.launching.sagemaker import are_of_a_job, leave_to_first
 from hvkit.launching.start import start
+from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger
 
 
@@ -142,10 +143,12 @@ def request_of(args: argparse.Namespace, command: Sequence[str]) -> Request:
     system = None if allocation is None else allocation.system
     if allocation is None and hosts and are_of_a_job(hosts):
         system = SAGEMAKER
-    found = {"command": tuple(command), "hosts": hosts, "system": system}
-    found["variables"] = dict(args.variables)
     names = {each.name for each in fields(Request)} & vars(args).keys()
-    return Request(**{**{name: getattr(args, name) for name in names}, **found}).checked()
+    found = {name: getattr(args, name) for name in names}
+    found |= {"command": tuple(command), "hosts": hosts, "system": system}
+    found["variables"] = dict(args.variables)
+    found["style"] = Style(args.prefix, args.timestamps, args.log_dir, args.show)
+    return Request(**found).checked()
 
 
 def _standard_input() -> str:

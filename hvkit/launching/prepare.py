@@ -7,6 +7,7 @@ the command line; ``shown`` makes the line of ``--dry-run`` from it.
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import psutil
 
@@ -33,7 +34,6 @@ from hvkit.launching.supervision.protocol import (
     AgentSettings,
     agent_command,
 )
-from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 from hvkit.wording import counted
@@ -115,7 +115,7 @@ def prepared(
             logger.warning("more ranks than cores, so they take turns: %s", _numbers(site.crowded))
         if request.np is not None and job.size < request.np:
             logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.np)
-        _refuse_absent_ranks(request.show or (), job.size)
+        _refuse_absent_ranks(request.style.ranks or (), job.size)
     return SupervisedRun(
         command=launcher.command(job),
         environ=environ,
@@ -130,13 +130,7 @@ def prepared(
             call=None if request.call is None else str(request.call),
         ),
         hosts=tuple(host.name for host in job.hosts for _ in range(host.slots or 0)),
-        style=Style(
-            prefix=request.prefix,
-            timestamps=request.timestamps,
-            log_dir=request.log_dir,
-            ranks=request.show,
-            greetings=request.verbose or _wants_logs(environ),
-        ),
+        style=replace(request.style, greetings=request.verbose or _wants_logs(environ)),
     )
 
 

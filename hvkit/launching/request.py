@@ -13,6 +13,7 @@ from hvkit.errors import UsageError
 from hvkit.host.cpus import usable_cores
 from hvkit.host.gpus import visible_gpus
 from hvkit.launching.hosts import Host
+from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger
 from hvkit.wording import counted
 
@@ -44,10 +45,7 @@ class Request:
         bind: whether each rank is bound to its share of its host's cores.
         lost_after: seconds without an acknowledgement after which a host counts as lost.
         grace: seconds that commands have to end, after a signal or the failure of another rank.
-        prefix: whether lines of output begin with rank and host.
-        timestamps: whether they begin with the time at which they arrived here.
-        log_dir: a folder for the output of each rank.
-        show: the ranks whose output is shown; ``None`` for all.
+        style: how to show output.
         verbose: whether to print how ranks are started, what they set, and what TensorFlow and JAX
             print though nothing is wrong.
         stall: seconds after which a rank that others wait for ends the run; ``None`` for the value
@@ -69,10 +67,7 @@ class Request:
     bind: Literal["cores", "none"] = "cores"
     lost_after: float = 30.0
     grace: float = 10.0
-    prefix: bool = False
-    timestamps: bool = False
-    log_dir: Path | None = None
-    show: tuple[range, ...] | None = None
+    style: Style = field(default_factory=Style)
     verbose: bool = False
     stall: float | None = None
     timeline: Path | None = None

@@ -17,6 +17,7 @@ from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Launcher
 from hvkit.launching.prepare import prepared, shown
 from hvkit.launching.request import Request
+from hvkit.launching.supervision.rank_output import Style
 
 NODES = (Host("node1", slots=2), Host("node2", slots=2))
 NETWORKS = "--prtemca prte_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.0.0/24"
@@ -41,7 +42,7 @@ def test_ranks_on_two_hosts_use_the_network_between_them_and_never_docker(hosts)
 
 
 def test_on_this_host_alone_no_host_is_given_up_and_no_network_is_named(hosts):
-    run = prepared(request(np=2, show=(range(2),)))
+    run = prepared(request(np=2, style=Style(ranks=(range(2),))))
     assert (run.agents.addresses, run.agents.lost_after) == (("127.0.0.1",), None)
     assert "if_include" not in shlex.join(run.command)
 
@@ -151,7 +152,7 @@ def test_greetings_of_libraries_are_shown_to_who_wants_them(hosts, monkeypatch, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"show": (range(1), range(2, 4))}, r"--show 3: there is no .* from 0 to 2"),
+        ({"style": Style(ranks=(range(1), range(2, 4)))}, r"--show 3: there is no .* from 0 to 2"),
         (
             {"interfaces": ("eth0", "eht0")},
             r"--interfaces eht0: no host has it; use one of docker0 .*, eth0 \(10\.0\.0\.0/24\)$",
