@@ -25,7 +25,7 @@ from hvkit.launching.forwarded_variables import (
 )
 from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
-from hvkit.launching.launchers import Job, find_launcher
+from hvkit.launching.launchers import Job, find_launcher, refuse_ipv6, refuse_users
 from hvkit.launching.rank_command import RankCommand
 from hvkit.launching.request import Request
 from hvkit.launching.supervision.protocol import (
@@ -65,7 +65,9 @@ def prepared(
         LaunchError: the request cannot be met.
     """
     launcher = find_launcher(request.launcher)
-    _refuse_unsupported(request)
+    refuse_ipv6(request.hosts, "the command line of mpirun or horovodrun")
+    if request.launcher != "mpirun":
+        refuse_users(request.hosts, "horovodrun")
     hosts = request.hosts or (Host("localhost", slots=request.np),)
     path = request.variables.get("PATH") or os.environ.get("PATH", os.defpath)
     site = choose_hosts(
@@ -162,21 +164,6 @@ def shown(run: SupervisedRun) -> str:
     ]
     env = ["env", *removed] if removed else []
     return " ".join([*env, *added, shlex.join(run.command)])
-
-
-def _refuse_unsupported(request: Request) -> None:
-    """Reject hosts that launchers misunderstand on their command lines."""
-    for host in request.hosts:
-        if ":" in host.name:
-            raise UsageError(
-                f"{host.name}: mpirun and horovodrun accept no IPv6 addresses on their command "
-                "lines: use the host's name, and add it to DNS or /etc/hosts"
-            )
-        if host.user is not None and request.launcher != "mpirun":
-            raise UsageError(
-                f"{host.user}@{host.name}: horovodrun accepts no users: set User {host.user} for "
-                "this host in ~/.ssh/config"
-            )
 
 
 def _refuse_absent_ranks(show: Sequence[range], size: int) -> None:
