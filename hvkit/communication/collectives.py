@@ -91,12 +91,7 @@ def from_rank(root: int, obj: Object, group: Group | None = None) -> Object:
 
 
 def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDArray[np.uint8]:
-    """Fill ``data`` with the first rank's bytes, for the start of training, and return it.
-
-    Args:
-        data: of shape (n,), with the same n on every rank.
-        group: the ranks that take part; None for all.
-    """
+    """Fill ``data``, n bytes on every rank, with the first rank's, to start training; return it."""
     group = group or all_ranks()
     if group.size == 1:
         return data
@@ -104,13 +99,9 @@ def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDAr
 
 
 def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
-    """Return rank ``root``'s bytes on every rank; a collective.
+    """Return rank ``root``'s bytes, of shape (n,), on every rank; a collective.
 
     In addition to the result, which on rank ``root`` is ``data``, a rank holds one piece at a time.
-
-    Args:
-        data: on rank ``root``, of shape (n,); ignored elsewhere.
-        root: the rank that sends.
     """
     if size() == 1:
         return data
@@ -120,13 +111,7 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
 
 
 def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
-    """The objects of all ranks, in rank order, of types that messages hold.
-
-    Args:
-        call: the user's call.
-        obj: this rank's.
-        group: the ranks that take part; None for all.
-    """
+    """The objects of all ranks, in rank order, of types that messages hold; ``call`` is the user's."""
     group = group or all_ranks()
     if group.size == 1:
         return [obj]

@@ -74,11 +74,9 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
 
 
 def _process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
-    """Horovod's process set of some ranks; a collective of all ranks, also of the others.
+    """Horovod's process set of some ranks, in ascending order; a collective of all ranks.
 
-    Args:
-        engine: started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
-        ranks: in ascending order; more than one, and not all.
+    The engine was started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
     """
     # This library's functions: those in horovod.common call the library that was loaded last.
     basics = engine.hvd.mpi_ops._basics

@@ -94,13 +94,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def check_function(user: str, function: object, example: str) -> None:
-    """Raise ``TypeError`` if this is no function.
-
-    Args:
-        user: what shall run it, for the error.
-        function: what the caller has passed.
-        example: a call that is right.
-    """
+    """Raise ``TypeError`` if what ``user`` shall run is no function; ``example`` is a right call."""
     if not callable(function):
         raise TypeError(
             f"{user} needs a function, got {function!r}: pass the function itself, not its "
@@ -256,12 +250,7 @@ def _name_of(function: Callable[..., object]) -> str:
 
 
 def _parts_of(part: str, value: Any) -> list[tuple[str, object]]:
-    """What a value is made of, each with its name for a message.
-
-    Args:
-        part: the name of the value.
-        value: the value.
-    """
+    """What a value, which messages call ``part``, is made of; each with its name for a message."""
     if isinstance(value, FunctionType):
         name = value.__name__
         given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

@@ -31,9 +31,7 @@ def command_of_rank(
 ) -> list[str]:
     """The command of each rank; the function's name is there for ``hvkit top``.
 
-    Args:
-        function: the function.
-        module: whose ``main`` calls that of this one.
+    ``module`` is this one, or another whose ``main`` calls that of this one.
     """
     name = getattr(function, "__name__", "")
     named = [name] if name.isidentifier() else []

@@ -37,11 +37,7 @@ _READ = 1 << 16
 
 
 def refuse_on_ranks(user: str) -> None:
-    """Raise ``LaunchError`` if this process is a rank, or one has started it.
-
-    Args:
-        user: what would start ranks, for the error.
-    """
+    """Raise ``LaunchError``, for this user, if this process is a rank, or one has started it."""
     found = launched(os.environ)
     # A notebook's server may be the only task of an srun.
     is_rank = found is not None and (found.size, found.launcher) != (1, "srun")

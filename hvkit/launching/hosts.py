@@ -172,11 +172,7 @@ def host_name(name: str) -> str:
 
 
 def count(text: str, keyword: str) -> int:
-    """The positive integer in ``text``.
-
-    Args:
-        text: the number.
-        keyword: what it sets, for errors: ``slots``.
+    """The positive integer in ``text``, which sets ``keyword``.
 
     Raises:
         HostfileError: it is no positive integer, or larger than the slots of any host.

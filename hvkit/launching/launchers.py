@@ -100,10 +100,7 @@ def identify(text: str) -> MpiVersion | None:
 
 
 def find_launcher(name: str) -> Launcher:
-    """The launcher that is first on PATH, else the one in the folder of this Python.
-
-    Args:
-        name: one of ``LAUNCHERS`` in ``request``.
+    """The launcher of this name that is first on PATH, else the one in the folder of this Python.
 
     Raises:
         LaunchError: there is none, or hvkit does not know the options of its MPI.

@@ -113,9 +113,7 @@ class RemoteShell:
 def remote_shell(system: str | None, connect: float = _CONNECT) -> RemoteShell:
     """The way to the hosts: ``srun`` in a Slurm job if it is on PATH, else ssh.
 
-    Args:
-        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
-        connect: seconds for ssh to connect to a host.
+    ``system`` is that of ``Allocation``; ssh connects to a host within ``connect`` seconds.
     """
     if system == SLURM and shutil.which("srun"):
         return SRUN

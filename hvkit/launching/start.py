@@ -160,14 +160,9 @@ def _prepared_again(
     restarts: Restarts,
     preempted: Collection[str],
 ) -> SupervisedRun:
-    """Pause, and prepare a restart as soon as enough hosts are ready.
+    """Pause, and prepare a restart as soon as hosts for ``least`` ranks are ready.
 
-    Args:
-        request: the request.
-        before: the try that has ended.
-        least: the fewest ranks to go on with.
-        restarts: the number of restarts including this one, and the pause before the first check.
-        preempted: hosts to leave out if the others suffice.
+    Hosts that were preempted are left out if the others suffice.
 
     Raises:
         LaunchError: there were not enough hosts for ten minutes.

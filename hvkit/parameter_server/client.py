@@ -58,12 +58,7 @@ class Client:
         self._one = threading.Lock()
 
     def exchange(self, number: int, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step; wait until this rank may go on, and return the weights.
-
-        Args:
-            number: of the model.
-            changes: of each vector; they are overwritten.
-        """
+        """Send the changes of a step; wait until this rank may go on, and return the weights."""
         with self._one:
             for each in changes:
                 self._mailbox.send(each, 0, number * KINDS + PUSH, "weights")
@@ -85,11 +80,7 @@ class Client:
             self._mailbox.send(NOTHING, 0, number * KINDS + DROP, "checks")
 
     def take(self, request: Array) -> int:
-        """Take batches of a queue, and return the number of the first.
-
-        Args:
-            request: of int64: the queue, the iteration, and how many to take.
-        """
+        """Take batches: of a queue, in an iteration, so many; return the number of the first."""
         with self._one:
             self._mailbox.send(request, 0, TAKE, "checks")
             self._wait()
@@ -246,10 +237,9 @@ class Exchange:
         return self._number is not None
 
     def add(self, weights: list[Array]) -> None:
-        """Serve vectors, behind those that were added before; a collective.
+        """Serve vectors of shape (n,), behind those that were added before; a collective.
 
-        Args:
-            weights: of shape (n,) each; those of rank 0 count.
+        The values of rank 0 count.
         """
         global _models
         collectives.gather(_STEP, None)  # no rank trains from here on

@@ -36,11 +36,7 @@ class RankPlace:
 
 
 def places(hosts: Sequence[str]) -> list[RankPlace]:
-    """The places of tasks on these hosts: the ranks of a host follow each other.
-
-    Args:
-        hosts: by task, a text that no other host has.
-    """
+    """The places of tasks on these hosts, by task; the ranks of a host follow each other."""
     sizes = Counter(hosts)  # in the order of first mention
     starts, total = {}, 0
     for host, size in sizes.items():
@@ -132,11 +128,7 @@ def _variables(place: RankPlace, size: int, host: str, address: str, port: int) 
 
 
 def _shipped(environ: Mapping[str, str]) -> dict[str, str]:
-    """How the rank finds the modules and files that Spark has shipped to this task.
-
-    Args:
-        environ: that the rank would have without them.
-    """
+    """How a rank with this environment finds the modules and files that Spark has shipped."""
     from pyspark import SparkFiles
 
     given = environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -104,11 +104,9 @@ class Engine(ABC):
         return self._call("broadcast", array, within, root_rank=root, process_set=ranks)
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
-        """Reduce a flat array of the same length and dtype on every rank.
+        """Reduce a flat array by ``"sum"``, ``"min"`` or ``"max"``.
 
-        Args:
-            array: of int32, int64, float32 or float64.
-            op: ``"sum"``, ``"min"`` or ``"max"``.
+        It is of int32, int64, float32 or float64, and has the same length and dtype on every rank.
         """
         count("objects", of_allreduce(array.nbytes, self.hvd.size()))
         return self._call("allreduce", array, None, op=getattr(self.hvd, op.capitalize()))
@@ -262,14 +260,7 @@ def broadcast_in_pieces(
 ) -> NDArray[np.uint8]:
     """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
 
-    In addition to it a rank holds one piece at a time.
-
-    Args:
-        engine: the started Horovod.
-        data: of shape (n,), with the same n on every rank; not changed on rank ``root``.
-        root: the rank that sends.
-        purpose: as in ``hvkit.traffic``.
-        within: the ranks that take part; None for all.
+    It is of shape (n,), with the same n on every rank. A rank holds one piece in addition to it.
     """
     sends = engine.hvd.rank() == root
     for start in range(0, data.size, PIECE):

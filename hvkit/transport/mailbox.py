@@ -188,11 +188,7 @@ def mpi_mailbox() -> MpiMailbox:
 
 
 def can_send(engine: Engine) -> bool:
-    """Whether this rank can send messages: mpi4py loads, and MPI runs with support for threads.
-
-    Args:
-        engine: the started Horovod; mpi4py shares its MPI, which is loaded already.
-    """
+    """Whether this rank can send messages: mpi4py loads, and MPI runs with support for threads."""
     return not obstacle(engine)
 
 

@@ -325,8 +325,7 @@ class _Agent:
 def _fork_below_guard(folder: Path | None) -> int:
     """Continue in a child of this process, which becomes the guard; return the guard's id.
 
-    Args:
-        folder: what the guard removes at the end.
+    The guard removes the folder at the end.
     """
     guard, launcher = os.getpid(), os.getppid()
     adopt_orphans()

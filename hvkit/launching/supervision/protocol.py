@@ -158,11 +158,7 @@ class AgentConnection:
     ) -> "AgentConnection":
         """Connect to the first address where the supervisor answers, and send the HELLO.
 
-        Args:
-            settings: with the addresses.
-            key: the key of the run, in hexadecimal.
-            rank: the agent's rank.
-            wants_call: whether ``receive_call`` follows.
+        ``receive_call`` has to follow if it says ``wants_call``. ``key`` is in hexadecimal.
 
         Raises:
             OSError: the supervisor answers at none of its addresses.
@@ -236,12 +232,9 @@ class AgentConnection:
 
 
 def sealed(path: Path, key: bytes, kind: Kind) -> Iterator[tuple[Kind, bytes]]:
-    """The frames that send a file: its pieces, and a SEAL.
+    """The frames that send a file: pieces of this kind, and a SEAL.
 
-    Args:
-        path: of the file, whose name the SEAL covers, so that no other one can take its place.
-        key: of the run.
-        kind: of the pieces.
+    The SEAL covers the file's name, too, so that no other one can take its place.
     """
     seal = _seal(path, key)
     with path.open("rb") as file:

@@ -199,8 +199,7 @@ class RankOutput:
     def close(self, *, drop: bool = False) -> None:
         """Show unfinished lines and what is held back, and close the log file.
 
-        Args:
-            drop: whether to drop a traceback that is held back, since the report shows it.
+        ``drop`` drops a traceback that is held back, since the report shows it.
         """
         if drop:
             self._held = b""

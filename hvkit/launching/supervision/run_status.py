@@ -157,9 +157,7 @@ class RankReports:
 def at_one_moment(running: Sequence[RankReports], now: float) -> list[RankReport]:
     """The reports of ranks at the newest second that all have reported.
 
-    Args:
-        running: the ranks; those that have been silent for some seconds are not waited for.
-        now: this host's clock; seconds since 1970.
+    Ranks that have been silent for some seconds are not waited for. ``now`` is this host's clock.
     """
     newest = [second for each in running if (second := each.newest_second(now)) is not None]
     if not newest:
@@ -174,10 +172,9 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Within: answer clients. If the socket cannot be made, ``hvkit top`` does not show this run.
+    """Within: answer clients with the state, which threads request.
 
-    Args:
-        state: returns the answer; called in threads.
+    If the socket cannot be made, ``hvkit top`` does not show this run.
     """
     path = folder() / str(os.getpid())
     with contextlib.ExitStack() as at_end:
@@ -241,10 +238,7 @@ def running() -> list[int]:
 
 
 def read(process: int) -> dict[str, Any]:
-    """The state of a run.
-
-    Args:
-        process: the id of its ``hvkit run``.
+    """The state of the run whose ``hvkit run`` has this process id.
 
     Raises:
         HvkitError: it has ended, belongs to another user, or is another version's.

@@ -52,14 +52,10 @@ class Screen:
         self._bars: set[int] = set()
 
     def show(self, kind: Kind, data: bytes, writer: object = None) -> None:
-        """Write bytes.
+        """Write bytes to a stream.
 
-        Args:
-            kind: the stream to write to.
-            data: the bytes.
-            writer: identifies the source. An unfinished line of another writer is ended before, on
-                a terminal or if it is a progress bar. None: this process, which always begins a new
-                line.
+        The writer identifies the source. An unfinished line of another writer is ended before, on a
+        terminal or if it is a progress bar. None is this process, which always begins a new line.
         """
         file = 1 if kind is Kind.STDOUT else 2
         place = self._place(file)
@@ -78,12 +74,7 @@ class Screen:
             self._end_line(place)
 
     def say(self, text: str, *, failed: bool = False) -> None:
-        """Write lines of this process's own to standard error.
-
-        Args:
-            text: the lines.
-            failed: whether the first one reports a failure: it is in colour on a terminal.
-        """
+        """Write own lines to standard error; on a terminal, the first of a failure is in colour."""
         first, *rest = text.split("\n")
         lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
         with contextlib.suppress(BrokenPipeError):

@@ -39,7 +39,7 @@ def ended_text(number: signal.Signals, saved: int | None, *, resumes: bool = Tru
 
     Args:
         number: the signal.
-        saved: the step of the newest checkpoint; ``None`` if there is none.
+        saved: the step of the newest checkpoint; ``None`` for none.
         resumes: whether the script begins with ``Checkpoint.restore()``.
     """
     text = f"hvkit run: ended by {number.name}"

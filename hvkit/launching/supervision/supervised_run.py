@@ -229,11 +229,7 @@ class _Supervision:
                 os.close(stream)
 
     async def close(self, status: int | None) -> None:
-        """Show the rest of the output, without what the report of a failure repeats.
-
-        Args:
-            status: as for ``conclude``.
-        """
+        """Show the rest of the output, without what the report of a failure repeats."""
         await self.launcher_output.finish(_LAUNCHER_PRINTS)
         if self.launcher_explains_end(status):
             await self.launcher_output.show_kept()
@@ -350,11 +346,7 @@ class _Supervision:
         return replace(self.ended(LEFT, reason), preempted=True, terminated=frozenset(got))
 
     def conclude(self, status: int | None) -> Outcome:
-        """Report what went wrong.
-
-        Args:
-            status: exit status of the launcher; ``None`` if it did not end by itself.
-        """
+        """Report what went wrong; ``status`` is None if the launcher did not end by itself."""
         if self.ended_by is not None:
             resumes = self.supervisor.resumed is not None
             self.screen.say(ended_text(self.ended_by, self.supervisor.newest, resumes=resumes))

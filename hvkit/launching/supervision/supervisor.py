@@ -227,8 +227,7 @@ class Supervisor:
     async def close(self, reported: Collection[int] = ()) -> None:
         """Admit no more agents, show the rest of the output, and close the log files.
 
-        Args:
-            reported: the ranks whose tracebacks are dropped if they were not shown yet.
+        Tracebacks of the ranks in ``reported`` are dropped if they were not shown yet.
         """
         self._closed = True
         self._listener.close()
