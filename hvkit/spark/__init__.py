@@ -2,11 +2,10 @@
 
 ::
 
-    job              on the driver: run, from the arguments to a barrier job and its results
-    starter          in place of a launcher (python -m hvkit.spark.starter), below the process that
-                     supervises the ranks: waits, as Spark's tasks start the agents
-    task             on the executors: gives ranks their places, and starts an agent for each
-    ├── rank         what each rank runs (python -m hvkit.spark.rank)
+    job              on the driver: run, from the arguments to a barrier job and its results; also in
+                     place of a launcher (python -m hvkit.spark.job), which waits
+    task             on the executors: gives ranks their places, and starts an agent for each, which
+                     runs the rank (python -m hvkit.spark.task)
     └── rendezvous   where the ranks' Horovod finds the others: a store that proves who may use it
 
 The agents, their connections and the function's way to the ranks are those of ``hvkit.launch`` on

@@ -1,4 +1,9 @@
-"""``hvkit.spark.run``: a function on ranks that Spark's executors start."""
+"""``hvkit.spark.run``: a function on ranks that Spark's executors start.
+
+Spark's tasks start the agents. So the launcher that is supervised (``python -m hvkit.spark.job``)
+starts nothing: it hands the agents' variables to the driver, and ends when the driver's job has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +35,20 @@ from hvkit.functions.supervised import (
 from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
 from hvkit.launching.request import Request
-from hvkit.launching.supervision.protocol import AgentSettings
+from hvkit.launching.supervision.protocol import (
+    KEY_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    AgentSettings,
+)
 from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
-from hvkit.spark import starter
-from hvkit.spark.starter import agents_in, job_ended_in
 from hvkit.spark.task import RankTask
 from hvkit.wording import counted, shortened
 
 R = TypeVar("R")
+
+_THIS = "hvkit.spark.job"
 
 # All in seconds. For executors to come before a job that needs more of them is refused.
 _EXECUTORS_COME = 30.0
@@ -108,7 +117,7 @@ def run(
         process = begin(_supervised(context, size, name, folder), folder)
         job = _Job(context, folder, process, size, name)
         try:
-            job.start(command_of_rank(function, "hvkit.spark.rank")[1:], environ)
+            job.start(command_of_rank(function, "hvkit.spark.task")[1:], environ)
             follow(process)
         finally:
             job.end()
@@ -139,7 +148,7 @@ def _supervised(context: Any, size: int, name: str, folder: Path) -> SupervisedR
         bind=False,  # Spark's executors share the cores of their hosts
         call=str(folder),
     )
-    command = [sys.executable, "-P", "-m", starter.__name__, str(folder)]
+    command = [sys.executable, "-P", "-m", _THIS, str(folder)]
     return SupervisedRun(command, dict(os.environ), "Spark", size, agents, status=status)
 
 
@@ -198,11 +207,11 @@ class _Job:
         return f"{text} ({of_supervisor})" if of_supervisor else text
 
     def _run(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        while not agents_in(self._folder).exists():
+        while not _agents_in(self._folder).exists():
             if self._supervisor.poll() is not None:  # what it printed, or left, says why
                 return
             time.sleep(_TICK)
-        agent = json.loads(agents_in(self._folder).read_bytes())
+        agent = json.loads(_agents_in(self._folder).read_bytes())
         task = RankTask(agent, environ, secrets.token_bytes(32), command)
         try:
             self._context.setJobGroup(self._group, self._description, interruptOnCancel=True)
@@ -212,7 +221,7 @@ class _Job:
             self.problem = problem
         finally:
             # The folder is gone if Spark has not ended a cancelled job for long.
-            with suppress(FileNotFoundError), written(job_ended_in(self._folder)) as file:
+            with suppress(FileNotFoundError), written(_job_ended_in(self._folder)) as file:
                 file.write(b"1" if self.problem else b"0")
 
 
@@ -285,3 +294,27 @@ def _addresses(context: Any) -> tuple[str, ...]:
     except OSError:  # a name of the cluster that this host does not know
         local = False
     return (driver,) if local else tuple(dict.fromkeys([driver, *addresses_for_others()]))
+
+
+def _agents_in(folder: Path) -> Path:
+    """The file with the variables of agents, once the supervisor listens."""
+    return folder / "agents"
+
+
+def _job_ended_in(folder: Path) -> Path:
+    """The file that the driver writes when the job has ended: an exit status."""
+    return folder / "job-ended"
+
+
+def wait_for_job(folder: Path) -> int:
+    """Hand out the agents' variables, and wait for the end of Spark's job; returns its status."""
+    variables = {name: os.environ[name] for name in (SUPERVISOR_VARIABLE, KEY_VARIABLE)}
+    with written(_agents_in(folder)) as file:
+        file.write(json.dumps(variables).encode())
+    while not _job_ended_in(folder).exists():
+        time.sleep(_TICK)
+    return int(_job_ended_in(folder).read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(wait_for_job(Path(sys.argv[1])))

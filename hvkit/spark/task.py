@@ -1,4 +1,7 @@
-"""What each Spark task does: finds its rank's place, and starts hvkit's agent for it."""
+"""What each Spark task does: finds its rank's place, and starts hvkit's agent for it.
+
+The agent's command is this module again (``python -m hvkit.spark.task``), which calls the function.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from pathlib import Path
 from hvkit.host.launcher_variables import without_place
 from hvkit.host.network import interface_of
 from hvkit.launching.supervision.protocol import agent_command
-from hvkit.spark.rank import FILES
 from hvkit.spark.rendezvous import Front, Store
 
 # Seconds that ranks may be apart when Horovod starts. The supervisor notices lost hosts sooner, and
 # the watcher ranks that do not come.
 _GLOO_WAITS = "1800"
+# Environment variable of ranks: the folder with the files that Spark has shipped, if any.
+_FILES = "HVKIT_SPARK_FILES"
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def _shipped(environ: Mapping[str, str]) -> dict[str, str]:
     path = os.pathsep.join(dict.fromkeys(each for each in [*given, *sys.path] if each))
     root = SparkFiles.getRootDirectory()
     has_files = os.path.isdir(root) and bool(os.listdir(root))
-    return {"PYTHONPATH": path} | ({FILES: root} if has_files else {})
+    return {"PYTHONPATH": path} | ({_FILES: root} if has_files else {})
 
 
 def _gpus(context: object) -> dict[str, str]:
@@ -149,3 +153,20 @@ def _this_host() -> str:
     """A text that no other host has."""
     started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}-{started}"
+
+
+def main() -> None:
+    """Call the function; ``pyspark.SparkFiles`` finds files as in Spark's own tasks."""
+    # Not at the top: Spark's tasks do not need it.
+    from hvkit.functions import rank
+
+    if root := os.environ.pop(_FILES, ""):
+        from pyspark import SparkFiles
+
+        SparkFiles._root_directory = root
+        SparkFiles._is_running_on_worker = True
+    rank.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -179,8 +179,7 @@ class _Supervision:
             asyncio.create_task(each)
             for each in (
                 self.supervisor.show_unfinished_lines(),
-                _reap(launcher.pid),
-                self.show(),
+                self.every_second(launcher.pid),
                 *([self.supervisor.ask_for_clocks()] if self.run.status.timeline else []),
             )
         ]
@@ -251,11 +250,12 @@ class _Supervision:
         ended = self.failed, self.signalled, self.supervisor.all_ended
         return self.stopping or any(event.is_set() for event in ended)
 
-    async def show(self) -> None:
-        """Show the ranks in ``hvkit top`` every second; never returns."""
+    async def every_second(self, launcher: int) -> None:
+        """Show the ranks in ``hvkit top``, and reap adopted processes; never returns."""
         while True:
             self.show_now()
             await asyncio.sleep(1)
+            reap_adopted(launcher)
 
     def show_now(self) -> None:
         self.run.status.update(phase="", **self.supervisor.state())
@@ -417,10 +417,3 @@ async def _first(
 ) -> None:
     """Wait until the first of these tasks is done, for ``timeout`` seconds at most."""
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _reap(launcher: int) -> None:
-    """Reap adopted processes that have ended; never returns."""
-    while True:
-        await asyncio.sleep(1)
-        reap_adopted(launcher)
