@@ -111,7 +111,7 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
 
 
 def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
-    """The objects of all ranks in this call of the user's, in rank order; messages must hold them."""
+    """The objects that all ranks pass in this call of the script's, in rank order."""
     group = group or all_ranks()
     if group.size == 1:
         return [obj]

@@ -94,7 +94,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def check_function(user: str, function: object, example: str) -> None:
-    """Raise ``TypeError`` if what the user shall run is no function; ``example`` is a right call."""
+    """Raise ``TypeError``, with an example, if what the user shall run is no function."""
     if not callable(function):
         raise TypeError(
             f"{user} needs a function, got {function!r}: pass the function itself, not its "

@@ -2,8 +2,8 @@
 
 ::
 
-    job              on the driver: run, from the arguments to a barrier job and its results; also in
-                     place of a launcher (python -m hvkit.spark.job), which waits
+    job              on the driver: run, from the arguments to a barrier job and its results; in
+                     place of a launcher (python -m hvkit.spark.job), it waits
     task             on the executors: gives ranks their places, and starts an agent for each, which
                      runs the rank (python -m hvkit.spark.task)
     └── rendezvous   where the ranks' Horovod finds the others: a store that proves who may use it
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not at the top: executors and the starter need less.
+    # Not at the top: executors need less.
     from hvkit.spark.job import run
 
     return run

@@ -160,7 +160,7 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
 
 
 def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
-    """The ranks whose tracebacks are not shown: the reported one, the same, and its consequences."""
+    """The ranks whose tracebacks are not shown: the reported one, the same, consequences."""
     first = first_failure(failures)
     if first is None:
         return set()
