@@ -48,7 +48,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-# Where in the file of a call the names of ``__main__`` begin.
+# At the end of the file of a call: where in it the names of ``__main__`` begin.
 _PLACE = struct.Struct("!Q")
 # How far the search for what cannot be pickled goes: values in values, and of each so many parts.
 _DEEPEST, _MOST_PARTS = 8, 1000
@@ -150,7 +150,6 @@ def write_call(
         "cells": _lines_of_cells(),
         "main": getattr(sys.modules["__main__"], "__file__", None),
     }
-    file.write(bytes(_PLACE.size))
     pickle.dump(caller, file)
     pickler = Pickler(file)
     try:
@@ -162,7 +161,6 @@ def write_call(
     pickler.dump(pickler.of_main)  # by the same one: the objects of the call, and no copies
     place = file.tell()
     dump(pickler.of_main, file)
-    file.seek(0)
     file.write(_PLACE.pack(place))
 
 
@@ -174,7 +172,7 @@ def read_call(
     Raises:
         Exception: what unpickling has raised, with a note.
     """
-    caller, _ = _prepare(file)
+    caller = _prepare(file)
     try:
         call: tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
         unpickler = pickle.Unpickler(file)
@@ -197,26 +195,23 @@ def read_call(
 
 def read_main(file: BinaryIO) -> dict[str, object]:
     """What the caller's ``__main__`` defines and the call uses, in a process that a rank starts."""
-    _, place = _prepare(file)
-    file.seek(place)
+    _prepare(file)
+    file.seek(-_PLACE.size, os.SEEK_END)
+    file.seek(*_PLACE.unpack(file.read()))
     names: dict[str, object] = pickle.load(file)
     return names
 
 
-def _prepare(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Let this process find the caller's modules; what is known of the caller, and a place.
-
-    The place is that in the file at which ``__main__``'s names begin.
-    """
-    (place,) = _PLACE.unpack(file.read(_PLACE.size))
-    caller = pickle.load(file)
+def _prepare(file: BinaryIO) -> dict[str, Any]:
+    """Let this process find the caller's modules; return what is known of the caller."""
+    caller: dict[str, Any] = pickle.load(file)
     here = caller["folder"]
     sys.argv[:] = caller["argv"]
     sys.path[:] = dict.fromkeys([*(each or here for each in caller["path"]), *sys.path])
     for name, lines in caller["cells"].items():
         # No time of change: the lines stay although there is no file.
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    return caller, place
+    return caller
 
 
 def _unpicklable(
