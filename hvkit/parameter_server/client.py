@@ -58,53 +58,59 @@ class Client:
         self._one = threading.Lock()
 
     def exchange(self, number: int, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step; wait until this rank may go on, and return the weights."""
-        with self._one:
-            for each in changes:
-                self._mailbox.send(each, 0, number * KINDS + PUSH, "weights")
-            self._wait()
-            for each in changes:
-                self._mailbox.receive(each, 0, ANSWER)
-            return changes
+        """Send the changes of a step; wait until this rank may go on, and return the weights.
+
+        Args:
+            number: of the model.
+            changes: of each vector; they are overwritten.
+        """
+        self._request(PUSH, changes, changes, number, "weights")
+        return changes
 
     def leave(self) -> None:
         """Let the others train without this rank, until all ranks have called this as often."""
-        with self._one:
-            self._mailbox.send(NOTHING, 0, LEAVE, "checks")
-            self._wait()
-            self._mailbox.receive(NOTHING.copy(), 0, ANSWER)
+        self._request(LEAVE, [NOTHING], [NOTHING.copy()])
 
     def drop(self, number: int) -> None:
         """Never exchange weights of this model again."""
-        with self._one:
-            self._mailbox.send(NOTHING, 0, number * KINDS + DROP, "checks")
+        self._request(DROP, [NOTHING], [], number)
 
     def take(self, request: Array) -> int:
-        """Take batches: of a queue, in an iteration, so many; return the number of the first."""
-        with self._one:
-            self._mailbox.send(request, 0, TAKE, "checks")
-            self._wait()
-            self._mailbox.receive(answer := np.empty(1, np.int64), 0, ANSWER)
-            return int(answer[0])
+        """Take batches of a queue, and return the number of the first.
+
+        Args:
+            request: of int64: the queue, the iteration, and how many to take.
+        """
+        answer = np.empty(1, np.int64)
+        self._request(TAKE, [request], [answer])
+        return int(answer[0])
 
     def end(self) -> None:
         """Wait until all ranks have ended their scripts."""
-        with self._one:
-            self._mailbox.send(NOTHING, 0, END, "checks")
-            self._wait()
-            self._mailbox.receive(NOTHING.copy(), 0, ANSWER)
+        self._request(END, [NOTHING], [NOTHING.copy()])
 
-    def _wait(self) -> None:
-        """Wait for an answer.
+    def _request(
+        self,
+        kind: int,
+        sent: list[Array],
+        answers: list[Array],
+        number: int = 0,
+        purpose: str = "checks",
+    ) -> None:
+        """Send a request, and receive its answers, if it has some.
 
         Raises:
             RankLostError: there will be none.
         """
-        found = self._mailbox.wait()
-        if found.tag == LOST:
-            text = np.empty(found.bytes, np.uint8)
-            self._mailbox.receive(text, 0, LOST)
-            raise RankLostError(text.tobytes().decode())
+        with self._one:
+            for each in sent:
+                self._mailbox.send(each, 0, number * KINDS + kind, purpose)
+            if answers and (found := self._mailbox.wait()).tag == LOST:
+                text = np.empty(found.bytes, np.uint8)
+                self._mailbox.receive(text, 0, LOST)
+                raise RankLostError(text.tobytes().decode())
+            for each in answers:
+                self._mailbox.receive(each, 0, ANSWER)
 
 
 class Service:
