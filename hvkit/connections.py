@@ -76,7 +76,7 @@ class Listener:
                 if self._closed.wait(_PAUSE):
                     return
                 continue  # For instance, this process has too many open files.
-            threads.start("hvkit-door", self._examine, accepted, admit)
+            threads.start("hvkit-newcomer", self._examine, accepted, admit)
 
     def close(self) -> None:
         """Admit nobody else; connections that were admitted stay open."""

@@ -36,21 +36,21 @@ def collect(call: str, obj: T) -> Iterator[T]:
         yield obj
     if size() == 1:
         return
-    mine = encode(obj) if rank() else b""
-    everyone = gather(call, (len(mine), mailbox.can_send(any_engine())))
-    by_mpi = _opened(can_send for _, can_send in everyone)
+    own = encode(obj) if rank() else b""
+    gathered = gather(call, (len(own), mailbox.can_send(any_engine())))
+    by_mpi = _opened(can_send for _, can_send in gathered)
     problem = ""
-    for source, (length, _) in enumerate(everyone[1:], start=1):
+    for source, (length, _) in enumerate(gathered[1:], start=1):
         from_rank(0, None)  # until rank 0 is ready
-        message = _Message(mine, length, source, 0, by_mpi)
+        message = _Message(own, length, source, 0, by_mpi)
         if rank() == 0:
             try:
-                theirs: T = message.received()
+                received: T = message.received()
             except Exception as error:
                 problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
             else:
-                yield theirs
-                del theirs
+                yield received
+                del received
         message.finish()
     if problem := from_rank(0, problem):
         raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
@@ -155,12 +155,12 @@ class _Message:
 
     def _piece(self, start: int) -> Any:
         stop = min(start + engines.CHUNK, self._length)
-        mine = rank() == self._source
-        piece = self._data[start:stop] if mine else np.empty(stop - start, np.uint8)
+        sends = rank() == self._source
+        piece = self._data[start:stop] if sends else np.empty(stop - start, np.uint8)
         if self._by_mpi is None:
             return any_engine().broadcast(piece, self._source)
         with waiting_for_all_ranks():
-            if mine:
+            if sends:
                 self._by_mpi.send(piece, self._target, 0, "objects")
             elif rank() == self._target:
                 self._by_mpi.receive(piece, self._source, 0)

@@ -204,9 +204,9 @@ def compare_iterations() -> None:
 
     This is no error: scripts that count steps instead of epochs end in different epochs.
     """
-    everyone = [dict(each) for each in collectives.gather(_MEETING, [*_iterations.items()])]
-    for queue in sorted(set().union(*everyone) - _uneven):
-        begun = [theirs.get(queue, 0) for theirs in everyone]
+    gathered = [dict(each) for each in collectives.gather(_MEETING, [*_iterations.items()])]
+    for queue in sorted(set().union(*gathered) - _uneven):
+        begun = [iterations.get(queue, 0) for iterations in gathered]
         if len(set(begun)) > 1:
             _uneven.add(queue)
             if runtime.rank() == 0:

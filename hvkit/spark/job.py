@@ -202,8 +202,8 @@ class _Job:
         """Why it has failed, in a line."""
         # Py4J's text begins with a line of its own. Spark's name of the exception is no help.
         lines = [line.strip() for line in str(self.problem).splitlines() if line.strip()]
-        told = next((line for line in lines if _OF_SPARK in line), lines[0])
-        text = shortened(told.rpartition(_OF_SPARK)[2], _ERROR)
+        reason = next((line for line in lines if _OF_SPARK in line), lines[0])
+        text = shortened(reason.rpartition(_OF_SPARK)[2], _ERROR)
         return f"{text} ({of_supervisor})" if of_supervisor else text
 
     def _run(self, command: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -82,9 +82,9 @@ class RankTask:
         number = context.partitionId()
         addresses = [each.address.rpartition(":")[0] for each in context.getTaskInfos()]
         hosts = context.allGather(_this_host())
-        everyone = places(hosts)
-        place = everyone[number]
-        first = next(task for task, each in enumerate(everyone) if each.rank == 0)
+        ranks = places(hosts)
+        place = ranks[number]
+        first = next(task for task, each in enumerate(ranks) if each.rank == 0)
         address = socket.gethostbyname(addresses[number])
         with ExitStack() as stack:
             port = ""
@@ -103,7 +103,7 @@ class RankTask:
                     **self.environ,
                     **_shipped({**os.environ, **self.environ}),
                     **self.agent,
-                    **_variables(place, len(everyone), hosts[number], address, front.port),
+                    **_variables(place, len(ranks), hosts[number], address, front.port),
                 },
                 stdin=subprocess.DEVNULL,
                 check=False,  # the agent reports how the rank has ended

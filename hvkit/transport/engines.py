@@ -129,12 +129,12 @@ _WITHOUT_WAITING = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 @contextmanager
 def _set(variable: str, value: str) -> Iterator[None]:
     """Set a variable for a while, unless it is set."""
-    mine = variable not in os.environ
+    unset = variable not in os.environ
     os.environ.setdefault(variable, value)
     try:
         yield
     finally:
-        if mine:
+        if unset:
             del os.environ[variable]
 
 

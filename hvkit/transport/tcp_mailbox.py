@@ -40,46 +40,28 @@ class _Request:
         self.gone = threading.Event()
 
 
-class Door:
-    """Where a rank admits others that know the key.
-
-    Args:
-        key: of this run.
-        one_host: whether all ranks are on this host.
-
-    Attributes:
-        place: addresses at which the others find it, and its port.
-    """
-
-    def __init__(self, key: bytes, one_host: bool) -> None:
-        self.key = key
-        self.listener = Listener("127.0.0.1" if one_host else None, key)
-        addresses = ["127.0.0.1"] if one_host else list(addresses_for_others())
-        self.place: tuple[list[str], int] = (addresses, self.listener.port)
-
-
 class TcpMailbox(Mailbox):
     """Sends over TCP.
 
     Args:
         rank: this rank.
-        door: this rank's.
-        places: of every rank's door.
+        key: of this run.
+        one_host: whether all ranks are on this host.
         run_ends: whether no wait is of use any more.
+
+    Attributes:
+        address: addresses at which other ranks that know the key find this one, and its port.
+        addresses: those of all ranks, by rank; to be set before anything is sent.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        door: Door,
-        places: Sequence[tuple[list[str], int]],
-        run_ends: Callable[[], bool],
-    ) -> None:
+    def __init__(self, rank: int, key: bytes, one_host: bool, run_ends: Callable[[], bool]) -> None:
         self._rank = rank
-        self._key = door.key
-        self._listener = door.listener
-        self._places = places
+        self._key = key
         self._run_ends = run_ends
+        self._listener = Listener("127.0.0.1" if one_host else None, key)
+        here = ["127.0.0.1"] if one_host else list(addresses_for_others())
+        self.address: tuple[list[str], int] = (here, self._listener.port)
+        self.addresses: Sequence[tuple[list[str], int]] = ()
         # Guards everything below; notified when a message has come, or a rank has ended.
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], deque[bytearray]] = {}
@@ -155,7 +137,7 @@ class TcpMailbox(Mailbox):
             return self._outboxes[to]
 
     def _connected(self, to: int) -> Connection:
-        addresses, port = self._places[to]
+        addresses, port = self.addresses[to]
         try:
             connection = Connection(connect(addresses, port, self._key))
             connection.send(self._rank)

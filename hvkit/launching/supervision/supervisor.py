@@ -355,9 +355,9 @@ class Supervisor:
                     )
                 rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
             elif kind is Kind.CLOCK:
-                number, theirs = protocol.fields(payload, number=int, now=float)
-                if number is not None and theirs is not None and math.isfinite(theirs):
-                    rank.clock.answered(number, theirs, time.monotonic())
+                number, clock = protocol.fields(payload, number=int, now=float)
+                if number is not None and clock is not None and math.isfinite(clock):
+                    rank.clock.answered(number, clock, time.monotonic())
             elif kind is Kind.STOPPED:
                 rank.stopped = True
             elif kind is Kind.ENDED:

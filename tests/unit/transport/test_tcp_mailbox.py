@@ -11,16 +11,17 @@ import pytest
 from hvkit.connections import connect, frame
 from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
 from hvkit.transport.host_collectives import TcpCollectives, _LauncherStore
-from hvkit.transport.tcp_mailbox import Door, TcpMailbox
+from hvkit.transport.tcp_mailbox import TcpMailbox
 
 KEY = b"k" * 32
 
 
 def mailboxes(*keys):
     """Of as many ranks, all in this process; each knows one of the keys."""
-    doors = [Door(key, one_host=True) for key in keys]
-    places = [door.place for door in doors]
-    return [TcpMailbox(rank, door, places, lambda: False) for rank, door in enumerate(doors)]
+    boxes = [TcpMailbox(rank, key, True, lambda: False) for rank, key in enumerate(keys)]
+    for box in boxes:
+        box.addresses = [each.address for each in boxes]
+    return boxes
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(1, 8), (8, 1), (4, 8)])
@@ -39,7 +40,7 @@ def test_a_rank_with_another_key_is_named():
 
 def test_a_connection_that_ends_within_a_message_ends_the_wait():
     _, second = mailboxes(KEY, KEY)
-    addresses, port = second._places[1]
+    addresses, port = second.addresses[1]
     with connect(addresses, port, KEY) as sender:
         sender.sendall(frame(0) + frame(0, bytes(1000))[:20])
     with pytest.raises(RankLostError):
@@ -92,7 +93,7 @@ def store(monkeypatch):
 
 def test_a_store_that_refuses_or_has_ended_is_named(store):
     with pytest.raises(LaunchError, match=r"addresses, 127\.0\.0\.1:\d+, answers 403"):
-        _LauncherStore().put("door-1", b"")
+        _LauncherStore().put("address-1", b"")
     store.shutdown()
     store.server_close()
     with pytest.raises(LaunchError, match=r"127\.0\.0\.1:\d+, cannot be reached"):
