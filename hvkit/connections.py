@@ -12,7 +12,6 @@ disk or a core, its kernel still acknowledges packets; when a process ends, its 
 connection. If neither happens, the host or the network is lost.
 """
 
-import asyncio
 import contextlib
 import socket
 import struct
@@ -154,7 +153,9 @@ class Connection:
             ConnectionLost: none will come any more.
         """
         try:
-            kind, size = header(self._exactly(HEADER_BYTES), self._longest)
+            kind, size = _HEADER.unpack(self._exactly(HEADER_BYTES))
+            if self._longest is not None and size > self._longest:
+                raise ValueError(f"a frame of {size} bytes")
             return kind, self._exactly(size)
         except (OSError, ValueError) as problem:
             raise ConnectionLost(str(problem)) from problem
@@ -168,9 +169,23 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
+    def hang_up(self) -> None:
+        """End the connection, also for a thread that receives."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Send and receive nothing more."""
         self._socket.close()
+
+    def silent_for(self) -> float:
+        """Seconds since the last acknowledgement, with ``keep_alive``; 0 once it is closed."""
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return 0.0
+        (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
+        return float(milliseconds) / 1000
 
     def _exactly(self, size: int) -> bytearray:
         data, have = bytearray(size), 0
@@ -186,29 +201,6 @@ class Connection:
 def frame(kind: int, payload: bytes = b"") -> bytes:
     """The bytes of a frame."""
     return _HEADER.pack(kind, len(payload)) + payload
-
-
-def header(data: bytes | bytearray, longest: int | None = None) -> tuple[int, int]:
-    """The kind of a frame and the length of its payload, from its first ``HEADER_BYTES``.
-
-    Raises:
-        ValueError: no frame is that long.
-    """
-    kind, length = _HEADER.unpack(data)
-    if longest is not None and length > longest:
-        raise ValueError(f"a frame of {length} bytes")
-    return kind, length
-
-
-async def read_frame(reader: asyncio.StreamReader, longest: int) -> tuple[int, bytes]:
-    """The next frame, in an event loop.
-
-    Raises:
-        OSError, asyncio.IncompleteReadError: the connection is lost.
-        ValueError: no frame is that long.
-    """
-    kind, length = header(await reader.readexactly(HEADER_BYTES), longest)
-    return kind, await reader.readexactly(length)
 
 
 def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
@@ -235,13 +227,6 @@ def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
 def probe_interval(lost_after: float) -> int:
     """Seconds between keep-alive probes."""
     return max(1, int(lost_after / _PROBES))
-
-
-def silent_for(connection: socket.socket) -> float:
-    """Seconds since the last acknowledgement, on a connection with ``keep_alive``."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
-    return float(milliseconds) / 1000
 
 
 def _prove(connected: socket.socket, key: bytes, *steps: Callable[[Any, bytes], None]) -> None:

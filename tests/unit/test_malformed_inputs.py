@@ -4,7 +4,6 @@ No traceback, no partial result, no hang: an input gives an error of the kind th
 announces, or is read as a whole.
 """
 
-import asyncio
 import contextlib
 import io
 import json
@@ -12,6 +11,7 @@ import random
 import shutil
 import socket
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -304,26 +304,20 @@ def test_messages_to_the_supervisor(capfd):
                 connected.sendall(mutated(b"".join(frames), rng))
             connected.close()
 
-    async def serve():
-        supervisor = Supervisor(400, KEY, Style(), None, lambda: None)
-        unexpected = []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: unexpected.append(context))
-        port = supervisor.listen("127.0.0.1")
-        with await asyncio.to_thread(good, port) as connected:
-            for _ in range(250):
-                await asyncio.to_thread(bad, port)
-            connected.sendall(frame(Kind.REPORT, b'{"saved": 42}'))
-            async with asyncio.timeout(30):
-                while (supervisor.saved or 0) < 42:
-                    await asyncio.sleep(0.01)
-            connected.sendall(frame(Kind.ENDED, b'{"status": 0}'))
-            assert await asyncio.to_thread(lambda: connected.recv(100)) == b""
-        await supervisor.close()
-        assert unexpected == []
-        assert not [each for each in supervisor.failures if each.rank == 0]
-
-    asyncio.run(serve())
+    supervisor = Supervisor(400, KEY, Style(), None, lambda: None)
+    port = supervisor.listen("127.0.0.1")
+    with good(port) as connected:
+        for _ in range(250):
+            bad(port)
+        connected.sendall(frame(Kind.REPORT, b'{"saved": 42}'))
+        deadline = time.monotonic() + 30
+        while (supervisor.saved or 0) < 42:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        connected.sendall(frame(Kind.ENDED, b'{"status": 0}'))
+        assert connected.recv(100) == b""
+    supervisor.close()
+    assert not [each for each in supervisor.failures if each.rank == 0]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -355,10 +349,6 @@ def test_reports_of_ranks(tmp_path):
     fields = {"number": 0, "host": "a", "reports": RankReports(), "speed": None}
     supervisor_rank = type("Rank", (), fields)()
 
-    async def take():
-        supervisor = Supervisor(2, KEY, Style(), None, lambda: None)
-        for line in each(300, [*REPORTS, b'{"speed": 3.5}', json.dumps({"left": True}).encode()]):
-            supervisor._take_report(supervisor_rank, line)
-        supervisor.writer.close()
-
-    asyncio.run(take())
+    supervisor = Supervisor(2, KEY, Style(), None, lambda: None)
+    for line in each(300, [*REPORTS, b'{"speed": 3.5}', json.dumps({"left": True}).encode()]):
+        supervisor._take_report(supervisor_rank, line)

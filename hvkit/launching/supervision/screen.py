@@ -3,25 +3,21 @@
 A progress bar has no end of line until it is full. What another rank, the launcher or ``hvkit run``
 itself writes meanwhile begins on a line of its own. Other output is written to files and pipes byte
 for byte: it may be cut anywhere, and need not be text.
-
-The run's ``OutputWriter`` does all writing in a thread of its own, so that a slow terminal blocks
-only the ranks that print.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
-import queue
 import re
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from hvkit import threads
 from hvkit.launching.supervision.protocol import Kind
@@ -34,8 +30,6 @@ _DRAWS_OVER = re.compile(rb"[\b]*\r")
 _FAILURE = "\x1b[1;31m{}\x1b[0m"
 # Bytes of the launcher's output that are read at once, and that are kept back.
 _READ = _KEPT = 1 << 16
-
-_Work = tuple[Callable[[], None], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class Screen:
@@ -129,65 +123,6 @@ def _write(file: int, data: bytes) -> None:
             select.select([], [file], [])
 
 
-class OutputWriter:
-    """A thread that writes output in order. After an error it writes nothing more.
-
-    It is a daemon thread, so a write that blocks forever does not keep this process alive.
-
-    Args:
-        on_problem: called in the event loop when something cannot be written.
-    """
-
-    def __init__(self, on_problem: Callable[[], None]) -> None:
-        self.problem: OSError | None = None
-        self._on_problem = on_problem
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        threads.start("hvkit-output", self._run)
-
-    async def do(self, work: Callable[[], None]) -> None:
-        """Call ``work`` on the thread, after all earlier work, and wait for it.
-
-        Raises:
-            ValueError: ``work`` has.
-        """
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self._queue.put((work, loop, done))
-        await done
-
-    def close(self) -> None:
-        """End the thread after all earlier work."""
-        self._queue.put(None)
-
-    def fail(self, problem: OSError) -> None:
-        """Record that something cannot be written. Call this in the event loop."""
-        if self.problem is None:
-            self.problem = problem
-            self._on_problem()
-
-    def _run(self) -> None:
-        while (wanted := self._queue.get()) is not None:
-            work, loop, done = wanted
-            problem: Exception | None = None
-            try:
-                if self.problem is None:
-                    work()
-            except (OSError, ValueError) as error:
-                problem = error
-            with contextlib.suppress(RuntimeError):  # the loop has ended while this was blocked
-                loop.call_soon_threadsafe(self._finish, done, problem)
-
-    def _finish(self, done: asyncio.Future[None], problem: Exception | None) -> None:
-        if isinstance(problem, OSError):
-            self.fail(problem)
-        if done.cancelled():
-            return
-        if isinstance(problem, ValueError):
-            done.set_exception(problem)
-        else:
-            done.set_result(None)
-
-
 class LauncherOutput:
     """The launcher's own output, with that of ssh and agents that it passes on.
 
@@ -196,7 +131,7 @@ class LauncherOutput:
     all.
 
     Args:
-        writer: writes in order with the output of ranks.
+        write: calls what writes, in order with the output of ranks.
         show: called with the stream, the bytes and ``writer="launcher"``.
         ends: returns whether the run is ending, so that further output is kept back.
         log_dir: folder for a log file; None for none.
@@ -204,61 +139,53 @@ class LauncherOutput:
 
     def __init__(
         self,
-        writer: OutputWriter,
+        write: Callable[..., None],
         show: Callable[..., None],
         ends: Callable[[], bool],
         log_dir: Path | None,
     ) -> None:
-        self._writer = writer
+        self._write = write
         self._show = functools.partial(show, writer="launcher")
         self._ends = ends
         self._log_dir = log_dir
         self._log: BinaryIO | None = None
         self._kept: list[tuple[Kind, bytes]] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._pipes: list[asyncio.ReadTransport] = []
+        self._readers: list[threading.Thread] = []
 
-    async def pipe(self, kind: Kind) -> int:
-        """Read from a new pipe; return its other end, for the launcher, which the caller closes."""
-        reader, writer = os.pipe()
-        stream = asyncio.StreamReader()
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reader, "rb")
-        )
-        self._pipes.append(pipe)
-        self._tasks.append(asyncio.create_task(self._read(kind, stream)))
-        return writer
+    def read(self, kind: Kind, stream: IO[bytes]) -> None:
+        """Read a stream of the launcher to its end, in a thread."""
+        self._readers.append(threads.start("hvkit-launcher-output", self._read, kind, stream))
 
-    async def finish(self, seconds: float) -> None:
+    def finish(self, seconds: float) -> None:
         """Wait for the end of both streams, for a limited time: ssh may keep them open."""
-        await asyncio.wait(self._tasks, timeout=seconds)
-        for task in self._tasks:
-            task.cancel()
-        for pipe in self._pipes:
-            pipe.close()
+        deadline = time.monotonic() + seconds
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
         if self._log is not None:
-            self._log.close()
+            self._write(self._log.close)
 
-    async def show_kept(self) -> None:
+    def show_kept(self) -> None:
         """Show what was kept back: the launcher is to blame."""
         kept, self._kept = self._kept, []
-        for kind, data in kept:
-            await self._writer.do(functools.partial(self._show, kind, data))
+        for each in kept:
+            self._write(self._show, *each)
 
-    async def _read(self, kind: Kind, stream: asyncio.StreamReader) -> None:
-        while data := await stream.read(_READ):
-            await self._writer.do(functools.partial(self._write_log, data))
-            if not self._ends():
-                await self._writer.do(functools.partial(self._show, kind, data))
-            elif sum(len(each) for _, each in self._kept) < _KEPT:
-                self._kept.append((kind, data))
+    def _read(self, kind: Kind, stream: IO[bytes]) -> None:
+        with stream:
+            while data := os.read(stream.fileno(), _READ):
+                self._write(self._write_log, data)
+                if not self._ends():
+                    self._write(self._show, kind, data)
+                elif sum(len(each) for _, each in self._kept) < _KEPT:
+                    self._kept.append((kind, data))
 
     def _write_log(self, data: bytes) -> None:
         if self._log_dir is None:
             return
         if self._log is None:
             self._log = (self._log_dir / LAUNCHER_LOG).open("wb")
-        write_log(self._log, data)
+        if not self._log.closed:  # by ``finish``
+            write_log(self._log, data)
 
 
 def write_log(log: BinaryIO, data: bytes) -> None:

@@ -295,7 +295,7 @@ def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds(
 
 
 def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeypatch):
-    async def supervise(self):
+    def supervise(self):
         self.stopping = True
         outcome = self.ended(1, "rank 0 ended with exit status 1")
         assert outcome.restartable
