@@ -81,7 +81,10 @@ def parse_hostfile(text: str, name: str) -> tuple[Entry, ...]:
         if found is None:
             continue
         hosts[number], form = found
-        if form is not None and form != (first := first or (number, form))[1]:
+        if form is None:
+            continue
+        first = first or (number, form)
+        if form != first[1]:
             raise HostfileError(
                 f"{name}: line {number}: is in {form} form but line {first[0]} is in {first[1]}: "
                 "use `node1 slots=4` or `node1:4` throughout"

@@ -142,7 +142,7 @@ class Supervisor:
             threads.start("hvkit-clocks", self._ask_for_clocks)
         return self._listener.port
 
-    def write(self, work: Callable[..., None], *given: object) -> None:
+    def write(self, work: Callable[..., object], *given: object) -> None:
         """Call what writes, after all that is written before it."""
         with self._writing:
             try:
