@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvkit.cli.arguments import NUMBER_OF_RANKS, number_of_ranks, positive
+from hvkit.cli.arguments import number_of_ranks, positive
+from hvkit.launching.request import NUMBER_OF_RANKS
 from hvkit.manifest import (
     azureml,
     fields,
