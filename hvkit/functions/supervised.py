@@ -1,9 +1,9 @@
 """The process that supervises the ranks of a function: ``python -m hvkit.functions.supervised``.
 
 It starts the ranks as ``hvkit run`` does; those of ``hvkit.spark.run`` Spark starts. Supervision
-handles signals and runs an event loop, for which the main thread of a notebook's kernel is not
-free. A notebook also replaces ``sys.stdout`` and ``sys.stderr``, and has no terminal that the
-process could write to: ``follow`` shows there what the process prints.
+handles signals, for which the main thread of a notebook's kernel is not free. A notebook also
+replaces ``sys.stdout`` and ``sys.stderr``, and has no terminal that the process could write to:
+``follow`` shows there what the process prints.
 """
 
 from __future__ import annotations

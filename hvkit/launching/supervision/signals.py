@@ -1,6 +1,6 @@
 """Signals to ``hvkit run`` while it has no ranks: before the first start, and between two tries.
 
-While ranks run, ``supervised_run`` handles signals in its event loop.
+While ranks run, ``supervised_run`` handles signals itself.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_handlers_after() -> Iterator[None]:
-    """Restore the signal handlers afterwards; an event loop would leave the system's defaults."""
+    """Restore the signal handlers afterwards."""
     before = {number: signal.getsignal(number) for number in (*END_SIGNALS, *COMMAND_SIGNALS)}
     try:
         yield
