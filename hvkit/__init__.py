@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hvkit.communication.allreduce import allreduce as allreduce
     from hvkit.communication.collectives import barrier as barrier
     from hvkit.communication.collectives import broadcast as broadcast
-    from hvkit.communication.traffic import traffic as traffic
     from hvkit.compression import PowerSGD as PowerSGD
     from hvkit.compression import TopK as TopK
     from hvkit.data.shard import shard as shard
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from hvkit.tensors import average_buffers as average_buffers
     from hvkit.tensors import mean as mean
     from hvkit.tensors import reduce_gradients as reduce_gradients
+    from hvkit.transport.traffic import traffic as traffic
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ _NAMES_BY_MODULE = {
     "checkpoint": "Checkpoint Progress",
     "communication.allreduce": "allreduce",
     "communication.collectives": "barrier broadcast",
-    "communication.traffic": "traffic",
+    "transport.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",
     "deferred": "deferred_init",

@@ -13,13 +13,13 @@ import sys
 from dataclasses import dataclass, replace
 
 from hvkit import watch
-from hvkit.communication.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.errors import LaunchError
 from hvkit.host.launcher_variables import Launched, launch_id, launched, rank_id
 from hvkit.host.process_lock import claim
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import report
 from hvkit.log import logger
+from hvkit.transport.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.watch import heartbeat
 
 
@@ -180,7 +180,7 @@ def _join(framework: str | None = None) -> _World:
 
 def _new_engine(framework: str) -> Engine:
     if framework == "jax":
-        from hvkit.communication.jax_engine import JaxEngine
+        from hvkit.transport.jax_engine import JaxEngine
 
         return JaxEngine()
     return ENGINES[framework]()

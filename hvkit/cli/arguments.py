@@ -9,15 +9,12 @@ from hvkit.errors import HostfileError
 from hvkit.launching.allocation import Allocation, allocation
 from hvkit.launching.hostfile import read_entries
 from hvkit.launching.hosts import Entry, Host, merged, read_hosts_option, repeated
-from hvkit.launching.prepare import Request
+from hvkit.launching.request import NUMBER_OF_RANKS, Request
 
 COMMAND_MISSING = (
     "COMMAND is missing: give the script or program that every rank runs, such as `script.py`"
 )
 COMMAND_BEGINS = "COMMAND must begin with a script or program, such as `script.py`"
-
-NUMBER_OF_RANKS = ("-np", "--np", "-n", "--num-proc")
-"""All names of the option for the number of ranks."""
 
 _LOST_AFTER = Request.lost_after
 _GRACE = Request.grace

@@ -15,7 +15,6 @@ from typing import Any
 from hvkit.cli.arguments import (
     COMMAND_BEGINS,
     COMMAND_MISSING,
-    NUMBER_OF_RANKS,
     add_watching,
     number_of_ranks,
     positive,
@@ -24,6 +23,7 @@ from hvkit.cli.arguments import (
 )
 from hvkit.cli.command_parser import CommandParser, checked
 from hvkit.cli.foreign_options import FOREIGN_IN_MANIFESTS
+from hvkit.launching.request import NUMBER_OF_RANKS
 from hvkit.manifest import fields, systems
 
 

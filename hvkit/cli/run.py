@@ -1,15 +1,14 @@
 """``hvkit run``: start a command on every rank and watch it."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 from hvkit.cli.arguments import (
     COMMAND_BEGINS,
     COMMAND_MISSING,
-    NUMBER_OF_RANKS,
     add_hosts_arguments,
     add_number_of_ranks,
     add_watching,
@@ -18,21 +17,15 @@ from hvkit.cli.arguments import (
 )
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN
-from hvkit.host.cpus import usable_cores
-from hvkit.host.gpus import visible_gpus
+from hvkit.errors import UsageError
 from hvkit.launching.allocation import SAGEMAKER
-from hvkit.launching.launchers import NAMES
-from hvkit.launching.prepare import Request, prepared, shown
+from hvkit.launching.prepare import prepared, shown
 from hvkit.launching.rank_command import with_python
+from hvkit.launching.request import LAUNCHERS, Request
 from hvkit.launching.sagemaker import are_of_a_job, leave_to_first
 from hvkit.launching.start import start
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger
-from hvkit.wording import counted
-
-# The most ranks on a host that -np starts without -H: a larger number is probably a typing error.
-_MOST_RANKS = 16
-_MOST_ON_A_CORE = 8
 
 
 def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -84,7 +77,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     where.add_argument(
         "--launcher",
-        choices=NAMES,
+        choices=LAUNCHERS,
         default="mpirun",
         help="mpirun (default), horovodrun over MPI, or gloo, which needs no MPI on the hosts",
     )
@@ -122,7 +115,11 @@ def _execute(args: argparse.Namespace) -> int:
         args.refuse(COMMAND_MISSING)
     if not command[0]:
         args.refuse(f"{COMMAND_BEGINS}, got ''")
-    request = request_of(args, command)
+    try:
+        request = request_of(args, command)
+    except UsageError as error:
+        args.refuse(str(error))
+    request = replace(request, command=with_python(command, _standard_input))
     if args.dry_run:
         print(shown(prepared(request, supervised=False)))
         return 0
@@ -136,62 +133,22 @@ def request_of(args: argparse.Namespace, command: Sequence[str]) -> Request:
 
     Args:
         args: what ``add_to``'s parser has found.
-        command: the command of every rank; this Python comes before a script.
+        command: the command of every rank.
 
     Raises:
         LaunchError: the hosts or the number of ranks cannot be.
         HostfileError: the list or file of hosts is malformed.
     """
-    if args.min_np is not None and args.np is not None and args.min_np > args.np:
-        args.refuse(f"--min-np {args.min_np} is more than -np {args.np}")
     hosts, allocation = hosts_of(args, refuse)
-    size = args.np if hosts else _number_here(args)
     system = None if allocation is None else allocation.system
     if allocation is None and hosts and are_of_a_job(hosts):
         system = SAGEMAKER
-    return Request(
-        command=with_python(command, _standard_input),
-        hosts=hosts,
-        system=system,
-        size=size,
-        launcher=args.launcher,
-        variables=dict(args.variables),
-        interfaces=args.interfaces,
-        bind=args.bind == "cores",
-        lost_after=args.lost_after,
-        grace=args.grace,
-        style=Style(args.prefix, args.timestamps, args.log_dir, args.show),
-        verbose=args.verbose,
-        stall=args.stall,
-        timeline=args.timeline,
-        max_restarts=args.max_restarts,
-        min_size=args.min_np,
-    )
-
-
-def _number_here(args: argparse.Namespace) -> int:
-    """The number of ranks for this host: ``-np``, or that of its GPUs."""
-    cores = usable_cores()
-    has = f"this host has {counted(cores, 'core')}"
-    size: int | None = args.np
-    if size is None:
-        given = {name: value for name, value in args.variables if value is not None}
-        if size := visible_gpus({**os.environ, **given}):
-            logger.info("starts %s, one for each GPU", counted(size, "rank"))
-            return size
-        swallowed = any(word.partition("=")[0] in NUMBER_OF_RANKS for word in args.command)
-        place = ", before COMMAND, which gets all options after it" if swallowed else ""
-        args.refuse(
-            f"-np is missing: {has} and no GPU; give the number of ranks{place}, "
-            f"such as -np {max(2, cores)}"
-        )
-    most = max(_MOST_RANKS, _MOST_ON_A_CORE * cores)
-    if size > most:
-        args.refuse(
-            f"-np {size} is too many: {has}; start at most -np {most}, or write "
-            f"-H localhost:{size} if you mean it"
-        )
-    return size
+    names = {each.name for each in fields(Request)} & vars(args).keys()
+    found = {name: getattr(args, name) for name in names}
+    found |= {"command": tuple(command), "hosts": hosts, "system": system}
+    found["variables"] = dict(args.variables)
+    found["style"] = Style(args.prefix, args.timestamps, args.log_dir, args.show)
+    return Request(**found).checked()
 
 
 def _standard_input() -> str:

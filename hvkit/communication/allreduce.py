@@ -98,7 +98,7 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
         ValueError: unknown ``op``; on every rank.
         RanksDisagreeError: the ranks' shapes, dtypes or ``op`` differ.
     """
-    mine: _Value | None = None
+    own: _Value | None = None
     problem: Exception | None = None
     if in_graph("hvkit.allreduce", value):
         return _in_graph(value, op)
@@ -106,16 +106,16 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
         if op not in _OPS:
             raise ValueError(f"op must be one of {list(_OPS)}, got {op!r}")
         if not (number := isinstance(value, bool | int | float)):
-            mine = _taken(value)
-            _require_defined(mine.dtype, op)
+            own = _taken(value)
+            _require_defined(own.dtype, op)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         number, problem = False, error
-    facts = "a number" if mine is None else f"{mine.dtype} of shape {mine.array.shape}"
-    everyone = share("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
-    _require_same([theirs for theirs, _ in everyone])
-    if mine is None:
-        return _of_numbers([theirs for _, theirs in everyone], op)
-    return mine.restore(_reduced(mine, op))
+    facts = "a number" if own is None else f"{own.dtype} of shape {own.array.shape}"
+    gathered = share("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
+    _require_same([facts for facts, _ in gathered])
+    if own is None:
+        return _of_numbers([number for _, number in gathered], op)
+    return own.restore(_reduced(own, op))
 
 
 def _in_graph(value: Any, op: Operation) -> Any:
@@ -136,11 +136,11 @@ def _in_graph(value: Any, op: Operation) -> Any:
     return in_graphs.allreduce(tensor, op, _SENT_AS[tensor.dtype.name])
 
 
-def _require_same(everyone: list[str]) -> None:
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+def _require_same(gathered: list[str]) -> None:
+    for rank, facts in enumerate(gathered):
+        if facts != gathered[0]:
             error = RanksDisagreeError(
-                f"rank {rank} calls allreduce with {theirs}, rank 0 with {everyone[0]}: op, dtype "
+                f"rank {rank} calls allreduce with {facts}, rank 0 with {gathered[0]}: op, dtype "
                 "and shape must be the same on every rank; hvkit.allgather takes objects that "
                 "differ"
             )

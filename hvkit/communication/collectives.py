@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.communication import engines
 from hvkit.communication.encoding import decode, encode
 from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.runtime import rank, size
+from hvkit.transport import engines
 from hvkit.watch import calls
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import SAME_CALLS, mark_as_shown_by
@@ -91,12 +91,7 @@ def from_rank(root: int, obj: Object, group: Group | None = None) -> Object:
 
 
 def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDArray[np.uint8]:
-    """Fill ``data`` with the first rank's bytes, for the start of training, and return it.
-
-    Args:
-        data: of shape (n,), with the same n on every rank.
-        group: the ranks that take part; None for all.
-    """
+    """Fill ``data``, n bytes on every rank, with the first rank's, to start training; return it."""
     group = group or all_ranks()
     if group.size == 1:
         return data
@@ -104,13 +99,9 @@ def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDAr
 
 
 def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
-    """Return rank ``root``'s bytes on every rank; a collective.
+    """Return rank ``root``'s bytes, of shape (n,), on every rank; a collective.
 
     In addition to the result, which on rank ``root`` is ``data``, a rank holds one piece at a time.
-
-    Args:
-        data: on rank ``root``, of shape (n,); ignored elsewhere.
-        root: the rank that sends.
     """
     if size() == 1:
         return data
@@ -120,13 +111,7 @@ def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]
 
 
 def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
-    """The objects of all ranks, in rank order, of types that messages hold.
-
-    Args:
-        call: the user's call.
-        obj: this rank's.
-        group: the ranks that take part; None for all.
-    """
+    """The objects that all ranks pass in this call of the script's, in rank order."""
     group = group or all_ranks()
     if group.size == 1:
         return [obj]
@@ -137,11 +122,11 @@ def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
     objects: list[tuple[str, str, str, Object]]
     objects = [decode(gathered.pop(0).data) for _ in group.members]
     first, first_line, first_point, _ = objects[0]
-    for other, (theirs, line, point, _) in zip(group.members, objects, strict=True):
+    for other, (called, line, point, _) in zip(group.members, objects, strict=True):
         text, rank_0 = "", f"rank {group.first}"
-        if theirs != first:
+        if called != first:
             text = (
-                f"rank {other} calls {theirs} ({line}) while {rank_0} calls {first} ({first_line})"
+                f"rank {other} calls {called} ({line}) while {rank_0} calls {first} ({first_line})"
             )
         elif point != first_point:
             text = (
@@ -176,13 +161,13 @@ def share(
     """
     group = group or all_ranks()
     objects = gather(call, (_portable(problem), value), group)
-    for source, (theirs, _) in zip(group.members, objects, strict=True):
-        if theirs is None:
+    for source, (found, _) in zip(group.members, objects, strict=True):
+        if found is None:
             continue
         if problem is not None:
-            same = str(theirs) == str(_portable(problem))
+            same = str(found) == str(_portable(problem))
             raise mark_as_shown_by(problem, source) if same else problem
-        raise mark_as_shown_by(_on(source, theirs), source)
+        raise mark_as_shown_by(_on(source, found), source)
     return [each for _, each in objects]
 
 
@@ -217,12 +202,12 @@ def require_equal(
     if len(set(gather(call, digest, group))) == 1:
         return
     reference, *others = gather(call, list(facts), group)
-    other, theirs = next(
+    other, facts_there = next(
         each for each in zip(group.members[1:], others, strict=True) if each[1] != reference
     )
     error = RanksDisagreeError(
         f"the {what} of rank {other} differs from that of rank {group.first}: "
-        f"{_first_difference(reference, theirs, group.first, other)}; {fix}"
+        f"{_first_difference(reference, facts_there, group.first, other)}; {fix}"
     )
     raise mark_as_shown_by(error, group.first)
 
@@ -244,14 +229,14 @@ def _on(source: int, problem: Exception) -> Exception:
     return type(problem)(f"on rank {source}: {problem}")
 
 
-def _first_difference(reference: list[str], theirs: list[str], first: int, other: int) -> str:
-    for ours, their in zip(reference, theirs, strict=False):
-        if ours != their:
-            return f"{their} on rank {other}, but {ours} on rank {first}"
-    longer, owner = (theirs, other) if len(theirs) > len(reference) else (reference, first)
-    extra = longer[min(len(theirs), len(reference))]
+def _first_difference(reference: list[str], facts: list[str], first: int, other: int) -> str:
+    for expected, fact in zip(reference, facts, strict=False):
+        if fact != expected:
+            return f"{fact} on rank {other}, but {expected} on rank {first}"
+    longer, owner = (facts, other) if len(facts) > len(reference) else (reference, first)
+    extra = longer[min(len(facts), len(reference))]
     return (
-        f"{len(theirs)} entries on rank {other}, {len(reference)} on rank {first}; "
+        f"{len(facts)} entries on rank {other}, {len(reference)} on rank {first}; "
         f"only rank {owner} has {extra}"
     )
 
@@ -290,8 +275,8 @@ def _gather_bytes(payload: bytes, group: Group) -> list[Any]:
     """
     allgather, within = group.engine.allgather, group.process_set
     limit = engines.CHUNK // group.size
-    mine = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
-    gathered, start = allgather(mine, within), 0
+    own = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
+    gathered, start = allgather(own, within), 0
     found: list[Any] = []
     for _ in group.members:
         length = int.from_bytes(gathered[start : start + 8].tobytes(), "little")

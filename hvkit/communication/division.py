@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.engines import Engine
-from hvkit.communication.group import Group, ProcessSet, all_ranks
+from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import LaunchError
+from hvkit.transport.engines import Engine, ProcessSet
 from hvkit.watch.calls import waiting_for_all_ranks
 
 _VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"
@@ -59,8 +59,8 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
         )
     raise_together(problem, "distribute")
     require_equal("division into groups", [str(group) for group in groups], "pass the same rows")
-    mine = next(group for group in groups if runtime.rank() in group)
-    if mine == all_ranks().members:
+    own = next(group for group in groups if runtime.rank() in group)
+    if own == all_ranks().members:
         return all_ranks()
     engine = runtime.engine(framework) if framework else runtime.any_engine()
     sets = {}
@@ -69,21 +69,19 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
             if len(group) > 1:
                 sets[group] = _process_set_of(engine, group)
     name = framework or runtime.name_of(engine)
-    place = mine.index(runtime.rank())
-    return Group(place, mine, sets[mine], name) if mine in sets else Group(place, mine)
+    position = own.index(runtime.rank())
+    return Group(position, own, sets[own], name) if own in sets else Group(position, own)
 
 
 def _process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
-    """Horovod's process set of some ranks; a collective of all ranks, also of the others.
+    """Horovod's process set of some ranks, in ascending order; a collective of all ranks.
 
-    Args:
-        engine: started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
-        ranks: in ascending order; more than one, and not all.
+    The engine was started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
     """
     # This library's functions: those in horovod.common call the library that was loaded last.
     basics = engine.hvd.mpi_ops._basics
     number = basics._add_process_set_impl(ranks)
     if number is None:  # it knows them already
         known = basics._get_process_set_ids_and_ranks()
-        number = next(each for each, theirs in known.items() if tuple(theirs) == ranks)
+        number = next(each for each, members in known.items() if tuple(members) == ranks)
     return ProcessSet(number, ranks)

@@ -81,9 +81,7 @@ class Neighbours:
 def circle(offsets: Sequence[int], place: Place) -> tuple[list[int], list[int]]:
     """The ranks that this one sends to with ``Neighbours``, and those that it receives from.
 
-    Args:
-        offsets: how many places, in the order of the results; no multiple of the size.
-        place: of this rank.
+    No offset is a multiple of the number of ranks.
     """
     rank, size = place.rank, place.size
     return [(rank + o) % size for o in offsets], [(rank - o) % size for o in offsets]

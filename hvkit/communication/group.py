@@ -12,28 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hvkit import runtime
-from hvkit.communication.engines import Engine
 from hvkit.errors import ranks_text
-
-
-class ProcessSet:
-    """Some of the ranks, as an argument ``process_set=`` of Horovod's collectives.
-
-    Horovod's own class counts ranks through the library that was loaded last, which may be another
-    framework's.
-
-    Args:
-        number: Horovod's.
-        ranks: in ascending order.
-    """
-
-    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
-        self.process_set_id = number
-        self.ranks = ranks
-
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
+from hvkit.transport.engines import Engine, ProcessSet
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from hvkit.communication import engines, point_to_point
 from hvkit.communication.collectives import from_rank, gather, raise_together
 from hvkit.communication.encoding import decode, encode
 from hvkit.errors import HvkitError
 from hvkit.runtime import any_engine, rank, size
+from hvkit.transport import engines, mailbox
+from hvkit.watch.calls import waiting_for_all_ranks
 
 T = TypeVar("T")
 
@@ -35,21 +36,21 @@ def collect(call: str, obj: T) -> Iterator[T]:
         yield obj
     if size() == 1:
         return
-    mine = encode(obj) if rank() else b""
-    everyone = gather(call, (len(mine), point_to_point.can_send(any_engine())))
-    by_mpi = _opened(can_send for _, can_send in everyone)
+    own = encode(obj) if rank() else b""
+    gathered = gather(call, (len(own), mailbox.can_send(any_engine())))
+    by_mpi = _opened(can_send for _, can_send in gathered)
     problem = ""
-    for source, (length, _) in enumerate(everyone[1:], start=1):
-        from_rank(0, None)  # until rank 0 is ready: a wait inside MPI would keep a core busy
-        message = _Message(mine, length, source, 0, by_mpi)
+    for source, (length, _) in enumerate(gathered[1:], start=1):
+        from_rank(0, None)  # until rank 0 is ready
+        message = _Message(own, length, source, 0, by_mpi)
         if rank() == 0:
             try:
-                theirs: T = message.received()
+                received: T = message.received()
             except Exception as error:
                 problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
             else:
-                yield theirs
-                del theirs
+                yield received
+                del received
         message.finish()
     if problem := from_rank(0, problem):
         raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
@@ -71,7 +72,7 @@ def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
     """
     if size() == 1:
         return make(0)
-    by_mpi = _opened(gather(call, point_to_point.can_send(any_engine())))
+    by_mpi = _opened(gather(call, mailbox.can_send(any_engine())))
     own: Any = None
     problem: Exception | None = None
     for target in range(size()):
@@ -100,12 +101,17 @@ def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
     return cast(T, own)
 
 
-def _opened(can_send: Iterable[bool]) -> bool:
-    """Whether all ranks can send by MPI; opens its communicator then. A collective."""
-    by_mpi = all(can_send)
-    if by_mpi:
-        point_to_point.open_communicator()
-    return by_mpi
+_mailbox: mailbox.MpiMailbox | None = None
+
+
+def _opened(can_send: Iterable[bool]) -> mailbox.MpiMailbox | None:
+    """What sends by MPI, if all ranks can; a collective."""
+    global _mailbox
+    if not all(can_send):
+        return None
+    if _mailbox is None:
+        _mailbox = mailbox.mpi_mailbox()
+    return _mailbox
 
 
 class _Message:
@@ -116,10 +122,17 @@ class _Message:
         length: of the data, on every rank.
         source: the rank that sends.
         target: the rank that receives, another one.
-        by_mpi: whether to send by MPI; if not, by broadcasts to all ranks.
+        by_mpi: sends by MPI; None to send by broadcasts to all ranks.
     """
 
-    def __init__(self, data: bytes, length: int, source: int, target: int, by_mpi: bool) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        length: int,
+        source: int,
+        target: int,
+        by_mpi: mailbox.MpiMailbox | None,
+    ) -> None:
         self._data = np.frombuffer(data, np.uint8)
         self._length = length
         self._source = source
@@ -142,14 +155,13 @@ class _Message:
 
     def _piece(self, start: int) -> Any:
         stop = min(start + engines.CHUNK, self._length)
-        mine = rank() == self._source
-        if self._by_mpi and not mine and rank() != self._target:
-            return None
-        piece = self._data[start:stop] if mine else np.empty(stop - start, np.uint8)
-        if not self._by_mpi:
-            piece = any_engine().broadcast(piece, self._source)
-        elif mine:
-            point_to_point.send(piece, self._target)
-        else:
-            point_to_point.receive(piece, self._source)
+        sends = rank() == self._source
+        piece = self._data[start:stop] if sends else np.empty(stop - start, np.uint8)
+        if self._by_mpi is None:
+            return any_engine().broadcast(piece, self._source)
+        with waiting_for_all_ranks():
+            if sends:
+                self._by_mpi.send(piece, self._target, 0, "objects")
+            elif rank() == self._target:
+                self._by_mpi.receive(piece, self._source, 0)
         return piece

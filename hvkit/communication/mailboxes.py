@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 
 from hvkit import runtime
-from hvkit.communication import point_to_point
 from hvkit.communication.collectives import from_rank, gather, raise_together
-from hvkit.communication.mailbox import Mailbox, MpiMailbox
-from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.errors import LaunchError
-from hvkit.watch.calls import waiting_for_all_ranks
+from hvkit.transport.mailbox import Mailbox, mpi_mailbox, obstacle
+from hvkit.transport.tcp_mailbox import TcpMailbox
 
 
 def open_mailbox(user: str) -> Mailbox:
@@ -24,13 +22,14 @@ def open_mailbox(user: str) -> Mailbox:
     """
     engine = runtime.any_engine()
     if not engine.hvd.mpi_enabled():
-        door = Door(from_rank(0, secrets.token_bytes(32)), runtime.local_size() == runtime.size())
-        places = gather("distribute", door.place)
-        return TcpMailbox(
-            runtime.rank(), door, places, lambda: not runtime.any_engine().hvd.is_initialized()
+        mailbox = TcpMailbox(
+            runtime.rank(),
+            from_rank(0, secrets.token_bytes(32)),
+            runtime.local_size() == runtime.size(),
+            lambda: not engine.hvd.is_initialized(),
         )
-    obstacle = point_to_point.obstacle(engine)
-    raise_together(LaunchError(f"{user} needs messages by MPI: {obstacle}") if obstacle else None)
-    mpi = point_to_point.load_mpi()
-    with waiting_for_all_ranks():
-        return MpiMailbox(mpi, mpi.COMM_WORLD.Dup())
+        mailbox.addresses = gather("distribute", mailbox.address)
+        return mailbox
+    why = obstacle(engine)
+    raise_together(LaunchError(f"{user} needs messages by MPI: {why}") if why else None)
+    return mpi_mailbox()

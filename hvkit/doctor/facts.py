@@ -33,7 +33,6 @@ from hvkit.build.frameworks import DISTRIBUTIONS, NAMES, cuda_version
 from hvkit.build.installer import installed_abi, installed_version, serves, unmet
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheel_cache import key_of, stored_ingredients
-from hvkit.communication.engines import built_for
 from hvkit.errors import BuildError, LaunchError
 from hvkit.host.commands import Output, run
 from hvkit.host.cpus import allowance, free_memory, soft_limit
@@ -42,6 +41,7 @@ from hvkit.host.launcher_variables import launched
 from hvkit.host.network import addresses_of, interfaces
 from hvkit.host.rank_settings import rank_settings
 from hvkit.launching.launchers import identify
+from hvkit.transport.engines import built_for
 
 _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),

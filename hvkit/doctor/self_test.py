@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from hvkit.communication.engines import ENGINES, built_for
 from hvkit.doctor.facts import mpi_launchers
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.host.mca import WITHOUT_TOOLS
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job, Launcher, find_launcher
+from hvkit.transport.engines import ENGINES, built_for
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -140,12 +140,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _own_objects(thing: object, names: set[str]) -> dict[str, object]:
-    """By name, the classes and functions in an object that are not Keras's.
-
-    Args:
-        thing: a Keras object.
-        names: those that are wanted.
-    """
+    """By name, the classes and functions in a Keras object that are not Keras's, of these names."""
     import keras
 
     found: dict[str, object] = {}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
-import re
 import shlex
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
@@ -14,13 +13,18 @@ from hvkit.argument_checks import check_count, check_path
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.run import add_to, request_of
 from hvkit.errors import UsageError
-from hvkit.functions import starter
 from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
-from hvkit.functions.streams import follow
-from hvkit.functions.supervised import begin, error_of, outcome_of, refuse_on_ranks, results_of
+from hvkit.functions.supervised import (
+    begin,
+    error_of,
+    follow,
+    outcome_of,
+    refuse_on_ranks,
+    results_of,
+)
 from hvkit.launching.host_checks.preflight import working_directory
-from hvkit.launching.prepare import Request
+from hvkit.launching.request import Request
 from hvkit.launching.sagemaker import leave_to_first
 from hvkit.log import logger
 
@@ -84,55 +88,17 @@ def launch(
             problem.add_note("num_proc= goes to the function; the number of ranks is np=")
         raise
     variables = {**request.variables, **check_environ("hvkit.launch", env)}
-    request = replace(request, variables=variables)
     if leave_to_first(request.system, request.hosts):
         logger.info("%s has ended, and with it the ranks: this script ends", request.hosts[0].name)
         raise SystemExit(0)
     working_directory()
     with call_folder(function, args, kwargs) as folder:
-        starter.request_in(folder).write_bytes(pickle.dumps(request))
-        process = begin(starter.__name__, folder)
+        process = begin(replace(request, variables=variables, call=folder), folder)
         follow(process)
         ended = outcome_of(process, folder)
         if (error := error_of(folder, ended)) is not None:
             raise error
         return results_of(folder, ended)
-
-
-class _Options(CommandParser):
-    """The parser of ``hvkit run``'s options; wrong ones raise."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ``UsageError``, with the number of ranks as this call has it."""
-        message = re.sub(r"(?<!\S)-np(?: (?=\d)| is)", _as_argument, message)
-        raise UsageError(f"hvkit.launch: {message}")
-
-    def print_help(self, file: object = None) -> NoReturn:
-        """Raise ``UsageError``: this is no command, whose help would end the process."""
-        self.error("options has --help: `hvkit run --help` lists the options")
-
-
-def _as_argument(found: re.Match[str]) -> str:
-    return "np is" if found[0].endswith("is") else "np="
-
-
-def _words(
-    name: str, value: object, divided: Callable[[str], list[str]], example: str
-) -> list[str]:
-    """An argument that is one text, or several.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if isinstance(value, str):
-        return divided(value)
-    words: list[Any] = [*value] if isinstance(value, Iterable) else [value]
-    if wrong := [word for word in words if not isinstance(word, str)]:
-        raise TypeError(
-            f"hvkit.launch: {name} must be a str or a list of them, got {wrong[0]!r}: "
-            f"{name}={example}"
-        )
-    return words
 
 
 def _request(
@@ -143,8 +109,36 @@ def _request(
     options: str | Sequence[str],
 ) -> Request:
     """The request that ``hvkit run`` would make of these."""
+    own: dict[str, Any] = {}
+    if np is not None:
+        own["np"] = check_count("np", np)
+    if hosts is not None:
+        listed = [hosts] if isinstance(hosts, str) else _words("hosts", hosts, '"node1:4,node2:4"')
+        own["hosts"] = ",".join(listed)
+    if hostfile is not None:
+        own["hostfile"] = check_path("hostfile", hostfile, 'hostfile="hosts"')
+    args = _parsed(options)
+    for name, value in own.items():
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"hvkit.launch: {name}={value!r} and options={options!r} both say it: leave it out "
+                "of options"
+            )
+        setattr(args, name, value)
+    if args.hosts is not None and args.hostfile is not None:
+        raise UsageError("hvkit.launch: hosts and hostfile exclude each other: pass one of them")
+    args.from_python = True
+    return request_of(args, command_of_rank(function))
+
+
+def _parsed(options: str | Sequence[str]) -> Namespace:
+    """What options of ``hvkit run`` say."""
     try:
-        words = _words("options", options, shlex.split, '"--stall 60"')
+        words = (
+            shlex.split(options)
+            if isinstance(options, str)
+            else _words("options", options, '"--stall 60"')
+        )
     except ValueError as problem:
         raise UsageError(
             f"hvkit.launch: options={options!r} cannot be divided into words ({problem}): close "
@@ -152,20 +146,6 @@ def _request(
         ) from problem
     parser: CommandParser = _Options(prog="hvkit.launch")
     add_to(parser.add_subparsers())
-    given = parser.parse_args(["run", *words])
-    for name, value in (("np", np), ("hosts", hosts), ("hostfile", hostfile)):
-        if value is not None and getattr(given, name) is not None:
-            raise UsageError(
-                f"hvkit.launch: {name}={value!r} and options={options!r} both say it: leave it out "
-                "of options"
-            )
-    if np is not None:
-        words += ["-np", str(check_count("np", np))]
-    if hosts is not None:
-        listed = _words("hosts", hosts, lambda text: [text], '"node1:4,node2:4"')
-        words += ["-H", ",".join(listed)]
-    if hostfile is not None:
-        words += ["--hostfile", str(check_path("hostfile", hostfile, 'hostfile="hosts"'))]
     args = parser.parse_args(["run", *words])
     if args.command or args.dry_run:
         wrong = "--dry-run" if args.dry_run else args.command[0]
@@ -173,4 +153,31 @@ def _request(
             "options of hvkit.launch are those of `hvkit run` before COMMAND, without --dry-run; "
             f"got {wrong!r}"
         )
-    return request_of(args, command_of_rank(function))
+    return args
+
+
+def _words(name: str, value: object, example: str) -> list[str]:
+    """An argument of several texts.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    words: list[Any] = [*value] if isinstance(value, Iterable) else [value]
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise TypeError(
+            f"hvkit.launch: {name} must be a str or a list of them, got {wrong[0]!r}: "
+            f"{name}={example}"
+        )
+    return words
+
+
+class _Options(CommandParser):
+    """The parser of ``hvkit run``'s options; wrong ones raise."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``UsageError``."""
+        raise UsageError(f"hvkit.launch: {message}")
+
+    def print_help(self, file: object = None) -> NoReturn:
+        """Raise ``UsageError``: this is no command, whose help would end the process."""
+        self.error("options has --help: `hvkit run --help` lists the options")

@@ -3,6 +3,15 @@
 cloudpickle sends functions and classes of ``__main__``, such as those of a notebook's cells, by
 value, and those of modules by name. A class that has travelled both ways is the same class again,
 so ``isinstance`` and ``except`` work with what ranks return and raise.
+
+IPython compiles each cell as a file of its own that does not exist, such as
+``/tmp/ipykernel_7/123.py``, and keeps its lines in ``linecache``. Ranks get both, so that their
+tracebacks say ``File "Cell In[3]", line 2`` and show the line, and ``inspect.getsource`` works.
+
+Tensors travel in the host's memory, and no larger than they are. One that was pickled on a GPU
+would be restored there: it would take a GPU of the process that has started the ranks, or fail
+where there is none. An array of JAX's or TensorFlow's would start that framework wherever it is
+unpickled, with all GPUs; on a rank, before hvkit can.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import linecache
 import os
 import pickle
 import shutil
@@ -23,10 +33,10 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from hvkit.errors import is_of_full_disk
 from hvkit.functions import keras_objects
-from hvkit.functions.cells import add_lines, cell_names, lines_of_cells
-from hvkit.functions.host_arrays import host_copy
 from hvkit.host.call_folder import PREFIX, call_in, written
 from hvkit.wording import in_short
 
@@ -38,11 +48,12 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-# Where in the file of a call the names of ``__main__`` begin.
+# At the end of the file of a call: where in it the names of ``__main__`` begin.
 _PLACE = struct.Struct("!Q")
 # How far the search for what cannot be pickled goes: values in values, and of each so many parts.
 _DEEPEST, _MOST_PARTS = 8, 1000
-_OF_CHILDREN = "hvkit.functions.children"
+# The main module of processes that a rank starts with multiprocessing.
+_RANK = "hvkit.functions.rank"
 # What multiprocessing calls the script in processes that it spawns, which may start ranks, too.
 _OF_SPAWNED = "__mp_main__"
 _MAIN = ("__main__", _OF_SPAWNED)
@@ -60,7 +71,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._main = vars(sys.modules["__main__"])
         if _OF_SPAWNED in sys.modules:
             cloudpickle.register_pickle_by_value(sys.modules[_OF_SPAWNED])
-        self._cells = cell_names()
+        self._cells = _cell_names()
         self.dispatch_table = cloudpickle.Pickler.dispatch_table.new_child()
         self.dispatch_table[CodeType] = self._reduced_code
         super().__init__(file)
@@ -83,13 +94,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def check_function(user: str, function: object, example: str) -> None:
-    """Raise ``TypeError`` if this is no function.
-
-    Args:
-        user: what shall run it, for the error.
-        function: what the caller has passed.
-        example: a call that is right.
-    """
+    """Raise ``TypeError``, with an example, if what the user shall run is no function."""
     if not callable(function):
         raise TypeError(
             f"{user} needs a function, got {function!r}: pass the function itself, not its "
@@ -142,10 +147,9 @@ def write_call(
         "path": sys.path,
         "folder": os.getcwd(),
         "argv": sys.argv,
-        "cells": lines_of_cells(),
+        "cells": _lines_of_cells(),
         "main": getattr(sys.modules["__main__"], "__file__", None),
     }
-    file.write(bytes(_PLACE.size))
     pickle.dump(caller, file)
     pickler = Pickler(file)
     try:
@@ -157,7 +161,6 @@ def write_call(
     pickler.dump(pickler.of_main)  # by the same one: the objects of the call, and no copies
     place = file.tell()
     dump(pickler.of_main, file)
-    file.seek(0)
     file.write(_PLACE.pack(place))
 
 
@@ -169,7 +172,7 @@ def read_call(
     Raises:
         Exception: what unpickling has raised, with a note.
     """
-    caller, _ = _prepare(file)
+    caller = _prepare(file)
     try:
         call: tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
         unpickler = pickle.Unpickler(file)
@@ -183,7 +186,7 @@ def read_call(
     # In place of the module that this process runs: what pickles by name, such as torch.save and
     # processes that the function starts, looks for the caller's classes there.
     main = sys.modules["__main__"] = sys.modules[_OF_SPAWNED] = ModuleType("__main__")
-    main.__spec__ = ModuleSpec(_OF_CHILDREN, None)
+    main.__spec__ = ModuleSpec(_RANK, None)
     if caller["main"] is not None:
         main.__file__ = os.path.join(caller["folder"], caller["main"])
     vars(main).update(unpickler.load())
@@ -192,24 +195,23 @@ def read_call(
 
 def read_main(file: BinaryIO) -> dict[str, object]:
     """What the caller's ``__main__`` defines and the call uses, in a process that a rank starts."""
-    _, place = _prepare(file)
-    file.seek(place)
+    _prepare(file)
+    file.seek(-_PLACE.size, os.SEEK_END)
+    file.seek(*_PLACE.unpack(file.read()))
     names: dict[str, object] = pickle.load(file)
     return names
 
 
-def _prepare(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Let this process find the caller's modules; what is known of the caller, and a place.
-
-    The place is that in the file at which ``__main__``'s names begin.
-    """
-    (place,) = _PLACE.unpack(file.read(_PLACE.size))
-    caller = pickle.load(file)
+def _prepare(file: BinaryIO) -> dict[str, Any]:
+    """Let this process find the caller's modules; return what is known of the caller."""
+    caller: dict[str, Any] = pickle.load(file)
     here = caller["folder"]
     sys.argv[:] = caller["argv"]
     sys.path[:] = dict.fromkeys([*(each or here for each in caller["path"]), *sys.path])
-    add_lines(caller["cells"])
-    return caller, place
+    for name, lines in caller["cells"].items():
+        # No time of change: the lines stay although there is no file.
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    return caller
 
 
 def _unpicklable(
@@ -243,12 +245,7 @@ def _name_of(function: Callable[..., object]) -> str:
 
 
 def _parts_of(part: str, value: Any) -> list[tuple[str, object]]:
-    """What a value is made of, each with its name for a message.
-
-    Args:
-        part: the name of the value.
-        value: the value.
-    """
+    """What a value, which messages call ``part``, is made of; each with its name for a message."""
     if isinstance(value, FunctionType):
         name = value.__name__
         given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
@@ -320,3 +317,71 @@ def problem_with(value: object) -> str:
     except Exception as error:
         return in_short(error)
     return ""
+
+
+def _cell_names() -> dict[str, str]:
+    """By the name of a file that does not exist, the name of its cell, such as ``Cell In[3]``."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_shell() if get_shell is not None else None
+    if shell is None:
+        return {}
+    found = {file: shell.compile.format_code_name(file) for file in linecache.cache}
+    return {file: " ".join(name) for file, name in found.items() if name is not None}
+
+
+def _lines_of_cells() -> dict[str, list[str]]:
+    """The lines of all code that is in no file, by the name that ranks give to it."""
+    names = _cell_names()
+    return {
+        names.get(file, file): entry[2]
+        for file, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not os.path.exists(file)
+    }
+
+
+def host_copy(thing: object) -> Any:
+    """What to pickle instead of a tensor; None for what is pickled as it is.
+
+    A part of a tensor of PyTorch's becomes a tensor of its own, without the rest of its storage.
+    Arrays of JAX's and tensors of TensorFlow's become NumPy's.
+
+    Raises:
+        TypeError: this rank has only a part of an array.
+    """
+    if (torch := sys.modules.get("torch")) is not None and isinstance(thing, torch.Tensor):
+        return _of_torch(thing, torch)
+    jax: Any = sys.modules.get("jax")
+    of_jax: Any = getattr(jax, "Array", ())
+    if isinstance(thing, of_jax):
+        if not thing.is_fully_addressable and not thing.is_fully_replicated:
+            raise TypeError(
+                f"an array of shape {thing.shape} is divided among the ranks: call "
+                "jax.experimental.multihost_utils.process_allgather(array, tiled=True) on every one"
+            )
+        is_key = jax.dtypes.issubdtype(thing.dtype, jax.dtypes.prng_key)
+        return None if is_key else np.array(thing)
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and isinstance(thing, getattr(tensorflow, "Tensor", ())):
+        return np.array(thing.numpy()) if hasattr(thing, "numpy") else None
+    return None
+
+
+def _of_torch(tensor: Any, torch: Any) -> Any:
+    if tensor.device.type == "cuda":
+        copy = tensor.detach().cpu()
+    elif _is_part(tensor, torch):
+        copy = tensor.detach().clone()
+    else:
+        return None
+    copy.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        copy = torch.nn.Parameter(copy, tensor.requires_grad)
+    return copy
+
+
+def _is_part(tensor: Any, torch: Any) -> bool:
+    """Whether its storage holds more than this tensor."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return bool(tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size())

@@ -2,6 +2,10 @@
 
 It calls the function that is in the folder of ``hvkit.host.call_folder``, and leaves there what the
 function returns or raises. An exception ends the process like one of a script.
+
+It is also the main module of processes that the function starts with multiprocessing, such as
+workers: with ``spawn`` and ``forkserver`` these run the main module again, as ``__mp_main__``, and
+find there the functions and classes of the caller's ``__main__`` that the rank has.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from types import TracebackType
 
 from hvkit.errors import RankLostError
 from hvkit.functions.outcomes import from_function, save_error, save_result
-from hvkit.functions.pickling import read_call
+from hvkit.functions.pickling import read_call, read_main
 from hvkit.host import call_folder
 from hvkit.host.launcher_variables import place
 
@@ -27,9 +31,7 @@ def command_of_rank(
 ) -> list[str]:
     """The command of each rank; the function's name is there for ``hvkit top``.
 
-    Args:
-        function: the function.
-        module: whose ``main`` calls that of this one.
+    ``module`` is this one, or another whose ``main`` calls that of this one.
     """
     name = getattr(function, "__name__", "")
     named = [name] if name.isidentifier() else []
@@ -70,3 +72,6 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    with call_folder.call_in(Path(os.environ[call_folder.VARIABLE])).open("rb") as call:
+        globals().update(read_main(call))

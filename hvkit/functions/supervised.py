@@ -1,36 +1,43 @@
-"""Ranks under a process that supervises them: its start, its end, and what the ranks have returned.
+"""The process that supervises the ranks of a function: ``python -m hvkit.functions.supervised``.
 
-``hvkit.functions.starter`` and ``hvkit.spark.starter`` are such processes.
+It starts the ranks as ``hvkit run`` does; those of ``hvkit.spark.run`` Spark starts. Supervision
+handles signals, for which the main thread of a notebook's kernel is not free. A notebook also
+replaces ``sys.stdout`` and ``sys.stderr``, and has no terminal that the process could write to:
+``follow`` shows there what the process prints.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
 import pickle
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hvkit.cli import set_home
 from hvkit.errors import HvkitError, LaunchError, RankLostError
 from hvkit.functions.outcomes import error_in, picklable, results_in
 from hvkit.host.call_folder import outcome_in, written
 from hvkit.host.launcher_variables import launched
+from hvkit.launching.request import Request
+from hvkit.launching.start import start
+from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.processes import ends_with_parent
-from hvkit.launching.supervision.supervised_run import Outcome
+from hvkit.launching.supervision.supervised_run import Outcome, SupervisedRun, supervise
 from hvkit.runtime import is_below_rank
+
+_THIS = "hvkit.functions.supervised"
+_READ = 1 << 16
 
 
 def refuse_on_ranks(user: str) -> None:
-    """Raise ``LaunchError`` if this process is a rank, or one has started it.
-
-    Args:
-        user: what would start ranks, for the error.
-    """
+    """Raise ``LaunchError``, for this user, if this process is a rank, or one has started it."""
     found = launched(os.environ)
     # A notebook's server may be the only task of an srun.
     is_rank = found is not None and (found.size, found.launcher) != (1, "srun")
@@ -42,13 +49,19 @@ def refuse_on_ranks(user: str) -> None:
         )
 
 
-def begin(module: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the module's process, which calls ``supervise_below``; both streams are pipes."""
-    # The process inherits that SIGINT waits, until ``supervise_below`` can handle it.
+def begin(run: Request | SupervisedRun, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that runs these ranks; both of its streams are pipes.
+
+    Args:
+        run: the ranks to start; or those that somebody else starts, and how to supervise them.
+        folder: of the call.
+    """
+    _run_in(folder).write_bytes(pickle.dumps(run))
+    # The process inherits that SIGINT waits, until ``main`` can handle it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(folder), str(os.getpid())],
+            [sys.executable, "-P", "-m", _THIS, str(folder), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -60,26 +73,21 @@ def begin(module: str, folder: Path) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def supervise_below(folder: Path, parent: int, run: Callable[[], Outcome]) -> None:
+def main(folder: Path, parent: int) -> None:
     """In that process: run the ranks to their end, and leave their outcome in the folder.
 
     The ranks end, and the folder is removed, when the parent ends before.
-
-    Args:
-        folder: of the call.
-        parent: the process that has called ``begin``.
-        run: runs the ranks; may raise ``HvkitError``.
     """
     try:
         if os.getppid() != parent:
             return
-        # Before ``run`` handles Ctrl-C there is nothing to end but this process.
+        # Before the run handles Ctrl-C there is nothing to end but this process.
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         ends_with_parent(signal.SIGTERM, parent)()
         set_home()
         try:
-            ended = pickle.dumps(run())
+            ended = pickle.dumps(_run(pickle.loads(_run_in(folder).read_bytes())))
         except HvkitError as error:
             ended = picklable(error)
         with written(_ended_in(folder)) as file:
@@ -87,6 +95,13 @@ def supervise_below(folder: Path, parent: int, run: Callable[[], Outcome]) -> No
     finally:
         if os.getppid() != parent:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(run: Request | SupervisedRun) -> Outcome:
+    if isinstance(run, Request):
+        return start(run)
+    with run_status.serve(run.status.read):
+        return supervise(run)
 
 
 def outcome_of(process: subprocess.Popen[bytes], folder: Path) -> Outcome:
@@ -144,5 +159,79 @@ def results_of(folder: Path, ended: Outcome) -> list[Any]:
     return results_in([outcome_in(folder, rank) for rank in range(ended.size)])
 
 
+def _run_in(folder: Path) -> Path:
+    return folder / "run"
+
+
 def _ended_in(folder: Path) -> Path:
     return folder / "ended"
+
+
+def follow(process: subprocess.Popen[bytes]) -> None:
+    """Show what a process prints until it ends.
+
+    A KeyboardInterrupt is passed on to the process as SIGINT, as often as it comes, and raised when
+    the process has ended. After any other exception, such as one of a ``sys.stdout`` that cannot
+    be written, the process gets SIGTERM.
+
+    Args:
+        process: with pipes as both streams.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    interrupted: KeyboardInterrupt | None = None
+    make = codecs.getincrementaldecoder("utf-8")
+    decoders = {"stdout": make("replace"), "stderr": make("replace")}
+    with selectors.DefaultSelector() as selector, process:
+        selector.register(process.stdout, selectors.EVENT_READ, "stdout")
+        selector.register(process.stderr, selectors.EVENT_READ, "stderr")
+        try:
+            while True:
+                try:
+                    _show(selector, decoders)
+                    process.wait()
+                    break
+                except KeyboardInterrupt as interrupt:
+                    interrupted = interrupted or interrupt
+                    process.send_signal(signal.SIGINT)
+        except BaseException:
+            process.terminate()
+            _drop(selector)
+            raise
+    if interrupted is not None:
+        raise interrupted.with_traceback(None)
+
+
+def _show(
+    selector: selectors.BaseSelector, decoders: Mapping[str, codecs.IncrementalDecoder]
+) -> None:
+    """Show both streams until their ends."""
+    while selector.get_map():
+        for key, _ in selector.select():
+            data = os.read(key.fd, _READ)
+            _print(getattr(sys, key.data), decoders[key.data].decode(data, final=not data))
+            if not data:
+                selector.unregister(key.fileobj)
+
+
+def _print(stream: TextIO | None, text: str) -> None:
+    """Print to one of this process's streams: nothing to one that is closed, as ``print`` does."""
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # ranks may print what Latin-1, for instance, does not have
+        stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
+    stream.flush()
+
+
+def _drop(selector: selectors.BaseSelector) -> None:
+    """Read both streams to their ends, so that the process can write and end."""
+    while selector.get_map():
+        for key, _ in selector.select():
+            if not os.read(key.fd, _READ):
+                selector.unregister(key.fileobj)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

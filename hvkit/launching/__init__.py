@@ -2,7 +2,8 @@
 
 ``hvkit run``, from Enter to its last line::
 
-    cli                         parses the arguments, completes the command and finds the hosts:
+    cli                         parses the arguments into a request, and finds the hosts:
+    ├── request                 what is to be started; how many ranks this host may have
     ├── rank_command            puts this Python before a script; whether a host can start it
     ├── hosts                   -H, host names and addresses
     ├── hostfile                a file of hosts

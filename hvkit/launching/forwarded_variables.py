@@ -67,11 +67,9 @@ def is_secret(name: str) -> bool:
 
 
 def name_absent_hyperparameters(environ: Mapping[str, str], names: Collection[str]) -> None:
-    """Log SageMaker's hyperparameters that ranks on other hosts do not get: they would differ.
+    """Log SageMaker's hyperparameters that are not among the names of the variables that are sent.
 
-    Args:
-        environ: the launcher's environment.
-        names: the variables that are sent.
+    They would differ on other hosts.
     """
     for name in sorted(environ.keys() - {*names}):
         if name.startswith(_HYPERPARAMETER):

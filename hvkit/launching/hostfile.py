@@ -5,14 +5,16 @@ Ambiguous input is rejected, naming file and line, with ``hvkit.errors.HostfileE
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from hvkit.errors import HostfileError
-from hvkit.launching.hosts import Entry, Host, HostWord, count, host_word, merged, shown
+from hvkit.launching.hosts import Entry, Host, count, host_word, merged, shown
 
 Form = Literal["Open MPI's", "MPICH's"]
+_OPEN_MPI: Form = "Open MPI's"
+_MPICH: Form = "MPICH's"
 
 # A file larger than any cluster needs is some other file.
 _MOST_BYTES = 16 * 2**20
@@ -28,19 +30,6 @@ _OTHER_KEYWORDS = {
     **dict.fromkeys(("user", "username", "user_name", "user-name"), "write user@host"),
     "port": "set Port for this host in ~/.ssh/config",
 }
-
-
-@dataclass(frozen=True)
-class HostfileLine:
-    """A line with a host.
-
-    Attributes:
-        host: the host.
-        form: the form of the line; ``None`` for a bare name, which both forms have.
-    """
-
-    host: Host
-    form: Form | None
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -82,25 +71,37 @@ def parse_hostfile(text: str, name: str) -> tuple[Entry, ...]:
     Raises:
         HostfileError: a line is invalid, or the file has no host.
     """
-    lines: dict[int, HostfileLine] = {}
-    for number, line_text in enumerate(text.split("\n"), start=1):
+    hosts: dict[int, Host] = {}
+    first: tuple[int, Form] | None = None
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
-            line = read_line(line_text.removesuffix("\r"))
+            found = _read_line(line.removesuffix("\r"))
         except HostfileError as error:
             raise HostfileError(f"{name}: line {number}: {error}") from None
-        if line is not None:
-            lines[number] = line
-    if not lines:
+        if found is None:
+            continue
+        hosts[number], form = found
+        if form is None:
+            continue
+        first = first or (number, form)
+        if form != first[1]:
+            raise HostfileError(
+                f"{name}: line {number}: is in {form} form but line {first[0]} is in {first[1]}: "
+                "use `node1 slots=4` or `node1:4` throughout"
+            )
+    if not hosts:
         raise HostfileError(f"{name}: has no host: write a line for each, `node1 slots=2`")
-    form = _form(lines, name)
+    bare_slots = 1 if first is not None and first[1] == _MPICH else None
     return tuple(
-        Entry(f"line {number}", _one_slot_if_bare(line.host) if form == "MPICH's" else line.host)
-        for number, line in lines.items()
+        Entry(f"line {number}", host if host.slots is not None else replace(host, slots=bare_slots))
+        for number, host in hosts.items()
     )
 
 
-def read_line(text: str) -> HostfileLine | None:
-    """Read a line; ``None`` if it is blank or a comment.
+def _read_line(text: str) -> tuple[Host, Form | None] | None:
+    """The host of a line, and the form of the line; ``None`` if it is blank or a comment.
+
+    A bare name has no form: both have it.
 
     Raises:
         HostfileError: the line is invalid; the message does not name the file or line.
@@ -108,17 +109,16 @@ def read_line(text: str) -> HostfileLine | None:
     content = text.partition("#")[0].strip(_SPACE)
     if not content:
         return None
-    words = re.split(rf"[{_SPACE}]+", _EQUALS.sub("=", content))
-    if "=" in words[0]:
-        raise HostfileError(f"a line starts with a host, got {shown(words[0])}")
-    host = host_word(words[0])
-    if host.slots is not None:
-        return HostfileLine(_mpich(host, words[1:]), "MPICH's")
-    return HostfileLine(_openmpi(host, words[1:]), "Open MPI's" if len(words) > 1 else None)
+    first, *words = re.split(rf"[{_SPACE}]+", _EQUALS.sub("=", content))
+    if "=" in first:
+        raise HostfileError(f"a line starts with a host, got {shown(first)}")
+    name, user, slots = host_word(first)
+    if slots is not None:
+        return _in_mpichs_form(name, user, slots, words), _MPICH
+    return _in_openmpis_form(name, user, words), _OPEN_MPI if words else None
 
 
-def _mpich(host: HostWord, words: list[str]) -> Host:
-    user = host.user
+def _in_mpichs_form(name: str, user: str | None, slots: str, words: list[str]) -> Host:
     for word in words:
         keyword, equals, value = word.partition("=")
         if keyword in _KEYWORDS:
@@ -133,26 +133,26 @@ def _mpich(host: HostWord, words: list[str]) -> Host:
             )
         if user is not None:
             raise HostfileError(f"{shown(word)}: the user is set twice: keep one")
-        user = host_word(f"{value}@{host.name}").user
-    return Host(host.name, count(host.slots or "", "slots"), user=user)
+        _, user, _ = host_word(f"{value}@{name}")
+    return Host(name, count(slots, "slots"), user=user)
 
 
-def _openmpi(host: HostWord, words: list[str]) -> Host:
+def _in_openmpis_form(name: str, user: str | None, words: list[str]) -> Host:
     numbers: dict[str, int] = {}
     for word in words:
         keyword, equals, value = word.partition("=")
         if keyword not in _KEYWORDS or not equals:
             raise HostfileError(_unknown(word))
-        name = _KEYWORDS[keyword]
-        if name in numbers:
-            raise HostfileError(f"{name} is set twice: keep one")
-        numbers[name] = count(value, name)
+        kept = _KEYWORDS[keyword]
+        if kept in numbers:
+            raise HostfileError(f"{kept} is set twice: keep one")
+        numbers[kept] = count(value, kept)
     most = numbers.get("max_slots")
     # As in Open MPI, max_slots without slots sets the slots, too.
     slots = numbers.get("slots", most)
     if slots is not None and most is not None and most < slots:
         raise HostfileError(f"max_slots must not be less than slots, got {most} for {slots} slots")
-    return Host(host.name, slots, most, host.user)
+    return Host(name, slots, most, user)
 
 
 def _unknown(word: str) -> str:
@@ -166,24 +166,6 @@ def _unknown(word: str) -> str:
     near = difflib.get_close_matches(keyword.lower(), _KEYWORDS, n=1)
     advice = f"did you mean {near[0]}?" if near else "use slots or max_slots"
     return f"unknown keyword {shown(keyword)}: {advice}"
-
-
-def _form(lines: dict[int, HostfileLine], name: str) -> Form | None:
-    forms = {number: line.form for number, line in lines.items() if line.form is not None}
-    if not forms:
-        return None
-    first, form = next(iter(forms.items()))
-    for number, other in forms.items():
-        if other != form:
-            raise HostfileError(
-                f"{name}: line {number}: is in {other} form but line {first} is in {form}: use "
-                "`node1 slots=4` or `node1:4` throughout"
-            )
-    return form
-
-
-def _one_slot_if_bare(host: Host) -> Host:
-    return replace(host, slots=1) if host.slots is None else host
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -21,6 +21,19 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 # Open MPI counts in 32 bits and overflows silently. No host has this many slots.
 _MOST_SLOTS = 65_535
 _LONGEST_SHOWN = 60
+# The syntax of other launchers, schedulers and shells, with the fix for each.
+_OTHER_SYNTAX = (
+    (
+        r"^\+",
+        " names a host by its position in another list, which hvkit does not read: write the "
+        "host's name",
+    ),
+    (r"^\^", " excludes a host from another list: delete its line"),
+    (r"^//|^/\*", ": a comment starts with #"),
+    (r"""['"]""", ": write names and numbers without quotes"),
+    (r",", ": write each host on its own line, without commas"),
+    (r"[^@]\[", ": hvkit does not expand ranges: write each host"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,21 +65,6 @@ class Entry:
 
     place: str
     host: Host
-
-
-@dataclass(frozen=True)
-class HostWord:
-    """The parts of ``user@host:slots``.
-
-    Attributes:
-        name: host name or address, without brackets.
-        user: the text before the ``@``.
-        slots: the text after the colon, as in MPICH's ``node1:4``; not checked yet.
-    """
-
-    name: str
-    user: str | None
-    slots: str | None
 
 
 def read_hosts_option(text: str) -> tuple[Entry, ...]:
@@ -131,13 +129,17 @@ def merged(entries: Sequence[Entry], name: str) -> tuple[Host, ...]:
     return tuple(_merge(group, name) for group in _by_host(entries))
 
 
-def host_word(word: str) -> HostWord:
-    """Split ``[user@]host[:slots]``; the host is a name, an IPv4 or an IPv6 address.
+def host_word(word: str) -> tuple[str, str | None, str | None]:
+    """Host, user and slots of ``[user@]host[:slots]``; the slots are not checked yet.
+
+    The host is a name, an IPv4 or an IPv6 address; without brackets in what is returned.
 
     Raises:
         HostfileError: the word has another form.
     """
-    _refuse_other_syntax(word)
+    for pattern, problem in _OTHER_SYNTAX:
+        if re.search(pattern, word):
+            raise HostfileError(f"{shown(word)}{problem}")
     user, at, place = word.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise HostfileError(
@@ -147,7 +149,7 @@ def host_word(word: str) -> HostWord:
     name, slots = _host_and_slots(place, word)
     if not name:
         raise HostfileError(f"{shown(word)} has no host name: write HOST or USER@HOST")
-    return HostWord(host_name(name), user or None, slots)
+    return host_name(name), user or None, slots
 
 
 def host_name(name: str) -> str:
@@ -170,11 +172,7 @@ def host_name(name: str) -> str:
 
 
 def count(text: str, keyword: str) -> int:
-    """The positive integer in ``text``.
-
-    Args:
-        text: the number.
-        keyword: what it sets, for errors: ``slots``.
+    """The positive integer in ``text``, which sets ``keyword``.
 
     Raises:
         HostfileError: it is no positive integer, or larger than the slots of any host.
@@ -198,11 +196,10 @@ def _host_of_option(word: str, place: str) -> Host:
             raise HostfileError("is empty: write host:slots between the commas")
         if "=" in word or " " in word:
             raise HostfileError(f"must be host:slots, got {shown(word)}")
-        host = host_word(word)
-        slots = 1 if host.slots is None else count(host.slots, "slots")
+        name, user, slots = host_word(word)
+        return Host(name, 1 if slots is None else count(slots, "slots"), user=user)
     except HostfileError as error:
         raise HostfileError(f"-H: {place}: {error}") from None
-    return Host(host.name, slots, user=host.user)
 
 
 def _in_option(host: Host) -> str:
@@ -258,25 +255,6 @@ def _host_and_slots(place: str, word: str) -> tuple[str, str | None]:
         name, _, slots = place.partition(":")
         return name, slots
     return place, None
-
-
-def _refuse_other_syntax(word: str) -> None:
-    """Reject the syntax of other launchers, schedulers and shells, with the fix for each."""
-    if word.startswith("+"):
-        raise HostfileError(
-            f"{shown(word)} names a host by its position in another list, which hvkit does not "
-            "read: write the host's name"
-        )
-    if word.startswith("^"):
-        raise HostfileError(f"{shown(word)} excludes a host from another list: delete its line")
-    if word.startswith(("//", "/*")):
-        raise HostfileError(f"{shown(word)}: a comment starts with #")
-    if "'" in word or '"' in word:
-        raise HostfileError(f"{shown(word)}: write names and numbers without quotes")
-    if "," in word:
-        raise HostfileError(f"{shown(word)}: write each host on its own line, without commas")
-    if re.search(r"[^@]\[", word):
-        raise HostfileError(f"{shown(word)}: hvkit does not expand ranges: write each host")
 
 
 def _ipv4(name: str) -> str:

@@ -14,9 +14,6 @@ from hvkit.host import mca
 from hvkit.host.commands import program, run
 from hvkit.launching.hosts import Host, hosts_option, slots_of
 
-NAMES = ("mpirun", "horovodrun", "gloo")
-"""``mpirun`` of any known MPI; ``horovodrun`` over MPI; ``horovodrun`` with Gloo, without MPI."""
-
 # Seconds for a program to print its version, from a file system that may be slow.
 _ANSWER = 30.0
 
@@ -103,10 +100,7 @@ def identify(text: str) -> MpiVersion | None:
 
 
 def find_launcher(name: str) -> Launcher:
-    """The launcher that is first on PATH, else the one in the folder of this Python.
-
-    Args:
-        name: one of ``NAMES``.
+    """The launcher of this name that is first on PATH, else the one in the folder of this Python.
 
     Raises:
         LaunchError: there is none, or hvkit does not know the options of its MPI.
@@ -258,12 +252,7 @@ def _hydra_interface(job: Job, mpi: str) -> list[str]:
     Raises:
         LaunchError: it has different names on the hosts, or a host has a user.
     """
-    for host in job.hosts:
-        if host.user is not None:
-            raise UsageError(
-                f"{host.user}@{host.name}: {mpi}'s mpirun accepts no users: set User {host.user} "
-                "for this host in ~/.ssh/config"
-            )
+    refuse_users(job.hosts, f"{mpi}'s mpirun")
     if len(job.interfaces) > 1:
         raise LaunchError(
             f"the hosts reach each other over {' and '.join(job.interfaces)}, but {mpi} takes one "
@@ -320,7 +309,7 @@ def write_mpich(hosts: Sequence[Host]) -> str:
         UsageError: a host has no number of slots, or is an IPv6 address, which MPICH cuts at
             its first colon.
     """
-    _refuse_ipv6(hosts, "MPICH")
+    refuse_ipv6(hosts, "MPICH")
     return "".join(f"{_mpich_line(host)}\n" for host in hosts)
 
 
@@ -330,22 +319,28 @@ def write_horovodrun(hosts: Sequence[Host]) -> str:
     Raises:
         UsageError: a host has no number of slots, is an IPv6 address, or has a user.
     """
-    _refuse_ipv6(hosts, "horovodrun")
-    for host in hosts:
-        if host.user is not None:
-            raise UsageError(
-                f"horovodrun does not accept {host.user}@{host.name}: set User for {host.name} in "
-                "~/.ssh/config and remove the user"
-            )
+    refuse_ipv6(hosts, "horovodrun")
+    refuse_users(hosts, "horovodrun")
     return f"{hosts_option(hosts)}\n"
 
 
-def _refuse_ipv6(hosts: Sequence[Host], launcher: str) -> None:
+def refuse_ipv6(hosts: Sequence[Host], program: str) -> None:
+    """Raise ``UsageError`` for a host that this program would take for another."""
     for host in hosts:
         if ":" in host.name:
             raise UsageError(
-                f"{launcher} accepts no IPv6 addresses, got {host.name}: use the host's name "
-                "instead"
+                f"{host.name}: {program} accepts no IPv6 addresses: use the host's name, and add "
+                "it to DNS or /etc/hosts"
+            )
+
+
+def refuse_users(hosts: Sequence[Host], program: str) -> None:
+    """Raise ``UsageError`` for a host with a user, which this program does not accept."""
+    for host in hosts:
+        if host.user is not None:
+            raise UsageError(
+                f"{host.user}@{host.name}: {program} accepts no users: set User {host.user} for "
+                "this host in ~/.ssh/config"
             )
 
 

@@ -7,8 +7,7 @@ the command line; ``shown`` makes the line of ``--dry-run`` from it.
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import psutil
 
@@ -26,14 +25,15 @@ from hvkit.launching.forwarded_variables import (
 )
 from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
-from hvkit.launching.launchers import Job, find_launcher
+from hvkit.launching.launchers import Job, find_launcher, refuse_ipv6, refuse_users
 from hvkit.launching.rank_command import RankCommand
+from hvkit.launching.request import Request
 from hvkit.launching.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
+    AgentSettings,
     agent_command,
 )
-from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 from hvkit.wording import counted
@@ -44,52 +44,6 @@ _CONNECT = 10.0
 CONNECT_AGAIN = 4.0
 # Seconds after which a wait is reported, if the limit that ends the run is longer.
 _STALL_REPORTED = 60.0
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of ``hvkit run``.
-
-    Attributes:
-        command: the command of every rank.
-        hosts: the hosts that may get ranks; empty for this host.
-        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
-        size: the number of ranks; ``None`` for one in each slot.
-        launcher: one of ``hvkit.launching.launchers.NAMES``.
-        variables: environment variables for the ranks besides those of ``forwarded``; ``None``
-            for the value that the variable has here.
-        interfaces: interfaces or networks to use between hosts, instead of those found.
-        bind: whether to bind each rank to its share of its host's cores.
-        lost_after: seconds without an acknowledgement after which a host counts as lost.
-        grace: seconds that commands have to end, after a signal or the failure of another rank.
-        style: how to show output.
-        verbose: whether to print how ranks are started, what they set, and what TensorFlow and JAX
-            print though nothing is wrong.
-        stall: seconds after which a rank that others wait for ends the run; ``None`` for the value
-            of ``HVKIT_STALL_LIMIT_SECONDS``, or half an hour.
-        timeline: a file for the trace of all ranks; None for none.
-        max_restarts: how often to start the ranks again without progress between two failures.
-        min_size: the fewest ranks to go on with; ``None`` for all of them.
-        call: the folder of the function that ``command`` runs; ``None`` for other commands.
-    """
-
-    command: tuple[str, ...]
-    hosts: tuple[Host, ...] = ()
-    system: str | None = None
-    size: int | None = None
-    launcher: str = "mpirun"
-    variables: Mapping[str, str | None] = field(default_factory=dict)
-    interfaces: tuple[str, ...] = ()
-    bind: bool = True
-    lost_after: float = 30.0
-    grace: float = 10.0
-    style: Style = field(default_factory=Style)
-    verbose: bool = False
-    stall: float | None = None
-    timeline: Path | None = None
-    max_restarts: int = 0
-    min_size: int | None = None
-    call: Path | None = None
 
 
 def prepared(
@@ -111,18 +65,18 @@ def prepared(
         LaunchError: the request cannot be met.
     """
     launcher = find_launcher(request.launcher)
-    _refuse_unsupported(request)
-    if not request.hosts and request.size is None:
-        raise UsageError("the number of ranks is missing: add -np N, or name hosts with slots")
-    hosts = request.hosts or (Host("localhost", slots=request.size),)
+    refuse_ipv6(request.hosts, "the command line of mpirun or horovodrun")
+    if request.launcher != "mpirun":
+        refuse_users(request.hosts, "horovodrun")
+    hosts = request.hosts or (Host("localhost", slots=request.np),)
     path = request.variables.get("PATH") or os.environ.get("PATH", os.defpath)
     site = choose_hosts(
         hosts,
-        request.size,
+        request.np,
         RankCommand.of(request.command, path),
         request.system,
         request.interfaces,
-        least=least or request.min_size,
+        least=least or request.min_np,
         preempted=preempted,
         connect=_CONNECT if least is None else CONNECT_AGAIN,
     )
@@ -158,25 +112,27 @@ def prepared(
         environ=environ,
         crowded=bool(site.crowded),
     )
-    if least is None and site.crowded:
-        logger.warning("more ranks than cores, so they take turns: %s", _numbers(site.crowded))
-    if least is None and request.size is not None and job.size < request.size:
-        logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.size)
     if least is None:
-        _refuse_absent_ranks(request.style, job.size)
+        if site.crowded:
+            logger.warning("more ranks than cores, so they take turns: %s", _numbers(site.crowded))
+        if request.np is not None and job.size < request.np:
+            logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.np)
+        _refuse_absent_ranks(request.style.ranks or (), job.size)
     return SupervisedRun(
         command=launcher.command(job),
         environ=environ,
         launcher=launcher.name,
         size=job.size,
-        addresses=site.addresses,
-        lost_after=None if site.here else request.lost_after,
-        grace=request.grace,
-        bind=request.bind,
+        agents=AgentSettings(
+            addresses=site.addresses,
+            lost_after=None if site.here else request.lost_after,
+            grace=request.grace,
+            bind=request.bind == "cores",
+            variables=here,
+            call=None if request.call is None else str(request.call),
+        ),
         hosts=tuple(host.name for host in job.hosts for _ in range(host.slots or 0)),
-        here=here,
         style=replace(request.style, greetings=request.verbose or _wants_logs(environ)),
-        call=request.call,
     )
 
 
@@ -210,23 +166,8 @@ def shown(run: SupervisedRun) -> str:
     return " ".join([*env, *added, shlex.join(run.command)])
 
 
-def _refuse_unsupported(request: Request) -> None:
-    """Reject hosts that launchers misunderstand on their command lines."""
-    for host in request.hosts:
-        if ":" in host.name:
-            raise UsageError(
-                f"{host.name}: mpirun and horovodrun accept no IPv6 addresses on their command "
-                "lines: use the host's name, and add it to DNS or /etc/hosts"
-            )
-        if host.user is not None and request.launcher != "mpirun":
-            raise UsageError(
-                f"{host.user}@{host.name}: horovodrun accepts no users: set User {host.user} for "
-                "this host in ~/.ssh/config"
-            )
-
-
-def _refuse_absent_ranks(style: Style, size: int) -> None:
-    for ranks in style.ranks or ():
+def _refuse_absent_ranks(show: Sequence[range], size: int) -> None:
+    for ranks in show:
         if ranks[-1] >= size:
             raise UsageError(
                 f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {size - 1}"

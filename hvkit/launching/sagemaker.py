@@ -43,10 +43,7 @@ def are_of_a_job(hosts: Sequence[Host]) -> bool:
 
 
 def starts_ranks(hosts: Sequence[Host]) -> bool:
-    """Whether this host is the one that starts the ranks: the first.
-
-    Args:
-        hosts: those that get ranks, of the job that this process runs in.
+    """Whether this host, of a job whose hosts these are, starts the ranks: the first one does.
 
     Raises:
         LaunchError: this host is none of the job's, or SageMaker's list of hosts is malformed.
@@ -65,14 +62,7 @@ def starts_ranks(hosts: Sequence[Host]) -> bool:
 
 
 def leave_to_first(system: str | None, hosts: Sequence[Host]) -> bool:
-    """If another host of a SageMaker job starts the ranks, wait until it has ended.
-
-    Args:
-        system: the batch system of the hosts, as in ``Allocation``.
-        hosts: those that get ranks.
-
-    Returns:
-        Whether that was so, and this host must start none.
+    """If another host of a SageMaker job starts the ranks, wait until it has ended; whether so.
 
     Raises:
         LaunchError: as ``starts_ranks`` and ``follow``.

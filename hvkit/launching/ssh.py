@@ -4,7 +4,6 @@
 never prompts. A failure of ssh or srun becomes a sentence with the fix.
 """
 
-import asyncio
 import contextlib
 import functools
 import os
@@ -12,13 +11,14 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hvkit.host.network import is_local
 from hvkit.launching.allocation import SLURM
 from hvkit.launching.hosts import Host
-from hvkit.launching.supervision.signals import run_until_signal
 
 # sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
 AT_ONCE = 32
@@ -113,9 +113,7 @@ class RemoteShell:
 def remote_shell(system: str | None, connect: float = _CONNECT) -> RemoteShell:
     """The way to the hosts: ``srun`` in a Slurm job if it is on PATH, else ssh.
 
-    Args:
-        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
-        connect: seconds for ssh to connect to a host.
+    ``system`` is that of ``Allocation``; ssh connects to a host within ``connect`` seconds.
     """
     if system == SLURM and shutil.which("srun"):
         return SRUN
@@ -141,7 +139,13 @@ def run_on_hosts(
         timeout: seconds for each host, to connect and to run the command.
         shell: the way to the hosts; ssh if ``None``.
     """
-    return run_until_signal(_run_on_all(hosts, command, timeout, shell or SSH))
+    commands = _Commands(command, timeout, shell or SSH)
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        try:
+            return list(threads.map(commands.run, hosts))
+        except BaseException:  # a signal
+            commands.end()
+            raise
 
 
 def ssh_command(
@@ -197,65 +201,72 @@ SSH = RemoteShell(ssh_command, explain_ssh)
 SRUN = RemoteShell(_srun_command, _explain_srun)
 
 
-async def _run_on_all(
-    hosts: Sequence[Host], command: Sequence[str], timeout: float, shell: RemoteShell
-) -> list[Answer]:
-    places = asyncio.Semaphore(AT_ONCE)
+class _Commands:
+    """Commands that run on hosts at the same time, each in a thread; ``end`` ends all of them."""
 
-    async def run_one(host: Host) -> Answer:
-        async with places:
-            # Resolving a name can take seconds.
-            local = await asyncio.to_thread(is_local, host.name)
-            return await _run(host, command, timeout, None if local else shell)
+    def __init__(self, command: Sequence[str], timeout: float, shell: RemoteShell) -> None:
+        self._command = command
+        self._timeout = timeout
+        self._shell = shell
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ends = False
 
-    return list(await asyncio.gather(*map(run_one, hosts)))
+    def end(self) -> None:
+        self._ends = True
+        for process in list(self._running):
+            _kill(process)
+
+    def run(self, host: Host) -> Answer:
+        command = self._command
+        shell = None if is_local(host.name) else self._shell  # resolving a name can take seconds
+        words = command if shell is None else shell.command(host, command, self._timeout)
+        try:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
+                # No terminal for prompts, and one process group with everything that ssh starts.
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Answer(host, None, "", "", _not_started(words[0], error, shell is None))
+        with process:
+            self._running.add(process)
+            if self._ends:
+                _kill(process)
+            try:
+                stdout, stderr = process.communicate(timeout=self._timeout)
+            except subprocess.TimeoutExpired:
+                text = f"`{shlex.join(command)}` did not end within {self._timeout:g} s: "
+                return Answer(host, None, "", "", f"{text}is the host overloaded?")
+            finally:
+                _kill(process)
+                self._running.discard(process)
+        status: int | None = process.returncode
+        problem = None if shell is None else shell.explain(host, status, stderr)
+        if problem is None and status in (126, 127):
+            problem = (
+                f"{command[0]} cannot be started there ({last_line(stderr) or 'not found'}): every "
+                "host needs the same environment at the same path"
+            )
+        return Answer(host, None if problem else status, stdout, stderr, problem)
 
 
-async def _run(
-    host: Host, command: Sequence[str], timeout: float, shell: RemoteShell | None
-) -> Answer:
-    words = command if shell is None else shell.command(host, command, timeout)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
-            # No terminal for prompts, and one process group with everything that ssh starts.
-            start_new_session=True,
-        )
-    except OSError as error:
-        return Answer(host, None, "", "", _not_started(words[0], error, shell is None))
-    try:
-        async with asyncio.timeout(timeout):
-            stdout, stderr = map(_text, await process.communicate())
-    except TimeoutError:
-        late = f"`{shlex.join(command)}` did not end within {timeout:g} s: is the host overloaded?"
-        return Answer(host, None, "", "", late)
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    problem = None if shell is None else shell.explain(host, process.returncode, stderr)
-    if problem is None and process.returncode in (126, 127):
-        problem = (
-            f"{command[0]} cannot be started there ({last_line(stderr) or 'not found'}): every "
-            "host needs the same environment at the same path"
-        )
-    ran = problem is None
-    return Answer(host, process.returncode if ran else None, stdout, stderr, problem)
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process that runs, with everything that it has started."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _not_started(program: str, error: OSError, local: bool) -> str:
     if isinstance(error, FileNotFoundError) and not local:
         return "there is no ssh on this host: install it (Debian: openssh-client)"
     return f"{program} cannot be started: {error.strerror}"
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
 
 
 def last_line(text: str) -> str:

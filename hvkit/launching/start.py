@@ -1,5 +1,6 @@
 """``hvkit run``: from the parsed request to the run's outcome, over all restarts."""
 
+import contextlib
 import json
 import math
 import secrets
@@ -13,7 +14,8 @@ from hvkit.errors import LaunchError
 from hvkit.host.rank_settings import rank_settings
 from hvkit.host.run_reports import RESTART, RUN_NAME, TIMELINE, memory_folder
 from hvkit.launching.allocation import SAGEMAKER
-from hvkit.launching.prepare import CONNECT_AGAIN, Request, prepared, shown
+from hvkit.launching.prepare import CONNECT_AGAIN, prepared, shown
+from hvkit.launching.request import Request
 from hvkit.launching.restarts import Restarts
 from hvkit.launching.sagemaker import wait_for_hosts
 from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts
@@ -67,16 +69,13 @@ def _start(request: Request, status: RunStatus) -> Outcome:
     run = replace(prepared(request), status=status)
     if request.timeline is None:
         return _with_restarts(request, run)
-    timeline = Timeline(request.timeline)
-    try:
-        return _with_restarts(request, replace(run, timeline=timeline))
-    finally:
-        timeline.close()
+    with contextlib.closing(Timeline(request.timeline)) as status.timeline:
+        return _with_restarts(request, run)
 
 
 def _with_restarts(request: Request, run: SupervisedRun) -> Outcome:
     restarts = Restarts(request.max_restarts)
-    least = request.min_size or run.size
+    least = request.min_np or run.size
     replicas, failed = False, True
     try:
         while True:
@@ -110,13 +109,13 @@ def _report_restart(run: SupervisedRun, restarts: Restarts, outcome: Outcome) ->
     # A try that ended before it resumed has saved nothing itself, but earlier ones may have.
     saved = outcome.saved
     if saved is None:
-        saved = max(run.saved_in.values(), default=None)
+        saved = run.status.last_saved
     from_step = f"from step {saved}"
     if saved is None:
         from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"
     logger.warning("%s, %s: %s", restarts.budget, from_step, outcome.reason)
-    if run.timeline is not None:
-        run.timeline.note(f"restart {restarts.made}: {outcome.reason}")
+    if run.status.timeline is not None:
+        run.status.timeline.note(f"restart {restarts.made}: {outcome.reason}")
 
 
 def _free_memory(request: Request, *, failed: bool) -> None:
@@ -161,14 +160,9 @@ def _prepared_again(
     restarts: Restarts,
     preempted: Collection[str],
 ) -> SupervisedRun:
-    """Pause, and prepare a restart as soon as enough hosts are ready.
+    """Pause, and prepare a restart as soon as hosts for ``least`` ranks are ready.
 
-    Args:
-        request: the request.
-        before: the try that has ended.
-        least: the fewest ranks to go on with.
-        restarts: the number of restarts including this one, and the pause before the first check.
-        preempted: hosts to leave out if the others suffice.
+    Hosts that were preempted are left out if the others suffice.
 
     Raises:
         LaunchError: there were not enough hosts for ten minutes.
@@ -193,7 +187,7 @@ def _prepared_again(
         if run.size != before.size:
             logger.warning("%d ranks now, %d before", run.size, before.size)
         status.update(restarts=restarts.made)
-        return replace(run, status=status, timeline=before.timeline, saved_in=before.saved_in)
+        return replace(run, status=status)
 
 
 def _wait(seconds: float) -> None:

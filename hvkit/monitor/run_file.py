@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 from hvkit import runtime
-from hvkit.communication.traffic import traffic
 from hvkit.host.run_reports import restart_of_this_run
 from hvkit.monitor.records import described
 from hvkit.monitor.step_times import Step, Totals, shares
 from hvkit.monitor.writers import Writers, flattened
 from hvkit.sync.nonfinite import skipped_steps
+from hvkit.transport.traffic import traffic
 
 
 class RunFile:

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvkit import runtime
-from hvkit.communication import collectives, engines
-from hvkit.communication.mailbox import Mailbox
+from hvkit.communication import collectives
 from hvkit.communication.mailboxes import open_mailbox
 from hvkit.errors import RankLostError
 from hvkit.log import logger
@@ -37,6 +36,8 @@ from hvkit.parameter_server.server import (
     Server,
 )
 from hvkit.strategies.parameter_server import Array, ParameterServer
+from hvkit.transport import engines
+from hvkit.transport.mailbox import Mailbox
 from hvkit.watch.calls import call, waiting
 
 _STEP = "optimizer.step()"
@@ -63,25 +64,16 @@ class Client:
             number: of the model.
             changes: of each vector; they are overwritten.
         """
-        with self._one:
-            for each in changes:
-                self._mailbox.send(each, 0, number * KINDS + PUSH, "weights")
-            self._wait()
-            for each in changes:
-                self._mailbox.receive(each, 0, ANSWER)
-            return changes
+        self._request(PUSH, changes, changes, number, "weights")
+        return changes
 
     def leave(self) -> None:
         """Let the others train without this rank, until all ranks have called this as often."""
-        with self._one:
-            self._mailbox.send(NOTHING, 0, LEAVE, "checks")
-            self._wait()
-            self._mailbox.receive(NOTHING.copy(), 0, ANSWER)
+        self._request(LEAVE, [NOTHING], [NOTHING.copy()])
 
     def drop(self, number: int) -> None:
         """Never exchange weights of this model again."""
-        with self._one:
-            self._mailbox.send(NOTHING, 0, number * KINDS + DROP, "checks")
+        self._request(DROP, [NOTHING], [], number)
 
     def take(self, request: Array) -> int:
         """Take batches of a queue, and return the number of the first.
@@ -89,30 +81,36 @@ class Client:
         Args:
             request: of int64: the queue, the iteration, and how many to take.
         """
-        with self._one:
-            self._mailbox.send(request, 0, TAKE, "checks")
-            self._wait()
-            self._mailbox.receive(answer := np.empty(1, np.int64), 0, ANSWER)
-            return int(answer[0])
+        answer = np.empty(1, np.int64)
+        self._request(TAKE, [request], [answer])
+        return int(answer[0])
 
     def end(self) -> None:
         """Wait until all ranks have ended their scripts."""
-        with self._one:
-            self._mailbox.send(NOTHING, 0, END, "checks")
-            self._wait()
-            self._mailbox.receive(NOTHING.copy(), 0, ANSWER)
+        self._request(END, [NOTHING], [NOTHING.copy()])
 
-    def _wait(self) -> None:
-        """Wait for an answer.
+    def _request(
+        self,
+        kind: int,
+        sent: list[Array],
+        answers: list[Array],
+        number: int = 0,
+        purpose: str = "checks",
+    ) -> None:
+        """Send a request, and receive its answers, if it has some.
 
         Raises:
             RankLostError: there will be none.
         """
-        found = self._mailbox.wait()
-        if found.tag == LOST:
-            text = np.empty(found.bytes, np.uint8)
-            self._mailbox.receive(text, 0, LOST)
-            raise RankLostError(text.tobytes().decode())
+        with self._one:
+            for each in sent:
+                self._mailbox.send(each, 0, number * KINDS + kind, purpose)
+            if answers and (found := self._mailbox.wait()).tag == LOST:
+                text = np.empty(found.bytes, np.uint8)
+                self._mailbox.receive(text, 0, LOST)
+                raise RankLostError(text.tobytes().decode())
+            for each in answers:
+                self._mailbox.receive(each, 0, ANSWER)
 
 
 class Service:
@@ -206,9 +204,9 @@ def compare_iterations() -> None:
 
     This is no error: scripts that count steps instead of epochs end in different epochs.
     """
-    everyone = [dict(each) for each in collectives.gather(_MEETING, [*_iterations.items()])]
-    for queue in sorted(set().union(*everyone) - _uneven):
-        begun = [theirs.get(queue, 0) for theirs in everyone]
+    gathered = [dict(each) for each in collectives.gather(_MEETING, [*_iterations.items()])]
+    for queue in sorted(set().union(*gathered) - _uneven):
+        begun = [iterations.get(queue, 0) for iterations in gathered]
         if len(set(begun)) > 1:
             _uneven.add(queue)
             if runtime.rank() == 0:
@@ -245,10 +243,9 @@ class Exchange:
         return self._number is not None
 
     def add(self, weights: list[Array]) -> None:
-        """Serve vectors, behind those that were added before; a collective.
+        """Serve vectors of shape (n,), behind those that were added before; a collective.
 
-        Args:
-            weights: of shape (n,) each; those of rank 0 count.
+        The values of rank 0 count.
         """
         global _models
         collectives.gather(_STEP, None)  # no rank trains from here on

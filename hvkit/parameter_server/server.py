@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvkit import threads
-from hvkit.communication.mailbox import Mailbox, pauses
 from hvkit.errors import RankLostError, ranks_text
 from hvkit.strategies.parameter_server import (
     Array,
@@ -25,6 +24,7 @@ from hvkit.strategies.parameter_server import (
     ServedWeights,
     Update,
 )
+from hvkit.transport.mailbox import Mailbox, pauses
 from hvkit.watch.diagnosis import LIMIT_SET_BY, Limits
 
 # Kinds of messages: requests, an answer, and what ends a wait without one.

@@ -2,10 +2,10 @@
 
 ::
 
-    job              on the driver: run, from the arguments to a barrier job and its results
-    starter          a process beside the driver (python -m hvkit.spark.starter) that supervises the
-                     ranks, whose agents Spark's tasks start
-    task             on the executors: gives ranks their places, and starts an agent for each
+    job              on the driver: run, from the arguments to a barrier job and its results; in
+                     place of a launcher (python -m hvkit.spark.job), it waits
+    task             on the executors: gives ranks their places, and starts an agent for each, which
+                     runs the rank (python -m hvkit.spark.task)
     └── rendezvous   where the ranks' Horovod finds the others: a store that proves who may use it
 
 The agents, their connections and the function's way to the ranks are those of ``hvkit.launch`` on
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not at the top: executors and the starter need less.
+    # Not at the top: executors need less.
     from hvkit.spark.job import run
 
     return run

@@ -1,11 +1,18 @@
-"""``hvkit.spark.run``: a function on ranks that Spark's executors start."""
+"""``hvkit.spark.run``: a function on ranks that Spark's executors start.
+
+Spark's tasks start the agents. So the launcher that is supervised (``python -m hvkit.spark.job``)
+starts nothing: it hands the agents' variables to the driver, and ends when the driver's job has
+ended.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,10 +23,10 @@ from hvkit.argument_checks import check_count
 from hvkit.errors import LaunchError, RankLostError
 from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
-from hvkit.functions.streams import follow
 from hvkit.functions.supervised import (
     begin,
     error_of,
+    follow,
     outcome_of,
     raised_by_first,
     refuse_on_ranks,
@@ -27,12 +34,21 @@ from hvkit.functions.supervised import (
 )
 from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
+from hvkit.launching.request import Request
+from hvkit.launching.supervision.protocol import (
+    KEY_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    AgentSettings,
+)
+from hvkit.launching.supervision.run_status import RunStatus
+from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
-from hvkit.spark import starter, task
-from hvkit.spark.starter import agents_in, job_ended_in, run_in
+from hvkit.spark.task import RankTask
 from hvkit.wording import counted, shortened
 
 R = TypeVar("R")
+
+_THIS = "hvkit.spark.job"
 
 # All in seconds. For executors to come before a job that needs more of them is refused.
 _EXECUTORS_COME = 30.0
@@ -96,15 +112,12 @@ def run(
     context = _context()
     size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)
     _await_executors(context, size)
+    name = f"hvkit.spark.run({getattr(function, '__name__', type(function).__name__)})"
     with call_folder(function, args, kwargs or {}) as folder:
-        name = getattr(function, "__name__", type(function).__name__)
-        command = f"hvkit.spark.run({name})"
-        wanted = {"size": size, "addresses": _addresses(context), "command": command}
-        run_in(folder).write_text(json.dumps(wanted))
-        process = begin(starter.__name__, folder)
-        job = _Job(context, folder, process, size, command)
+        process = begin(_supervised(context, size, name, folder), folder)
+        job = _Job(context, folder, process, size, name)
         try:
-            job.start(command_of_rank(function, task.__name__)[1:], environ)
+            job.start(command_of_rank(function, "hvkit.spark.task")[1:], environ)
             follow(process)
         finally:
             job.end()
@@ -124,6 +137,21 @@ def run(
         raise error
 
 
+def _supervised(context: Any, size: int, name: str, folder: Path) -> SupervisedRun:
+    """How to supervise the ranks, whose agents Spark's tasks start."""
+    status = RunStatus()
+    status.update(command=name)
+    agents = AgentSettings(
+        addresses=_addresses(context),
+        lost_after=Request.lost_after,
+        grace=Request.grace,
+        bind=False,  # Spark's executors share the cores of their hosts
+        call=str(folder),
+    )
+    command = [sys.executable, "-P", "-m", _THIS, str(folder)]
+    return SupervisedRun(command, dict(os.environ), "Spark", size, agents, status=status)
+
+
 class _Job:
     """The barrier job that starts the ranks, in a thread of its own.
 
@@ -137,14 +165,14 @@ class _Job:
         folder: Path,
         supervisor: subprocess.Popen[bytes],
         size: int,
-        command: str,
+        name: str,
     ) -> None:
         self.problem: Exception | None = None
         self._context = context
         self._folder = folder
         self._supervisor = supervisor
         self._size = size
-        self._description = f"{command} on {counted(size, 'rank')}"
+        self._description = f"{name} on {counted(size, 'rank')}"
         self._group = f"hvkit-{secrets.token_hex(8)}"
         self._thread: Any = None
         self._executors = _executors(context)
@@ -174,26 +202,26 @@ class _Job:
         """Why it has failed, in a line."""
         # Py4J's text begins with a line of its own. Spark's name of the exception is no help.
         lines = [line.strip() for line in str(self.problem).splitlines() if line.strip()]
-        told = next((line for line in lines if _OF_SPARK in line), lines[0])
-        text = shortened(told.rpartition(_OF_SPARK)[2], _ERROR)
+        reason = next((line for line in lines if _OF_SPARK in line), lines[0])
+        text = shortened(reason.rpartition(_OF_SPARK)[2], _ERROR)
         return f"{text} ({of_supervisor})" if of_supervisor else text
 
     def _run(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        while not agents_in(self._folder).exists():
+        while not _agents_in(self._folder).exists():
             if self._supervisor.poll() is not None:  # what it printed, or left, says why
                 return
             time.sleep(_TICK)
-        agent = json.loads(agents_in(self._folder).read_bytes())
-        rank_task = task.RankTask(agent, environ, secrets.token_bytes(32), command)
+        agent = json.loads(_agents_in(self._folder).read_bytes())
+        task = RankTask(agent, environ, secrets.token_bytes(32), command)
         try:
             self._context.setJobGroup(self._group, self._description, interruptOnCancel=True)
             tasks = self._context.parallelize(range(self._size), self._size)
-            tasks.barrier().mapPartitions(rank_task).collect()
+            tasks.barrier().mapPartitions(task).collect()
         except Exception as problem:
             self.problem = problem
         finally:
             # The folder is gone if Spark has not ended a cancelled job for long.
-            with suppress(FileNotFoundError), written(job_ended_in(self._folder)) as file:
+            with suppress(FileNotFoundError), written(_job_ended_in(self._folder)) as file:
                 file.write(b"1" if self.problem else b"0")
 
 
@@ -266,3 +294,27 @@ def _addresses(context: Any) -> tuple[str, ...]:
     except OSError:  # a name of the cluster that this host does not know
         local = False
     return (driver,) if local else tuple(dict.fromkeys([driver, *addresses_for_others()]))
+
+
+def _agents_in(folder: Path) -> Path:
+    """The file with the variables of agents, once the supervisor listens."""
+    return folder / "agents"
+
+
+def _job_ended_in(folder: Path) -> Path:
+    """The file that the driver writes when the job has ended: an exit status."""
+    return folder / "job-ended"
+
+
+def wait_for_job(folder: Path) -> int:
+    """Hand out the agents' variables, and wait for the end of Spark's job; returns its status."""
+    variables = {name: os.environ[name] for name in (SUPERVISOR_VARIABLE, KEY_VARIABLE)}
+    with written(_agents_in(folder)) as file:
+        file.write(json.dumps(variables).encode())
+    while not _job_ended_in(folder).exists():
+        time.sleep(_TICK)
+    return int(_job_ended_in(folder).read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(wait_for_job(Path(sys.argv[1])))

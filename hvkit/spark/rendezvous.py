@@ -3,7 +3,7 @@
 Horovod's Gloo reads and writes the store by HTTP, without any proof of who it is. So each task
 answers the HTTP of its own rank, on the loopback interface and for processes of its own user only,
 and passes it on to the store in rank 0's task, over a connection on which both ends have proven
-that they know a key (``hvkit.handshake``)::
+that they know a key (``hvkit.connections``)::
 
     rank ── HTTP, loopback ── Front ── TCP, authenticated ── Store, in rank 0's task
 """
@@ -18,10 +18,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from hvkit import handshake, threads
+from hvkit import threads
 from hvkit.communication.encoding import decode, encode
+from hvkit.connections import Connection, Listener, connect
 
-_LENGTH = struct.Struct("!I")
 _LOOPBACK = "127.0.0.1"
 
 
@@ -35,7 +35,7 @@ class Store:
 
     def __init__(self, address: str, key: bytes) -> None:
         self._values: dict[str, bytes] = {}
-        self._listener = handshake.Listener(address, key)
+        self._listener = Listener(address, key)
         self.port = self._listener.port
         threads.start("hvkit-store", self._listener.serve, self._serve)
 
@@ -44,14 +44,15 @@ class Store:
         self._listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
-        with connected, contextlib.suppress(OSError):
+        connection = Connection(connected)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
             while True:
-                method, path, value = decode(_received(connected))
+                method, path, value = decode(connection.receive()[1])
                 if method == "PUT":
                     self._values[path] = value
                 elif method == "DELETE":
                     self._values.pop(path, None)
-                _send(connected, encode(self._values.get(path)))
+                connection.send(0, encode(self._values.get(path)))
 
 
 class Front:
@@ -67,7 +68,7 @@ class Front:
 
     def __init__(self, place: tuple[str, int], key: bytes) -> None:
         address, port = place
-        self._store = handshake.connect([address], port, key)
+        self._store = Connection(connect([address], port, key))
         self._one = threading.Lock()
         self._server = ThreadingHTTPServer((_LOOPBACK, 0), _handler_for(self))
         self.port: int = self._server.server_address[1]
@@ -82,8 +83,8 @@ class Front:
     def request(self, method: str, path: str, value: bytes) -> bytes | None:
         """Pass a request on; the value of the path after it, None if there is none."""
         with self._one:
-            _send(self._store, encode((method, path, value)))
-            found: bytes | None = decode(_received(self._store))
+            self._store.send(0, encode((method, path, value)))
+            found: bytes | None = decode(self._store.receive()[1])
             return found
 
 
@@ -125,12 +126,3 @@ def _in_proc(port: int) -> str:
     """A port of 127.0.0.1 as /proc/net/tcp writes it: the address in the host's byte order."""
     (number,) = struct.unpack("=I", socket.inet_aton(_LOOPBACK))
     return f"{number:08X}:{port:04X}"
-
-
-def _send(connected: socket.socket, message: bytes) -> None:
-    connected.sendall(_LENGTH.pack(len(message)) + message)
-
-
-def _received(connected: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(handshake.exactly(connected, _LENGTH.size))
-    return bytes(handshake.exactly(connected, length))

@@ -1,6 +1,6 @@
 """What each Spark task does: finds its rank's place, and starts hvkit's agent for it.
 
-The rank itself runs ``python -m hvkit.spark.task``.
+The agent's command is this module again (``python -m hvkit.spark.task``), which calls the function.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hvkit.host.network import interface_of
 from hvkit.launching.supervision.protocol import agent_command
 from hvkit.spark.rendezvous import Front, Store
 
-# Environment variable of ranks: the folder with the files that Spark has shipped, if any.
-_FILES = "HVKIT_SPARK_FILES"
 # Seconds that ranks may be apart when Horovod starts. The supervisor notices lost hosts sooner, and
 # the watcher ranks that do not come.
 _GLOO_WAITS = "1800"
+# Environment variable of ranks: the folder with the files that Spark has shipped, if any.
+_FILES = "HVKIT_SPARK_FILES"
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,7 @@ class RankPlace:
 
 
 def places(hosts: Sequence[str]) -> list[RankPlace]:
-    """The places of tasks on these hosts: the ranks of a host follow each other.
-
-    Args:
-        hosts: by task, a text that no other host has.
-    """
+    """The places of tasks on these hosts, by task; the ranks of a host follow each other."""
     sizes = Counter(hosts)  # in the order of first mention
     starts, total = {}, 0
     for host, size in sizes.items():
@@ -86,9 +82,9 @@ class RankTask:
         number = context.partitionId()
         addresses = [each.address.rpartition(":")[0] for each in context.getTaskInfos()]
         hosts = context.allGather(_this_host())
-        of_tasks = places(hosts)
-        place = of_tasks[number]
-        first = next(task for task, each in enumerate(of_tasks) if each.rank == 0)
+        ranks = places(hosts)
+        place = ranks[number]
+        first = next(task for task, each in enumerate(ranks) if each.rank == 0)
         address = socket.gethostbyname(addresses[number])
         with ExitStack() as stack:
             port = ""
@@ -107,7 +103,7 @@ class RankTask:
                     **self.environ,
                     **_shipped({**os.environ, **self.environ}),
                     **self.agent,
-                    **_variables(place, len(of_tasks), hosts[number], address, front.port),
+                    **_variables(place, len(ranks), hosts[number], address, front.port),
                 },
                 stdin=subprocess.DEVNULL,
                 check=False,  # the agent reports how the rank has ended
@@ -136,11 +132,7 @@ def _variables(place: RankPlace, size: int, host: str, address: str, port: int) 
 
 
 def _shipped(environ: Mapping[str, str]) -> dict[str, str]:
-    """How the rank finds the modules and files that Spark has shipped to this task.
-
-    Args:
-        environ: that the rank would have without them.
-    """
+    """How a rank with this environment finds the modules and files that Spark has shipped."""
     from pyspark import SparkFiles
 
     given = environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -164,7 +156,7 @@ def _this_host() -> str:
 
 
 def main() -> None:
-    """Call the rank's function; ``pyspark.SparkFiles`` finds files as in Spark's own tasks."""
+    """Call the function; ``pyspark.SparkFiles`` finds files as in Spark's own tasks."""
     # Not at the top: Spark's tasks do not need it.
     from hvkit.functions import rank
 

@@ -2,7 +2,7 @@
 
 They cannot use MPI, which ends with the first rank, and which Horovod over Gloo does not have. Rank
 0 broadcasts a secret over Horovod, and both ends of a connection prove that they have it
-(``hvkit.handshake``), so a stranger on the port can neither read nor send anything.
+(``hvkit.connections``), so a stranger on the port can neither read nor send anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any, get_args
 
-from hvkit import handshake
+from hvkit import connections
 from hvkit.host.network import addresses_for_others
 from hvkit.watch.calls import Status
 
@@ -140,7 +140,7 @@ class RankListener:
     def __init__(self, *, one_host: bool, patience: int = PATIENCE) -> None:
         self._patience = patience
         secret = secrets.token_bytes(32)
-        self._listener = handshake.Listener("127.0.0.1" if one_host else None, secret)
+        self._listener = connections.Listener("127.0.0.1" if one_host else None, secret)
         addresses = ("127.0.0.1",) if one_host else addresses_for_others()
         self.endpoint = Endpoint(addresses, self._listener.port, secret)
 
@@ -170,7 +170,7 @@ class RankListener:
 def connect(endpoint: Endpoint, rank: int, patience: int = PATIENCE) -> Connection | None:
     """Connect to rank 0; None if none of its addresses can be reached."""
     try:
-        connected = handshake.connect(endpoint.addresses, endpoint.port, endpoint.secret)
+        connected = connections.connect(endpoint.addresses, endpoint.port, endpoint.secret)
         connection = _connection(connected, patience)
         send(connection, {"rank": rank})
     except OSError:

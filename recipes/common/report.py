@@ -12,7 +12,7 @@ import hvkit
 from common.flags import Flags
 from common.images import Dataset
 from common.ranks import on_terminal, parts_of_a_batch, say
-from hvkit.communication.traffic import Sent
+from hvkit.transport.traffic import Sent
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from ranks import my_part, shared_folder
 from torch.utils.checkpoint import checkpoint
 
 import hvkit
-from hvkit.communication.traffic import of_allreduce
+from hvkit.transport.traffic import of_allreduce
 
 STEPS, ROWS = 12, 6
 METRICS = ["mae", "r2_score"]

@@ -15,9 +15,11 @@ from ranks import error_of
 
 import hvkit
 from hvkit import runtime
-from hvkit.communication import collectives, engines, large_objects, point_to_point
+from hvkit.communication import collectives, large_objects
 from hvkit.communication.division import divide
 from hvkit.communication.encoding import sendable
+from hvkit.transport import engines, mailbox
+from hvkit.transport.mailbox import MpiMailbox
 
 
 def test_ranks_are_what_the_launcher_says():
@@ -138,10 +140,10 @@ def test_no_message_reaches_the_2_gib_that_mpi_counts():
 @pytest.mark.parametrize("length", [0, 10, 1000, 5000])
 def test_collect_brings_the_objects_to_rank_0_only_and_in_pieces(sent, monkeypatch, by_mpi, length):
     if by_mpi == "none" or (by_mpi == "not rank 1" and hvkit.rank() == 1):
-        monkeypatch.setattr(point_to_point, "can_send", lambda engine: False)
+        monkeypatch.setattr(mailbox, "can_send", lambda engine: False)
     pieces = []
-    send = point_to_point.send
-    monkeypatch.setattr(point_to_point, "send", lambda *a: (pieces.append(a[0].size), send(*a)))
+    send = MpiMailbox.send
+    monkeypatch.setattr(MpiMailbox, "send", lambda *a: (pieces.append(a[1].size), send(*a)))
     mine = {"rank": hvkit.rank(), "much": np.full(length * hvkit.rank(), hvkit.rank(), np.uint8)}
     everyone = list(large_objects.collect("test", mine))
     if hvkit.rank() == 0:
@@ -166,10 +168,10 @@ def test_rank_0_holds_one_collected_object_at_a_time():
 @pytest.mark.parametrize("by_mpi", [True, False])
 @pytest.mark.parametrize("length", [0, 10, 5000])
 def test_scatter_gives_each_rank_its_own_object_in_pieces(sent, monkeypatch, by_mpi, length):
-    monkeypatch.setattr(point_to_point, "can_send", lambda engine: by_mpi)
+    monkeypatch.setattr(mailbox, "can_send", lambda engine: by_mpi)
     pieces = []
-    send = point_to_point.send
-    monkeypatch.setattr(point_to_point, "send", lambda *a: (pieces.append(a), send(*a)))
+    send = MpiMailbox.send
+    monkeypatch.setattr(MpiMailbox, "send", lambda *a: (pieces.append(a[1:3]), send(*a)))
     own = large_objects.scatter("test", lambda rank: np.full(length * rank, rank, np.uint8))
     assert own.tolist() == [hvkit.rank()] * length * hvkit.rank()
     assert max(sent) <= 1000
@@ -212,7 +214,7 @@ class Poison:
 def test_what_rank_0_cannot_read_is_an_error_on_all_and_leaves_nothing_in_the_way(
     sent, monkeypatch, by_mpi
 ):
-    monkeypatch.setattr(point_to_point, "can_send", lambda engine: by_mpi)
+    monkeypatch.setattr(mailbox, "can_send", lambda engine: by_mpi)
     mine = [Poison() if hvkit.rank() == 1 else "fine", "x" * 5000]
     error, text = error_of(lambda: list(large_objects.collect("test", mine)))
     assert error is hvkit.HvkitError

@@ -12,16 +12,17 @@ import json, sys
 import {framework}
 import hvkit
 from hvkit import runtime
-from hvkit.communication import large_objects, point_to_point
+from hvkit.communication import large_objects
+from hvkit.transport import mailbox
 everyone = list(large_objects.collect("test", "x" * 100 * hvkit.rank()))
 engine = runtime.engine("{framework}")
-before = point_to_point.can_send(engine)
+before = mailbox.can_send(engine)
 imported = "mpi4py" in sys.modules
 states = hvkit.allgather([before, imported])
 if hvkit.rank() == 0:
     print("hvkit:" + json.dumps([[len(each) for each in everyone], states]), flush=True)
 engine.hvd.shutdown()
-if point_to_point.can_send(engine):
+if mailbox.can_send(engine):
     sys.exit("messages after the end of MPI")
 """
 

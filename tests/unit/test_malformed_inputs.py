@@ -4,7 +4,6 @@ No traceback, no partial result, no hang: an input gives an error of the kind th
 announces, or is read as a whole.
 """
 
-import asyncio
 import contextlib
 import io
 import json
@@ -12,6 +11,7 @@ import random
 import shutil
 import socket
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +20,15 @@ import torch
 from cases import MORE
 
 import hvkit
-from hvkit import handshake
 from hvkit.cli import main
 from hvkit.communication.encoding import decode, encode
+from hvkit.connections import ConnectionLost, connect, frame
 from hvkit.errors import HostfileError, HvkitError, LaunchError
 from hvkit.launching.allocation import allocation
 from hvkit.launching.hostfile import parse_hostfile, read_hostfile
 from hvkit.launching.hosts import read_hosts_option
 from hvkit.launching.supervision import protocol
-from hvkit.launching.supervision.protocol import Connection, ConnectionLost, Kind
+from hvkit.launching.supervision.protocol import AgentConnection, Kind
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RankReports
 from hvkit.launching.supervision.supervisor import Supervisor
@@ -273,12 +273,12 @@ REPORTS = [
     b'{"now": {"call": "", "waits": 0, "where": "", "step": 2, "made": 1.5}}',
 ]
 FRAMES = [
-    protocol.frame(Kind.HELLO, b'{"rank": 1, "host": "a"}'),
-    protocol.frame(Kind.STDOUT, b"text\n"),
-    *(protocol.frame(Kind.REPORT, line) for line in REPORTS),
-    protocol.frame(Kind.SPANS, b'{"spans": [["fit", null, 0, 1.5, 20]]}'),
-    protocol.frame(Kind.CLOCK, b'{"number": 1, "now": 3.5}'),
-    protocol.frame(Kind.ENDED, b'{"status": 0, "ago": 0.1}'),
+    frame(Kind.HELLO, b'{"rank": 1, "host": "a"}'),
+    frame(Kind.STDOUT, b"text\n"),
+    *(frame(Kind.REPORT, line) for line in REPORTS),
+    frame(Kind.SPANS, b'{"spans": [["fit", null, 0, 1.5, 20]]}'),
+    frame(Kind.CLOCK, b'{"number": 1, "now": 3.5}'),
+    frame(Kind.ENDED, b'{"status": 0, "ago": 0.1}'),
 ]
 
 
@@ -287,9 +287,9 @@ def test_messages_to_the_supervisor(capfd):
     rng = random.Random(4)
 
     def good(port):
-        connected = handshake.connect(["127.0.0.1"], port, KEY)
-        hello = protocol.frame(Kind.HELLO, b'{"rank": 0, "host": "here"}')
-        connected.sendall(hello + protocol.frame(Kind.REPORT, b'{"saved": 41}'))
+        connected = connect(["127.0.0.1"], port, KEY)
+        hello = frame(Kind.HELLO, b'{"rank": 0, "host": "here"}')
+        connected.sendall(hello + frame(Kind.REPORT, b'{"saved": 41}'))
         return connected
 
     def bad(port):
@@ -298,32 +298,26 @@ def test_messages_to_the_supervisor(capfd):
                 connected = socket.create_connection(("127.0.0.1", port), timeout=10)
                 connected.sendall(rng.randbytes(rng.randint(0, 200)))
             else:
-                connected = handshake.connect(["127.0.0.1"], port, KEY)
+                connected = connect(["127.0.0.1"], port, KEY)
                 frames = [FRAMES[0].replace(b"1", str(rng.randint(1, 3)).encode(), 1)]
                 frames += rng.choices(FRAMES[1:], k=3)
                 connected.sendall(mutated(b"".join(frames), rng))
             connected.close()
 
-    async def serve():
-        supervisor = Supervisor(400, KEY, Style(), None, lambda: None)
-        unexpected = []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: unexpected.append(context))
-        port = supervisor.listen("127.0.0.1")
-        with await asyncio.to_thread(good, port) as connected:
-            for _ in range(250):
-                await asyncio.to_thread(bad, port)
-            connected.sendall(protocol.frame(Kind.REPORT, b'{"saved": 42}'))
-            async with asyncio.timeout(30):
-                while (supervisor.saved or 0) < 42:
-                    await asyncio.sleep(0.01)
-            connected.sendall(protocol.frame(Kind.ENDED, b'{"status": 0}'))
-            assert await asyncio.to_thread(lambda: connected.recv(100)) == b""
-        await supervisor.close()
-        assert unexpected == []
-        assert not [each for each in supervisor.failures if each.rank == 0]
-
-    asyncio.run(serve())
+    supervisor = Supervisor(400, KEY, Style(), None, lambda: None)
+    port = supervisor.listen("127.0.0.1")
+    with good(port) as connected:
+        for _ in range(250):
+            bad(port)
+        connected.sendall(frame(Kind.REPORT, b'{"saved": 42}'))
+        deadline = time.monotonic() + 30
+        while (supervisor.saved or 0) < 42:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        connected.sendall(frame(Kind.ENDED, b'{"status": 0}'))
+        assert connected.recv(100) == b""
+    supervisor.close()
+    assert not [each for each in supervisor.failures if each.rank == 0]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -336,14 +330,14 @@ def receive_all(connection):
 
 def test_messages_to_an_agent():
     frames = [
-        protocol.frame(kind, protocol.packed(3))
+        frame(kind, protocol.packed(3))
         for kind in (Kind.TAKEN, Kind.SIGNAL, Kind.STOP, Kind.INTERRUPT, Kind.ASK)
     ]
     for data in each(250, [b"".join(frames)]):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.settimeout(20)
-            connection = Connection(ours, b"key")
+            connection = AgentConnection(ours, b"key")
             theirs.sendall(data)
             theirs.close()
             with pytest.raises(ConnectionLost):
@@ -355,10 +349,6 @@ def test_reports_of_ranks(tmp_path):
     fields = {"number": 0, "host": "a", "reports": RankReports(), "speed": None}
     supervisor_rank = type("Rank", (), fields)()
 
-    async def take():
-        supervisor = Supervisor(2, KEY, Style(), None, lambda: None)
-        for line in each(300, [*REPORTS, b'{"speed": 3.5}', json.dumps({"left": True}).encode()]):
-            supervisor._take_report(supervisor_rank, line)
-        supervisor.writer.close()
-
-    asyncio.run(take())
+    supervisor = Supervisor(2, KEY, Style(), None, lambda: None)
+    for line in each(300, [*REPORTS, b'{"speed": 3.5}', json.dumps({"left": True}).encode()]):
+        supervisor._take_report(supervisor_rank, line)

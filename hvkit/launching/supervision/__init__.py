@@ -7,20 +7,18 @@
     ├── signals                     what ends hvkit run while it has no ranks
     └── supervised_run              starts the launcher, decides when all ends, reports the result
         ├── supervisor              accepts the agents, collects output and failures
-        │   ├── rank_output         shows whole lines and tracebacks, writes log files
-        │   │   ├── last_lines      the last lines of a rank, and which of them explain its end
+        │   ├── rank_output         shows whole lines and tracebacks, logs them, keeps the last ones
         │   │   └── tracebacks      finds tracebacks in output, and reads them
-        │   ├── screen              keeps lines apart on the terminal, colours a failure
+        │   ├── screen              writes in a thread, keeps lines apart, the launcher's output
         │   ├── timeline            the trace of all ranks, on one clock
         │   └── first_failure       which rank failed first, and the lines about it
-        ├── launcher_output         what the launcher itself prints
         └── processes               ends processes with everything below them
 
     mpirun, horovodrun
     └── agent, once per rank        runs the rank's command, sends its output and exit status
         └── processes
 
-    agent ── protocol ── supervisor     frames over TCP, keep-alive; hvkit.handshake before them
+    agent ── protocol ── supervisor     over hvkit.connections
 
 An agent ends its command when it loses the supervisor, the guard ends what a killed agent leaves
 behind, and the supervisor ends all agents when one rank fails. So nothing remains on any host,

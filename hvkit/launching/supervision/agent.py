@@ -35,6 +35,7 @@ from types import FrameType
 from typing import IO, Any
 
 from hvkit import threads
+from hvkit.connections import ConnectionLost
 from hvkit.host import call_folder, cpus, run_reports
 from hvkit.host.launcher_variables import place
 from hvkit.launching.supervision.processes import (
@@ -50,9 +51,8 @@ from hvkit.launching.supervision.protocol import (
     KEY_VARIABLE,
     PIECE,
     SUPERVISOR_VARIABLE,
+    AgentConnection,
     AgentSettings,
-    Connection,
-    ConnectionLost,
     Kind,
     command_of_agent,
     fields,
@@ -108,7 +108,7 @@ def main(command: Sequence[str]) -> int:
         os.sched_setaffinity(0, share or usable)
     try:
         wants_call = folder is not None
-        connection = Connection.to_supervisor(settings, key, here.rank, wants_call=wants_call)
+        connection = AgentConnection.to_supervisor(settings, key, here.rank, wants_call=wants_call)
     except OSError as error:
         addresses = ", ".join(settings.addresses)
         print(
@@ -124,7 +124,7 @@ def main(command: Sequence[str]) -> int:
 class _Agent:
     def __init__(
         self,
-        connection: Connection,
+        connection: AgentConnection,
         command: Sequence[str],
         settings: AgentSettings,
         guard: int,
@@ -157,7 +157,8 @@ class _Agent:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self.signal_command)
         try:
-            self.copy_call()
+            if self.folder is not None:
+                self.connection.receive_call(call_folder.call_in(self.folder))
             child = self.start_command()
         except ConnectionLost:
             self.connection.send(Kind.STOPPED, packed(0))
@@ -176,13 +177,6 @@ class _Agent:
         streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
         pumps = [threads.start("hvkit-output", self.pump, *stream) for stream in streams]
         return self.finish(child, self.wait(child), [*pumps, reports])
-
-    def copy_call(self) -> None:
-        """Copy the function and its arguments, if this host has another folder for them."""
-        if self.folder is not None:
-            with call_folder.written(call_folder.call_in(self.folder)) as file:
-                for piece in self.connection.pieces_of_call():
-                    file.write(piece)
 
     def start_command(self) -> "subprocess.Popen[bytes]":
         self.reports, reports = os.pipe()
@@ -267,13 +261,10 @@ class _Agent:
 
     def send_outcome(self) -> None:
         """Send what the function has returned or raised, if this host has a folder of its own."""
-        if self.folder is None:
-            return
-        outcome = call_folder.outcome_in(self.folder, self.number)
-        if outcome.exists():
-            with outcome.open("rb") as file:
-                pieces = iter(lambda: file.read(PIECE), b"")
-                self.connection.send_outcome(self.number, pieces)
+        if self.folder is not None:
+            outcome = call_folder.outcome_in(self.folder, self.number)
+            if outcome.exists():
+                self.connection.send_outcome(outcome)
 
     def pass_reports_on(self) -> None:
         """Send the rank's reports to the supervisor."""
@@ -334,8 +325,7 @@ class _Agent:
 def _fork_below_guard(folder: Path | None) -> int:
     """Continue in a child of this process, which becomes the guard; return the guard's id.
 
-    Args:
-        folder: what the guard removes at the end.
+    The guard removes the folder at the end.
     """
     guard, launcher = os.getpid(), os.getppid()
     adopt_orphans()

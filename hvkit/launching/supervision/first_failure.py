@@ -160,11 +160,7 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
 
 
 def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
-    """The ranks whose tracebacks need not be shown: the reported one, the same, its consequences.
-
-    Args:
-        failures, cause: as for ``report``.
-    """
+    """The ranks whose tracebacks are not shown: the reported one, the same, consequences."""
     first = first_failure(failures)
     if first is None:
         return set()
@@ -189,11 +185,7 @@ def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
 def in_one_line(
     failures: Sequence[Failure], other_hosts: Collection[str] = (), cause: str = ""
 ) -> str:
-    """Why a run has ended, in one line with the error if there is one; empty if no rank failed.
-
-    Args:
-        failures, other_hosts, cause: as for ``report``.
-    """
+    """Why a run has ended, in one line with the error if there is one; empty if no rank failed."""
     first = first_failure(failures)
     if first is None:
         return ""

@@ -1,14 +1,8 @@
-"""The connection between an agent and the supervisor: its frames, and how both notice its loss.
+"""What an agent and the supervisor send each other, in frames of ``hvkit.connections``.
 
-A frame is a kind, a length and that many bytes. Before the first one, both ends prove that they
-know the key of the run (``hvkit.handshake``).
-
-**Liveness.** TCP keep-alive in the kernels detects a lost connection. While a process waits for a
-disk or a core, its kernel still acknowledges packets; when a process ends, its kernel closes the
-connection. If neither happens, the host or the network is lost. A kernel whose receive buffer is
-full acknowledges more and more rarely. So an agent sends at most ``WINDOW`` bytes of output that
-the supervisor has not read yet: its kernel can hold as much while ``hvkit run`` or its terminal is
-stopped.
+**Output.** A kernel whose receive buffer is full acknowledges more and more rarely, as that of a
+lost host. So an agent sends at most ``WINDOW`` bytes of output that the supervisor has not read
+yet: its kernel can hold as much while ``hvkit run`` or its terminal is stopped.
 
 **The command** of a rank stands on the launcher's command line, after the agent's own
 (``agent_command``). Launchers read words there that are meant for the script: Open MPI and Hydra
@@ -24,11 +18,13 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
-from hvkit import handshake
+from hvkit.connections import HEADER_BYTES, Connection, ConnectionLost, connect, keep_alive
+from hvkit.host import call_folder
 
 KEY_VARIABLE = "HVKIT_RUN_KEY"
 """Environment variable with the key of the run, in hexadecimal."""
@@ -44,10 +40,10 @@ _AGENT = "hvkit.launching.supervision.agent"
 _MARK = "+"
 _MARKED = (_MARK, "-", ":")
 
-_HEADER = struct.Struct("!BI")
 _NUMBER = struct.Struct("!I")
-HEADER_BYTES = _HEADER.size
-_LONGEST_FRAME = 1 << 16
+
+LONGEST_FRAME = 1 << 16
+"""Bytes of the longest frame, without its header."""
 
 PIECE = 1 << 14
 """Bytes of output, or of a file, in a frame; small, so that several fit into the window."""
@@ -57,12 +53,6 @@ WINDOW = 1 << 16
 
 RECEIVE_BUFFER = 4 * WINDOW
 """Bytes of the supervisor's receive buffer, larger since the kernel includes its own overhead."""
-
-# In Linux' struct tcp_info: milliseconds since the last acknowledgement.
-_TCP_INFO_BYTES = 60
-_LAST_ACK = 56
-# Keep-alive probes within the time limit; Linux allows 127.
-_PROBES = 50
 
 
 class Kind(IntEnum):
@@ -100,7 +90,7 @@ class Kind(IntEnum):
     CALL = 15
     """A piece of the file with the function to call; a SEAL follows the last."""
     SEAL = 16
-    """From both: a digest of the file before it (``sealing``), since what is in it is executed."""
+    """From both: a digest of the file before it (``sealed``), since what is in it is executed."""
 
 
 def agent_command(command: Sequence[str]) -> tuple[str, ...]:
@@ -119,26 +109,27 @@ class AgentSettings:
     """The settings of a run that its agents need; they get them in the environment.
 
     Attributes:
-        host: the name of the supervisor's host.
-        addresses: addresses of the supervisor, in the order to try.
-        port: its TCP port.
+        addresses: addresses of the supervisor's host, in the order to try; for a run on one host,
+            only the loopback address.
         lost_after: seconds without an acknowledgement after which the other host counts as lost;
             ``None`` if the run uses one host.
-        grace: seconds that a command has to end when its launcher ends it.
+        grace: seconds that a command has to end, after a signal or the failure of another rank.
         bind: whether to bind each rank to its share of the host's cores.
         variables: environment variables for the commands on the supervisor's host only.
         call: the folder on the supervisor's host, as in ``hvkit.host.call_folder``, if ranks run a
             function.
+        host: the name of the supervisor's host.
+        port: its TCP port.
     """
 
-    host: str
-    addresses: tuple[str, ...]
-    port: int
+    addresses: Sequence[str]
     lost_after: float | None
     grace: float
     bind: bool
-    variables: Mapping[str, str]
+    variables: Mapping[str, str] = field(default_factory=dict)
     call: str | None = None
+    host: str = ""
+    port: int = 0
 
     def to_json(self) -> str:
         """The value of ``SUPERVISOR_VARIABLE``."""
@@ -147,55 +138,43 @@ class AgentSettings:
     @classmethod
     def from_json(cls, text: str) -> "AgentSettings":
         """The settings in the value of ``SUPERVISOR_VARIABLE``."""
-        values = json.loads(text)
-        return cls(**{**values, "addresses": tuple(values["addresses"])})
+        return cls(**json.loads(text))
 
 
-class ConnectionLost(Exception):
-    """The supervisor has ended or cannot be reached any more."""
-
-
-class Connection:
-    """An agent's end. Several threads may send; one thread receives.
-
-    After the connection is lost, sending drops the data; the receiving thread gets the error.
-    """
+class AgentConnection:
+    """An agent's end. After the connection is lost, sending drops the data; receiving raises."""
 
     def __init__(self, connected: socket.socket, key: bytes) -> None:
-        self._socket = connected
+        self._connection = Connection(connected, LONGEST_FRAME)
         self._key = key
-        self._sending = threading.Lock()
         self._window = threading.Condition()
         self._not_taken = 0
         self._lost = False
+        self.finish = self._connection.finish
 
     @classmethod
     def to_supervisor(
         cls, settings: AgentSettings, key: str, rank: int, *, wants_call: bool = False
-    ) -> "Connection":
+    ) -> "AgentConnection":
         """Connect to the first address where the supervisor answers, and send the HELLO.
 
-        Args:
-            settings: with the addresses.
-            key: the key of the run, in hexadecimal.
-            rank: the agent's rank.
-            wants_call: whether ``pieces_of_call`` follows.
+        ``receive_call`` has to follow if it says ``wants_call``. ``key`` is in hexadecimal.
 
         Raises:
             OSError: the supervisor answers at none of its addresses.
         """
-        connected = handshake.connect(settings.addresses, settings.port, bytes.fromhex(key))
+        connected = connect(settings.addresses, settings.port, bytes.fromhex(key))
         keep_alive(connected, settings.lost_after)
-        connection = cls(connected, bytes.fromhex(key))
-        hello = {"rank": rank, "host": socket.gethostname(), "call": wants_call}
-        connection.send_json(Kind.HELLO, hello)
-        return connection
+        agent = cls(connected, bytes.fromhex(key))
+        agent.send_json(
+            Kind.HELLO, {"rank": rank, "host": socket.gethostname(), "call": wants_call}
+        )
+        return agent
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Send a frame."""
-        data = frame(kind, payload)
-        with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(data)
+        with contextlib.suppress(OSError):
+            self._connection.send(kind, payload)
 
     def send_output(self, kind: Kind, payload: bytes) -> None:
         """Send output; blocks while the window is full."""
@@ -209,30 +188,26 @@ class Connection:
         """Send a frame with JSON in it."""
         self.send(kind, json.dumps(values).encode())
 
-    def pieces_of_call(self) -> Iterator[bytes]:
-        """The pieces of the call, which the supervisor sends before anything else.
+    def receive_call(self, path: Path) -> None:
+        """Write the call, which the supervisor sends before anything else, to a file.
 
         Raises:
             ConnectionLost: the rest will not come, since the run ends; or somebody has changed it.
+            OSError: it cannot be written.
         """
-        seal = sealing(self._key, "call")
-        while True:
-            kind, length = header(self._exactly(HEADER_BYTES))
-            piece = self._exactly(length)
-            if kind is Kind.SEAL and hmac.compare_digest(piece, seal.digest()):
-                return
-            if kind is not Kind.CALL:
-                raise ConnectionLost(f"{kind.name} instead of the call")
-            seal.update(piece)
-            yield piece
+        call = SealedFile(path, self._key, Kind.CALL)
+        complete = False
+        while not complete:
+            kind, piece = self._connection.receive()
+            try:
+                complete = call.take(kind, piece)
+            except ValueError as problem:
+                raise ConnectionLost(str(problem)) from problem
 
-    def send_outcome(self, rank: int, pieces: Iterator[bytes]) -> None:
+    def send_outcome(self, path: Path) -> None:
         """Send the file with what the function has returned or raised on this rank."""
-        seal = sealing(self._key, f"outcome {rank}")
-        for piece in pieces:
-            seal.update(piece)
-            self.send_output(Kind.OUTCOME, piece)
-        self.send(Kind.SEAL, seal.digest())
+        for kind, piece in sealed(path, self._key, Kind.OUTCOME):
+            self.send_output(kind, piece)
 
     def receive(self) -> tuple[Kind, int]:
         """Wait for the next frame from the supervisor, and return its kind and number.
@@ -242,10 +217,10 @@ class Connection:
         """
         try:
             while True:
-                kind, length = header(self._exactly(HEADER_BYTES))
-                number = unpacked(self._exactly(length))
-                if kind is not Kind.TAKEN:
-                    return kind, number
+                kind, payload = self._connection.receive()
+                number = unpacked(payload)
+                if kind != Kind.TAKEN:
+                    return Kind(kind), number
                 with self._window:
                     self._not_taken -= number
                     self._window.notify_all()
@@ -253,60 +228,54 @@ class Connection:
             with self._window:
                 self._lost = True
                 self._window.notify_all()
-            if isinstance(error, ConnectionLost):
-                raise
-            raise ConnectionLost(f"the other end is no supervisor: {error}") from error
+            raise ConnectionLost(str(error)) from error
 
-    def finish(self) -> None:
-        """Send nothing more; the supervisor then closes the connection.
 
-        Closing it here, with a frame from the supervisor unread, would discard data that is still
-        being sent.
+def sealed(path: Path, key: bytes, kind: Kind) -> Iterator[tuple[Kind, bytes]]:
+    """The frames that send a file: pieces of this kind, and a SEAL.
+
+    The SEAL covers the file's name, too, so that no other one can take its place.
+    """
+    seal = _seal(path, key)
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            seal.update(piece)
+            yield kind, piece
+    yield Kind.SEAL, seal.digest()
+
+
+class SealedFile:
+    """A file that arrives in such frames, and appears under its name when it is complete."""
+
+    def __init__(self, path: Path, key: bytes, kind: Kind) -> None:
+        self._path = path
+        self._seal = _seal(path, key)
+        self._kind = kind
+
+    def take(self, kind: int, payload: bytes | bytearray) -> bool:
+        """Take a frame; whether the file is complete.
+
+        Raises:
+            ValueError: somebody has changed it, or this is a frame of another kind.
+            OSError: it cannot be written.
         """
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def _exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            try:
-                more = self._socket.recv(count - len(data))
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
-            if not more:
-                raise ConnectionLost("the supervisor closed the connection")
-            data += more
-        return data
+        part = call_folder.part_of(self._path)
+        if kind == Kind.SEAL and hmac.compare_digest(payload, self._seal.digest()):
+            part.replace(self._path)
+            return True
+        if kind != self._kind:
+            raise ValueError(f"{Kind(kind).name} instead of the {self._path.name}")
+        self._seal.update(payload)
+        with part.open("ab") as file:
+            file.write(payload)
+        return False
 
 
-def sealing(key: bytes, name: str) -> hmac.HMAC:
-    """Makes the SEAL of a file from its pieces.
-
-    Args:
-        key: of the run.
-        name: of the file, so that no other one can take its place.
-    """
-    return hmac.new(key, name.encode() + b"\0", "sha256")
+def _seal(path: Path, key: bytes) -> hmac.HMAC:
+    return hmac.new(key, path.name.encode() + b"\0", "sha256")
 
 
-def frame(kind: Kind, payload: bytes = b"") -> bytes:
-    """The bytes of a frame."""
-    return _HEADER.pack(kind, len(payload)) + payload
-
-
-def header(data: bytes) -> tuple[Kind, int]:
-    """Kind and payload length from the first ``HEADER_BYTES`` of a frame.
-
-    Raises:
-        ValueError: the kind is unknown, or no frame is that long.
-    """
-    kind, length = _HEADER.unpack(data)
-    if length > _LONGEST_FRAME:
-        raise ValueError(f"a frame of {length} bytes")
-    return Kind(kind), length
-
-
-def fields(payload: bytes, **kinds: type) -> list[Any]:
+def fields(payload: bytes | bytearray, **kinds: type) -> list[Any]:
     """Values of a JSON object, in the order of ``kinds``; None for one that it lacks.
 
     Args:
@@ -338,42 +307,9 @@ def packed(number: int) -> bytes:
     return _NUMBER.pack(number)
 
 
-def unpacked(payload: bytes) -> int:
+def unpacked(payload: bytes | bytearray) -> int:
     """The number in a payload."""
     if len(payload) != _NUMBER.size:
         raise ValueError(f"a number of {len(payload)} bytes")
     number: int = _NUMBER.unpack(payload)[0]
     return number
-
-
-def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
-    """Have the kernel probe the other end, and break the connection if it stays silent.
-
-    Args:
-        connection: a TCP connection.
-        lost_after: seconds of silence; ``None`` for a connection within this host: no probes.
-    """
-    if lost_after is None:
-        return
-    interval = probe_interval(lost_after)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, interval),
-        (socket.TCP_KEEPINTVL, interval),
-        (socket.TCP_KEEPCNT, max(1, round(lost_after / interval) - 1)),
-        # The limit for data that was sent and not acknowledged, in milliseconds.
-        (socket.TCP_USER_TIMEOUT, round(lost_after * 1000)),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def probe_interval(lost_after: float) -> int:
-    """Seconds between keep-alive probes."""
-    return max(1, int(lost_after / _PROBES))
-
-
-def silent_for(connection: socket.socket) -> float:
-    """Seconds since the last acknowledgement, on a connection with ``keep_alive``."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
-    return float(milliseconds) / 1000

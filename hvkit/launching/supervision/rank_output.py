@@ -1,25 +1,17 @@
-"""Shows what ranks print, writes it to log files, and keeps the last lines for a report.
+"""What a rank prints: shown in whole lines and tracebacks, logged, and its last lines kept."""
 
-A ``RankOutput`` turns the bytes of one rank into whole lines and whole tracebacks. The run's
-``OutputWriter`` does all writing in a thread of its own, so that a slow terminal blocks only the
-ranks that print.
-"""
-
-import asyncio
-import contextlib
 import itertools
-import queue
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from hvkit import threads
-from hvkit.launching.supervision.last_lines import LastLines, as_kept, last_state
 from hvkit.launching.supervision.protocol import Kind
+from hvkit.launching.supervision.screen import LAUNCHER_LOG, write_log
 from hvkit.launching.supervision.tracebacks import (
     Traceback,
     beginning,
@@ -35,8 +27,25 @@ _LONGEST_LINE = 1 << 16
 _HELD = 3.0
 
 _LOG = "rank-{}.log"
-LAUNCHER_LOG = "launcher.log"
-"""Name of the log file of the launcher's own output."""
+
+LAST_LINES = 20
+"""Number of a rank's last lines that are kept."""
+
+# Seconds: an older line does not explain why a rank has ended.
+_OLD = 60.0
+# Bytes kept of each last line.
+_KEPT_BYTES = 2000
+
+# Output that begins so draws over a progress bar, or ends its line.
+_DRAWS = re.compile(rb"[\r\n\b\x1b]|$")
+# Lines that libraries print when they are loaded.
+_CHATTER = re.compile(
+    r"[IW]\d{4} \d\d:\d\d:\d\d|[IWE]0000 00:00:\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
+    r"|WARNING: All log messages before absl|To enable the following instructions|NCCL version "
+)
+# One of Python's warnings begins so, and ends with the line of code.
+_WARNING = re.compile(r"\S+:\d+: \w*Warning: ")
+_WARNING_ENDS = re.compile(r"  \S")
 
 # Lines that TensorFlow and JAX print on each rank though nothing is wrong: level INFO of their C++
 # files, in the form of TensorFlow 2.20, which names no folder, and in the older one; warnings and
@@ -60,8 +69,6 @@ _GREETING = re.compile(
     rb"|\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. [\w ]+ is : \1\r?$)[^\n]*\n?",
     re.MULTILINE,
 )
-
-_Work = tuple[Callable[[], None], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 @dataclass(frozen=True)
@@ -192,8 +199,7 @@ class RankOutput:
     def close(self, *, drop: bool = False) -> None:
         """Show unfinished lines and what is held back, and close the log file.
 
-        Args:
-            drop: whether to drop a traceback that is held back, since the report shows it.
+        ``drop`` drops a traceback that is held back, since the report shows it.
         """
         if drop:
             self._held = b""
@@ -283,11 +289,7 @@ class RankOutput:
         elif kept:
             self._show(kind, self._decorated(kept) + end)
         if self._log is not None:
-            try:
-                self._log.write(data)
-                self._log.flush()
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._log.name) from error
+            write_log(self._log, data)
 
     def _release(self) -> None:
         held, self._held = self._held, b""
@@ -302,6 +304,80 @@ class RankOutput:
 
 def _show_nothing(kind: Kind, data: bytes) -> None:
     """For a rank whose output is not shown."""
+
+
+class LastLines:
+    """Keeps the last lines of both streams of a rank in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[float, bytes]] = deque(maxlen=LAST_LINES)
+        # By stream: its unfinished line, and the progress bar in front of that.
+        self._unfinished = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
+        self._bars = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
+        self._changed = 0.0
+
+    def add(self, kind: Kind, data: bytes) -> None:
+        """Keep what the rank has printed."""
+        self._changed = time.monotonic()
+        before = self._unfinished[kind]
+        if _is_bar(before) and not _DRAWS.match(data):
+            self._bars[kind], before = before, b""
+        lines = separated(before + data).split(b"\n")
+        if bar := self._bars[kind]:
+            drawn_over = b"\r" in lines[0].rstrip(b"\r")
+            if drawn_over or len(lines) > 1:
+                self._bars[kind] = b""
+            if not drawn_over and len(lines) > 1:
+                lines.insert(0, bar)
+        *whole, rest = lines
+        self._lines.extend((self._changed, line[-_KEPT_BYTES:]) for line in whole)
+        # A line without an end may be as long as a file.
+        self._unfinished[kind] = rest[-_KEPT_BYTES:]
+
+    def all(self) -> list[str]:
+        """The lines as a terminal shows them, without empty ones."""
+        return [text for _, text in self._texts()]
+
+    def telling(self) -> list[str]:
+        """The lines that may explain why the rank ends: no old ones, no greetings, no warnings."""
+        recent = time.monotonic() - _OLD
+        return _without_chatter([text for at, text in self._texts() if at > recent])
+
+    def _texts(self) -> list[tuple[float, str]]:
+        rest = [self._bars[kind] + line for kind, line in self._unfinished.items()]
+        lines = [*self._lines, *((self._changed, line) for line in rest)]
+        return [(at, text) for at, line in lines if (text := as_kept(line)).strip()]
+
+
+def as_kept(line: bytes) -> str:
+    """The line as a terminal shows it, cut to its end if it is very long."""
+    return last_state(line[-_KEPT_BYTES:]).decode(errors="replace").rstrip()
+
+
+def last_state(line: bytes) -> bytes:
+    """The line as a terminal shows it after the last carriage return of a progress bar."""
+    state = line.rstrip(b"\r")
+    return state.rpartition(b"\r")[2] + line[len(state) :]
+
+
+def _is_bar(line: bytes) -> bool:
+    return b"\r" in line and bool(last_state(line).strip())
+
+
+def _without_chatter(lines: list[str]) -> list[str]:
+    kept: list[str] = []
+    warning: list[str] = []
+    for line in lines:
+        if _WARNING.match(line):
+            kept += warning
+            warning = [line]
+        elif warning:
+            warning.append(line)
+            if _WARNING_ENDS.match(line):
+                warning = []
+        elif not _CHATTER.match(line):
+            kept.append(line)
+    return kept + warning[1:]
 
 
 def make_room(folder: Path) -> None:
@@ -321,59 +397,3 @@ def make_room(folder: Path) -> None:
 
 def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:
     return None if folder is None else (folder / _LOG.format(f"{rank:04}")).open("wb")
-
-
-class OutputWriter:
-    """A thread that writes output in order. After an error it writes nothing more.
-
-    It is a daemon thread, so a write that blocks forever does not keep this process alive.
-
-    Args:
-        on_problem: called in the event loop when something cannot be written.
-    """
-
-    def __init__(self, on_problem: Callable[[], None]) -> None:
-        self.problem: OSError | None = None
-        self._on_problem = on_problem
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        threads.start("hvkit-output", self._run)
-
-    async def do(self, work: Callable[[], None]) -> None:
-        """Call ``work`` on the thread, after all earlier work, and wait for it."""
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self._queue.put((work, loop, done))
-        await done
-
-    def close(self) -> None:
-        """End the thread after all earlier work."""
-        self._queue.put(None)
-
-    def fail(self, problem: OSError) -> None:
-        """Record that something cannot be written. Call this in the event loop."""
-        if self.problem is None:
-            self.problem = problem
-            self._on_problem()
-
-    def _run(self) -> None:
-        while (wanted := self._queue.get()) is not None:
-            work, loop, done = wanted
-            try:
-                if self.problem is None:
-                    work()
-            except OSError as problem:
-                _call_in(loop, self.fail, problem)
-            _call_in(loop, _finish, done)
-
-
-def _call_in(
-    loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object
-) -> None:
-    # The loop may have ended while a write was blocked.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, argument)
-
-
-def _finish(done: "asyncio.Future[None]") -> None:
-    if not done.cancelled():
-        done.set_result(None)

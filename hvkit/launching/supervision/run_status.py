@@ -29,6 +29,7 @@ from typing import Any, Required
 from hvkit import threads
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import Whereabouts
+from hvkit.launching.supervision.timeline import Timeline
 from hvkit.log import logger
 
 _ANSWERS_WITHIN = 5.0
@@ -82,15 +83,27 @@ class RunState:
 
 
 class RunStatus:
-    """The newest state of this process's run.
+    """The newest state of this process's run, over all tries.
 
     One thread updates it. Each update puts a new ``RunState`` in the old one's place, so that the
     thread of ``serve`` may read at any time.
+
+    Attributes:
+        now: the newest state.
+        saved_in: the step that was saved or resumed last, by a short name of the directory.
+        timeline: gets the spans of all ranks; None if the run has no timeline.
     """
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self.now = RunState()
+        self.saved_in: dict[str, int] = {}
+        self.timeline: Timeline | None = None
+
+    @property
+    def last_saved(self) -> int | None:
+        """The largest of the steps that were saved or resumed last; None for none."""
+        return max(self.saved_in.values(), default=None)
 
     def update(self, **changes: Any) -> None:
         """Change attributes of the ``RunState``."""
@@ -144,9 +157,7 @@ class RankReports:
 def at_one_moment(running: Sequence[RankReports], now: float) -> list[RankReport]:
     """The reports of ranks at the newest second that all have reported.
 
-    Args:
-        running: the ranks; those that have been silent for some seconds are not waited for.
-        now: this host's clock; seconds since 1970.
+    Ranks that have been silent for some seconds are not waited for. ``now`` is this host's clock.
     """
     newest = [second for each in running if (second := each.newest_second(now)) is not None]
     if not newest:
@@ -161,10 +172,9 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Within: answer clients. If the socket cannot be made, ``hvkit top`` does not show this run.
+    """Within: answer clients with the state, which threads request.
 
-    Args:
-        state: returns the answer; called in threads.
+    If the socket cannot be made, ``hvkit top`` does not show this run.
     """
     path = folder() / str(os.getpid())
     with contextlib.ExitStack() as at_end:
@@ -228,10 +238,7 @@ def running() -> list[int]:
 
 
 def read(process: int) -> dict[str, Any]:
-    """The state of a run.
-
-    Args:
-        process: the id of its ``hvkit run``.
+    """The state of the run whose ``hvkit run`` has this process id.
 
     Raises:
         HvkitError: it has ended, belongs to another user, or is another version's.

@@ -1,4 +1,4 @@
-"""Standard output and error of this process: shows ranks' output, and lines of ``hvkit run``.
+"""Standard output and error of this process: ranks' output, the launcher's, lines of ``hvkit run``.
 
 A progress bar has no end of line until it is full. What another rank, the launcher or ``hvkit run``
 itself writes meanwhile begins on a line of its own. Other output is written to files and pipes byte
@@ -8,17 +8,28 @@ for byte: it may be cut anywhere, and need not be text.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import select
 import sys
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, BinaryIO
 
+from hvkit import threads
 from hvkit.launching.supervision.protocol import Kind
+
+LAUNCHER_LOG = "launcher.log"
+"""Name of the log file of the launcher's own output."""
 
 # Progress bars begin so, to draw over what is there.
 _DRAWS_OVER = re.compile(rb"[\b]*\r")
 _FAILURE = "\x1b[1;31m{}\x1b[0m"
+# Bytes of the launcher's output that are read at once, and that are kept back.
+_READ = _KEPT = 1 << 16
 
 
 class Screen:
@@ -35,14 +46,10 @@ class Screen:
         self._bars: set[int] = set()
 
     def show(self, kind: Kind, data: bytes, writer: object = None) -> None:
-        """Write bytes.
+        """Write bytes to a stream.
 
-        Args:
-            kind: the stream to write to.
-            data: the bytes.
-            writer: identifies the source. An unfinished line of another writer is ended before, on
-                a terminal or if it is a progress bar. None: this process, which always begins a new
-                line.
+        The writer identifies the source. An unfinished line of another writer is ended before, on a
+        terminal or if it is a progress bar. None is this process, which always begins a new line.
         """
         file = 1 if kind is Kind.STDOUT else 2
         place = self._place(file)
@@ -61,12 +68,7 @@ class Screen:
             self._end_line(place)
 
     def say(self, text: str, *, failed: bool = False) -> None:
-        """Write lines of this process's own to standard error.
-
-        Args:
-            text: the lines.
-            failed: whether the first one reports a failure: it is in colour on a terminal.
-        """
+        """Write own lines to standard error; on a terminal, the first of a failure is in colour."""
         first, *rest = text.split("\n")
         lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
         with contextlib.suppress(BrokenPipeError):
@@ -119,3 +121,77 @@ def _write(file: int, data: bytes) -> None:
             data = data[os.write(file, data) :]
         except BlockingIOError:
             select.select([], [file], [])
+
+
+class LauncherOutput:
+    """The launcher's own output, with that of ssh and agents that it passes on.
+
+    When a rank fails, mpirun describes that in ten lines, and ``hvkit run`` in one. So what arrives
+    while the run ends is kept back, and shown only if the launcher is to blame. The log file has
+    all.
+
+    Args:
+        write: calls what writes, in order with the output of ranks.
+        show: called with the stream, the bytes and ``writer="launcher"``.
+        ends: returns whether the run is ending, so that further output is kept back.
+        log_dir: folder for a log file; None for none.
+    """
+
+    def __init__(
+        self,
+        write: Callable[..., None],
+        show: Callable[..., None],
+        ends: Callable[[], bool],
+        log_dir: Path | None,
+    ) -> None:
+        self._write = write
+        self._show = functools.partial(show, writer="launcher")
+        self._ends = ends
+        self._log_dir = log_dir
+        self._log: BinaryIO | None = None
+        self._kept: list[tuple[Kind, bytes]] = []
+        self._readers: list[threading.Thread] = []
+
+    def read(self, kind: Kind, stream: IO[bytes]) -> None:
+        """Read a stream of the launcher to its end, in a thread."""
+        self._readers.append(threads.start("hvkit-launcher-output", self._read, kind, stream))
+
+    def finish(self, seconds: float) -> None:
+        """Wait for the end of both streams, for a limited time: ssh may keep them open."""
+        deadline = time.monotonic() + seconds
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        if self._log is not None:
+            self._write(self._log.close)
+
+    def show_kept(self) -> None:
+        """Show what was kept back: the launcher is to blame."""
+        kept, self._kept = self._kept, []
+        for each in kept:
+            self._write(self._show, *each)
+
+    def _read(self, kind: Kind, stream: IO[bytes]) -> None:
+        with stream:
+            while data := os.read(stream.fileno(), _READ):
+                self._write(self._write_log, data)
+                if not self._ends():
+                    self._write(self._show, kind, data)
+                elif sum(len(each) for _, each in self._kept) < _KEPT:
+                    self._kept.append((kind, data))
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log_dir is None:
+            return
+        if self._log is None:
+            self._log = (self._log_dir / LAUNCHER_LOG).open("wb")
+        if not self._log.closed:  # by ``finish``
+            write_log(self._log, data)
+
+
+def write_log(log: BinaryIO, data: bytes) -> None:
+    """Write to a log file, which an error names."""
+    try:
+        log.write(data)
+        log.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, log.name) from error

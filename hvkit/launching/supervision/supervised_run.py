@@ -1,16 +1,18 @@
 """Runs a launcher, watches its ranks, and ends everything on all hosts after a failure."""
 
-import asyncio
 import contextlib
-import os
+import math
+import queue
 import secrets
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hvkit import threads
 from hvkit.errors import LEFT, ranks_text
 from hvkit.host import call_folder
 from hvkit.launching.supervision.first_failure import (
@@ -20,7 +22,6 @@ from hvkit.launching.supervision.first_failure import (
     report,
     reported,
 )
-from hvkit.launching.supervision.launcher_output import LauncherOutput
 from hvkit.launching.supervision.processes import (
     adopt_orphans,
     end_descendants,
@@ -36,6 +37,7 @@ from hvkit.launching.supervision.protocol import (
 )
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RunStatus
+from hvkit.launching.supervision.screen import LauncherOutput
 from hvkit.launching.supervision.signals import (
     COMMAND_SIGNALS,
     END_SIGNALS,
@@ -43,7 +45,6 @@ from hvkit.launching.supervision.signals import (
     same_handlers_after,
 )
 from hvkit.launching.supervision.supervisor import Supervisor
-from hvkit.launching.supervision.timeline import Timeline
 from hvkit.launching.supervision.tracebacks import Raised
 
 # All in seconds.
@@ -75,37 +76,20 @@ class SupervisedRun:
         environ: the launcher's environment.
         launcher: its name in messages.
         size: the number of ranks.
-        addresses: addresses of this host that agents try; for a run on one host, only the loopback
-            address.
-        lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
-            for never.
-        grace: seconds that commands have to end, after a signal or the failure of another rank.
-        bind: whether to bind each rank to its share of its host's cores.
+        agents: what agents need; ``host`` and ``port`` are set when the supervisor listens.
         hosts: by rank, the name of its host in the hostfile or list.
-        here: environment variables for the ranks on this host only.
         style: how to show output.
-        timeline: gets the spans of all ranks; None if the run has no timeline.
-        status: gets the newest state of the ranks, for ``hvkit top``.
-        saved_in: as in ``Supervisor``, which updates it; the same dict in all tries.
-        call: the folder of the function that ranks run, as in ``hvkit.host.call_folder``; None if
-            they run a command.
+        status: the state of the ranks, for ``hvkit top``, and what the next try goes on with.
     """
 
     command: Sequence[str]
     environ: Mapping[str, str]
     launcher: str
     size: int
-    addresses: tuple[str, ...]
-    lost_after: float | None
-    grace: float
-    bind: bool
+    agents: AgentSettings
     hosts: Sequence[str] = ()
-    here: Mapping[str, str] = field(default_factory=dict)
     style: Style = field(default_factory=Style)
-    timeline: Timeline | None = None
     status: RunStatus = field(default_factory=RunStatus)
-    saved_in: dict[str, int] = field(default_factory=dict)
-    call: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -149,67 +133,68 @@ def supervise(run: SupervisedRun) -> Outcome:
     adopt_orphans()
     supervision = _Supervision(run)
     with same_handlers_after():
-        outcome = asyncio.run(supervision.supervise())
+        outcome = supervision.supervise()
     # A signal may have come after the outcome was known.
     restartable = outcome.restartable and not supervision.signalled_late
     return replace(outcome, restartable=restartable, size=run.size)
 
 
 class _Supervision:
+    launcher: "subprocess.Popen[bytes]"
+
     def __init__(self, run: SupervisedRun) -> None:
         self.run = run
         self.key = secrets.token_bytes(32)
-        self.failed = asyncio.Event()
+        # Wakes up the main thread.
+        self.news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.next_second = 0.0
         self.ended_by: signal.Signals | None = None
-        self.signalled = asyncio.Event()
-        self.signalled_again = asyncio.Event()
+        self.signalled_again = False
         self.stopping = False
         # Whether a signal came while the ranks of a failed run were being ended.
         self.signalled_late = False
-        self.supervisor = Supervisor(run.size, self.key, run.style, run.lost_after, self.failed.set)
-        self.supervisor.timeline = run.timeline
-        self.supervisor.saved_in = run.saved_in
-        self.supervisor.call = run.call
-        if run.call is not None:
-            call_folder.remove_outcomes(run.call)
+        call = None if run.agents.call is None else Path(run.agents.call)
+        if call is not None:
+            call_folder.remove_outcomes(call)
+        self.supervisor = Supervisor(
+            run.size,
+            self.key,
+            run.style,
+            run.agents.lost_after,
+            self.wake,
+            status=run.status,
+            call=call,
+        )
         self.screen = self.supervisor.screen
-        writer, log_dir = self.supervisor.writer, run.style.log_dir
-        self.launcher_output = LauncherOutput(writer, self.screen.show, lambda: self.ends, log_dir)
+        self.launcher_output = LauncherOutput(
+            self.supervisor.write, self.screen.show, lambda: self.ends, run.style.log_dir
+        )
         self.begun = time.monotonic()
 
-    async def supervise(self) -> Outcome:
-        only_address = self.run.addresses[0] if len(self.run.addresses) == 1 else None
-        port = self.supervisor.listen(only_address)
-        loop = asyncio.get_running_loop()
+    def wake(self) -> None:
+        self.news.put(None)
+
+    def supervise(self) -> Outcome:
+        addresses = self.run.agents.addresses
+        port = self.supervisor.listen(addresses[0] if len(addresses) == 1 else None)
         for number in END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self.on_end_signal, number)
+                signal.signal(number, self.on_end_signal)
         for number in COMMAND_SIGNALS:
-            loop.add_signal_handler(number, self.supervisor.signal, number)
-        launcher = await self.start(port)
-        helpers = [
-            asyncio.create_task(each)
-            for each in (
-                self.supervisor.show_unfinished_lines(),
-                _reap(launcher.pid),
-                self.show(),
-                *([self.supervisor.ask_for_clocks()] if self.run.timeline else []),
-            )
-        ]
+            signal.signal(number, lambda number, _: self.supervisor.signal(number))
+        self.start(port)
         status: int | None = None
         try:
-            await self.wait(launcher)
-            status = launcher.returncode
-            await self.end(launcher)
+            self.wait()
+            status = self.launcher.returncode
+            self.end()
         finally:
-            for each in helpers:
-                each.cancel()
             self.show_now()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.close(status), 0.5 if self.hurried else None)
+            threads.start("hvkit-close", self.close, status).join(0.5 if self.hurried else None)
+            self.supervisor.hang_up()
         self.screen.end_line()
         if status is not None and status < 0 and not self.hurried:
-            outcome = self.blame_launcher(launcher.pid, -status)
+            outcome = self.blame_launcher(self.launcher.pid, -status)
         else:
             outcome = self.conclude(status)
         return replace(outcome, replicas=self.supervisor.replicas)
@@ -218,48 +203,40 @@ class _Supervision:
         """The outcome of a run for which another try may succeed."""
         return Outcome(status, reason, restartable=True, saved=self.supervisor.saved)
 
-    async def start(self, port: int) -> asyncio.subprocess.Process:
+    def start(self, port: int) -> None:
+        """Start the launcher, whose agents connect to this port."""
         run = self.run
-        settings = AgentSettings(
-            host=socket.gethostname(),
-            addresses=run.addresses,
-            port=port,
-            lost_after=run.lost_after,
-            grace=run.grace,
-            bind=run.bind,
-            variables=run.here,
-            call=None if run.call is None else str(run.call),
-        )
+        settings = replace(run.agents, host=socket.gethostname(), port=port)
         own = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
-        streams = [await self.launcher_output.pipe(kind) for kind in (Kind.STDOUT, Kind.STDERR)]
-        try:
-            return await asyncio.create_subprocess_exec(
-                *run.command,
-                env={**run.environ, **own},
-                # Standard input is left for the commands that follow in a shell's loop. And Open
-                # MPI 5 does not pass on its end.
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=streams[0],
-                stderr=streams[1],
-                # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
-                process_group=0,
-                preexec_fn=ends_with_parent(signal.SIGTERM),
-            )
-        finally:
-            for stream in streams:
-                os.close(stream)
+        self.launcher = subprocess.Popen(
+            run.command,
+            env={**run.environ, **own},
+            # Standard input is left for the commands that follow in a shell's loop. And Open MPI 5
+            # does not pass on its end.
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
+            process_group=0,
+            preexec_fn=ends_with_parent(signal.SIGTERM),
+        )
+        assert self.launcher.stdout is not None
+        assert self.launcher.stderr is not None
+        self.launcher_output.read(Kind.STDOUT, self.launcher.stdout)
+        self.launcher_output.read(Kind.STDERR, self.launcher.stderr)
+        threads.start("hvkit-launcher", self.wait_for_launcher)
 
-    async def close(self, status: int | None) -> None:
-        """Show the rest of the output, without what the report of a failure repeats.
+    def wait_for_launcher(self) -> None:
+        self.launcher.wait()
+        self.wake()
 
-        Args:
-            status: as for ``conclude``.
-        """
-        await self.launcher_output.finish(_LAUNCHER_PRINTS)
+    def close(self, status: int | None) -> None:
+        """Show the rest of the output, without what the report of a failure repeats."""
+        self.launcher_output.finish(_LAUNCHER_PRINTS)
         if self.launcher_explains_end(status):
-            await self.launcher_output.show_kept()
+            self.launcher_output.show_kept()
         about = self.supervisor.failures, self.supervisor.cause
-        await self.supervisor.close(reported(*about))
+        self.supervisor.close(reported(*about))
 
     def launcher_explains_end(self, status: int | None) -> bool:
         """Whether the launcher's last output may explain the end of the run."""
@@ -267,20 +244,14 @@ class _Supervision:
             return False
         first = first_failure(self.supervisor.failures)
         if first is None:
-            return status is not None or not self.supervisor.all_ended.is_set()
+            return status is not None or not self.supervisor.all_ended
         return (status is not None and status < 0) or (first.status is None and not first.lost)
 
     @property
     def ends(self) -> bool:
         """Whether the run is ending, for any reason."""
-        ended = self.failed, self.signalled, self.supervisor.all_ended
-        return self.stopping or any(event.is_set() for event in ended)
-
-    async def show(self) -> None:
-        """Show the ranks in ``hvkit top`` every second; never returns."""
-        while True:
-            self.show_now()
-            await asyncio.sleep(1)
+        ended = self.stopping or self.supervisor.failed or self.supervisor.all_ended
+        return ended or self.ended_by is not None
 
     def show_now(self) -> None:
         self.run.status.update(phase="", **self.supervisor.state())
@@ -288,71 +259,72 @@ class _Supervision:
     @property
     def hurried(self) -> bool:
         """Whether a signal or a write error ended the run: then do not wait for output."""
-        return self.signalled.is_set() or self.supervisor.writer.problem is not None
+        return self.ended_by is not None or self.supervisor.problem is not None
 
-    def on_end_signal(self, number: signal.Signals) -> None:
+    def on_end_signal(self, number: int, _: object = None) -> None:
         if self.ended_by is None and not self.stopping:
-            self.ended_by = number
-            self.signalled.set()
-        elif self.ended_by is signal.SIGINT and not self.signalled_again.is_set():
-            self.signalled_again.set()
+            self.ended_by = signal.Signals(number)
+        elif self.ended_by is signal.SIGINT and not self.signalled_again:
+            self.signalled_again = True
         else:
             self.signalled_late = True
             self.supervisor.stop(0)
+        self.wake()
 
-    async def wait(self, launcher: asyncio.subprocess.Process) -> None:
+    def until(self, holds: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Wait until something holds, for a limited time; show the ranks every second meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not holds() and (left := deadline - time.monotonic()) > 0:
+            if time.monotonic() > self.next_second:
+                self.next_second = time.monotonic() + 1
+                self.show_now()
+                reap_adopted(self.launcher.pid)
+            with contextlib.suppress(queue.Empty):
+                self.news.get(timeout=min(left, 1.0))
+
+    def wait(self) -> None:
         """Wait until the launcher ends, a rank fails or a signal arrives.
 
         After all ranks have ended well, wait for the launcher for a few seconds only: Open MPI 5
         sometimes waits forever for ranks that ended within milliseconds.
         """
-        ended = asyncio.create_task(launcher.wait())
-        failed, signalled, all_ended = (
-            asyncio.create_task(event.wait())
-            for event in (self.failed, self.signalled, self.supervisor.all_ended)
-        )
-        await _first([ended, failed, signalled, all_ended])
-        if not (ended.done() or failed.done() or signalled.done()):
-            await _first([ended, failed, signalled], _LAUNCHER_NOTICES)
-        if self.failed.is_set() and not self.hurried:
-            patience = _OTHERS_LOST if self.supervisor.host_lost else _OTHERS_FAIL
-            await _first([ended, signalled], patience)
-        # When the network is gone, ranks fail with MPI's errors before their hosts count as lost.
-        while self.failed.is_set() and self.supervisor.in_doubt and not self.signalled.is_set():
-            await asyncio.sleep(0.1)
-        for task in (ended, failed, signalled, all_ended):
-            task.cancel()
 
-    async def end(self, launcher: asyncio.subprocess.Process) -> None:
+        def ended_or_signalled() -> bool:
+            return self.launcher.returncode is not None or self.ended_by is not None
+
+        def over() -> bool:
+            return ended_or_signalled() or self.supervisor.failed
+
+        self.until(lambda: over() or self.supervisor.all_ended)
+        self.until(over, _LAUNCHER_NOTICES)
+        if self.supervisor.failed and not self.hurried:
+            patience = _OTHERS_LOST if self.supervisor.host_lost else _OTHERS_FAIL
+            self.until(ended_or_signalled, patience)
+        # When the network is gone, ranks fail with MPI's errors before their hosts count as lost.
+        while self.supervisor.failed and self.supervisor.in_doubt and self.ended_by is None:
+            time.sleep(0.1)
+
+    def end(self) -> None:
         """End the agents on all hosts, then the launcher."""
-        if launcher.returncode is not None:
+        if self.launcher.returncode is not None:
             # The last output of agents may not have arrived yet.
-            await self.supervisor.all_gone(_LAUNCHER_ENDS)
+            self.until(self.supervisor.all_gone, _LAUNCHER_ENDS)
+        grace = self.run.agents.grace
         if self.ended_by is signal.SIGINT:
-            await self.interrupt()
-        grace = self.run.grace
+            self.supervisor.interrupt()
+            self.until(lambda: self.supervisor.all_gone() or self.signalled_again, grace)
+            self.signalled_again = True
         self.stopping = True
         self.supervisor.stop(grace)
         lost = self.supervisor.host_lost
-        await self.supervisor.all_gone(grace + (_AGENTS_END_BUT_LOST if lost else _AGENTS_END))
+        seconds = grace + (_AGENTS_END_BUT_LOST if lost else _AGENTS_END)
+        self.until(self.supervisor.all_gone, seconds)
         # A launcher that has lost a host would wait for it.
-        if launcher.returncode is None and not lost:
-            with contextlib.suppress(ProcessLookupError):
-                launcher.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(launcher.wait(), _LAUNCHER_ENDS)
-        await asyncio.to_thread(end_descendants)
-        await launcher.wait()
-
-    async def interrupt(self) -> None:
-        """Interrupt all ranks; wait until they have ended, the grace is over or a signal comes."""
-        self.supervisor.interrupt()
-        gone = asyncio.create_task(self.supervisor.all_gone(self.run.grace))
-        again = asyncio.create_task(self.signalled_again.wait())
-        await _first([gone, again])
-        gone.cancel()
-        again.cancel()
-        self.signalled_again.set()
+        if self.launcher.returncode is None and not lost:
+            self.launcher.terminate()
+            self.until(lambda: self.launcher.returncode is not None, _LAUNCHER_ENDS)
+        end_descendants()
+        self.launcher.wait()
 
     def blame_launcher(self, launcher: int, number: int) -> Outcome:
         """Report that the launcher was killed, from which all other failures follow."""
@@ -371,16 +343,12 @@ class _Supervision:
         return replace(self.ended(LEFT, reason), preempted=True, terminated=frozenset(got))
 
     def conclude(self, status: int | None) -> Outcome:
-        """Report what went wrong.
-
-        Args:
-            status: exit status of the launcher; ``None`` if it did not end by itself.
-        """
+        """Report what went wrong; ``status`` is None if the launcher did not end by itself."""
         if self.ended_by is not None:
             resumes = self.supervisor.resumed is not None
             self.screen.say(ended_text(self.ended_by, self.supervisor.newest, resumes=resumes))
             return Outcome(128 + self.ended_by)
-        if (problem := self.supervisor.writer.problem) is not None:
+        if (problem := self.supervisor.problem) is not None:
             return Outcome(self.report_write_error(problem))
         failures = self.supervisor.failures
         others = [each for each in failures if each.rank not in self.supervisor.left]
@@ -399,7 +367,7 @@ class _Supervision:
                 raised=self.raised_early(first),
                 rank=first.rank,
             )
-        if status is None and self.supervisor.all_ended.is_set():
+        if status is None and self.supervisor.all_ended:
             return Outcome(0)
         if status is None:
             return self.ended(1, "the ranks ended without an exit status")
@@ -439,17 +407,3 @@ class _Supervision:
         else:
             why = f"{started} of {self.run.size} ranks had started"
         return f"{self.run.launcher} ended with exit status {status}; {why}"
-
-
-async def _first(
-    tasks: Sequence["asyncio.Task[int] | asyncio.Task[bool]"], timeout: float | None = None
-) -> None:
-    """Wait until the first of these tasks is done, for ``timeout`` seconds at most."""
-    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _reap(launcher: int) -> None:
-    """Reap adopted processes that have ended; never returns."""
-    while True:
-        await asyncio.sleep(1)
-        reap_adopted(launcher)

@@ -1,11 +1,11 @@
 """The agents' connections in ``hvkit run``: collects the ranks' output, reports and failures."""
 
-import asyncio
+import contextlib
 import functools
-import hmac
 import json
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -13,15 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from hvkit import threads
-from hvkit.handshake import Listener
+from hvkit.connections import (
+    HEADER_BYTES,
+    Connection,
+    Listener,
+    keep_alive,
+    probe_interval,
+)
 from hvkit.host import call_folder
 from hvkit.launching.supervision import protocol
 from hvkit.launching.supervision.first_failure import Failure
-from hvkit.launching.supervision.protocol import Kind, keep_alive, probe_interval, silent_for
-from hvkit.launching.supervision.rank_output import OutputWriter, RankOutput, Style
-from hvkit.launching.supervision.run_status import RankReport, RankReports, RankState, at_one_moment
+from hvkit.launching.supervision.protocol import LONGEST_FRAME, Kind, SealedFile, sealed
+from hvkit.launching.supervision.rank_output import RankOutput, Style
+from hvkit.launching.supervision.run_status import (
+    RankReport,
+    RankReports,
+    RankState,
+    RunStatus,
+    at_one_moment,
+)
 from hvkit.launching.supervision.screen import Screen
-from hvkit.launching.supervision.timeline import HostClock, Timeline
+from hvkit.launching.supervision.timeline import HostClock
 from hvkit.log import logger
 
 # Probes without an answer after which a host may be lost.
@@ -30,6 +42,8 @@ _DOUBTFUL_PROBES = 2.5
 _BETWEEN_CLOCKS = 2.0
 # Seconds since 1970; no clock shows more.
 _LATEST = 1e12
+# What an agent may send only so far ahead.
+_COUNTED = (Kind.STDOUT, Kind.STDERR, Kind.SPANS, Kind.OUTCOME, Kind.SEAL)
 
 
 @dataclass
@@ -37,8 +51,8 @@ class _Rank:
     number: int
     host: str
     output: RankOutput
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    connection: Connection
+    connected: bool = True
     stopped: bool = False
     refused: bool = False
     starting: bool | None = None
@@ -46,19 +60,23 @@ class _Rank:
     clock: HostClock = field(default_factory=HostClock)
     reports: RankReports = field(default_factory=RankReports)
     speed: float | None = None
-    seal: hmac.HMAC | None = None
+    outcome: SealedFile | None = None
 
     @property
     def ended(self) -> bool:
         return self.status is not None
 
     def send(self, kind: Kind, number: int) -> None:
-        self.writer.write(protocol.frame(kind, protocol.packed(number)))
+        with contextlib.suppress(OSError):  # what receives notices that, too
+            self.connection.send(kind, protocol.packed(number))
 
 
 @dataclass
 class Supervisor:
-    """Listens to the agents of one run.
+    """Listens to the agents of one run, to each in a thread of its own.
+
+    A slow terminal blocks only the ranks that print. Threads are daemons, so a write that blocks
+    forever does not keep this process alive.
 
     Attributes:
         size: the number of ranks.
@@ -66,13 +84,12 @@ class Supervisor:
         style: how to show output.
         lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
             for never.
-        on_failure: called after each failure of a rank, and when output cannot be written.
-        all_ended: set when the exit status of every rank is known.
+        changed: called when there is something new, in the thread that has noticed it.
+        all_ended: whether the exit status of every rank is known.
+        problem: why something cannot be written; nothing more is then written.
         host_lost: whether a host was lost.
         failures: the failures so far, in the order in which they became known.
         saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
-        saved_in: the step that was saved or resumed last, by a short name of the directory;
-            includes earlier tries.
         resumed: the step at which the ranks have resumed, 0 for the beginning; None if they have
             not looked for a checkpoint.
         step: the last step that a rank has begun.
@@ -80,7 +97,7 @@ class Supervisor:
         cause: why the ranks have ended the run together; empty if they have not.
         terminated: the ranks that got SIGTERM, with their hosts.
         left: the ranks that have saved a checkpoint after SIGTERM, and ended.
-        timeline: gets the spans of the ranks; None if the run has no timeline.
+        status: of the run, over all tries: gets the saved steps, and spans for the timeline.
         call: the folder of the function that ranks run; None if they run a command.
     """
 
@@ -88,43 +105,51 @@ class Supervisor:
     key: bytes
     style: Style
     lost_after: float | None
-    on_failure: Callable[[], None]
-    all_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Callable[[], None]
+    all_ended: bool = False
+    problem: OSError | None = None
     host_lost: bool = False
     failures: list[Failure] = field(default_factory=list)
     saved: int | None = None
-    saved_in: dict[str, int] = field(default_factory=dict)
     resumed: int | None = None
     step: int = 0
     replicas: bool = False
     cause: str = ""
     terminated: dict[int, str] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
-    timeline: Timeline | None = None
+    status: RunStatus = field(default_factory=RunStatus)
     call: Path | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict)
-    _connected: set[int] = field(default_factory=set)
-    _all_gone: asyncio.Event = field(default_factory=asyncio.Event)
-    _serving: set["asyncio.Task[None]"] = field(default_factory=set)
+    screen: Screen = field(default_factory=Screen)
     _grace: float | None = None
     _interrupted: bool = False
-    _closed: bool = False
-
-    def __post_init__(self) -> None:
-        self.writer = OutputWriter(self.on_failure)
-        self.screen = Screen()
+    # Guards what follows from reports and ends of ranks.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    # Held while something is written.
+    _writing: threading.RLock = field(default_factory=threading.RLock)
+    _ends: threading.Event = field(default_factory=threading.Event)
 
     def listen(self, address: str | None) -> int:
-        """Listen on an address, ``None`` for all, and return the port. Needs a running loop."""
-        self._all_gone.set()
+        """Listen on an address, ``None`` for all, and return the port."""
         self._listener = Listener(address, self.key)
         # Accepted sockets inherit the size.
         self._listener.socket.setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER
         )
-        admit = functools.partial(self._admit, asyncio.get_running_loop())
-        threads.start("hvkit-listener", self._listener.serve, admit)
+        threads.start("hvkit-listener", self._listener.serve, self._serve)
+        threads.start("hvkit-unfinished-lines", self._show_unfinished_lines)
+        if self.status.timeline is not None:
+            threads.start("hvkit-clocks", self._ask_for_clocks)
         return self._listener.port
+
+    def write(self, work: Callable[..., object], *given: object) -> None:
+        """Call what writes, after all that is written before it."""
+        with self._writing:
+            try:
+                if self.problem is None:
+                    work(*given)
+            except OSError as problem:
+                self._cannot_write(problem)
 
     @property
     def started(self) -> int:
@@ -135,38 +160,35 @@ class Supervisor:
     def ended_well(self) -> list[tuple[int, str]]:
         """The ranks that have ended with exit status 0, with their hosts."""
         failed = {failure.rank for failure in self.failures}
-        ended = [rank for rank in self._ranks.values() if rank.ended and rank.number not in failed]
-        return sorted((rank.number, rank.host) for rank in ended)
+        ranks = sorted(self._ranks.items())
+        return [(each, rank.host) for each, rank in ranks if rank.ended and each not in failed]
 
     @property
     def newest(self) -> int | None:
         """The step of the newest checkpoint, of this or an earlier try; None for none."""
-        return max(self.saved_in.values(), default=None) if self.saved is None else self.saved
+        return self.status.last_saved if self.saved is None else self.saved
 
     @property
     def other_hosts(self) -> set[str]:
         """The hosts of the ranks, without this one."""
-        return {rank.host for rank in self._ranks.values()} - {socket.gethostname()}
+        return {rank.host for rank in list(self._ranks.values())} - {socket.gethostname()}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, or something cannot be written."""
+        return bool(self.failures) or self.problem is not None
 
     @property
     def in_doubt(self) -> bool:
         """Whether a host has been silent for so long that it may be lost."""
-        doubt = _DOUBTFUL_PROBES * probe_interval(self.lost_after or 0.0)
-        return any(self._silent_for(self._ranks[number]) > doubt for number in self._connected)
+        if self.lost_after is None:
+            return False
+        doubt = _DOUBTFUL_PROBES * probe_interval(self.lost_after)
+        return any(rank.connection.silent_for() > doubt for rank in self._connected())
 
-    async def show_unfinished_lines(self) -> None:
-        """Every second, show the unfinished lines of all ranks; never returns."""
-        while True:
-            await asyncio.sleep(1)
-            await self.writer.do(self._flush)
-
-    async def ask_for_clocks(self) -> None:
-        """Compare the clocks of all hosts with this one's every few seconds; never returns."""
-        while True:
-            for number in self._connected:
-                rank = self._ranks[number]
-                rank.send(Kind.ASK, rank.clock.ask(time.monotonic()))
-            await asyncio.sleep(_BETWEEN_CLOCKS if self.started == self.size else 0.2)
+    def all_gone(self) -> bool:
+        """Whether no agent is connected."""
+        return not self._connected()
 
     def state(self) -> dict[str, Any]:
         """The ranks, their number and the newest checkpoint, for the ``RunState``.
@@ -174,19 +196,20 @@ class Supervisor:
         ``saved`` is there only if the ranks have saved or resumed a checkpoint since they were
         started.
         """
-        running = sorted(self._connected)
-        reports = at_one_moment([self._ranks[each].reports for each in running], time.time())
-        shown = dict(zip(running, reports, strict=True))
-        ranks: list[RankState] = [
-            {
-                "rank": rank.number,
-                "host": rank.host,
-                "ended": rank.number not in self._connected,
-                "speed": rank.speed,
-                **shown.get(number, rank.reports.newest),
-            }
-            for number, rank in sorted(self._ranks.items())
-        ]
+        with self._lock:
+            running = self._connected()
+            reports = at_one_moment([each.reports for each in running], time.time())
+            shown = {rank.number: each for rank, each in zip(running, reports, strict=True)}
+            ranks: list[RankState] = [
+                {
+                    "rank": number,
+                    "host": rank.host,
+                    "ended": not rank.connected,
+                    "speed": rank.speed,
+                    **shown.get(number, rank.reports.newest),
+                }
+                for number, rank in sorted(self._ranks.items())
+            ]
         saved = {} if self.saved is None else {"saved": self.saved}
         return {"size": self.size, "ranks": ranks, **saved}
 
@@ -198,7 +221,7 @@ class Supervisor:
     def interrupt(self) -> None:
         """Have all agents send their commands SIGINT."""
         self._interrupted = True
-        for rank in self._ranks.values():
+        for rank in list(self._ranks.values()):
             rank.output.interrupted = True
         self._send_all(Kind.INTERRUPT, 0)
 
@@ -206,37 +229,40 @@ class Supervisor:
         """Have all agents send their commands a signal."""
         self._send_all(Kind.SIGNAL, number)
 
-    async def all_gone(self, timeout: float) -> bool:
-        """Wait until no agent is connected; return whether that happened within ``timeout`` s."""
-        try:
-            await asyncio.wait_for(self._all_gone.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
-
-    async def close(self, reported: Collection[int] = ()) -> None:
+    def close(self, reported: Collection[int] = ()) -> None:
         """Admit no more agents, show the rest of the output, and close the log files.
 
-        Args:
-            reported: the ranks whose tracebacks are dropped if they were not shown yet.
+        Tracebacks of the ranks in ``reported`` are dropped if they were not shown yet.
         """
-        self._closed = True
+        self._ends.set()
         self._listener.close()
-        try:
-            for rank in self._ranks.values():
-                if self._interrupted:
-                    await self.writer.do(rank.output.close_interrupted)
-                else:
-                    drop = rank.number in reported
-                    await self.writer.do(functools.partial(rank.output.close, drop=drop))
-        finally:
-            self.writer.close()
+        for rank in list(self._ranks.values()):
+            if self._interrupted:
+                self.write(rank.output.close_interrupted)
+            else:
+                self.write(functools.partial(rank.output.close, drop=rank.number in reported))
 
-    def _silent_for(self, rank: _Rank) -> float:
-        connection: socket.socket | None = rank.writer.get_extra_info("socket")
-        if self.lost_after is None or connection is None or rank.writer.is_closing():
-            return 0.0
-        return silent_for(connection)
+    def hang_up(self) -> None:
+        """Close the connections to agents that are left."""
+        for rank in self._connected():
+            rank.connection.hang_up()
+
+    def _connected(self) -> list[_Rank]:
+        return [rank for _, rank in sorted(self._ranks.items()) if rank.connected]
+
+    def _show_unfinished_lines(self) -> None:
+        while not self._ends.wait(1):
+            self.write(self._flush)
+
+    def _ask_for_clocks(self) -> None:
+        """Compare the clocks of all hosts with this one's every few seconds."""
+        while not self._ends.wait(_BETWEEN_CLOCKS if self.started == self.size else 0.2):
+            for rank in self._connected():
+                rank.send(Kind.ASK, rank.clock.ask(time.monotonic()))
+
+    def _cannot_write(self, problem: OSError) -> None:
+        self.problem = self.problem or problem
+        self.changed()
 
     def _flush(self) -> None:
         failed = {failure.rank for failure in self.failures}
@@ -244,147 +270,107 @@ class Supervisor:
             rank.output.flush(failed=rank.number in failed)
 
     def _send_all(self, kind: Kind, number: int) -> None:
-        for rank in self._connected:
-            self._ranks[rank].send(kind, number)
+        for rank in self._connected():
+            rank.send(kind, number)
 
-    def _admit(self, loop: asyncio.AbstractEventLoop, connected: socket.socket) -> None:
-        """On the listener's thread: hand an agent's connection over to the event loop."""
-        try:
-            loop.call_soon_threadsafe(self._begin, connected)
-        except RuntimeError:  # The loop has ended, and the run with it.
-            connected.close()
-
-    def _begin(self, connected: socket.socket) -> None:
-        if self._closed:
-            connected.close()
-            return
-        task = asyncio.get_running_loop().create_task(self._serve(connected))
-        # The loop itself keeps only a weak reference.
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-
-    async def _serve(self, connected: socket.socket) -> None:
-        rank = writer = None
+    def _serve(self, connected: socket.socket) -> None:
+        """Register an agent and handle what it sends until its rank has ended, or it is lost."""
+        connection = Connection(connected, LONGEST_FRAME)
+        rank = None
         try:
             keep_alive(connected, self.lost_after)
-            reader, writer = await asyncio.open_connection(sock=connected)
-            rank = await self._register(reader, writer)
+            rank = self._register(connection)
             if rank is not None:
-                await self._follow(rank)
-        except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError, ValueError):
-            if rank is not None and not rank.ended:
+                self._follow(rank)
+        except (OSError, ValueError) as problem:
+            if rank is not None and not rank.ended and not self._ends.is_set():
+                self._lose(rank, problem.__cause__ or problem)
+        finally:
+            if rank is not None:
+                rank.connected = False
+                self.changed()
+            connection.close()
+
+    def _lose(self, rank: _Rank, problem: BaseException) -> None:
+        """Count a rank as failed whose connection has ended before it."""
+        with self._lock:
+            if isinstance(problem, ConnectionResetError | BrokenPipeError | ValueError):
                 self._fail(rank, None)
-        except OSError:
-            # The kernel got no answer for too long.
-            if rank is not None and not rank.ended:
+            else:  # The kernel got no answer for too long.
                 self.host_lost = True
                 last_heard = time.monotonic() - (self.lost_after or 0.0)
                 self._fail(rank, None, lost=True, at=last_heard)
-        except asyncio.CancelledError:
-            # The run has ended, and the output is not shown any more.
-            return
-        finally:
-            (writer or connected).close()
-            if rank is not None:
-                self._connected.discard(rank.number)
-                if not self._connected:
-                    self._all_gone.set()
 
-    async def _register(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> _Rank | None:
+    def _register(self, connection: Connection) -> _Rank | None:
         """Read the agent's HELLO; ``None`` if that is invalid, or its log file cannot be opened."""
-        kind, payload = await _read_frame(reader)
-        if kind is not Kind.HELLO:
+        kind, payload = connection.receive()
+        if kind != Kind.HELLO:
             return None
         number, host, wants_call = protocol.fields(payload, rank=int, host=str, call=bool)
-        if number in self._ranks or number not in range(self.size) or host is None:
-            return None
-        try:
-            show = functools.partial(self.screen.show, writer=number)
-            output = RankOutput(number, host, self.style, show)
-        except OSError as problem:
-            self.writer.fail(problem)
-            return None
-        rank = self._ranks[number] = _Rank(number, host, output, reader, writer)
-        self._connected.add(number)
-        self._all_gone.clear()
+        with self._lock:
+            unknown = number not in self._ranks and number in range(self.size)
+            if not unknown or host is None or self._ends.is_set():
+                return None
+            try:
+                show = functools.partial(self.screen.show, writer=number)
+                output = RankOutput(number, host, self.style, show)
+            except OSError as problem:
+                self._cannot_write(problem)
+                return None
+            rank = self._ranks[number] = _Rank(number, host, output, connection)
         if self._grace is not None:
             rank.send(Kind.STOP, round(self._grace * 1000))
         elif self._interrupted:
             rank.send(Kind.INTERRUPT, 0)
         elif wants_call and self.call is not None:
-            await self._send_call(rank, call_folder.call_in(self.call))
+            path = call_folder.outcome_in(self.call, number)
+            rank.outcome = SealedFile(path, self.key, Kind.OUTCOME)
+            for kind, piece in sealed(call_folder.call_in(self.call), self.key, Kind.CALL):
+                connection.send(kind, piece)
         return rank
 
-    async def _send_call(self, rank: _Rank, call: Path) -> None:
-        seal = protocol.sealing(self.key, "call")
-        with call.open("rb") as file:
-            while piece := file.read(protocol.PIECE):
-                seal.update(piece)
-                rank.writer.write(protocol.frame(Kind.CALL, piece))
-                await rank.writer.drain()
-        rank.writer.write(protocol.frame(Kind.SEAL, seal.digest()))
-
-    async def _follow(self, rank: _Rank) -> None:
+    def _follow(self, rank: _Rank) -> None:
         """Handle a rank's frames until it has ended."""
-        while True:
-            kind, payload = await _read_frame(rank.reader)
+        while not rank.ended:
+            number, payload = rank.connection.receive()
+            kind = Kind(number)
             if kind in (Kind.STDOUT, Kind.STDERR):
-                await self.writer.do(functools.partial(rank.output.write, kind, payload))
-                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
-            elif kind is Kind.OUTCOME:
-                await self.writer.do(functools.partial(self._take_outcome, rank, payload))
-                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
-            elif kind is Kind.SEAL:
-                if rank.seal is None or not hmac.compare_digest(payload, rank.seal.digest()):
-                    raise ValueError("somebody has changed what the rank has sent")
-                await self.writer.do(functools.partial(self._complete_outcome, rank.number))
-            elif kind is Kind.REPORT:
-                self._take_report(rank, payload)
-            elif kind is Kind.SPANS:
-                if self.timeline is not None:
-                    # Ranks of this host have its clock.
-                    here = rank.host == socket.gethostname()
-                    ahead = 0.0 if here else rank.clock.ahead
-                    await self.writer.do(
-                        functools.partial(
-                            self.timeline.take, rank.number, rank.host, ahead, payload
-                        )
-                    )
-                rank.send(Kind.TAKEN, protocol.HEADER_BYTES + len(payload))
-            elif kind is Kind.CLOCK:
-                number, theirs = protocol.fields(payload, number=int, now=float)
-                if number is not None and theirs is not None and math.isfinite(theirs):
-                    rank.clock.answered(number, theirs, time.monotonic())
-            elif kind is Kind.STOPPED:
-                rank.stopped = True
-            elif kind is Kind.ENDED:
-                status, problem, stopped, ago = protocol.fields(
-                    payload, status=int, problem=str, stopped=bool, ago=float
-                )
-                rank.status = 1 if status is None else status
-                if sum(one.ended for one in self._ranks.values()) == self.size:
-                    self.all_ended.set()
-                if status != 0:
-                    rank.stopped = stopped or False
-                    self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
-                self._fail_if_missed()
-                return
+                self.write(rank.output.write, kind, bytes(payload))
+            elif kind in (Kind.OUTCOME, Kind.SEAL):
+                if rank.outcome is None:
+                    raise ValueError("an outcome that was not asked for")
+                self.write(rank.outcome.take, kind, payload)
+            elif kind is Kind.SPANS and (timeline := self.status.timeline) is not None:
+                # Ranks of this host have its clock.
+                here = rank.host == socket.gethostname()
+                ahead = 0.0 if here else rank.clock.ahead
+                self.write(timeline.take, rank.number, rank.host, ahead, bytes(payload))
+            else:
+                with self._lock:
+                    self._take(rank, kind, payload)
+            if kind in _COUNTED:
+                rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
 
-    def _take_outcome(self, rank: _Rank, piece: bytes) -> None:
-        if self.call is None:
-            return
-        if rank.seal is None:
-            rank.seal = protocol.sealing(self.key, f"outcome {rank.number}")
-        rank.seal.update(piece)
-        with call_folder.part_of(call_folder.outcome_in(self.call, rank.number)).open("ab") as file:
-            file.write(piece)
-
-    def _complete_outcome(self, rank: int) -> None:
-        if self.call is not None:
-            path = call_folder.outcome_in(self.call, rank)
-            call_folder.part_of(path).replace(path)
+    def _take(self, rank: _Rank, kind: Kind, payload: bytearray) -> None:
+        if kind is Kind.REPORT:
+            self._take_report(rank, bytes(payload))
+        elif kind is Kind.CLOCK:
+            number, clock = protocol.fields(payload, number=int, now=float)
+            if number is not None and clock is not None and math.isfinite(clock):
+                rank.clock.answered(number, clock, time.monotonic())
+        elif kind is Kind.STOPPED:
+            rank.stopped = True
+        elif kind is Kind.ENDED:
+            status, problem, stopped, ago = protocol.fields(
+                payload, status=int, problem=str, stopped=bool, ago=float
+            )
+            rank.status = 1 if status is None else status
+            self.all_ended = sum(one.ended for one in self._ranks.values()) == self.size
+            if status != 0:
+                rank.stopped = stopped or False
+                self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
+            self._fail_if_missed()
+            self.changed()
 
     def _take_report(self, rank: _Rank, line: bytes) -> None:
         try:
@@ -395,10 +381,10 @@ class Supervisor:
         match values:
             case {"saved": int(step)} if step >= 0:
                 self.saved = max(step, self.saved or 0)
-                self.saved_in[str(values.get("directory"))] = step
+                self.status.saved_in[str(values.get("directory"))] = step
             case {"resumes": int() | None as step, "directory": str(directory)}:
                 self.resumed = max(step or 0, self.resumed or 0)
-                self._warn_if_older(step, self.saved_in.get(directory))
+                self._warn_if_older(step, self.status.saved_in.get(directory))
             case {"starting": bool(starting)}:
                 rank.starting = starting
                 self._fail_if_missed()
@@ -476,7 +462,7 @@ class Supervisor:
                 lost=lost,
             )
         )
-        self.on_failure()
+        self.changed()
 
     def _warn_if_older(self, step: int | None, saved: int | None) -> None:
         """Warn if ranks resume an older checkpoint than the last, whose host is lost."""
@@ -491,8 +477,3 @@ class Supervisor:
     def _warn(self, text: str, *values: object) -> None:
         self.screen.end_line()
         logger.warning(text, *values)
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
-    kind, length = protocol.header(await reader.readexactly(protocol.HEADER_BYTES))
-    return kind, await reader.readexactly(length)

@@ -44,11 +44,11 @@ class HostClock:
         self._asked = {self._number: now}
         return self._number
 
-    def answered(self, number: int, theirs: float, now: float) -> None:
+    def answered(self, number: int, clock: float, now: float) -> None:
         """Use a reply: the time on the other clock, and on this one when it arrived."""
         asked = self._asked.pop(number, None)
         if asked is not None:
-            self._answers.append((now - asked, theirs - (asked + now) / 2))
+            self._answers.append((now - asked, clock - (asked + now) / 2))
 
     @property
     def ahead(self) -> float | None:

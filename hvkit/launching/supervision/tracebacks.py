@@ -159,12 +159,7 @@ def interrupted_at(lines: Sequence[str]) -> str | None:
 
 
 def _place(frames: Sequence[tuple[str, int]], *, own: bool = False) -> str:
-    """The innermost line outside of libraries; if there is none, the innermost of all.
-
-    Args:
-        frames: files and lines.
-        own: whether to return an empty text instead if all lines are in libraries.
-    """
+    """The innermost line outside of libraries; if there is none, of all, or empty with ``own``."""
     of_script = [each for each in frames if not any(name in each[0] for name in _LIBRARIES)]
     if not of_script and own:
         return ""

@@ -13,7 +13,8 @@ from ranks import error_of, identical, shared_folder
 import hvkit
 from hvkit import runtime
 from hvkit.checkpoint import store
-from hvkit.communication import engines, point_to_point
+from hvkit.transport import engines, mailbox
+from hvkit.transport.mailbox import MpiMailbox
 
 
 def torch_parts():
@@ -142,7 +143,7 @@ def test_the_ranks_states_reach_rank_0_alone_in_pieces(folder, monkeypatch, make
     model, statistics = make()
     checkpoint = hvkit.Checkpoint(folder, model=model)
     engine, gathered, pieces = runtime.any_engine(), [], []
-    allgather, broadcast, receive = engine.allgather, engine.broadcast, point_to_point.receive
+    allgather, broadcast, receive = engine.allgather, engine.broadcast, MpiMailbox.receive
 
     def recorded(into, call, of):
         def recorded_call(*arguments):
@@ -159,11 +160,9 @@ def test_the_ranks_states_reach_rank_0_alone_in_pieces(folder, monkeypatch, make
         monkeypatch.setattr(engines, limit, 50_000)
     monkeypatch.setattr(engine, "allgather", recorded(gathered, allgather, size))
     monkeypatch.setattr(engine, "broadcast", recorded(pieces, broadcast, size))
-    monkeypatch.setattr(
-        point_to_point, "receive", recorded(pieces, receive, lambda a, _: a[0].size)
-    )
+    monkeypatch.setattr(MpiMailbox, "receive", recorded(pieces, receive, lambda a, _: a[1].size))
     if not by_mpi:
-        monkeypatch.setattr(point_to_point, "can_send", lambda engine: False)
+        monkeypatch.setattr(mailbox, "can_send", lambda engine: False)
     checkpoint.save(epoch=0, step=1)
     monkeypatch.undo()
 

@@ -13,7 +13,7 @@ from keras import layers
 import hvkit
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import gathered
-from hvkit.functions.host_arrays import host_copy
+from hvkit.functions.pickling import host_copy
 from hvkit.monitor import keras_on_jax
 from hvkit.watch.calls import current_call
 

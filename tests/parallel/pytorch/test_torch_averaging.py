@@ -20,8 +20,8 @@ from torch_nets import (
 
 import hvkit
 from hvkit import main_rank
-from hvkit.communication.traffic import Sent
 from hvkit.frameworks.pytorch.divided_state.sharded import OptimizerShards
+from hvkit.transport.traffic import Sent
 
 
 def plain(parameters):

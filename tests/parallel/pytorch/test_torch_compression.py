@@ -19,8 +19,8 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit.communication.traffic import Sent
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
+from hvkit.transport.traffic import Sent
 
 
 def plain(parameters, lr=1.0):

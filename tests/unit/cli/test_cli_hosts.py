@@ -73,9 +73,9 @@ def test_hosts_are_printed_in_the_form_of_a_launcher(file, printed, text, form, 
 @pytest.mark.parametrize(
     ("hosts", "form", "message"),
     [
-        ("fd00::1", "mpich", "MPICH accepts no IPv6 addresses, got fd00::1: use the host's"),
-        ("fd00::1", "horovodrun", "horovodrun accepts no IPv6 addresses, got fd00::1: use the h"),
-        ("root@a:1", "horovodrun", "horovodrun does not accept root@a: set User for a in ~/.ssh/"),
+        ("fd00::1", "mpich", "fd00::1: MPICH accepts no IPv6 addresses: use the host's name"),
+        ("fd00::1", "horovodrun", "fd00::1: horovodrun accepts no IPv6 addresses: use the host's"),
+        ("root@a:1", "horovodrun", "root@a: horovodrun accepts no users: set User root for this h"),
     ],
 )
 def test_hosts_that_a_launcher_would_not_accept_are_refused(printed, hosts, form, message):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from hvkit.cli import main, run
+from hvkit.launching import request
 from hvkit.launching.hosts import Host
 from hvkit.launching.supervision.supervised_run import Outcome
 
@@ -52,10 +53,10 @@ def status(words):
 def started(monkeypatch):
     """The requests that ``hvkit run`` makes; it starts nothing on this host of four cores."""
     requests = []
-    monkeypatch.setattr(run, "start", lambda request: requests.append(request) or Outcome(0))
+    monkeypatch.setattr(run, "start", lambda found: requests.append(found) or Outcome(0))
     monkeypatch.setattr(run, "hosts_of", lambda args, refuse: ((), None))
-    monkeypatch.setattr(run, "usable_cores", lambda: 4)
-    monkeypatch.setattr(run, "visible_gpus", lambda environ: 0)
+    monkeypatch.setattr(request, "usable_cores", lambda: 4)
+    monkeypatch.setattr(request, "visible_gpus", lambda environ: 0)
     return requests
 
 
@@ -70,15 +71,15 @@ def test_the_exit_status_is_that_of_the_run(monkeypatch):
 )
 def test_the_number_of_ranks_has_the_names_of_other_launchers(started, words):
     assert main(["run", *words, "train.py", "-n", "7"]) == 0
-    assert started[0].size == 3
+    assert started[0].np == 3
     assert started[0].command == (sys.executable, "train.py", "-n", "7")
 
 
 def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(run, "visible_gpus", lambda environ: given.append(environ) or 8)
+    monkeypatch.setattr(request, "visible_gpus", lambda environ: given.append(environ) or 8)
     assert main(["run", "-x", "CUDA_VISIBLE_DEVICES=1", "train.py"]) == 0
-    assert started[0].size == 8
+    assert started[0].np == 8
     assert given[0]["CUDA_VISIBLE_DEVICES"] == "1"
     assert "hvkit: starts 8 ranks, one for each GPU\n" in capsys.readouterr().err
 
@@ -137,7 +138,7 @@ def test_a_number_of_ranks_that_is_too_many_is_for_hosts_that_are_named(started,
     named = (Host("localhost", slots=500),)
     monkeypatch.setattr(run, "hosts_of", lambda args, refuse: (named, None))
     assert main(["run", "-np", "500", "-H", "localhost:500", "train.py"]) == 0
-    assert started[0].size == 500
+    assert started[0].np == 500
 
 
 def test_a_script_from_the_terminal_is_announced(started, monkeypatch, capsys):

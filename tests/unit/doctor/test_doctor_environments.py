@@ -14,7 +14,7 @@ import pytest
 from cases import cases
 
 import hvkit
-from hvkit.communication.engines import built_for
+from hvkit.transport.engines import built_for
 
 # Names that end in .invalid never resolve.
 NO_HOST = "nowhere.invalid"

@@ -10,9 +10,9 @@ import pytest
 from cases import cases
 from machine_facts import library, machine
 
-from hvkit.communication.engines import built_for
 from hvkit.doctor.facts import horovod, mpi_launchers
 from hvkit.doctor.self_test import BYTES, contribution, launcher_for, require_sum, self_test
+from hvkit.transport.engines import built_for
 
 OPEN_MPI = """case "$1" in
 --version) echo "mpirun (Open MPI) 5.0.11"; exit;;

@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 
-from hvkit.functions import starter
-from hvkit.functions.streams import follow
-from hvkit.functions.supervised import begin
+from hvkit.functions.supervised import begin, follow
+from hvkit.launching.request import Request
 
 
 def test_an_early_ctrl_c_ends_the_process_without_a_traceback(tmp_path):
-    process = begin(starter.__name__, tmp_path)
+    process = begin(Request(("true",), np=1), tmp_path)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == (b"", b"")
     assert process.returncode == 128 + signal.SIGINT

@@ -15,7 +15,8 @@ from hvkit.launching import launchers, prepare
 from hvkit.launching.host_checks import preflight
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Launcher
-from hvkit.launching.prepare import Request, prepared, shown
+from hvkit.launching.prepare import prepared, shown
+from hvkit.launching.request import Request
 from hvkit.launching.supervision.rank_output import Style
 
 NODES = (Host("node1", slots=2), Host("node2", slots=2))
@@ -23,7 +24,7 @@ NETWORKS = "--prtemca prte_if_include 10.0.0.0/24 --mca btl_tcp_if_include 10.0.
 
 
 def request(**changes):
-    return Request(**{"command": ("python", "x.py"), "hosts": NODES, "size": 3, **changes})
+    return Request(**{"command": ("python", "x.py"), "hosts": NODES, "np": 3, **changes})
 
 
 def line_of(**changes):
@@ -37,12 +38,12 @@ def test_ranks_on_two_hosts_use_the_network_between_them_and_never_docker(hosts)
     assert NETWORKS in line
     assert line.endswith("python x.py")
     assert run.environ["NCCL_SOCKET_IFNAME"] == "=eth0"
-    assert (run.addresses, run.lost_after) == (("10.0.0.1",), 30.0)
+    assert (run.agents.addresses, run.agents.lost_after) == (("10.0.0.1",), 30.0)
 
 
 def test_on_this_host_alone_no_host_is_given_up_and_no_network_is_named(hosts):
-    run = prepared(request(size=2, style=Style(ranks=(range(2),))))
-    assert (run.addresses, run.lost_after) == (("127.0.0.1",), None)
+    run = prepared(request(np=2, style=Style(ranks=(range(2),))))
+    assert (run.agents.addresses, run.agents.lost_after) == (("127.0.0.1",), None)
     assert "if_include" not in shlex.join(run.command)
 
 
@@ -73,10 +74,10 @@ def test_a_host_without_slots_has_one_for_each_cpu_and_more_ranks_take_turns(
     hosts, capsys, monkeypatch
 ):
     monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
-    line = line_of(hosts=(Host("node1"), Host("node2", slots=1)), size=None)
+    line = line_of(hosts=(Host("node1"), Host("node2", slots=1)), np=None)
     assert "--host node1:2,node2:1" in line
     assert "mpi_yield_when_idle" not in line
-    assert "mpi_yield_when_idle" in line_of(hosts=(Host("node1", 4), Host("node2", 1)), size=5)
+    assert "mpi_yield_when_idle" in line_of(hosts=(Host("node1", 4), Host("node2", 1)), np=5)
     said = "hvkit: more ranks than cores, so they take turns: 4 ranks on 2 cores of node1\n"
     assert capsys.readouterr().err == said
 
@@ -126,10 +127,10 @@ def test_in_a_shell_of_srun_the_step_of_mpirun_shares_its_cores(hosts, monkeypat
 def test_a_list_of_gpus_applies_to_this_host_only(hosts, monkeypatch, system):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     run = prepared(request(system=system))
-    assert run.here == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert run.agents.variables == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert "CUDA_VISIBLE_DEVICES" not in run.command
     run = prepared(request(system=system, variables={"CUDA_VISIBLE_DEVICES": None}))
-    assert run.here == {}
+    assert run.agents.variables == {}
     assert "CUDA_VISIBLE_DEVICES" in run.command
 
 
@@ -156,7 +157,7 @@ def test_greetings_of_libraries_are_shown_to_who_wants_them(hosts, monkeypatch, 
             {"interfaces": ("eth0", "eht0")},
             r"--interfaces eht0: no host has it; use one of docker0 .*, eth0 \(10\.0\.0\.0/24\)$",
         ),
-        ({"interfaces": ("eht0",), "size": 2}, "--interfaces eht0: no host has it"),
+        ({"interfaces": ("eht0",), "np": 2}, "--interfaces eht0: no host has it"),
         ({"hosts": (Host("fd00::1", slots=4),)}, "fd00::1: .*use the host's name, and add it to"),
         (
             {"hosts": (Host("node1", slots=4, user="ann"),), "launcher": "gloo"},
@@ -174,7 +175,7 @@ def test_what_cannot_be_met_is_refused_with_the_fix(hosts, monkeypatch, changes,
 def test_words_that_launchers_read_reach_the_script_as_they_are():
     words = ["a", ":", "-np", "1", "echo", "--map-by", "core", "--mca", "+", "", "$HOME"]
     show = [sys.executable, "-c", "import sys; print(sys.argv[1:])", *words]
-    run = prepared(Request(tuple(show), size=1), supervised=False)
+    run = prepared(Request(tuple(show), np=1), supervised=False)
     done = subprocess.run(shown(run), shell=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.endswith(f"{words}\n"), done.stderr
 

@@ -6,7 +6,7 @@ import pytest
 
 from hvkit.launching import start
 from hvkit.launching.hosts import Host
-from hvkit.launching.prepare import Request
+from hvkit.launching.request import Request
 from hvkit.launching.supervision.supervised_run import Outcome
 
 LEFT = Outcome(143, "got SIGTERM", restartable=True, preempted=True, saved=5, replicas=True)
@@ -14,7 +14,7 @@ LEFT = Outcome(143, "got SIGTERM", restartable=True, preempted=True, saved=5, re
 
 def request(*names, **changes):
     nodes = tuple(Host(name, slots=1) for name in names)
-    return Request(("python", "x.py"), nodes, **{"size": 2, **changes})
+    return Request(("python", "x.py"), nodes, **{"np": 2, **changes})
 
 
 @pytest.mark.parametrize("verbose", [True, False])
@@ -47,7 +47,7 @@ def tries(hosts, monkeypatch):
         monkeypatch.setattr(start, "supervise", supervise)
         monkeypatch.setattr(start, "_free_memory", lambda *args, **options: None)
         monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
-        assert start.start(request(*names, min_size=least, max_restarts=1)).status == 0
+        assert start.start(request(*names, min_np=least, max_restarts=1)).status == 0
         return tries
 
     return run

@@ -10,8 +10,8 @@ from common.images import Dataset, Images
 from monitored import Monitored
 
 import hvkit
-from hvkit.communication.traffic import Sent
 from hvkit.errors import HvkitError
+from hvkit.transport.traffic import Sent
 
 STEPS = 3
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
 from hvkit.communication.group import Group, all_ranks
-from hvkit.communication.traffic import (
+from hvkit.transport.traffic import (
     Sent,
     count,
     count_in_graphs,

@@ -14,10 +14,10 @@ from keras import ops
 from numpy.typing import NDArray
 
 from hvkit import runtime
-from hvkit.communication.mailbox import Mailbox, Sending
 from hvkit.communication.mailboxes import open_mailbox
 from hvkit.errors import HvkitError
 from hvkit.frameworks.keras.backends import numpy_dtype
+from hvkit.transport.mailbox import Mailbox, Sending
 from hvkit.watch.calls import call, translated, waiting
 
 # Bytes of the message with shapes.

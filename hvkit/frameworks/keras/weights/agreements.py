@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from hvkit import threads
 from hvkit.communication.exchanges import Mean, Messages, Neighbours, Place, by_rank, circle
-from hvkit.communication.group import ProcessSet
 from hvkit.compression import Compression
 from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait
 from hvkit.frameworks.keras.collectives.named_collectives import NamedCollectives
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.weights.variables import Array, Variables
 from hvkit.strategies.strategy import Flow
+from hvkit.transport.engines import ProcessSet
 from hvkit.watch.calls import waiting_for_all_ranks
 
 

@@ -9,7 +9,7 @@ import torch
 from hvkit import runtime
 from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
 from hvkit.communication.group import Group, all_ranks
-from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
+from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
 from hvkit.watch.calls import translated, waiting_for_all_ranks
 
 

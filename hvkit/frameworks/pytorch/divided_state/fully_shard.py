@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
-from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
@@ -45,6 +44,7 @@ from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParame
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.update_hooks import Closure, Feature, Order
+from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import call, waiting_for_all_ranks
 
 try:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from hvkit.communication.traffic import count, of_allreduce
 from hvkit.frameworks.pytorch.model_parallel.part_of_whole import parts_alone
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     division_of,
@@ -28,6 +27,7 @@ from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     undivided,
 )
 from hvkit.frameworks.pytorch.optimizers import share_overflows
+from hvkit.transport.traffic import count, of_allreduce
 from hvkit.watch.calls import call, translated, waiting
 
 # In the order in which they were made, which is the same on every rank.

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hvkit.communication.traffic import count, of_allgather
 from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import summed
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Placement,
     part_of,
     whole_of,
 )
+from hvkit.transport.traffic import count, of_allgather
 from hvkit.watch.calls import call, translated, waiting
 
 parts_alone: Any = torch._C.DisableTorchFunctionSubclass

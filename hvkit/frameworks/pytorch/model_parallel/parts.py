@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from hvkit.communication.traffic import count, of_allgather
 from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like, rows_of
 from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.frameworks.pytorch.model_parallel.shares import (
@@ -35,6 +34,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     whole_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import division_of, show
+from hvkit.transport.traffic import count, of_allgather
 from hvkit.watch.calls import call, translated, waiting
 
 _HELD = "_hvkit_parts"

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hvkit.communication.traffic import count, of_allreduce
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.transport.traffic import count, of_allreduce
 
 
 class SharedGradients:

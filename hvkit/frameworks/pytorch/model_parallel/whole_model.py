@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hvkit.communication.traffic import count
 from hvkit.frameworks.pytorch.model_parallel.kept_results import HOOKS
 from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.transport.traffic import count
 from hvkit.watch.calls import call
 
 _GENERATE = "generate"

@@ -31,6 +31,7 @@ sys.exit(next((status for status in statuses if status), 0) % 256)
 RUN = """
 import os, signal, sys
 from pathlib import Path
+from hvkit.launching.supervision.protocol import AgentSettings
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun, supervise
 # As in a terminal: a shell may have started the tests in the background, ignoring these signals.
@@ -39,16 +40,22 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 agent = [sys.executable, "-m", "hvkit.launching.supervision.agent"]
 launcher, size, *command = sys.argv[1:]
 command = [sys.executable, "-c", launcher, size, *agent, *command]
-run = SupervisedRun(command, dict(os.environ), "The launcher", int(size), ("127.0.0.1",), None,
-                    float(os.environ.get("GRACE", 10)), bind=True, **dict(OPTIONS))
+grace = float(os.environ.get("GRACE", 10))
+agents = AgentSettings(("127.0.0.1",), None, grace, bind=True, **dict(AGENTS))
+run = SupervisedRun(command, dict(os.environ), "The launcher", int(size), agents, **dict(OPTIONS))
 sys.exit(supervise(run).status)
 """
 
 
-def command_line(script, size=2, *, options="", launcher=LAUNCHER, program=RUN, command=None):
-    """A run of a shell's script, or of another command; ``options`` are those of SupervisedRun."""
+def command_line(
+    script, size=2, *, options="", agents="", launcher=LAUNCHER, program=RUN, command=None
+):
+    """A run of a shell's script, or of another command.
+
+    ``options`` are those of SupervisedRun, ``agents`` those of AgentSettings.
+    """
     words = command or ["bash", "-c", script]
-    program = program.replace("OPTIONS", options)
+    program = program.replace("OPTIONS", options).replace("AGENTS", agents)
     return [sys.executable, "-c", program, launcher, str(size), *words]
 
 

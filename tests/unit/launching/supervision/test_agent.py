@@ -9,10 +9,11 @@ import time
 import pytest
 from supervised import RUN, begin
 
+from hvkit.connections import ConnectionLost, frame
 from hvkit.functions.outcomes import error_in, results_in
 from hvkit.functions.pickling import write_call
 from hvkit.host.call_folder import call_in, outcome_in
-from hvkit.launching.supervision.protocol import Connection, ConnectionLost, Kind, frame, sealing
+from hvkit.launching.supervision.protocol import AgentConnection, Kind, sealed
 
 
 def test_an_agent_without_supervisor_becomes_the_command():
@@ -37,8 +38,8 @@ def called(tmp_path, monkeypatch):
         with call_in(folder).open("wb") as file:
             write_call(file, function, [argument], {})
         rank = [sys.executable, "-P", "-m", "hvkit.functions.rank"]
-        options = f"call=Path({str(folder)!r})"
-        run = begin("", program=elsewhere, options=options, command=rank)
+        agents = f"call={str(folder)!r}"
+        run = begin("", program=elsewhere, agents=agents, command=rank)
         _, errors = run.communicate(timeout=60)
         assert list(temporary.iterdir()) == []
         return run.returncode, errors, [outcome_in(folder, rank) for rank in (0, 1)]
@@ -76,12 +77,15 @@ def test_an_exception_travels_too_and_a_killed_agent_leaves_no_folder(called, tm
     assert "raised on rank 1" in error.__notes__[0]
 
 
-def test_a_call_that_somebody_has_changed_on_its_way_is_not_read():
+def test_a_call_that_somebody_has_changed_on_its_way_is_not_read(tmp_path):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = Connection(ours, b"key")
-        seal = sealing(b"another key", "call")
-        seal.update(b"piece")
-        theirs.sendall(frame(Kind.CALL, b"piece") + frame(Kind.SEAL, seal.digest()))
+        connection = AgentConnection(ours, b"key")
+        call = call_in(tmp_path)
+        call.write_bytes(b"piece")
+        for each in sealed(call, b"another key", Kind.CALL):
+            theirs.sendall(frame(*each))
+        call.unlink()
         with pytest.raises(ConnectionLost, match="SEAL instead of the call"):
-            list(connection.pieces_of_call())
+            connection.receive_call(call)
+        assert not call.exists()

@@ -7,9 +7,8 @@ from datetime import datetime
 import pytest
 
 from hvkit.launching.supervision import rank_output
-from hvkit.launching.supervision.last_lines import LAST_LINES
 from hvkit.launching.supervision.protocol import Kind
-from hvkit.launching.supervision.rank_output import RankOutput, Style, make_room
+from hvkit.launching.supervision.rank_output import LAST_LINES, RankOutput, Style, make_room
 
 OUT, ERR = Kind.STDOUT, Kind.STDERR
 

@@ -1,6 +1,5 @@
 """Signals to ``hvkit run`` while it has no ranks: it ends as at any other time."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from supervised import LAUNCHER, wait_until
 
 from hvkit.errors import HvkitError
 from hvkit.launching.supervision import run_status
-from hvkit.launching.supervision.signals import EndedBySignal, end_on_signals, run_until_signal
 
 # A run of one rank with a stand-in for mpirun. The rank says that hosts hold copies of its
 # checkpoint, and fails. The pause before the restart is as long as the test needs.
@@ -22,8 +20,9 @@ import os, signal, sys
 from hvkit.errors import LaunchError
 from hvkit.launching import restarts, start
 from hvkit.launching.hosts import Host
-from hvkit.launching.prepare import Request
+from hvkit.launching.request import Request
 from hvkit.launching.ssh import run_on_hosts
+from hvkit.launching.supervision.protocol import AgentSettings
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 
 launcher, stage, rank = sys.argv[1:]
@@ -39,8 +38,8 @@ def prepared(request, least=None, preempted=()):
     agent = [sys.executable, "-m", "hvkit.launching.supervision.agent"]
     command = [sys.executable, "-c", launcher, "1", *agent, sys.executable, "-c", rank]
     environ = {**os.environ, **request.variables}
-    hosts = ("127.0.0.1",)
-    return SupervisedRun(command, environ, "The launcher", 1, hosts, None, 10.0, bind=False)
+    agents = AgentSettings(("127.0.0.1",), None, 10.0, bind=False)
+    return SupervisedRun(command, environ, "The launcher", 1, agents)
 
 def freed_while_signals_come(*given, **options):
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,45 +143,21 @@ def test_a_signal_ends_a_run_that_checks_its_hosts(running):
     assert ended(run, signal.SIGINT) == ("", "hvkit run: ended by SIGINT\n")
 
 
-def test_a_signal_that_comes_where_no_exception_gets_out_ends_an_event_loop_all_the_same():
-    class Signals:
-        def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
-
-    cleaned_up = []
-
-    async def waits():
-        try:
-            Signals()
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0)
-            cleaned_up.append(True)
-
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(EndedBySignal) as end, end_on_signals(lambda: None):
-        run_until_signal(waits())
-    assert (end.value.code, cleaned_up) == (143, [True])
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 SLOW_END = """
-import asyncio, os, signal, threading
+import os, signal, threading, time
 from hvkit.launching.supervision import signals
 
 signals._SAME = 0.2
 send = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
-async def main():
+with signals.end_on_signals(lambda: 7):
     try:
         send()
-        await asyncio.sleep(600)
+        time.sleep(600)
     finally:
+        send()  # by a launcher that passes on the same signal
         threading.Timer(0.5, send).start()
-        await asyncio.sleep(600)
-
-with signals.end_on_signals(lambda: 7):
-    signals.run_until_signal(main())
+        time.sleep(600)
 """
 
 

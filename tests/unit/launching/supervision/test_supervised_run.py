@@ -13,6 +13,7 @@ from cases import MORE, cases
 from supervised import LAUNCHER, RUN, begin, below, command_line, run, sleeping, wait_until
 
 from hvkit.launching.supervision import supervised_run
+from hvkit.launching.supervision.protocol import AgentSettings
 
 
 def test_processes_that_ignore_sigterm_are_killed_after_the_grace(started, mark, monkeypatch):
@@ -294,7 +295,7 @@ def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds(
 
 
 def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeypatch):
-    async def supervise(self):
+    def supervise(self):
         self.stopping = True
         outcome = self.ended(1, "rank 0 ended with exit status 1")
         assert outcome.restartable
@@ -303,5 +304,6 @@ def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeyp
 
     monkeypatch.setattr(supervised_run._Supervision, "supervise", supervise)
     monkeypatch.setattr(supervised_run, "adopt_orphans", lambda: None)
-    made = supervised_run.SupervisedRun((), {}, "x", 1, ("127.0.0.1",), None, 10.0, bind=False)
+    agents = AgentSettings(("127.0.0.1",), None, 10.0, bind=False)
+    made = supervised_run.SupervisedRun((), {}, "x", 1, agents)
     assert not supervised_run.supervise(made).restartable

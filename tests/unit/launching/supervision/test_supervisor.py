@@ -17,13 +17,8 @@ import pytest
 from cases import MORE, cases
 from supervised import LAUNCHER, begin, below, command_line, run, sleeping
 
-from hvkit.launching.supervision.protocol import (
-    KEY_VARIABLE,
-    AgentSettings,
-    Kind,
-    frame,
-    keep_alive,
-)
+from hvkit.connections import frame, keep_alive
+from hvkit.launching.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind
 
 
 def test_output_and_success_of_the_ranks_are_passed_on():
@@ -149,7 +144,7 @@ def test_a_full_disk_is_named_with_the_log_file(tmp_path):
 
 
 def test_commands_get_the_variables_for_this_host_and_not_the_key():
-    variables = run("env", size=1, options="here={'MINE': 'a b'}").stdout.splitlines()
+    variables = run("env", size=1, agents="variables={'MINE': 'a b'}").stdout.splitlines()
     assert "MINE=a b" in variables
     assert not [each for each in variables if each.startswith(KEY_VARIABLE)]
 

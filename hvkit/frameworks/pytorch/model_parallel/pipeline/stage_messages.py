@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvkit.communication.traffic import count
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
+from hvkit.transport.traffic import count
 from hvkit.watch.calls import call, translated, waiting
 from hvkit.watch.spans import PASS
 

@@ -19,7 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 
-from hvkit.communication.traffic import count
 from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     DeferredRun,
     Recorded,
@@ -45,6 +44,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     with_tensors,
 )
 from hvkit.main_rank import warn_once
+from hvkit.transport.traffic import count
 
 GPIPE = "GPipe"
 STAGES_PER_RANK = {

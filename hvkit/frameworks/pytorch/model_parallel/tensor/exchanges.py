@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
+from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 
 _Exchange = Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor]
 

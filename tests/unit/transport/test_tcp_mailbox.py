@@ -1,7 +1,6 @@
 """Ranks without MPI read what was sent, or say why not."""
 
 import http.server
-import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,19 +8,20 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hvkit import handshake
-from hvkit.communication.host_collectives import TcpCollectives, _LauncherStore
-from hvkit.communication.tcp_mailbox import Door, TcpMailbox
+from hvkit.connections import connect, frame
 from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
+from hvkit.transport.host_collectives import TcpCollectives, _LauncherStore
+from hvkit.transport.tcp_mailbox import TcpMailbox
 
 KEY = b"k" * 32
 
 
 def mailboxes(*keys):
     """Of as many ranks, all in this process; each knows one of the keys."""
-    doors = [Door(key, one_host=True) for key in keys]
-    places = [door.place for door in doors]
-    return [TcpMailbox(rank, door, places, lambda: False) for rank, door in enumerate(doors)]
+    boxes = [TcpMailbox(rank, key, True, lambda: False) for rank, key in enumerate(keys)]
+    for box in boxes:
+        box.addresses = [each.address for each in boxes]
+    return boxes
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(1, 8), (8, 1), (4, 8)])
@@ -40,9 +40,9 @@ def test_a_rank_with_another_key_is_named():
 
 def test_a_connection_that_ends_within_a_message_ends_the_wait():
     _, second = mailboxes(KEY, KEY)
-    addresses, port = second._places[1]
-    with handshake.connect(addresses, port, KEY) as sender:
-        sender.sendall(struct.pack("!I", 0) + struct.pack("!iQ", 0, 1000) + b"not all")
+    addresses, port = second.addresses[1]
+    with connect(addresses, port, KEY) as sender:
+        sender.sendall(frame(0) + frame(0, bytes(1000))[:20])
     with pytest.raises(RankLostError):
         second.receive(np.zeros(1000, np.uint8), source=0, tag=0)
 
@@ -93,7 +93,7 @@ def store(monkeypatch):
 
 def test_a_store_that_refuses_or_has_ended_is_named(store):
     with pytest.raises(LaunchError, match=r"addresses, 127\.0\.0\.1:\d+, answers 403"):
-        _LauncherStore().put("door-1", b"")
+        _LauncherStore().put("address-1", b"")
     store.shutdown()
     store.server_close()
     with pytest.raises(LaunchError, match=r"127\.0\.0\.1:\d+, cannot be reached"):

@@ -1,7 +1,7 @@
 """Messages between ranks that run without MPI, as Horovod does on Gloo: over TCP.
 
 Two ranks that send each other messages have a connection, which the first of them to send opens.
-Both ends have proven that they know a key that rank 0 has sent to all ranks (``hvkit.handshake``).
+Both ends prove that they know a key that rank 0 has sent to all ranks (``hvkit.connections``).
 A thread for each connection reads what arrives, and another one writes what was sent.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,16 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit import handshake, threads
-from hvkit.communication.mailbox import Envelope, Mailbox, Sending
-from hvkit.communication.traffic import count
+from hvkit import threads
+from hvkit.connections import Connection, Listener, connect
 from hvkit.errors import LaunchError, RanksDisagreeError
 from hvkit.host.network import addresses_for_others
+from hvkit.transport.mailbox import Envelope, Mailbox, Sending
+from hvkit.transport.traffic import count
 from hvkit.watch import calls, rank_errors
 
-# Before each message: its tag and its bytes.
-_HEADER = struct.Struct("!iQ")
-_RANK = struct.Struct("!I")
 # The tag of the last message of a rank.
 _BYE = -1
 # Seconds between two checks of whether the run goes on.
@@ -43,46 +40,28 @@ class _Request:
         self.gone = threading.Event()
 
 
-class Door:
-    """Where a rank admits others that know the key.
-
-    Args:
-        key: of this run.
-        one_host: whether all ranks are on this host.
-
-    Attributes:
-        place: addresses at which the others find it, and its port.
-    """
-
-    def __init__(self, key: bytes, one_host: bool) -> None:
-        self.key = key
-        self.listener = handshake.Listener("127.0.0.1" if one_host else None, key)
-        addresses = ["127.0.0.1"] if one_host else list(addresses_for_others())
-        self.place: tuple[list[str], int] = (addresses, self.listener.port)
-
-
 class TcpMailbox(Mailbox):
     """Sends over TCP.
 
     Args:
         rank: this rank.
-        door: this rank's.
-        places: of every rank's door.
+        key: of this run.
+        one_host: whether all ranks are on this host.
         run_ends: whether no wait is of use any more.
+
+    Attributes:
+        address: addresses at which other ranks that know the key find this one, and its port.
+        addresses: those of all ranks, by rank; to be set before anything is sent.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        door: Door,
-        places: Sequence[tuple[list[str], int]],
-        run_ends: Callable[[], bool],
-    ) -> None:
+    def __init__(self, rank: int, key: bytes, one_host: bool, run_ends: Callable[[], bool]) -> None:
         self._rank = rank
-        self._key = door.key
-        self._listener = door.listener
-        self._places = places
+        self._key = key
         self._run_ends = run_ends
+        self._listener = Listener("127.0.0.1" if one_host else None, key)
+        here = ["127.0.0.1"] if one_host else list(addresses_for_others())
+        self.address: tuple[list[str], int] = (here, self._listener.port)
+        self.addresses: Sequence[tuple[list[str], int]] = ()
         # Guards everything below; notified when a message has come, or a rank has ended.
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], deque[bytearray]] = {}
@@ -157,11 +136,11 @@ class TcpMailbox(Mailbox):
                 self._begin(to, self._connected(to))
             return self._outboxes[to]
 
-    def _connected(self, to: int) -> socket.socket:
-        addresses, port = self._places[to]
+    def _connected(self, to: int) -> Connection:
+        addresses, port = self.addresses[to]
         try:
-            connected = handshake.connect(addresses, port, self._key)
-            connected.sendall(_RANK.pack(self._rank))
+            connection = Connection(connect(addresses, port, self._key))
+            connection.send(self._rank)
         except OSError as problem:
             self.require_ranks()
             raise LaunchError(
@@ -169,32 +148,32 @@ class TcpMailbox(Mailbox):
                 f"{port} ({problem}): that rank has ended, or a firewall between the hosts does "
                 "not let ranks connect to any port"
             ) from problem
-        return connected
+        return connection
 
     def _admit(self, connected: socket.socket) -> None:
+        connection = Connection(connected)
         try:
-            (rank,) = _RANK.unpack(handshake.exactly(connected, _RANK.size))
+            rank, _ = connection.receive()
         except OSError:  # it has ended at once
-            connected.close()
+            connection.close()
             return
         with self._changed:
-            self._begin(rank, connected)
+            self._begin(rank, connection)
 
-    def _begin(self, rank: int, connected: socket.socket) -> None:
+    def _begin(self, rank: int, connection: Connection) -> None:
         """Read from a rank; write to it over its first connection, so that messages stay in order.
 
         If both ends have opened one at the same time, each writes over its own.
         """
         if rank not in self._outboxes:
             self._outboxes[rank] = queue.SimpleQueue()
-            threads.start("hvkit-outbox", self._write, connected, self._outboxes[rank])
-        threads.start("hvkit-inbox", self._read, rank, connected)
+            threads.start("hvkit-outbox", self._write, connection, self._outboxes[rank])
+        threads.start("hvkit-inbox", self._read, rank, connection)
 
-    def _read(self, rank: int, connected: socket.socket) -> None:
+    def _read(self, rank: int, connection: Connection) -> None:
         try:
             while True:
-                tag, size = _HEADER.unpack(handshake.exactly(connected, _HEADER.size))
-                data = handshake.exactly(connected, size)
+                tag, data = connection.receive()
                 with self._changed:
                     if tag == _BYE:
                         self._left.add(rank)
@@ -207,12 +186,11 @@ class TcpMailbox(Mailbox):
                 self._lost |= rank not in self._left
                 self._changed.notify_all()
 
-    def _write(self, connected: socket.socket, outbox: queue.SimpleQueue[_Request]) -> None:
+    def _write(self, connection: Connection, outbox: queue.SimpleQueue[_Request]) -> None:
         try:
             while True:
                 request = outbox.get()
-                connected.sendall(_HEADER.pack(request.tag, request.data.nbytes))
-                connected.sendall(memoryview(request.data))  # type: ignore[arg-type]
+                connection.send(request.tag, memoryview(request.data))  # type: ignore[arg-type]
                 request.gone.set()
         except OSError:
             with self._changed:

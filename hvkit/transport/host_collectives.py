@@ -2,9 +2,9 @@
 
 ``jax_engine`` uses them for hvkit's own messages; JAX has its own for the rest. A launcher with MPI
 gives MPI. ``--launcher gloo`` and Spark start ranks without MPI, and a store at which Horovod's
-Gloo would find the others: there these ranks leave the addresses of their doors and the key that
-opens them. Whoever reads the store may so take part in the run, as with Gloo itself; on Spark, the
-store serves the run's own ranks only.
+Gloo would find the others: there these ranks leave their addresses and the key that admits them.
+Whoever reads the store may so take part in the run, as with Gloo itself; on Spark, the store serves
+the run's own ranks only.
 
 Waits end when another rank ends: they look whether the watcher has a reason to end the run.
 """
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvkit.communication import point_to_point
-from hvkit.communication.tcp_mailbox import Door, TcpMailbox
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.launcher_variables import launched, place
+from hvkit.transport.mailbox import load_mpi
+from hvkit.transport.tcp_mailbox import TcpMailbox
 from hvkit.watch import calls, rank_errors
 from hvkit.wording import in_short
 
@@ -175,7 +175,7 @@ class MpiCollectives(HostCollectives):
 
 
 def _started_mpi() -> Any:
-    mpi = point_to_point.load_mpi()
+    mpi = load_mpi()
     if mpi is None:
         raise HorovodNotFoundError(
             "several ranks were launched, but mpi4py cannot be loaded, through which the ranks of "
@@ -217,11 +217,13 @@ class TcpCollectives(HostCollectives):
         store = _LauncherStore()
         if self.rank == 0:
             store.put("key", secrets.token_bytes(32))
-        door = Door(store.get("key", "rank 0"), self.local_size == self.size)
-        store.put(f"door-{self.rank}", json.dumps(door.place).encode())
-        places = [json.loads(store.get(f"door-{n}", f"rank {n}")) for n in range(self.size)]
-        self._mailbox = TcpMailbox(self.rank, door, places, self._run_ends)
+        one_host = self.local_size == self.size
+        self._mailbox = TcpMailbox(self.rank, store.get("key", "rank 0"), one_host, self._run_ends)
         self._at_its_end = False
+        store.put(f"address-{self.rank}", json.dumps(self._mailbox.address).encode())
+        self._mailbox.addresses = [
+            json.loads(store.get(f"address-{n}", f"rank {n}")) for n in range(self.size)
+        ]
         self._next = (self.rank + 1) % self.size
         self._previous = (self.rank - 1) % self.size
 

@@ -84,10 +84,7 @@ def of_allgather(own: int, ranks: int) -> int:
 def of_messages(row: int, sent: Sequence[int], rank: int) -> tuple[int, int]:
     """The bytes and the number of messages that this rank sends to others.
 
-    Args:
-        row: bytes of a row.
-        sent: by rank, how many rows go there.
-        rank: this one, which sends itself nothing.
+    ``sent`` says by rank how many rows of ``row`` bytes go there; a rank sends itself nothing.
     """
     others = [rows for to, rows in enumerate(sent) if rows and to != rank]
     return row * sum(others), len(others)

@@ -10,11 +10,11 @@ import tensorflow as tf
 import torch
 from torch.utils._pytree import tree_map
 
-from hvkit.communication import engines
-from hvkit.communication.engines import HostMemory
 from hvkit.errors import HorovodNotFoundError
 from hvkit.frameworks.pytorch.collectives import wire
 from hvkit.host.cpus import Allowance
+from hvkit.transport import engines
+from hvkit.transport.engines import HostMemory
 
 
 @pytest.mark.parametrize("libraries", [[], ["torch"], ["tensorflow"], ["torch", "tensorflow"]])

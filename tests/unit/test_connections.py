@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from hvkit import handshake
-from hvkit.handshake import Listener, connect
+from hvkit import connections
+from hvkit.connections import Listener, connect
 
 KEY = b"k" * 32
 
@@ -68,7 +68,7 @@ def test_who_has_another_key_is_not_admitted_and_learns_that(listener, admitted)
 def test_a_stranger_who_sends_anything_else_is_hung_up_on_at_once(
     listener, admitted, message, monkeypatch
 ):
-    monkeypatch.setattr(handshake, "_PROVE", 100.0)
+    monkeypatch.setattr(connections, "_PROVE", 100.0)
     with stranger(listener) as noisy:
         noisy.sendall(message)
         with contextlib.suppress(ConnectionResetError):
@@ -78,7 +78,7 @@ def test_a_stranger_who_sends_anything_else_is_hung_up_on_at_once(
 
 
 def test_silent_strangers_and_half_messages_delay_nobody(listener, admitted, monkeypatch):
-    monkeypatch.setattr(handshake, "_PROVE", 100.0)
+    monkeypatch.setattr(connections, "_PROVE", 100.0)
     silent = [stranger(listener) for _ in range(20)]
     half = stranger(listener)
     half.sendall(b"\x00\x00")
@@ -95,7 +95,7 @@ def send_slowly(connection):
 
 
 def test_a_stranger_who_sends_byte_by_byte_is_hung_up_on(listener, admitted, monkeypatch):
-    monkeypatch.setattr(handshake, "_PROVE", 0.2)
+    monkeypatch.setattr(connections, "_PROVE", 0.2)
     with stranger(listener) as slow:
         slow.sendall(b"\x00\x00\x00\xff")
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
@@ -138,7 +138,7 @@ def test_a_service_of_another_kind_is_passed_over_for_the_next_address(listener,
 
 
 def test_a_silent_service_is_given_up(monkeypatch):
-    monkeypatch.setattr(handshake, "_PROVE", 0.1)
+    monkeypatch.setattr(connections, "_PROVE", 0.1)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(OSError, match="timed out"),

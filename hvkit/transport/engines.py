@@ -27,19 +27,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvkit import horovod_names
-from hvkit.communication.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.errors import HorovodNotFoundError, LaunchError, ranks_text
 from hvkit.host.cpus import allowance, threads_of_rank
 from hvkit.host.gpus import gpu_of_rank
 from hvkit.host.rank_settings import keep_freed_memory
 from hvkit.log import logger
+from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import waiting_for_all_ranks
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
-
-    from hvkit.communication.group import ProcessSet
 
 
 CHUNK = 1 << 28
@@ -47,6 +45,26 @@ CHUNK = 1 << 28
 
 PIECE = 1 << 25
 """Bytes of a broadcast that are sent at a time, and that a rank holds in addition to the whole."""
+
+
+class ProcessSet:
+    """Some of the ranks, as an argument ``process_set=`` of Horovod's collectives.
+
+    Horovod's own class counts ranks through the library that was loaded last, which may be another
+    framework's.
+
+    Args:
+        number: Horovod's.
+        ranks: in ascending order.
+    """
+
+    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
+        self.process_set_id = number
+        self.ranks = ranks
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
 
 
 class Engine(ABC):
@@ -86,11 +104,9 @@ class Engine(ABC):
         return self._call("broadcast", array, within, root_rank=root, process_set=ranks)
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
-        """Reduce a flat array of the same length and dtype on every rank.
+        """Reduce a flat array by ``"sum"``, ``"min"`` or ``"max"``.
 
-        Args:
-            array: of int32, int64, float32 or float64.
-            op: ``"sum"``, ``"min"`` or ``"max"``.
+        It is of int32, int64, float32 or float64, and has the same length and dtype on every rank.
         """
         count("objects", of_allreduce(array.nbytes, self.hvd.size()))
         return self._call("allreduce", array, None, op=getattr(self.hvd, op.capitalize()))
@@ -113,12 +129,12 @@ _WITHOUT_WAITING = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 @contextmanager
 def _set(variable: str, value: str) -> Iterator[None]:
     """Set a variable for a while, unless it is set."""
-    mine = variable not in os.environ
+    unset = variable not in os.environ
     os.environ.setdefault(variable, value)
     try:
         yield
     finally:
-        if mine:
+        if unset:
             del os.environ[variable]
 
 
@@ -244,14 +260,7 @@ def broadcast_in_pieces(
 ) -> NDArray[np.uint8]:
     """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
 
-    In addition to it a rank holds one piece at a time.
-
-    Args:
-        engine: the started Horovod.
-        data: of shape (n,), with the same n on every rank; not changed on rank ``root``.
-        root: the rank that sends.
-        purpose: as in ``hvkit.traffic``.
-        within: the ranks that take part; None for all.
+    It is of shape (n,), with the same n on every rank. A rank holds one piece in addition to it.
     """
     sends = engine.hvd.rank() == root
     for start in range(0, data.size, PIECE):

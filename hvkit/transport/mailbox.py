@@ -1,8 +1,11 @@
-"""Messages that a rank polls for, since it cannot know when another sends one.
+"""Messages from one rank to another, which poll: the one place that imports mpi4py.
 
-They go through mpi4py, on a communicator of their own; without MPI, through ``tcp_mailbox``
-(``mailboxes`` chooses). A wait inside MPI would keep a core busy, so all waits here poll, and sleep
-in between.
+Horovod has collectives only. Where it runs on MPI, messages use the same MPI, with communicators of
+their own to keep them apart from Horovod's. Horovod starts and finalises MPI; hvkit does neither.
+Without MPI they go through ``tcp_mailbox``.
+
+A rank that receives cannot know when another sends. A wait inside MPI would keep a core busy, so
+all waits here poll, and sleep in between.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.communication.engines import CHUNK
-from hvkit.communication.traffic import count
-from hvkit.watch.calls import translated
+from hvkit.log import logger
+from hvkit.transport.engines import CHUNK, Engine
+from hvkit.transport.traffic import count
+from hvkit.watch.calls import translated, waiting_for_all_ranks
 
 # Seconds between two polls: at first none, for answers that come at once; later a part of the time
 # that the wait has taken, so that the pause makes the wait longer by that part at most.
@@ -174,3 +178,59 @@ def _pieces(array: NDArray[Any]) -> list[NDArray[np.uint8]]:
     whole = array.view(np.uint8)
     starts = range(0, max(whole.size, 1), CHUNK)
     return [whole[start : start + CHUNK] for start in starts]
+
+
+def mpi_mailbox() -> MpiMailbox:
+    """A new mailbox; a collective. ``can_send`` must be true on all ranks."""
+    mpi = load_mpi()
+    with waiting_for_all_ranks():
+        return MpiMailbox(mpi, mpi.COMM_WORLD.Dup())
+
+
+def can_send(engine: Engine) -> bool:
+    """Whether this rank can send messages: mpi4py loads, and MPI runs with support for threads."""
+    return not obstacle(engine)
+
+
+def obstacle(engine: Engine) -> str:
+    """Why this rank cannot send messages, and the fix; empty if it can."""
+    if not engine.hvd.mpi_enabled():
+        return (
+            "Horovod runs on Gloo here: start the ranks with `hvkit run` or mpirun, without --gloo"
+        )
+    if (mpi := load_mpi()) is None:
+        return "mpi4py cannot be loaded: pip install --force-reinstall mpi4py"
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        library = mpi.Get_library_version().split("\n")[0].strip("\0 ")
+        return (
+            f"mpi4py uses another MPI than Horovod, {library}: pip install --force-reinstall mpi4py"
+        )
+    # Horovod's own thread calls MPI all the time, so this one needs THREAD_MULTIPLE.
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        return (
+            "MPI runs without support for threads: remove HOROVOD_MPI_THREADS_DISABLE from the "
+            "environment, and let hvkit start MPI before anything else does"
+        )
+    return ""
+
+
+_warned = False
+
+
+def load_mpi() -> Any:
+    """mpi4py's MPI; None, with a warning, if it cannot be loaded."""
+    global _warned
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if not _warned:
+            logger.warning(
+                f"mpi4py cannot be loaded ({error}): ranks send through Horovod instead; to fix "
+                "it: pip install --force-reinstall mpi4py"
+            )
+        _warned = True
+        return None
+    return MPI

@@ -1,9 +1,15 @@
-"""TCP connections whose two ends prove to each other that they know the same key.
+"""TCP connections between the processes of a run: who may use them, frames, and their loss.
 
-``hvkit run`` and its agents connect this way. The proof is the challenge of
+**Proof.** Both ends prove to each other that they know the same key, by the challenge of
 ``multiprocessing.connection``, once in each direction: an HMAC over random bytes, so the key
 itself never travels. Python 3.11 uses MD5, which newer versions accept from it and which is still
 safe in an HMAC; two newer ones agree on SHA-256. What follows the proof is not encrypted.
+
+**Frames.** A frame is a number that says what it holds, its kind; a length; and that many bytes.
+
+**Liveness.** TCP keep-alive in the kernels detects a lost connection. While a process waits for a
+disk or a core, its kernel still acknowledges packets; when a process ends, its kernel closes the
+connection. If neither happens, the host or the network is lost.
 """
 
 import contextlib
@@ -25,6 +31,17 @@ _PAUSE = 0.5
 
 # multiprocessing sends the length of a short message before it in this form.
 _LENGTH = struct.Struct("!i")
+
+_HEADER = struct.Struct("!iQ")
+HEADER_BYTES = _HEADER.size
+# Bytes of a payload up to which it is sent in one piece with its header.
+_COPIED = 1 << 16
+
+# In Linux' struct tcp_info: milliseconds since the last acknowledgement.
+_TCP_INFO_BYTES = 60
+_LAST_ACK = 56
+# Keep-alive probes within the time limit; Linux allows 127.
+_PROBES = 50
 
 
 class Listener:
@@ -58,7 +75,7 @@ class Listener:
                 if self._closed.wait(_PAUSE):
                     return
                 continue  # For instance, this process has too many open files.
-            threads.start("hvkit-door", self._examine, accepted, admit)
+            threads.start("hvkit-newcomer", self._examine, accepted, admit)
 
     def close(self) -> None:
         """Admit nobody else; connections that were admitted stay open."""
@@ -99,20 +116,117 @@ def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
     raise OSError("; ".join(problems))
 
 
-def exactly(connected: socket.socket, size: int) -> bytearray:
-    """So many bytes from a connection.
+class ConnectionLost(ConnectionError):
+    """The other end is gone, or sends what is no frame."""
 
-    Raises:
-        OSError: it has ended before.
+
+class Connection:
+    """Sends and receives frames. Several threads may send; one thread receives.
+
+    Args:
+        connected: a connection of ``connect`` or a ``Listener``.
+        longest: bytes of the longest frame that is received; None for any.
     """
-    data, have = bytearray(size), 0
-    view = memoryview(data)
-    while have < size:
-        got = connected.recv_into(view[have:])
-        if not got:
-            raise ConnectionResetError("the other end has closed the connection")
-        have += got
-    return data
+
+    def __init__(self, connected: socket.socket, longest: int | None = None) -> None:
+        self._socket = connected
+        self._longest = longest
+        self._sending = threading.Lock()
+
+    def send(self, kind: int, payload: bytes | memoryview = b"") -> None:
+        """Send a frame.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        with self._sending:
+            if len(payload) <= _COPIED:
+                self._socket.sendall(frame(kind, bytes(payload)))
+                return
+            self._socket.sendall(_HEADER.pack(kind, len(payload)))
+            self._socket.sendall(payload)
+
+    def receive(self) -> tuple[int, bytearray]:
+        """Wait for a frame; return its kind and payload.
+
+        Raises:
+            ConnectionLost: none will come any more.
+        """
+        try:
+            kind, size = _HEADER.unpack(self._exactly(HEADER_BYTES))
+            if self._longest is not None and size > self._longest:
+                raise ValueError(f"a frame of {size} bytes")
+            return kind, self._exactly(size)
+        except (OSError, ValueError) as problem:
+            raise ConnectionLost(str(problem)) from problem
+
+    def finish(self) -> None:
+        """Send nothing more; what was sent still arrives, and the other end closes the connection.
+
+        Closing it here, with a frame of the other end unread, would discard data that is still
+        being sent.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def hang_up(self) -> None:
+        """End the connection, also for a thread that receives."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Send and receive nothing more."""
+        self._socket.close()
+
+    def silent_for(self) -> float:
+        """Seconds since the last acknowledgement, with ``keep_alive``; 0 once it is closed."""
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return 0.0
+        (milliseconds,) = struct.unpack_from("=I", info, _LAST_ACK)
+        return float(milliseconds) / 1000
+
+    def _exactly(self, size: int) -> bytearray:
+        data, have = bytearray(size), 0
+        view = memoryview(data)
+        while have < size:
+            got = self._socket.recv_into(view[have:])
+            if not got:
+                raise ConnectionResetError("the other end has closed the connection")
+            have += got
+        return data
+
+
+def frame(kind: int, payload: bytes = b"") -> bytes:
+    """The bytes of a frame."""
+    return _HEADER.pack(kind, len(payload)) + payload
+
+
+def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
+    """Have the kernel probe the other end, and break the connection if it stays silent.
+
+    Args:
+        connection: a TCP connection.
+        lost_after: seconds of silence; ``None`` for a connection within this host: no probes.
+    """
+    if lost_after is None:
+        return
+    interval = probe_interval(lost_after)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, interval),
+        (socket.TCP_KEEPINTVL, interval),
+        (socket.TCP_KEEPCNT, max(1, round(lost_after / interval) - 1)),
+        # The limit for data that was sent and not acknowledged, in milliseconds.
+        (socket.TCP_USER_TIMEOUT, round(lost_after * 1000)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def probe_interval(lost_after: float) -> int:
+    """Seconds between keep-alive probes."""
+    return max(1, int(lost_after / _PROBES))
 
 
 def _prove(connected: socket.socket, key: bytes, *steps: Callable[[Any, bytes], None]) -> None:

@@ -25,17 +25,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from hvkit.communication import host_collectives
-from hvkit.communication.engines import Engine, cpu_threads, in_collective
 from hvkit.errors import LaunchError, RankLostError
 from hvkit.host.gpus import gpu_of_rank, visible_gpus
 from hvkit.host.network import addresses_for_others
+from hvkit.transport import host_collectives
+from hvkit.transport.engines import Engine, ProcessSet, cpu_threads, in_collective
 from hvkit.watch import calls, rank_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from hvkit.communication.group import ProcessSet
 
 # Seconds after which JAX's service takes a silent process for dead. hvkit names such ranks itself,
 # and a rank may be busy in C code for a while.
