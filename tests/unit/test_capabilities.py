@@ -54,7 +54,7 @@ REFUSED = [
     (KERAS_ON_TENSORFLOW, {"mesh": axes(pipeline=2), "on_nonfinite": "stop"}, "no rank of"),
     (JAX, {"accumulate": 3}, r"optax.MultiSteps\(tx, every_k_schedule=3\)"),
     (JAX, {"on_nonfinite": "skip"}, "optax.apply_if_finite"),
-    (JAX, {"warmup_steps": 5}, "warmup_steps=5 is not for JAX: use a schedule"),
+    (JAX, {"warmup_steps": 5}, "warmup_steps=5 is not for JAX: use a schedule of Optax"),
     (JAX, {"compression": TOP_K}, "compute in jax.numpy.bfloat16"),
     (JAX, {"batch_norm": "local"}, "its statistics are those of all"),
     (JAX, {"strategy": hvkit.Gossip()}, "Gossip.* which has Synchronous, ShardedOptimizer, F"),

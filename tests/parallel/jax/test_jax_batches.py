@@ -204,11 +204,6 @@ def test_a_module_whose_arrays_were_donated_to_a_step_is_not_compared(monkeypatc
     ("options", "instead"),
     [
         ({"strategy": hvkit.Gossip(every=2)}, "inside the compiled step"),
-        ({"compression": "bf16"}, "bfloat16"),
-        ({"accumulate": 2}, "optax.MultiSteps"),
-        ({"batch_norm": "local"}, "leave batch_norm out"),
-        ({"on_nonfinite": "skip"}, "optax.apply_if_finite"),
-        ({"warmup_steps": 5}, "schedule of Optax"),
         ({"lr_scaling": "linear"}, r"rate \* hvkit.size\(\)"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",

@@ -151,7 +151,7 @@ def test_what_does_not_suit_such_a_model_is_refused():
     with pytest.raises(ValueError, match=r"has no weights yet.*build it, then make the optimizer"):
         hvkit.distribute(unbuilt(), torch.optim.SGD(mlp().parameters(), 0.1))
     model, optimizer = with_optimizer(mlp, 0)
-    with pytest.raises(ValueError, match="is for PyTorch, whose fully_shard it uses"):
+    with pytest.raises(ValueError, match="needs PyTorch, whose fully_shard"):
         hvkit.distribute(model, optimizer, strategy=hvkit.FullyShard())
     norm = normalised()
     joint = torch.optim.Adam([*model.parameters(), *norm.parameters()])
