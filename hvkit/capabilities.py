@@ -238,7 +238,8 @@ _JAX = Support(
         ),
         Refusal(
             "warmup_steps",
-            "is not for {framework}: use a schedule of Optax, optax.warmup_cosine_decay_schedule(...)",
+            "is not for {framework}: use a schedule of Optax, "
+            "optax.warmup_cosine_decay_schedule(...)",
         ),
         Refusal(
             "strategy",
