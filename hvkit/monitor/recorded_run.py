@@ -14,9 +14,8 @@ from typing import Any
 
 from hvkit.errors import HvkitError
 from hvkit.log import printable
-from hvkit.monitor.records import RESERVED
-from hvkit.monitor.step_times import PARTS, busy
-from hvkit.monitor.writers import FILE, flattened
+from hvkit.monitor.measurements import PARTS, RESERVED, busy
+from hvkit.monitor.run_file import FILE, flattened
 from hvkit.wording import counted
 
 # Entries of a record that are not drawn as curves.
