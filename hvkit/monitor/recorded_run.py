@@ -135,17 +135,6 @@ class RecordedRun:
         shares = [(rank, count / total) for rank, count in counts.items()] if total else []
         return sorted(shares, key=lambda each: -each[1])
 
-    def scaling(self) -> dict[int, float]:
-        """Samples a second by the number of ranks, if restarts have changed that number."""
-        found: dict[int, list[tuple[float, int]]] = {}
-        for each in self.records:
-            ranks = len(each.get("ranks", {}).get("samples_per_second", (0,)))
-            found.setdefault(ranks, []).append((each["samples_per_second"], each["steps"]))
-        return {
-            ranks: sum(v * n for v, n in values) / sum(n for _, n in values)
-            for ranks, values in sorted(found.items())
-        }
-
     def sent(self) -> dict[str, float]:
         """Bytes of a rank a step, by purpose."""
         names = dict.fromkeys(name for each in self.records for name in each.get("sent", {}))

@@ -74,7 +74,7 @@ def page(run: RecordedRun) -> str:
         "Metrics over steps": _metrics(run),
         "Where the time went": _times(run),
         "Who was last": _slow_ranks(run),
-        "Speed": _speed(run),
+        "Speed": [_speed_chart([("all ranks", run)])],
         "Hosts": _hosts(run),
         "Starts": _starts(run),
     }
@@ -100,9 +100,7 @@ def page_of_several(runs: Sequence[RecordedRun]) -> str:
         "Where the time went": [
             _bar(f"{run.name}, {1e3 * run.mean('seconds/step'):.3g} ms a step", run) for run in runs
         ],
-        "Speed": [
-            _chart("samples a second, all ranks", [(r.name, _speeds(r)) for r in runs], zero=True)
-        ],
+        "Speed": [_speed_chart([(run.name, run) for run in runs])],
     }
     return _html(runs, about, notes, sections)
 
@@ -265,23 +263,11 @@ def _slow_ranks(run: RecordedRun) -> list[Card]:
     return [_table("", columns, rows, more)]
 
 
-def _speeds(run: RecordedRun) -> Points:
-    return [(each["step"], each["samples_per_second"]) for each in run.records]
-
-
-def _speed(run: RecordedRun) -> list[Card]:
-    title = "samples a second, all ranks"
-    cards = [_chart(title, [("all ranks", _speeds(run))], zero=True)]
-    scaling = run.scaling()
-    if len(scaling) > 1:
-        first = min(scaling)
-        columns = [("ranks", "n"), ("samples a second", "n"), (f"of {first} ranks' pace", "n")]
-        rows = [
-            (f"{ranks}", f"{speed:,.0f}", f"{speed / (scaling[first] or 1.0) * first / ranks:.0%}")
-            for ranks, speed in scaling.items()
-        ]
-        cards.append(_table("scaling", columns, rows))
-    return cards
+def _speed_chart(runs: Iterable[tuple[str, RecordedRun]]) -> Card:
+    lines = [
+        (name, [(r["step"], r["samples_per_second"]) for r in run.records]) for name, run in runs
+    ]
+    return _chart("samples a second, all ranks", lines, zero=True)
 
 
 def _hosts(run: RecordedRun) -> list[Card]:

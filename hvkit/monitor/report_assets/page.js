@@ -103,6 +103,7 @@ function chart({lines, from_zero: fromZero}) {
         stroke: () => colour(line.colour),
         width: line.faint ? 1.3 : 1.8,
         alpha: line.faint ? 0.55 : 1,
+        points: {fill: () => colour("card")},
         value: shown(line.values.at(-1)),
       })),
     ],
@@ -118,7 +119,7 @@ function chart({lines, from_zero: fromZero}) {
 }
 
 function card(content) {
-  const wide = content.parts || (content.columns && content.columns.length > 3);
+  const wide = content.parts || (content.columns && !content.title);
   const made = element("div", wide ? "card wide" : "card");
   if (content.title) made.append(element("h3", "", content.title));
   if (content.lines) made.append(chart(content));
