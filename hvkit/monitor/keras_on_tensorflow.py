@@ -44,12 +44,9 @@ class CallsOfGraphs:
     def __call__(
         self, run: Callable[..., Any], iterator: Any, asked: float
     ) -> tuple[Any, int, float]:
-        """Call the function; return its result, how many steps it took, and their samples.
+        """The result of ``run(iterator)``, how many steps that took, and their samples.
 
-        Args:
-            run: the function.
-            iterator: of the batches.
-            asked: when the first of them was asked for; seconds since 1970.
+        ``asked``: when the first batch was asked for; seconds since 1970.
         """
         several = self._model.steps_per_execution > 1
         done = int(self._batches.numpy()) if several else 0
@@ -84,7 +81,7 @@ class CallsOfGraphs:
 
 
 class NormsInGraphs:
-    """The norms of the gradients of so many optimizers in one step, also in graphs."""
+    """The same as ``NormsOnPyTorch``, of so many optimizers, also in graphs."""
 
     def __init__(self, optimizers: int) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
@@ -93,13 +90,11 @@ class NormsInGraphs:
         self._pending = False
 
     def expect(self, pending: bool) -> None:
-        """Prepare for the next step; ``pending``: it ends with a record."""
         if pending != self._pending:
             self._pending = pending
             self._wanted.assign(pending)
 
     def measure(self, number: int, gradients: list[Any]) -> None:
-        """Measure the norm of an update's gradients, if its step ends with a record."""
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if not tf.executing_eagerly():
             norm = _if(self._wanted, _norm, _none, values)
@@ -108,7 +103,6 @@ class NormsInGraphs:
             self._norms[number].assign(_norm(*values))
 
     def read(self) -> list[float]:
-        """Those of this step; none if it does not end with a record."""
         return [float(each.numpy()) for each in self._norms] if self._pending else []
 
 

@@ -102,7 +102,6 @@ class StepClock:
         return Step(*(each / steps for each in whole))
 
     def close(self) -> None:
-        """Observe no more waits."""
         observe(self._see, False)
 
     def _see(self, span: Span) -> None:
@@ -138,7 +137,6 @@ class Means:
         return {name: float(total) / self._counts[name] for name, total in self._sums.items()}
 
     def clear(self) -> None:
-        """Drop all values."""
         self._sums.clear()
         self._counts.clear()
 
@@ -249,14 +247,9 @@ class StepShares(NamedTuple):
 
 
 def shares(ranks: Sequence[Sequence[Step]]) -> StepShares:
-    """Where the time went in the steps of all ranks.
+    """Where the time went in the steps of all ranks; a ValueError if no rank has any.
 
-    Args:
-        ranks: by rank, its steps; ranks that train at their own pace may have different numbers of
-            them, and then nobody comes last.
-
-    Raises:
-        ValueError: no rank has a step.
+    Ranks that train at their own pace may have different numbers of them; then nobody comes last.
     """
     counts = [len(steps) for steps in ranks]
     if not any(counts):
@@ -290,9 +283,6 @@ def busy(parts: Mapping[str, float]) -> float:
     """The part of the time in which ranks are not blocked: from 0 to 1.
 
     This is no speedup: ranks that share cores or a disk are busy, but slower than a single one.
-
-    Args:
-        parts: seconds, or parts of the time, by the names in ``PARTS``.
     """
     whole = sum(parts.values())
     return (parts["data"] + parts["compute"]) / whole if whole else 0.0
@@ -300,12 +290,7 @@ def busy(parts: Mapping[str, float]) -> float:
 
 @dataclass
 class Totals:
-    """The shares of a whole run, added up.
-
-    Attributes:
-        hosts: by rank, the name of its host.
-        parts: seconds of the whole run.
-    """
+    """The shares of a whole run, added up: ``parts`` in seconds; ``hosts`` are by rank."""
 
     hosts: Sequence[str]
     steps: int = 0

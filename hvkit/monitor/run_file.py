@@ -150,7 +150,6 @@ class RunFile:
                     self.log(step, time.time(), numbers)
 
     def flush(self) -> None:
-        """Write what is left in memory."""
         if self._events is not None:
             with self._tolerant("TensorBoard's event file"):
                 self._events.flush()
