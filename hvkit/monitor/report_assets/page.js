@@ -85,16 +85,16 @@ function chart({lines, from_zero: fromZero}) {
   };
   // Away from the pointer, a legend shows a line's last value.
   const shown = last => (plot, value, line, index) => compact.format(index == null ? last : value);
+  const colourOf = (plot, line) => `var(--${lines[line - 1].colour})`;
   const options = {
-    width: 400,
     height: 210,
     scales: {
       x: {time: false},
       y: {range: (plot, low, high) => uPlot.rangeNum(fromZero ? Math.min(0, low) : low, high, 0.1, true)},
     },
     axes: [{...axis, size: 32}, {...axis, size: 60}],
-    cursor: {sync: {key: "steps"}, dataIdx: nearest},
-    legend: {markers: {stroke: (plot, line) => `var(--${lines[line - 1].colour})`}},
+    cursor: {y: false, sync: {key: "steps"}, dataIdx: nearest, points: {fill: colourOf}},
+    legend: {markers: {stroke: colourOf}},
     hooks: {draw: [drawMarks]},
     series: [
       {label: "step", value: (plot, step, line, index) => Math.round(index == null ? page.last : step).toLocaleString("en")},
