@@ -15,7 +15,7 @@ setup(
     name="hvkit",
     version="0.1.0",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "hvkit/monitor/report_assets/uPlot.LICENSE"],
     description="Horovod's ring-allreduce for today's PyTorch, Keras and JAX, with one call",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
@@ -45,7 +45,7 @@ setup(
         "hvkit.build": ["patches/*.patch"],
         "hvkit.doctor": ["rules.toml"],
         "hvkit.manifest": ["templates/*.j2"],
-        "hvkit.monitor": ["report.html"],
+        "hvkit.monitor": ["report_assets/*"],
     },
     # 4.1: the first mpi4py that comes as a wheel for every MPI.
     install_requires=[

@@ -1,6 +1,7 @@
 """``hvkit report`` and ``hvkit join-checkpoint``: show and convert what runs have saved."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def add_report(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from hvkit.monitor import comparison, terminal_report
+    from hvkit.monitor import terminal_report
     from hvkit.monitor.recorded_run import read
     from hvkit.monitor.report_page import page, page_of_several
 
@@ -45,7 +46,7 @@ def _report(args: argparse.Namespace) -> int:
         if not each.is_dir():
             args.refuse(f"argument FOLDER: {each} is not a folder: name that of hvkit.Monitor")
     try:
-        names = comparison.told_apart(folders)
+        names = _distinct_names(folders)
     except ValueError as error:
         args.refuse(f"argument FOLDER: {error}")
     runs = [replace(read(each), name=name) for each, name in zip(folders, names, strict=True)]
@@ -62,7 +63,7 @@ def _report(args: argparse.Namespace) -> int:
     if single:
         terminal_report.show(runs[0], console)
     else:
-        comparison.show(runs, console)
+        terminal_report.show_several(runs, console)
     if problem is not None:
         raise HvkitError(f"{path} cannot be written ({problem}): choose another file with --html")
     console.show_line(f"wrote {path}")
@@ -105,3 +106,20 @@ def _join(args: argparse.Namespace) -> int:
         raise HvkitError(f"{where}{error.strerror or error}") from error
     Terminal().show_line(f"wrote {folder}")
     return 0
+
+
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Names of folders: as many parts from the ends of their paths as it takes.
+
+    Raises:
+        ValueError: one is named twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise ValueError(f"{folders[number]} is named twice: name each run once")
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names

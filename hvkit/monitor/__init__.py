@@ -2,23 +2,16 @@
 
 ::
 
-    monitor               Monitor: measures a script's steps, and records them
-    ├── keras             in Keras: epochs and metrics of fit
-    │   ├── keras_graphs      its steps in graphs of TensorFlow, and gradients
-    │   ├── keras_on_pytorch  the same on PyTorch
-    │   └── keras_on_jax      its steps compiled by XLA
-    ├── pytorch           in PyTorch: gradients
-    ├── step_times        how long steps take, and where the time of all ranks goes
-    ├── host_load         the load of this host
-    ├── records           what a record holds
-    ├── run_file          what rank 0 writes of a run
-    └── writers           writes to metrics.jsonl, TensorBoard, and the script's hook
+    monitor               Monitor: counts a script's steps, and records them
+    ├── measurements      what a rank measures; where the time of all ranks goes
+    ├── pytorch           the rate, and the norm of gradients, of PyTorch's optimizers
+    ├── keras             steps and metrics of fit, and the norm of gradients
+    │   └── keras_on_tensorflow  the same inside graphs
+    └── run_file          what rank 0 writes of a run
 
     recorded_run          reads what was written
-    ├── terminal_report   shows a run in the terminal
-    ├── comparison        shows several runs side by side
-    └── report_page       the page of hvkit report --html
-        └── charts        its charts, and which numbers belong on one
+    ├── terminal_report   says what it shows, and prints it
+    └── report_page       the page of hvkit report --html: report_assets/
 """
 
 from hvkit.monitor.monitor import Monitor as Monitor

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvkit import runtime
@@ -20,19 +19,9 @@ from hvkit.communication import collectives
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report
 from hvkit.log import logger
-from hvkit.monitor.host_load import HostLoad
-from hvkit.monitor.records import Means, detached, length_of, of_whole_model
-from hvkit.monitor.run_file import RunFile
-from hvkit.monitor.step_times import Step, StepClock
-from hvkit.monitor.writers import Hook, Writers
-from hvkit.registry import (
-    JAX,
-    KERAS_ON_JAX,
-    KERAS_ON_TENSORFLOW,
-    are_of_pytorch,
-    framework_of,
-    keras_here,
-)
+from hvkit.monitor.measurements import HostLoad, Means, Step, StepClock, detached, length_of
+from hvkit.monitor.run_file import Hook, RunFile
+from hvkit.registry import are_of_pytorch, framework_of
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.watch.calls import named
 from hvkit.watch.preemption import PREEMPTION
@@ -46,10 +35,9 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-# Without ``every``, seconds between two records, about.
+# Without ``every``, seconds between two records, about. The first one comes after a step, and shows
+# how long steps take.
 _SECONDS = 1.0
-# Steps before the first record, which shows how long steps take.
-_FIRST = 1
 
 
 class Monitor:
@@ -111,36 +99,37 @@ class Monitor:
                 f"hook must be a function that takes a dict and step=, got {hook!r}: for "
                 "instance hook=mlflow.log_metrics"
             )
-        self.folder = check_path(
-            "folder",
-            folder,
-            'Monitor("runs/a", every=5) makes a record every 5 steps',
-        )
+        example = 'Monitor("runs/a", every=5) makes a record every 5 steps'
+        self.folder = check_path("folder", folder, example)
         self._every = None if every is None else check_count("every", every)
         self._tensorboard = tensorboard
         self._hook = hook
+        self.closed = False
+        # Steps of the call under way: several with Keras's ``steps_per_execution``.
         self.stride = 1
-        self._clock = StepClock()
-        self._step = self._begun_after = 0
+        self.clock = StepClock()
+        # How many the run has taken.
+        self.steps = self._begun_after = 0
         self._begun = time.time()
-        self._next = self._every or _FIRST
+        self._next = self._every or 1
         self._rows: list[Step] = []
         self._means = Means()
-        self._samples = 0.0
+        # In the batches of this step.
+        self._samples: list[float] = []
         self._epoch: int | None = None
-        self._opened = False
+        self._hosts: list[str] = []
         # Of rank 0.
         self._file: RunFile | None = None
         # Numbers that the script has logged before the file was opened.
         self._logs: list[tuple[int, float, dict[str, float]]] = []
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._load: HostLoad | None = None
-        self._gradients: Any = None
+        # Measures the norm of gradients.
+        self._norms: Any = None
         self._equal_steps = True
-        # How many ranks compute on the same samples; whether this rank's gradients are no copies.
-        self._together, self._counts = 1, True
+        # How many ranks compute on the same samples, and whether this rank's norm counts.
+        self._ranks_of_a_batch, self._norm_counts = 1, True
         self._skipped = skipped_steps.number
-        self.closed = False
         # In a notebook, the error of an earlier cell.
         self._old_error = getattr(sys, "last_value", None)
         self._at_exit = functools.partial(_end_with_script, weakref.ref(self))
@@ -151,27 +140,26 @@ class Monitor:
         A step begins when the last one has ended, or with the first batch. ``step`` takes the
         length of the batch's first array or tensor for its number of samples.
         """
-        self._clock.begin()
-        iterator = iter(data)
+        self.clock.begin()
+        yield from self.timed(iter(data), self._samples)
+
+    def timed(self, batches: Iterator[Batch], samples: list[float]) -> Iterator[Batch]:
+        """The batches; adds this rank's samples in each to the list, and times its loading."""
         while True:
             begun = time.monotonic()
             try:
-                batch = next(iterator)
+                batch = next(batches)
             except StopIteration:
                 return
             ended = time.monotonic()
-            self._clock.loaded(ended - begun)
+            self.clock.loaded(ended - begun)
             mark(DATA, begun, ended)
-            self._samples += self.samples_in(batch)
+            samples.append(self.samples_in(batch))
             yield batch
 
     def samples_in(self, batch: Any) -> float:
         """This rank's samples in a batch, also in one that belongs to all ranks."""
-        return length_of(batch, runtime.size() // self._together)
-
-    def loaded(self) -> None:
-        """Count what has passed since the last step as loading a batch."""
-        self._clock.loaded_until_now()
+        return length_of(batch, runtime.size() // self._ranks_of_a_batch)
 
     @named("Monitor.step")
     def step(self, *, samples: float | None = None, **metrics: Any) -> None:
@@ -189,51 +177,44 @@ class Monitor:
             RankLostError: another rank has ended, or waits in another call.
         """
         self._require_open()
-        if self._gradients is not None:
-            self._clock.blocked(self._gradients.blocked())
-        counted = self._samples if samples is None else float(samples)
         if skipped_steps.number > self._skipped:  # a loss without a step, and probably NaN
             self._skipped, metrics = skipped_steps.number, {}
-        if self.record_pending:  # a GPU may still be at work: wait for it inside the step
-            metrics = {name: float(detached(name, value)) for name, value in metrics.items()}
-        self.add_step(self._clock.end(counted), metrics)
+        self.end_steps(1, sum(self._samples) if samples is None else float(samples), metrics)
 
-    def add_step(self, step: Step | None, metrics: Mapping[str, Any]) -> bool:
-        """Count a step that another clock has timed; return whether it ended with a record.
-
-        A collective at a record.
+    def end_steps(
+        self, steps: int, samples: float, metrics: Mapping[str, Any], *, timed: bool = True
+    ) -> None:
+        """End the steps of one call; a collective at a record, which comes after all of them.
 
         Args:
-            step: None if its time is not meaningful.
+            steps: how many.
+            samples: in this rank's batches.
             metrics: as for ``step``.
+            timed: whether they are to be in the mean time of steps.
         """
-        self._samples = 0.0
-        self._step += 1
+        self.stride = steps
+        if self.record_pending:  # a GPU may still be at work: wait for it inside the step
+            metrics = {name: float(detached(name, value)) for name, value in metrics.items()}
+        step = self.clock.end(samples / self._ranks_of_a_batch, steps)
+        self._samples.clear()
+        self.steps += steps
         for name, value in metrics.items():
             self._means.add(name, value)
-        recorded = self._step >= self._next
-        if recorded:
+        if timed:
+            self._rows += [step] * steps
+        if self.steps >= self._next:
             # Else the wait for a rank that is late after backward() would belong to no step.
             waited = self._wait_for_all()
-            step = step and step.waiting(waited)
-        if step is not None:
-            self._rows.append(step._replace(samples=step.samples / self._together))
-        if recorded:
+            if timed:
+                self._rows[-1] = step.waiting(waited)
             self._record()
-            self._clock.begin()
-        if self._gradients is not None:
-            self._gradients.expect(self.record_pending)
-        return recorded
-
-    @property
-    def steps(self) -> int:
-        """How many steps the run has taken."""
-        return self._step
+            self.clock.begin()
+        self._expect_record(self.record_pending)
 
     @property
     def record_pending(self) -> bool:
         """Whether the current step ends with a record."""
-        return not self.closed and self._step + self.stride >= self._next
+        return not self.closed and self.steps + self.stride >= self._next
 
     def log(self, **values: float) -> None:
         """Record numbers that the script has from elsewhere, such as a validation accuracy.
@@ -247,19 +228,20 @@ class Monitor:
         self._require_open()
         numbers = {name: float(detached(name, value)) for name, value in values.items()}
         if runtime.rank() == 0:
-            self._logs.append((self._step, time.time(), numbers))
+            self._logs.append((self.steps, time.time(), numbers))
             self._write_logs()
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin a pass over the data; the time since the last step belongs to no step."""
         self._epoch = epoch
-        self._clock.begin()
+        self.clock.begin()
 
     def callback(self, model: keras.Model) -> keras.callbacks.Callback:
         """The callback for ``fit`` of this model, which records every step."""
         if model not in self._callbacks:
-            fit_callback, _ = _classes_for_keras()
-            self._callbacks[model] = fit_callback(self, model)
+            from hvkit.monitor.keras import FitRecorder
+
+            self._callbacks[model] = FitRecorder(self, model)
         return self._callbacks[model]
 
     def attach(
@@ -285,33 +267,32 @@ class Monitor:
             HvkitError: rank 0 cannot write into the folder; on every rank.
         """
         self._require_open()
-        if self._gradients is not None:
+        if self._norms is not None:
             raise ValueError(
                 "this monitor was passed to hvkit.distribute before: pass it with one model, or a "
                 "list of models that train together, and make another one, with a folder of its "
                 "own, for each further call"
             )
         self._equal_steps = equal_steps
-        if position is not None:
-            self._together = len(position.members("pipeline", "tensor"))
-            self._counts = position.along("data") == 0
-        self._open()
-        gradients: Any = None
         framework = framework_of(models[0])
-        if framework is JAX:
-            return  # whose compiled steps show neither
-        if framework and framework.package == "keras":
-            if position is None:
-                self._counts = runtime.rank() == 0
-            from hvkit.monitor.keras import record_fit
+        in_keras = framework is not None and framework.package == "keras"
+        if position is not None:
+            self._ranks_of_a_batch = len(position.members("pipeline", "tensor"))
+            self._norm_counts = position.along("data") == 0
+        elif in_keras:
+            self._norm_counts = runtime.rank() == 0
+        self._open()
+        if in_keras:
+            from hvkit.monitor import keras
 
-            _, gradients = _classes_for_keras()
             for model in models:
-                record_fit(self, model)
+                keras.record_fit(self.callback(model), model)
+            self._norms = keras.norms_of(optimizers)
         if are_of_pytorch(optimizers):
-            from hvkit.monitor.pytorch import Gradients as gradients
-        if gradients is not None:
-            self._gradients = gradients(self, optimizers)
+            from hvkit.monitor.pytorch import Gradients
+
+            self._norms = Gradients(optimizers)
+        self._expect_record(self.record_pending)
 
     @named("Monitor.flush")
     def flush(self, **metrics: Any) -> None:
@@ -325,11 +306,9 @@ class Monitor:
             self._means.clear()
         for name, value in metrics.items():
             self._means.add(name, value)
-        if self._gradients is not None:
-            self._gradients.expect(False)  # these steps have measured no norm
+        self._expect_record(False)  # these steps have measured no norm
         self._record()
-        if self._gradients is not None:
-            self._gradients.expect(self.record_pending)
+        self._expect_record(self.record_pending)
         if self._file is not None:
             self._file.flush()
 
@@ -351,56 +330,54 @@ class Monitor:
         if self._file is not None and (line := self._file.line()):
             logger.info("%s: %s", self.folder, line)
 
+    def _expect_record(self, pending: bool) -> None:
+        """Whether the next step is to measure the norm of its gradients."""
+        if self._norms is not None:
+            self._norms.expect(pending)
+
     def _require_open(self) -> None:
         if self.closed:
-            raise ValueError(
-                f"this monitor of {self.folder} is closed: use it inside its with block"
-            )
+            said = f"this monitor of {self.folder} is closed: use it inside its with block"
+            raise ValueError(said)
 
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        together = PREEMPTION.left and self._equal_steps  # all ranks leave after SIGTERM
-        if error is None or together:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
+        all_leave = PREEMPTION.left and self._equal_steps  # after SIGTERM
+        if error is None or all_leave:
             self.close()
         elif not self.closed:
             self._finish(error)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint saves: how many steps the run has taken."""
-        return {"step": self._step}
+        return {"step": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue to count steps from a state of ``state_dict``."""
-        self._step = self._begun_after = check_count("step", state["step"], 0)
+        self.steps = self._begun_after = check_count("step", state["step"], 0)
         self._rows.clear()
-        self._next = self._step + (self._every or _FIRST)
+        self._next = self.steps + (self._every or 1)
 
     def _finish(self, error: BaseException | None = None) -> None:
         self.closed = True
         atexit.unregister(self._at_exit)
-        self._clock.close()
-        if self._gradients is not None:
-            self._gradients.expect(False)
-            self._gradients = None  # a monitor that is kept holds no optimizer
+        self.clock.close()
+        self._expect_record(False)
+        self._norms = None  # a monitor that is kept holds no optimizer
         if self._file is not None:
             self._write_logs()
-            self._file.rest(self._step, self._newest_metrics)
+            self._file.rest(self.steps, self._newest_metrics)
             well = PREEMPTION.left or (isinstance(error, SystemExit) and not error.code)
             text = "" if error is None or well else in_short(error)
-            self._file.end(self._step, text, left=PREEMPTION.left)
+            self._file.end(self.steps, text, left=PREEMPTION.left)
         self._callbacks.clear()
 
     def _newest_metrics(self) -> dict[str, float]:
         """This rank's metrics of the steps since the last record, or Keras's running means."""
         for callback in self._callbacks.values():
-            if callback.newest_step == self._step:
+            if callback.newest_step == self.steps:
                 return dict(callback.newest_metrics())
         return self._means.read()
 
@@ -414,50 +391,42 @@ class Monitor:
 
     def _record(self) -> None:
         self._open()
-        mine: dict[str, Any] = {
+        measured: dict[str, Any] = {
             "rows": [list(step) for step in self._rows],
             "metrics": self._means.read(),
             "load": self._load.read() if self._load else None,
-            "optimizer": self._gradients.read() if self._gradients and self._counts else {},
+            "optimizer": self._norms.read() if self._norms and self._norm_counts else {},
         }
         if took := sum(step.duration for step in self._rows):
             report(speed=round(sum(step.samples for step in self._rows) / took, 3))
-        everyone = collectives.gather("Monitor.step", mine) if self._equal_steps else [mine]
-        self._pace(everyone)
+        ranks = [measured]
+        if self._equal_steps:
+            ranks = collectives.gather("Monitor.step", measured)
+        self._next = self.steps + self._steps_to_next_record(ranks)
         self._rows.clear()
         self._means.clear()
         if self._file is not None:
             self._write_logs()
-            optimizer = of_whole_model([each["optimizer"] for each in everyone])
-            self._file.record(self._step, self._epoch, everyone, optimizer)
+            self._file.record(self.steps, self._epoch, ranks)
 
     def _open(self) -> None:
         """Gather the names of all hosts, and create the files; a collective, the first time."""
-        if self._opened:
+        if self._hosts:
             return
-        self._opened = True
+        self._hosts = [socket.gethostname()]
         runtime.init()
         atexit.register(self._at_exit)  # runs before what ``init`` has registered
-        problem: Exception | None = None
-        writers = None
+        problem: HvkitError | None = None
         if runtime.rank() == 0:
             try:
-                writers = Writers(self.folder, self._tensorboard, self._hook)
-            except OSError as error:
-                problem = HvkitError(
-                    f"the monitor cannot write into {self.folder} ({error.strerror}): name a "
-                    "folder that rank 0 can make"
-                )
-            except ModuleNotFoundError as error:
-                problem = HvkitError(str(error))
-        hosts = [socket.gethostname()]
+                self._file = RunFile(self.folder, self._tensorboard, self._hook)
+            except HvkitError as error:
+                problem = error
         # With a parameter server, ranks wait for each other only where the script does.
         if self._equal_steps:
-            hosts = collectives.share("Monitor.step", problem, hosts[0])
+            self._hosts = collectives.share("Monitor.step", problem, self._hosts[0])
         elif problem is not None:
             raise problem
-        if writers is not None:
-            self._file = RunFile(hosts, writers)
         if runtime.local_rank() == 0:
             self._load = HostLoad()
 
@@ -465,19 +434,18 @@ class Monitor:
         """Write the start of the run, and what the script has logged since the last call."""
         if self._file is None:
             return
-        self._file.begin(self._begun, self._begun_after)
+        self._file.begin(self._begun, self._begun_after, self._hosts)
         for each in self._logs:
             self._file.log(*each)
         self._logs.clear()
 
-    def _pace(self, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Choose the step of the next record; all ranks compute it from the same values."""
-        every = self._every
-        if every is None:
-            took = [row[0] for each in everyone for row in each["rows"]]
-            mean = sum(took) / len(took) if took else 1.0
-            every = max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
-        self._next = self._step + every
+    def _steps_to_next_record(self, ranks: Sequence[Mapping[str, Any]]) -> int:
+        """The same on all ranks, which compute it from the same values."""
+        if self._every is not None:
+            return self._every
+        took = [row[0] for each in ranks for row in each["rows"]]
+        mean = sum(took) / len(took) if took else 1.0
+        return max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
 
 
 def _end_with_script(reference: weakref.ref[Monitor]) -> None:
@@ -485,21 +453,3 @@ def _end_with_script(reference: weakref.ref[Monitor]) -> None:
     monitor, error = reference(), getattr(sys, "last_value", None)
     if monitor is not None and error not in (None, monitor._old_error):
         monitor._finish(error)
-
-
-def _classes_for_keras() -> tuple[Any, Any]:
-    """The callback for ``fit``, and the class that measures gradients, for the backend of Keras.
-
-    On JAX there is none of the latter, since compiled steps do not show them.
-    """
-    if keras_here() is KERAS_ON_JAX:
-        from hvkit.monitor.keras_on_jax import JitStepRecorder
-
-        return JitStepRecorder, None
-    if keras_here() is KERAS_ON_TENSORFLOW:
-        from hvkit.monitor.keras_graphs import FitCallback, Gradients
-
-        return FitCallback, Gradients
-    from hvkit.monitor.keras_on_pytorch import TrainStepRecorder, UpdateNorms
-
-    return TrainStepRecorder, UpdateNorms

@@ -8,9 +8,10 @@ update begins, to record the norm that the script has changed it to.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,20 +25,16 @@ from hvkit.frameworks.pytorch.optimizers import after_unscaling, stepping_in
 from hvkit.frameworks.pytorch.step_hooks import closure_of
 from hvkit.watch.spans import PASS, REDUCTION, Span, observe
 
-if TYPE_CHECKING:
-    from hvkit.monitor.monitor import Monitor
-
 
 class Gradients:
     """Computes norms in the steps that end with a record.
 
     Args:
-        monitor: knows which steps those are.
         optimizers: those that update the models.
     """
 
-    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer]) -> None:
-        self._monitor = monitor
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._pending = False
         self._optimizers = list(optimizers)
         # By the optimizer's number: after backward(), when its update began, and which have begun.
         self._averaged: dict[int, torch.Tensor] = {}
@@ -51,19 +48,15 @@ class Gradients:
             stepping, *_ = stepping_in(each)
             stepping.register_step_pre_hook(functools.partial(self._before_step, number))
             after_unscaling(stepping, functools.partial(self._measure, number))
-        reduced = _after_reduction(weakref.ref(self))
+        reduced = _weakly(self, Gradients._completed)
         observe(reduced)
         weakref.finalize(self, observe, reduced, False)
-        self.expect(monitor.record_pending)
-
-    def blocked(self) -> float:
-        """Seconds in collectives of graphs: PyTorch's are all seen from Python."""
-        return 0.0
 
     def expect(self, pending: bool) -> None:
         """Prepare for the next step; ``pending``: it ends with a record. Others need no hooks."""
         for measured in (self._averaged, self._applied, self._stepped):
             measured.clear()
+        self._pending = pending
         if pending == bool(self._hooks):
             return
         for hook in self._hooks:
@@ -71,7 +64,7 @@ class Gradients:
         self._hooks = []
         if pending:
             for number, optimizer in enumerate(self._optimizers):
-                arrived = _arrival(weakref.ref(self), number)
+                arrived = _weakly(self, functools.partial(Gradients._begin_pass, number=number))
                 for p in _parameters(optimizer):
                     if p.requires_grad:
                         hook = p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -92,11 +85,11 @@ class Gradients:
         averaged = [self._averaged.get(i, self._applied.get(i)) for i in self._stepped]
         applied = [self._applied.get(i, self._averaged.get(i)) for i in self._stepped]
         if any(each is not None for each in averaged):
-            values["gradient_norm"] = _together(averaged)
-            values["applied_gradient_norm"] = _together(applied)
+            values["gradient_norm"] = _joined(averaged)
+            values["applied_gradient_norm"] = _joined(applied)
         return values
 
-    def _begin_pass(self, number: int) -> None:
+    def _begin_pass(self, _: torch.Tensor, number: int) -> None:
         """In a backward pass that gives an optimizer gradients: measure them at its end."""
         task = torch._C._current_graph_task_id()
         if self._passes.get(number) != task:
@@ -111,19 +104,19 @@ class Gradients:
     def _completed(self, span: Span) -> None:
         """After a reduction, or a pass through all stages: gradients that were measured are not
         the last ones, if passes inside another have ended before."""
-        if self._nested or span.name == PASS:
+        if span.name == PASS or (self._nested and span.name == REDUCTION):
             self._nested = False
             for number in self._passes:
                 self._measure(number)
 
     def _measure(self, number: int) -> None:
-        if self._monitor.record_pending and number not in self._applied:
+        if self._pending and number not in self._applied:
             norm = _norm(self._optimizers[number])
             if norm is not None:
                 self._averaged[number] = norm
 
     def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._monitor.record_pending:
+        if not self._pending:
             return
         self._stepped.add(number)
         if closure_of(args, kwargs) is not None:  # it computes the gradients only now
@@ -139,22 +132,15 @@ class Gradients:
         self._applied[number] = norm
 
 
-def _arrival(reference: weakref.ref[Gradients], number: int) -> Callable[[torch.Tensor], None]:
-    """The hook of an optimizer's parameters; the garbage collector cannot see what it refers to."""
+def _weakly(gradients: Gradients, call: Callable[[Gradients, Any], None]) -> Callable[[Any], None]:
+    """A hook that does not keep them alive: the garbage collector cannot see what it refers to."""
+    reference = weakref.ref(gradients)
 
-    def arrived(parameter: torch.Tensor) -> None:
-        if (gradients := reference()) is not None:
-            gradients._begin_pass(number)
+    def hook(argument: Any) -> None:
+        if (found := reference()) is not None:
+            call(found, argument)
 
-    return arrived
-
-
-def _after_reduction(reference: weakref.ref[Gradients]) -> Callable[[Span], None]:
-    def see(span: Span) -> None:
-        if span.name in (REDUCTION, PASS) and (gradients := reference()) is not None:
-            gradients._completed(span)
-
-    return see
+    return hook
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -182,5 +168,5 @@ def _norm(optimizer: Optimizer) -> torch.Tensor | None:
     return torch.nn.utils.get_total_norm(values)
 
 
-def _together(norms: Sequence[torch.Tensor | None]) -> float:
-    return float(sum(float(each) ** 2 for each in norms if each is not None) ** 0.5)
+def _joined(norms: Sequence[torch.Tensor | None]) -> float:
+    return math.hypot(*(float(each) for each in norms if each is not None))

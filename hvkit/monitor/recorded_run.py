@@ -8,15 +8,15 @@ earlier records of these steps are left out of curves, and counted as lost steps
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvkit.errors import HvkitError
 from hvkit.log import printable
-from hvkit.monitor.records import RESERVED
-from hvkit.monitor.step_times import PARTS, busy
-from hvkit.monitor.writers import FILE, flattened
+from hvkit.monitor.measurements import PARTS, RESERVED, busy
+from hvkit.monitor.run_file import FILE, flattened
 from hvkit.wording import counted
 
 # Entries of a record that are not drawn as curves.
@@ -104,15 +104,13 @@ class RecordedRun:
 
     def mean(self, name: str) -> float:
         """The mean over all steps of a number of the records; ``group/name`` inside a group."""
-        if name in self._means:
-            return self._means[name]
-        group, _, inner = name.rpartition("/")
-        found = [
-            ((each[group] if group else each).get(inner) or 0.0, each["steps"])
-            for each in self.records
-        ]
-        mean = float(sum(v * n for v, n in found) / max(sum(n for _, n in found), 1))
-        return self._means.setdefault(name, mean)
+        if name not in self._means:
+            group, _, inner = name.rpartition("/")
+            steps = sum(each["steps"] for each in self.records)
+            values = [(each[group] if group else each).get(inner) or 0.0 for each in self.records]
+            total = sum(v * each["steps"] for v, each in zip(values, self.records, strict=True))
+            self._means[name] = float(total / max(steps, 1))
+        return self._means[name]
 
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part, mean over the run."""
@@ -128,24 +126,11 @@ class RecordedRun:
 
     def last(self) -> list[tuple[int, float]]:
         """By rank, the part of the steps in which it came last, most often first."""
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         for each in self.records:
-            for rank, count in enumerate(each.get("ranks", {}).get("last", ())):
-                counts[rank] = counts.get(rank, 0) + count
-        total = sum(counts.values())
-        shares = [(rank, count / total) for rank, count in counts.items()] if total else []
-        return sorted(shares, key=lambda each: -each[1])
-
-    def scaling(self) -> dict[int, float]:
-        """Samples a second by the number of ranks, if restarts have changed that number."""
-        found: dict[int, list[tuple[float, int]]] = {}
-        for each in self.records:
-            ranks = len(each.get("ranks", {}).get("samples_per_second", (0,)))
-            found.setdefault(ranks, []).append((each["samples_per_second"], each["steps"]))
-        return {
-            ranks: sum(v * n for v, n in values) / sum(n for _, n in values)
-            for ranks, values in sorted(found.items())
-        }
+            counts.update(dict(enumerate(each["ranks"]["last"])))
+        total = counts.total()
+        return [(rank, count / total) for rank, count in counts.most_common()] if total else []
 
     def sent(self) -> dict[str, float]:
         """Bytes of a rank a step, by purpose."""

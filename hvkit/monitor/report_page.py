@@ -1,303 +1,291 @@
-"""Draws runs as one HTML page that contains its styles, script and charts (SVG).
+"""The page of ``hvkit report --html``: what it shows of one run, or of several on the same charts.
 
-Each chart has at most a few hundred points, so a page stays below 300 KB however long a run was.
-``report.html`` is the template of the page.
+A page is a template and the page's contents as JSON, which ``report_assets/page.js`` draws. Each
+line of a chart has at most a few hundred points, so a page stays below 300 KB however long a run
+was. All charts of a page share one range of steps.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
 
-from hvkit.monitor import comparison
-from hvkit.monitor.charts import (
-    COLOURS,
-    ChartLine,
-    Charts,
-    Name,
-    Points,
-    card,
-    name_of,
-    numbers_by_chart,
-    section,
-    table,
-)
+from hvkit.monitor.measurements import PARTS
 from hvkit.monitor.recorded_run import RecordedRun
-from hvkit.monitor.step_times import PARTS
-from hvkit.monitor.terminal_report import clock, headline, size_of, troubles
-from hvkit.monitor.writers import flattened
+from hvkit.monitor.run_file import flattened
+from hvkit.monitor.terminal_report import clock, comparison, headline, remarks, size_of, troubles
 from hvkit.wording import duration
 
-_CURVES = 24
-_HOSTS = 8
-_RANKS = 16
-_PART_COLOURS = {
-    "data": "var(--amber)",
-    "compute": "var(--green)",
-    "waiting": "var(--red)",
-    "allreduce": "var(--blue)",
+# What a page contains, as ``page.js`` reads it: a card has a title, and lines over steps, parts of
+# a step, or a table.
+Card = dict[str, Any]
+Points = Sequence[tuple[float, float]]
+# Of a metric: what is measured, such as ``loss``, and on which data: ``training``, ``validation``;
+# empty if its name does not contain that, as for the loss of a batch in a training loop.
+Name = tuple[str, str]
+
+# The most points of a line. Larger numbers, and NaN, are left out.
+_POINTS, _MOST = 220, 1e100
+# The most charts of metrics, hosts on a chart, and ranks in a table.
+_CURVES, _HOSTS, _RANKS = 24, 8, 16
+
+# Colours are those of ``page.html``.
+_COLOURS = ("blue", "orange", "green", "red", "violet", "teal", "pink")
+_PART_COLOURS = {"data": "amber", "compute": "green", "waiting": "red", "allreduce": "blue"}
+_DATA_COLOURS = {"validation": "orange", "test": "green", "applied": "orange"}
+
+# First or last words of metrics' names, and the data that they mean.
+_DATA = {
+    **dict.fromkeys(("val", "valid", "validation", "eval"), "validation"),
+    **dict.fromkeys(("train", "training"), "training"),
+    "test": "test",
 }
-_KIND_COLOURS = {
-    "validation": "var(--orange)",
-    "test": "var(--green)",
-    "applied": "var(--orange)",
-}
+_NORMS = {"gradient_norm": "averaged", "applied_gradient_norm": "applied"}
 _LOADS = {
-    "cpu": ("CPU", "%"),
-    "memory": ("memory", "%"),
-    "gpu": ("GPU", "%"),
-    "gpu_memory": ("GPU memory", "%"),
-    "sent_mb_s": ("sent", "MB/s"),
-    "received_mb_s": ("received", "MB/s"),
+    "cpu": "CPU, %",
+    "memory": "memory, %",
+    "gpu": "GPU, %",
+    "gpu_memory": "GPU memory, %",
+    "sent_mb_s": "sent, MB/s",
+    "received_mb_s": "received, MB/s",
 }
 
 
 def page(run: RecordedRun) -> str:
     """The page of a run, as HTML."""
     marks = [start.step for start in run.starts[1:]]
-    charts = Charts(run.starts[0].step, run.steps, marks)
-    parts = [
-        _head(run),
-        _troubles(troubles(run)),
-        _curves(run, charts),
-        _time(run, charts),
-        _slow_ranks(run),
-        _speed(run, charts),
-        _hosts(run, charts),
-        _starts(run),
-    ]
-    return _filled(run.name, parts, charts)
-
-
-def page_of_several(runs: Sequence[RecordedRun]) -> str:
-    """The page that compares runs, as HTML; their names must differ."""
-    first = min(run.starts[0].step for run in runs)
-    charts = Charts(first, max(run.steps for run in runs))
-    about = "".join(
-        f"<p>{escape(run.name)}: {escape(headline(run))}. Started {clock(run.starts[0].time)}.</p>"
-        for run in runs
-    )
-    said = [f"{run.name}: {line}" for run in runs for line in troubles(run)]
-    said += comparison.remarks(runs)
-    title = ", ".join(run.name for run in runs)
-    parts = [
-        f"<h1>{escape(title)}</h1>{about}",
-        _troubles(said),
-        _numbers_of_several(runs),
-        _curves_of_several(runs, charts),
-        _times_of_several(runs),
-        section(
-            "Speed",
-            [
-                charts.card(
-                    "samples a second, all ranks",
-                    _by_run(runs, list(map(_speeds, runs))),
-                    from_zero=True,
-                )
-            ],
-        ),
-    ]
-    return _filled(title, parts, charts)
-
-
-def _filled(title: str, parts: Sequence[str], charts: Charts) -> str:
-    template = files("hvkit.monitor").joinpath("report.html").read_text(encoding="utf-8")
-    values = {
-        "title": escape(title),
-        "body": "\n".join(part for part in parts if part),
-        "data": json.dumps(charts.data(), separators=(",", ":")),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: values[place[1]], template)
-
-
-def _head(run: RecordedRun) -> str:
+    about = [f"{headline(run)}. Started {clock(run.starts[0].time)}."]
+    if marks:
+        about.append("Dashed lines: a restart or resumption.")
     busy = [(f"{run.busy():.0%}", "of the time ranks were busy")]
     numbers = [
         *(busy if run.starts[-1].size > 1 else []),
         (f"{run.mean('samples_per_second'):,.0f}", "samples a second, all ranks"),
         (f"{1e3 * run.mean('seconds/step'):,.3g} ms", "a step"),
         (f"{run.taken:,}", f"steps in {duration(run.seconds)}"),
-        (f"{len(run.starts) - 1}", "restarts or resumptions"),
+        (f"{len(marks)}", "restarts or resumptions"),
     ]
-    cards = "".join(
-        f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
-        for value, what in numbers
-    )
-    started = clock(run.starts[0].time)
-    return (
-        f"<h1>{escape(run.name)}</h1><p>{escape(headline(run))}. Started {escape(started)}.</p>"
-        f'<div class="row">{cards}</div>'
-    )
+    sections = {
+        "Metrics over steps": _metrics(run),
+        "Where the time went": _times(run),
+        "Who was last": _slow_ranks(run),
+        "Speed": [_speed_chart([("all ranks", run)])],
+        "Hosts": _hosts(run),
+        "Starts": _starts(run),
+    }
+    return _html([run], about, troubles(run), sections, numbers=numbers, marks=marks)
 
 
-def _troubles(said: Sequence[str]) -> str:
-    lines = "".join(f"<p>{escape(line[:1].upper() + line[1:])}.</p>" for line in said)
-    return f'<div class="card note">{lines}</div>' if lines else ""
+def page_of_several(runs: Sequence[RecordedRun]) -> str:
+    """The page that compares runs, as HTML; their names must differ."""
+    about = [f"{run.name}: {headline(run)}. Started {clock(run.starts[0].time)}." for run in runs]
+    notes = [f"{run.name}: {line}" for run in runs for line in troubles(run)] + remarks(runs)
+    columns = [("", ""), *((run.name, "n") for run in runs)]
+    names: dict[Name, str] = {}
+    for metrics in _by_chart(dict.fromkeys(name for run in runs for name in run.curves)).values():
+        for metric in metrics:
+            names.setdefault(_name_of(metric), metric)
+    sections = {
+        "Numbers": [_table("", columns, [(what, *row) for what, row in comparison(runs)])],
+        "Metrics over steps": [
+            # Whatever the scripts call it.
+            _chart(title, [(run.name, _points_of(run, name)) for run in runs])
+            for name, title in list(names.items())[:_CURVES]
+        ],
+        "Where the time went": [
+            _bar(f"{run.name}, {1e3 * run.mean('seconds/step'):.3g} ms a step", run) for run in runs
+        ],
+        "Speed": [_speed_chart([(run.name, run) for run in runs])],
+    }
+    return _html(runs, about, notes, sections)
 
 
-def _curves(run: RecordedRun, charts: Charts) -> str:
-    drawn = {name: points for name, points in run.curves.items() if points}
-    cards = [
-        charts.card(
-            title, [_line(kind, drawn[name], kinds.values()) for name, kind in kinds.items()]
-        )
-        for title, kinds in list(numbers_by_chart(drawn).items())[:_CURVES]
-    ]
-    return section("Metrics over steps", cards)
+def _html(
+    runs: Sequence[RecordedRun],
+    about: Sequence[str],
+    notes: Sequence[str],
+    sections: Mapping[str, Iterable[Card]],
+    **more: Any,
+) -> str:
+    title = ", ".join(run.name for run in runs)
+    filled = {name: [card for card in cards if card] for name, cards in sections.items()}
+    contents = {
+        "title": title,
+        "about": about,
+        "notes": [f"{line[:1].upper()}{line[1:]}." for line in notes],
+        "first": min(run.starts[0].step for run in runs),
+        "last": max(run.steps for run in runs),
+        "sections": [{"title": name, "cards": cards} for name, cards in filled.items() if cards],
+    } | ({"numbers": [], "marks": []} | more)
+    values = {
+        "title": escape(title),
+        "data": json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    assets = files("hvkit.monitor") / "report_assets"
+
+    def text(name: str) -> str:
+        return values[name] if name in values else (assets / name).read_text(encoding="utf-8")
+
+    return re.sub(r"\{\{([\w.]+)\}\}", lambda name: text(name[1]), text("page.html"))
 
 
-def _line(kind: str, points: Points, kinds: Collection[str]) -> ChartLine:
-    """A metric's line; that of batches is faint behind that of whole epochs."""
-    faint = kind == "batches" and "training" in kinds
-    name = "training" if kind == "batches" and not faint else kind
-    return ChartLine(name, points, _KIND_COLOURS.get(kind, COLOURS[0]), faint)
+def _chart(
+    title: str,
+    lines: Iterable[tuple[str, Points]],
+    colours: Sequence[str] = _COLOURS,
+    *,
+    faint: str = "",
+    zero: bool = False,
+) -> Card:
+    """A chart; empty if no line has a point.
+
+    Args:
+        title: what the values are.
+        lines: each its name in the legend, and its points: steps and values.
+        colours: of the lines; repeated if there are more of these.
+        faint: the line that is drawn faintly, behind one that shows the same with less noise.
+        zero: whether the vertical axis begins at 0.
+    """
+    drawn = []
+    for number, (name, all_points) in enumerate(lines):
+        if points := thinned(all_points):
+            steps, values = ([_rounded(each) for each in row] for row in zip(*points, strict=True))
+            line = {"name": name, "steps": steps, "values": values, "faint": name == faint}
+            drawn.append(line | {"colour": colours[number % len(colours)]})
+    return {"title": title, "lines": drawn, "from_zero": zero} if drawn else {}
 
 
-def _curves_of_several(runs: Sequence[RecordedRun], charts: Charts) -> str:
-    order = numbers_by_chart(dict.fromkeys(name for run in runs for name in run.curves))
-    titles: dict[Name, str] = {}
-    for metric in (metric for kinds in order.values() for metric in kinds):
-        titles.setdefault(name_of(metric), metric)
+def _table(
+    title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]], text: str = ""
+) -> Card:
+    """A table; empty without rows.
+
+    Args:
+        title: above it.
+        columns: their titles, each with the class of its cells: ``n`` for numbers, or none.
+        rows: a text for each column, or a number from 0 to 1, which is drawn as a bar.
+        text: below it.
+    """
+    found = list(rows)
+    return {"title": title, "columns": columns, "rows": found, "text": text} if found else {}
+
+
+def _bar(title: str, run: RecordedRun) -> Card:
+    return {
+        "title": title,
+        "parts": [(name, run.parts()[name], _PART_COLOURS[name]) for name in PARTS],
+    }
+
+
+def _metrics(run: RecordedRun) -> list[Card]:
     cards = []
-    for name, title in list(titles.items())[:_CURVES]:
-        curves = [_curve(run, name) for run in runs]
-        if any(curves):
-            cards.append(charts.card(title, _by_run(runs, curves)))
-    return section("Metrics over steps", cards)
+    curves = {name: points for name, points in run.curves.items() if points}
+    for title, metrics in list(_by_chart(curves).items())[:_CURVES]:
+        # The metric of batches is faint behind that of whole epochs.
+        faint = "batches" if "training" in metrics.values() else ""
+        names = [title] if len(metrics) == 1 else list(metrics.values())
+        names = [name if name != "batches" or faint else "training" for name in names]
+        colours = [_DATA_COLOURS.get(name, _COLOURS[0]) for name in names]
+        lines = zip(names, (curves[metric] for metric in metrics), strict=True)
+        cards.append(_chart(title, lines, colours, faint=faint))
+    return cards
 
 
-def _curve(run: RecordedRun, name: Name) -> Points:
-    """The run's points of the metric with this meaning, whatever the script calls it."""
-    return next((some for metric, some in run.curves.items() if name_of(metric) == name), ())
+def _by_chart(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The metrics of each chart, by its title: the data of each metric, by the metric's name.
+
+    Losses come first, gradient norms last.
+    """
+    names = {metric: _name_of(metric) for metric in metrics}
+    order = sorted(names, key=lambda m: ("loss" not in m, names[m][0] == "gradient_norm"))
+    charts: dict[str, dict[str, str]] = {}
+    for metric in order:
+        measure, data = names[metric]
+        charts.setdefault(measure, {})[metric] = data or "batches"
+    # A chart with one line keeps the metric's own name.
+    single = {measure: metric for measure, (metric, *more) in charts.items() if not more}
+    return {single.get(measure, measure): some for measure, some in charts.items()}
 
 
-def _by_run(runs: Sequence[RecordedRun], curves: Sequence[Points]) -> list[ChartLine]:
-    return [
-        ChartLine(run.name, points, COLOURS[number % len(COLOURS)])
-        for number, (run, points) in enumerate(zip(runs, curves, strict=True))
-    ]
+def _name_of(metric: str) -> Name:
+    """The parts of a name such as ``epoch_val_loss``."""
+    if metric in _NORMS:
+        return "gradient_norm", _NORMS[metric]
+    first, *more = metric.split("_")
+    if more and first == "epoch":  # Keras's, of all ranks
+        measure, data = _name_of("_".join(more))
+        return measure, data or "training"
+    if more and first in _DATA:
+        return "_".join(more), _DATA[first]
+    if more and more[-1] in _DATA:
+        return "_".join((first, *more[:-1])), _DATA[more[-1]]
+    return metric, ""
 
 
-def _bar(parts: Mapping[str, float]) -> str:
-    whole = sum(parts.values()) or 1.0
-    pieces = "".join(
-        f'<i style="width:{100 * parts[name] / whole:.2f}%;background:{_PART_COLOURS[name]}" '
-        f'title="{name} {1e3 * parts[name]:.3g} ms"></i>'
-        for name in PARTS
-        if parts[name] > 0
-    )
-    keys = "".join(
-        f'<span class="key" style="--c:{_PART_COLOURS[name]}">{name} '
-        f"<b>{1e3 * parts[name]:.3g} ms</b>, {parts[name] / whole:.0%}</span>"
-        for name in PARTS
-    )
-    return f'<div class="bar">{pieces}</div>{keys}'
+def _points_of(run: RecordedRun, name: Name) -> Points:
+    return next((some for metric, some in run.curves.items() if _name_of(metric) == name), ())
 
 
-def _time(run: RecordedRun, charts: Charts) -> str:
-    parts = run.parts()
-    if not sum(parts.values()):
-        return ""
+def _times(run: RecordedRun) -> list[Card]:
+    if not sum(run.parts().values()):
+        return []
     lines = [
-        ChartLine(
-            name,
-            [(each["step"], 1e3 * each["seconds"].get(name, 0.0)) for each in run.records],
-            _PART_COLOURS[name],
-        )
+        (name, [(each["step"], 1e3 * each["seconds"].get(name, 0.0)) for each in run.records])
         for name in PARTS
     ]
     sent = [(purpose, size_of(size)) for purpose, size in run.sent().items()]
-    columns = [("sent for", ""), ("by a rank, a step", "n")]
-    bytes_sent = table(columns, sent) if sent else "<p>Nothing was sent.</p>"
-    cards = [charts.card("parts of a step, ms", lines), card("bytes", bytes_sent)]
-    return (
-        f'<h2>Where the time went</h2><div class="card">{_bar(parts)}</div>'
-        f'<div class="charts" style="margin-top:14px">{"".join(cards)}</div>'
-    )
+    return [
+        _bar("", run),
+        _chart("parts of a step, ms", lines, [_PART_COLOURS[name] for name in PARTS]),
+        _table("bytes", [("sent for", ""), ("by a rank, a step", "n")], sent)
+        or {"title": "bytes", "text": "Nothing was sent."},
+    ]
 
 
-def _times_of_several(runs: Sequence[RecordedRun]) -> str:
-    bars = "".join(
-        f'<h3 style="margin-top:10px">{escape(run.name)}, {1e3 * run.mean("seconds/step"):.3g} ms '
-        f"a step</h3>{_bar(run.parts())}"
-        for run in runs
-    )
-    return f'<h2>Where the time went</h2><div class="card">{bars}</div>'
-
-
-def _numbers_of_several(runs: Sequence[RecordedRun]) -> str:
-    columns = [("", ""), *((run.name, "n") for run in runs)]
-    rows = [(what, *values) for what, values in comparison.numbers(runs)]
-    return f'<h2>Numbers</h2><div class="card wide">{table(columns, rows)}</div>'
-
-
-def _slow_ranks(run: RecordedRun) -> str:
+def _slow_ranks(run: RecordedRun) -> list[Card]:
     last = run.last()
-    if not last:
-        return ""
     rows = []
     for rank, share in last[:_RANKS]:
-        speeds = [
-            each["ranks"]["samples_per_second"][rank]
-            for each in run.records
-            if rank < len(each["ranks"]["samples_per_second"])
-        ]
-        speed = sum(speeds) / len(speeds) if speeds else 0.0
-        rows.append(
-            f'<tr><td class="n">{rank}</td><td>{escape(run.host_of(rank))}</td>'
-            f'<td class="n">{speed:,.0f}</td><td class="n">{share:.0%}</td><td style="width:45%">'
-            f'<div class="track"><i style="width:{100 * share:.1f}%"></i></div></td></tr>'
-        )
-    more = f"<p>{len(last) - _RANKS} more ranks</p>" if len(last) > _RANKS else ""
-    return (
-        '<h2>Who was last</h2><div class="card"><table><tr><th class="n">rank</th><th>host</th>'
-        '<th class="n">samples a second</th><th class="n">last in</th><th>of steps</th></tr>'
-        f"{''.join(rows)}</table>{more}</div>"
-    )
+        by_record = [each["ranks"]["samples_per_second"] for each in run.records]
+        speeds = [each[rank] for each in by_record if rank < len(each)]
+        speed = sum(speeds) / max(len(speeds), 1)
+        rows.append((f"{rank}", run.host_of(rank), f"{speed:,.0f}", f"{share:.0%}", share))
+    columns = [
+        *(("rank", "n"), ("host", ""), ("samples a second", "n")),
+        *(("last in", "n"), ("of steps", "")),
+    ]
+    more = f"{len(last) - _RANKS} more ranks" if len(last) > _RANKS else ""
+    return [_table("", columns, rows, more)]
 
 
-def _speeds(run: RecordedRun) -> Points:
-    return [(each["step"], each["samples_per_second"]) for each in run.records]
+def _speed_chart(runs: Iterable[tuple[str, RecordedRun]]) -> Card:
+    lines = [
+        (name, [(r["step"], r["samples_per_second"]) for r in run.records]) for name, run in runs
+    ]
+    return _chart("samples a second, all ranks", lines, zero=True)
 
 
-def _speed(run: RecordedRun, charts: Charts) -> str:
-    title = "samples a second, all ranks"
-    cards = [charts.card(title, [ChartLine(title, _speeds(run))], from_zero=True)]
-    scaling = run.scaling()
-    if len(scaling) > 1:
-        first = min(scaling)
-        columns = [("ranks", "n"), ("samples a second", "n"), (f"of {first} ranks' pace", "n")]
-        rows = [
-            (f"{ranks}", f"{speed:,.0f}", f"{speed / (scaling[first] or 1.0) * first / ranks:.0%}")
-            for ranks, speed in scaling.items()
-        ]
-        cards.append(card("scaling", table(columns, rows)))
-    return section("Speed", cards)
-
-
-def _hosts(run: RecordedRun, charts: Charts) -> str:
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+def _hosts(run: RecordedRun) -> list[Card]:
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {load: {} for load in _LOADS}
     for each in run.records:
-        for name, value in flattened({"host": each["host"]}).items():
-            host, _, load = name.removeprefix("host/").rpartition("/")
+        for name, value in flattened(each["host"]).items():
+            host, _, load = name.rpartition("/")
             curves.setdefault(load, {}).setdefault(host, []).append((each["step"], value))
-    cards = []
-    for load, (name, unit) in _LOADS.items():
-        lines = [
-            ChartLine(host, points, COLOURS[number % len(COLOURS)])
-            for number, (host, points) in enumerate(curves.get(load, {}).items())
-        ]
-        if any(value for line in lines for _, value in line.points):
-            cards.append(charts.card(f"{name}, {unit}", lines[:_HOSTS], from_zero=True))
-    return section("Hosts", cards)
+    return [
+        _chart(title, list(curves[load].items())[:_HOSTS], zero=True)
+        for load, title in _LOADS.items()
+        if any(value for points in curves[load].values() for _, value in points)
+    ]
 
 
-def _starts(run: RecordedRun) -> str:
+def _starts(run: RecordedRun) -> list[Card]:
     if len(run.starts) < 2:
-        return ""
+        return []
     columns = [
         *(("time", ""), ("after step", "n"), ("steps lost", "n"), ("ranks", "n"), ("reason", "")),
     ]
@@ -305,4 +293,18 @@ def _starts(run: RecordedRun) -> str:
         (clock(each.time), f"{each.step:,}", f"{each.lost:,}", f"{each.size}", each.reason)
         for each in run.starts
     ]
-    return f'<h2>Starts</h2><div class="card">{table(columns, rows)}</div>'
+    return [_table("", columns, rows)]
+
+
+def thinned(points: Points) -> Points:
+    """At most ``_POINTS`` points: means over equal numbers of them; finite ones only."""
+    found = [(float(x), float(y)) for x, y in points if abs(x) < _MOST and abs(y) < _MOST]
+    size = math.ceil(len(found) / _POINTS)
+    groups = [found[i : i + size] for i in range(0, len(found), size or 1)]
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def _rounded(value: float) -> float:
+    """A number rounded to five digits; an int if it is whole."""
+    rounded = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+    return int(rounded) if rounded == int(rounded) else rounded

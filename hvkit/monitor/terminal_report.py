@@ -1,75 +1,87 @@
-"""Prints a run in a terminal."""
+"""What a report says of a run, or of several side by side, and how it looks in a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from hvkit.log import printable
+from hvkit.monitor.measurements import PARTS
 from hvkit.monitor.recorded_run import RecordedRun
-from hvkit.monitor.writers import FILE
+from hvkit.monitor.run_file import FILE
 from hvkit.wording import counted, duration
+
+# Speeds and mean batch sizes of runs may differ by this factor without a remark.
+_ALLOWANCE = 1.1
+
+Row = tuple[str, list[str]]
+"""What is compared, and its value for each run."""
 
 
 def show(run: RecordedRun, console: Console) -> None:
     """Print a run."""
-    run = _printable(run)
-    console.print(f"[bold]{escape(run.name)}[/bold]: {headline(run)}", highlight=False)
-    for line in troubles(run):
-        console.print(escape(line), style="red", highlight=False)
-    table = Table("metric", "first", "min", "max", "last", box=None, pad_edge=False)
+    console.print(f"[bold]{_safe(run.name)}[/bold]: {headline(run)}", highlight=False)
+    _print_lines(console, troubles(run), "red")
+    rows = []
     for name, points in run.curves.items():
-        values = [value for _, value in points]
-        if not values:  # all of them were NaN, or repeated
-            continue
-        last = values[-1] if points[-1][0] >= max(run.not_finite.get(name, [0])) else float("nan")
-        shown = (values[0], min(values), max(values), last)
-        table.add_row(escape(name), *(f"{v:.4g}" for v in shown))
-    console.print(table)
-    parts = run.parts()
-    whole = sum(parts.values()) or 1.0
-    table = Table("a step", "ms", "", "", box=None, pad_edge=False)
-    for name, seconds in parts.items():
-        bar = "█" * round(40 * seconds / whole)
-        table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / whole:.0%}", bar)
-    console.print(table)
-    for line in [*slow_ranks(run), *_sent_lines(run)]:
-        console.print(escape(line), highlight=False)
+        if values := [value for _, value in points]:  # else all of them were NaN, or repeated
+            known = points[-1][0] >= max(run.not_finite.get(name, [0]))
+            last = values[-1] if known else float("nan")
+            numbers = (values[0], min(values), max(values), last)
+            rows.append((name, *(f"{number:.4g}" for number in numbers)))
+    _print_table(console, ("metric", "first", "min", "max", "last"), rows)
+    shares = _shares(run)
+    rows = [
+        (name, f"{1e3 * seconds:.2f}", f"{shares[name]:.0%}", "█" * round(40 * shares[name]))
+        for name, seconds in run.parts().items()
+    ]
+    _print_table(console, ("a step", "ms", "", ""), rows)
+    sent = (f"a rank sends {size_of(size)} a step: {name}" for name, size in run.sent().items())
+    _print_lines(console, [*slow_ranks(run), *sent])
     if len(run.starts) > 1:
+        rows = [
+            (clock(each.time), f"{each.step}", f"{each.size}", f"{each.lost}", each.reason)
+            for each in run.starts
+        ]
         columns = ("start", "after step", "ranks", "steps lost", "reason")
-        table = Table(*columns, box=None, pad_edge=False)
-        for start in run.starts:
-            row = (str(start.step), str(start.size), str(start.lost), escape(start.reason))
-            table.add_row(clock(start.time), *row)
-        console.print(table)
+        _print_table(console, columns, rows)
     if run.unreadable:
         verb = "is no record and was" if run.unreadable == 1 else "are no records and were"
         console.print(f"{counted(run.unreadable, 'line')} of {FILE} {verb} left out")
 
 
-def _printable(run: RecordedRun) -> RecordedRun:
-    """The run without control characters, since names and reasons come from the script."""
-    starts = [
-        replace(s, hosts=tuple(map(printable, s.hosts)), reason=printable(s.reason))
-        for s in run.starts
-    ]
-    curves = {printable(name): points for name, points in run.curves.items()}
-    not_finite = {printable(name): steps for name, steps in run.not_finite.items()}
-    return replace(
-        run,
-        name=printable(run.name),
-        starts=starts,
-        curves=curves,
-        not_finite=not_finite,
-        end=None if run.end is None else printable(run.end),
-        last_reason=printable(run.last_reason),
-        later=printable(run.later),
-    )
+def show_several(runs: Sequence[RecordedRun], console: Console) -> None:
+    """Print runs side by side."""
+    _print_lines(console, [f"{run.name}: {line}" for run in runs for line in troubles(run)], "red")
+    _print_lines(console, remarks(runs), "yellow")
+    rows = [(what, *values) for what, values in [*comparison(runs), *_last_values(runs)]]
+    columns = [Column(""), *(Column(_safe(run.name), justify="right") for run in runs)]
+    _print_table(console, columns, rows)
+    if unreadable := sum(run.unreadable for run in runs):
+        console.print(f"{counted(unreadable, 'line')} without a record left out")
+
+
+def _safe(text: str) -> str:
+    """Text from the script without control characters, and no markup."""
+    return escape(printable(text))
+
+
+def _print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
+    for line in lines:
+        console.print(_safe(line), style=style, highlight=False)
+
+
+def _print_table(
+    console: Console, columns: Sequence[str | Column], rows: Iterable[Sequence[str]]
+) -> None:
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(_safe, row))
+    console.print(table)
 
 
 def headline(run: RecordedRun) -> str:
@@ -78,7 +90,7 @@ def headline(run: RecordedRun) -> str:
     until = f", up to step {run.steps:,}," if run.taken < run.steps else ""
     where = f"{counted(len(run.hosts), 'rank')} of {counted(len(set(run.hosts)), 'host')}"
     worth = f"; ranks busy {run.busy():.0%}" if len(run.hosts) > 1 else ""
-    if run.starts and run.starts[-1].size > len(run.hosts):
+    if run.starts[-1].size > len(run.hosts):
         where = f"rank 0 of {run.starts[-1].size:,} ranks"
         worth = f"; busy {run.busy():.0%}"
     return (
@@ -118,16 +130,87 @@ def troubles(run: RecordedRun) -> list[str]:
         said.append(f"{counted(skipped, 'step')} {verb} skipped: NaN or infinite gradients")
     before = run.before
     while before is not None:
-        said.append(
-            f"an earlier run of {counted(before.taken, 'step')} in this folder is not shown"
-        )
+        steps_before = counted(before.taken, "step")
+        said.append(f"an earlier run of {steps_before} in this folder is not shown")
         before = before.before
     return said
 
 
-def _sent_lines(run: RecordedRun) -> Iterable[str]:
-    for purpose, size in run.sent().items():
-        yield f"a rank sends {size_of(size)} a step: {purpose}"
+def comparison(runs: Sequence[RecordedRun]) -> list[Row]:
+    """The rows about the size and speed of runs."""
+    rows = [
+        ("ranks", [f"{_ranks(run):,}" for run in runs]),
+        ("hosts", [f"{len(set(run.hosts)):,}" for run in runs]),
+        ("steps", [f"{run.taken:,}" for run in runs]),
+        ("time", [duration(run.seconds) for run in runs]),
+        ("samples a second", [f"{run.mean('samples_per_second'):,.0f}" for run in runs]),
+    ]
+    if (base := _on_one_rank(runs)) is not None:
+        speedups = [f"{_speedup(run, base):.2f}x" for run in runs]
+        rows.append((f"speedup over {base.name}", speedups))
+    rows.append(("ms a step", [f"{1e3 * run.mean('seconds/step'):,.4g}" for run in runs]))
+    rows += [(f"{part}, of a step", [f"{_shares(r)[part]:.0%}" for r in runs]) for part in PARTS]
+    rows.append(("restarts or resumptions", [f"{len(run.starts) - 1}" for run in runs]))
+    return rows
+
+
+def remarks(runs: Sequence[RecordedRun]) -> list[str]:
+    """Sentences about speedups that have other reasons than the number of ranks."""
+    base = _on_one_rank(runs)
+    if base is None:
+        return []
+    said = []
+    for run in runs:
+        ranks, speedup = _ranks(run), _speedup(run, base)
+        batch, base_batch = _batch(run), _batch(base)
+        if speedup > _ALLOWANCE * ranks:
+            said.append(
+                f"{run.name}: a speedup of {speedup:.2f}x is more than {counted(ranks, 'rank')} "
+                f"explain: {base.name} was measured under other conditions"
+            )
+        if batch and base_batch and not 1 / _ALLOWANCE < batch / base_batch < _ALLOWANCE:
+            said.append(
+                f"{run.name}: a rank takes {batch:,.4g} samples a step, in {base.name} "
+                f"{base_batch:,.4g}: the speedup compares different batch sizes"
+            )
+    return said
+
+
+def _last_values(runs: Sequence[RecordedRun]) -> list[Row]:
+    """The last value of each metric."""
+    metrics = dict.fromkeys(name for run in runs for name in run.curves)
+    lasts = [{name: f"{p[-1][1]:.4g}" for name, p in run.curves.items() if p} for run in runs]
+    return [(f"last {name}", [each.get(name, "") for each in lasts]) for name in metrics]
+
+
+def _ranks(run: RecordedRun) -> int:
+    return run.starts[-1].size
+
+
+def _on_one_rank(runs: Sequence[RecordedRun]) -> RecordedRun | None:
+    """A run on one rank, for speedups over it; ``None`` if there is none, or no other run."""
+    return next((run for run in runs if _ranks(run) == 1), None) if len(runs) > 1 else None
+
+
+def _speedup(run: RecordedRun, base: RecordedRun) -> float:
+    return run.mean("samples_per_second") / (base.mean("samples_per_second") or float("nan"))
+
+
+def _batch(run: RecordedRun) -> float:
+    """Samples of a rank in a step, on average."""
+    samples, steps = 0.0, 0
+    for each in run.records:
+        of_a_rank = each["samples_per_second"] / len(each["ranks"]["samples_per_second"])
+        samples += of_a_rank * each["seconds"].get("step", 0.0) * each["steps"]
+        steps += each["steps"]
+    return samples / max(steps, 1)
+
+
+def _shares(run: RecordedRun) -> dict[str, float]:
+    """The parts of a step's time, as parts of the whole."""
+    parts = run.parts()
+    whole = sum(parts.values()) or 1.0
+    return {name: seconds / whole for name, seconds in parts.items()}
 
 
 def size_of(size: float) -> str:

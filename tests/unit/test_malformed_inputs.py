@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import random
+import re
 import shutil
 import socket
 import struct
@@ -220,7 +221,8 @@ HOSTS = [b"node1:4,node2:4,[::1]:2", b"a,b,c"]
 
 def is_monitor_file(folder, data):
     (folder / "metrics.jsonl").write_bytes(data)
-    return "<svg" in page(read(folder))
+    (contents,) = re.findall(r'id="data">(.*?)</script>', page(read(folder)))
+    return json.loads(contents, parse_constant=pytest.fail)["sections"]
 
 
 def is_mnist(folder, data):

@@ -13,7 +13,7 @@ it wraps methods of the optimizer, the outermost first::
                                  (apply_within)                  ends it, or writes to the server
     apply                        learning_rate                   the rate counts as multiplied
                                  (apply_at_multiplied_rate)      until the update ends
-    apply                        monitor/keras_graphs            measures the gradients that the
+    apply                        monitor/keras                   measures the gradients that the
                                  (measured)                      update uses
     build,                       sharded                         no state for the variables of
     add_variable_from_reference                                  other ranks

@@ -14,7 +14,8 @@ import hvkit
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import gathered
 from hvkit.functions.pickling import host_copy
-from hvkit.monitor import keras_on_jax
+from hvkit.monitor import measurements
+from hvkit.monitor.keras import MeansOfSteps
 from hvkit.watch.calls import current_call
 
 ROWS, BATCH, EPOCHS = 192, 24, 2
@@ -365,11 +366,12 @@ def test_a_monitor_records_the_means_of_the_steps_of_fit(tmp_path, steps, monkey
     # A clock on which steps take no time, and a wait for what they have begun takes 100 seconds.
     clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
-    def wait(_):
+    def wait_and_read(self, logs, read=MeansOfSteps.read):
         clock.now += 100
+        return read(self, logs)
 
-    monkeypatch.setattr(keras_on_jax, "time", clock)
-    monkeypatch.setattr(keras_on_jax, "jax", types.SimpleNamespace(block_until_ready=wait))
+    monkeypatch.setattr(measurements, "time", clock)
+    monkeypatch.setattr(MeansOfSteps, "read", wait_and_read)
     folder = hvkit.broadcast(tmp_path)
     x, y = map(part, data())
     monitor = hvkit.Monitor(folder, every=4)

@@ -21,9 +21,8 @@ from tensorboard.summary.writer import event_file_writer
 
 import hvkit
 from hvkit.monitor import monitor as monitor_module
+from hvkit.monitor.measurements import Means, Step
 from hvkit.monitor.recorded_run import read
-from hvkit.monitor.records import Means
-from hvkit.monitor.step_times import Step
 
 
 def torch_parts():
@@ -351,10 +350,12 @@ def test_the_error_of_a_script_without_a_with_block_is_in_the_file_too(tmp_path)
     assert end["end"]["error"] == "ValueError: boom"
 
 
-def test_slow_steps_are_recorded_from_the_first_on(tmp_path):
+def test_slow_steps_are_recorded_from_the_first_on(tmp_path, monkeypatch):
     monitor = hvkit.Monitor(tmp_path)
+    slow = Step(duration=60.0, data=0.0, blocked=0.0, samples=8.0)
+    monkeypatch.setattr(monitor.clock, "end", lambda *_: slow)
     for _ in range(2):
-        monitor.add_step(Step(duration=60.0, data=0.0, blocked=0.0, samples=8.0), {"loss": 1.0})
+        monitor.step(loss=1.0)
     assert steps_of(tmp_path) == [1, 2]
 
 
@@ -363,7 +364,7 @@ def test_a_run_begins_with_its_monitor_and_after_the_step_that_it_resumes_from(t
     monitor = hvkit.Monitor(tmp_path, every=3)
     made = time.time()
     monitor.load_state_dict({"step": 7})
-    monitor.add_step(None, {})  # as fit counts the step in which it makes its graph
+    monitor.end_steps(1, 8.0, {}, timed=False)  # as fit counts the step that makes its graph
     time.sleep(0.01)
     for _ in range(2):
         monitor.step(loss=1.0)

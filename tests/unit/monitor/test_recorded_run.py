@@ -35,7 +35,7 @@ def test_the_records_are_read_and_shown(run_of):
     assert (run.steps, run.sent(), run.last()[0]) == (30, {"gradients": 2e6}, (3, 0.7))
     assert run.busy() == pytest.approx(0.6)
     assert terminal_report.troubles(run) == []
-    assert 'class="card note"' not in page(run)
+    assert '"notes":[]' in page(run)
     text = shown(run)
     assert "30 steps in 30 s on 4 ranks of 2 hosts; 400 samples a second; ranks busy 60%\n" in text
     assert re.search(r"loss +3 +2 +3 +2 *\n", text)
@@ -150,13 +150,11 @@ def test_steps_without_a_record_before_an_error_count_and_show_a_nan(run_of):
     assert (run.steps, run.seconds, run.starts[1].lost) == (20, 20.0, 4)
 
 
-def test_a_run_that_was_resumed_on_fewer_ranks_shows_its_starts_and_speeds(run_of):
+def test_a_run_that_was_resumed_on_fewer_ranks_shows_its_starts(run_of):
     run = run_of(start(), record(10), start(10), record(20, ranks=2))
     assert [each.reason for each in run.starts] == ["", "resumed"]
     assert re.search(r" resumed *\n", shown(run))
-    assert "<td>resumed</td>" in page(run)
-    assert run.scaling() == {2: 200.0, 4: 400.0}
-    assert "scaling" in page(run)
+    assert '"resumed"]' in page(run)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +176,7 @@ def test_a_run_that_was_resumed_on_fewer_ranks_shows_its_starts_and_speeds(run_o
 def test_the_headline_counts_the_steps_and_ranks_that_were_recorded(begin, last, headline, run_of):
     run = run_of(begin, last, end())
     assert terminal_report.headline(run) == headline
-    assert "<b>10</b><span>steps in 10 s</span>" in page(run)
+    assert '["10","steps in 10 s"]' in page(run)
 
 
 @pytest.mark.parametrize("value", [None, "x", [], {}, 0, -1, "NaN", "Infinity", "1" * 400])
