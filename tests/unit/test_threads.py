@@ -33,7 +33,7 @@ time.sleep(60)
 
 
 # These hand the error to the script, which raises it.
-RAISED_ELSEWHERE = {"checkpoint/writing.py", "doctor/facts.py", "threads.py"}
+RAISED_ELSEWHERE = {"checkpoint/saving.py", "doctor/facts.py", "threads.py"}
 
 
 def test_every_thread_of_a_run_is_started_so():
