@@ -20,7 +20,7 @@ from torch_nets import (
 
 import hvkit
 from hvkit.communication.traffic import Sent
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
+from hvkit.sync.compression_state import CompressionState
 
 
 def plain(parameters, lr=1.0):
