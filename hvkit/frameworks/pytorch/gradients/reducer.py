@@ -112,9 +112,9 @@ class GradientReducer:
         self._averaged: Set[int] = frozenset()
         self.keeper: CompressionKeeper | None = None
         if state and state.compression.keeps_state:
-            parameters = self._parameters  # which may grow
+            in_order = self._parameters  # which grows
             self.keeper = CompressionKeeper(
-                strategy, compression, {"": state}, lambda: range(len(parameters))
+                strategy, compression, {"": state}, lambda: range(len(in_order))
             )
         self._window = Window(accumulate, ends_with_epoch=self.keeper is None)
         self._changes = step_report.ChangedGradients(self._parameters)
