@@ -91,6 +91,7 @@ class RunningExchanges(Generic[Result]):
         self._start = start
         self._name = name
         self._count = 0
+        self._result: Result
         self._send(None)
 
     def next(self) -> None:

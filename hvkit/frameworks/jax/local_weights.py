@@ -177,7 +177,8 @@ def _shaped(held: Any, vector: Vector) -> Any:
 def _start(exchange: Exchange, name: str) -> Callable[[], Vector]:
     """A mean, in host memory; there is no compression, and no other strategy."""
     assert isinstance(exchange, Mean)
-    return partial(allreduce, exchange.vector)
+    vector: Vector = exchange.vector
+    return lambda: allreduce(vector)
 
 
 class NnxRounds(RoundKeeper):
