@@ -49,9 +49,9 @@ def average(
     single = not isinstance(value, Mapping)
     mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
     if in_graph("hvkit.average", weight, *mine.values()):
-        from hvkit.frameworks.keras.collectives import in_graphs
+        from hvkit.frameworks.keras.collectives import gather
 
-        found: Any = in_graphs.average(mine, weight)
+        found: Any = gather.average(mine, weight)
         return found["value"] if single else found  # type: ignore[no-any-return]
     numbers, problem = _as_floats(mine)
     factor, wrong_weight = _as_weight(weight)
@@ -92,9 +92,9 @@ def any_rank(flag: bool) -> bool:
         RanksDisagreeError: another rank makes another collective call.
     """
     if in_graph("hvkit.any_rank", flag):  # as in a loss of ``fit``; a tensor there
-        from hvkit.frameworks.keras.collectives import in_graphs
+        from hvkit.frameworks.keras.collectives import gather
 
-        return in_graphs.any_rank(flag)  # type: ignore[no-any-return]
+        return gather.any_rank(flag)  # type: ignore[no-any-return]
     return any_rank_of(None, flag)
 
 

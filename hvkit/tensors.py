@@ -358,7 +358,7 @@ def average_buffers(module: Any) -> None:
     if in_keras and keras_here() is KERAS_ON_PYTORCH:
         from hvkit.frameworks.keras import on_pytorch as buffers
     elif in_keras:
-        from hvkit.frameworks.keras import buffer_means as buffers
+        from hvkit.frameworks.keras import buffers
     elif torch is not None and all(isinstance(each, torch.nn.Module) for each in modules):
         from hvkit.frameworks.pytorch import buffers
     else:

@@ -122,7 +122,7 @@ def _in_graph(value: Any, op: Operation) -> Any:
     """``allreduce`` while TensorFlow traces a graph."""
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives import in_graphs
+    from hvkit.frameworks.keras.collectives import gather
 
     tensor = tf.convert_to_tensor(value)
     if op not in _OPS:
@@ -133,7 +133,7 @@ def _in_graph(value: Any, op: Operation) -> Any:
             "in a graph hvkit.allreduce takes no complex numbers: reduce their real and imaginary "
             "parts"
         )
-    return in_graphs.allreduce(tensor, op, _SENT_AS[tensor.dtype.name])
+    return gather.allreduce(tensor, op, _SENT_AS[tensor.dtype.name])
 
 
 def _require_same(gathered: list[str]) -> None:

@@ -1,14 +1,14 @@
 """Requests for collectives and messages, which compressions and strategies yield.
 
-Every rank yields the same ones. ``collectives/wire.py`` of each port carries them out, and sends
-the result back into the generator.
+Every rank yields the same ones. ``RunningExchanges`` has a framework carry them out, and sends the
+results back into the generator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 Tensor = Any
 """A tensor of PyTorch or TensorFlow: it has ``+ - * / @``, comparisons and slices."""
@@ -17,8 +17,11 @@ Tensor = Any
 class Place(Protocol):
     """This rank's place among the ranks."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,54 @@ class Messages:
 
 Exchange = Mean | Gather | Shares | Messages
 """A collective, or messages, with a tensor as its result."""
+
+
+Start = Callable[[Exchange, str], Callable[[], Tensor]]
+"""Starts an exchange of some name, and returns what waits for its result."""
+
+Result = TypeVar("Result")
+
+
+class RunningExchanges(Generic[Result]):
+    """The exchanges of a generator, one after the other; making this starts the first.
+
+    Args:
+        start: starts each.
+        flow: yields exchanges, and is sent their results.
+        name: the same on every rank, and no other generator's whose exchanges run at the same time.
+
+    Attributes:
+        waiting: waits for the exchange that runs; None after the last one.
+    """
+
+    def __init__(self, start: Start, flow: Generator[Exchange, Tensor, Result], name: str) -> None:
+        self.waiting: Callable[[], Tensor] | None = None
+        self._flow = flow
+        self._start = start
+        self._name = name
+        self._count = 0
+        self._result: Result
+        self._send(None)
+
+    def next(self) -> None:
+        """Wait for the exchange that runs, and start the one after it."""
+        assert self.waiting is not None
+        self._send(self.waiting())
+
+    def result(self) -> Result:
+        """Wait for all exchanges; return what the generator returns."""
+        while self.waiting is not None:
+            self.next()
+        return self._result
+
+    def _send(self, answer: Tensor) -> None:
+        try:
+            exchange = self._flow.send(answer)
+        except StopIteration as end:
+            self.waiting, self._result = None, end.value
+        else:
+            self.waiting = self._start(exchange, f"{self._name}.{self._count}")
+            self._count += 1
 
 
 @dataclass(frozen=True)

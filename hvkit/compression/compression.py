@@ -56,6 +56,9 @@ class Ops(Protocol):
     def constant(self, array: NDArray[Any], like: Tensor) -> Tensor:
         """An array as a tensor, where another one is."""
 
+    def to_numpy(self, x: Tensor) -> NDArray[Any]:
+        """The elements in host memory."""
+
     def concat(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors, or matrices of equally long rows, one after the other."""
 

@@ -7,6 +7,7 @@ that changes it. A step that a loss scale skips counts as a step without a chang
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ class ServedModel(LocalWeightsKeeper):
 
     def _split(self, vector: _Vector, values: Array) -> dict[int, Array]:
         """A vector of the server's, by the weight's number."""
-        ends = np.cumsum([self.weights.length(i) for i in vector.numbers])
+        ends = np.cumsum([math.prod(self.weights.shape(i)) for i in vector.numbers])
         return dict(zip(vector.numbers, np.split(values, ends[:-1]), strict=True))
 
     def _compare_ranks(self) -> bool:

@@ -14,11 +14,10 @@
     gossip               the mean of the weights of neighbours
     parameter_server     a server that takes each rank's steps as they come
 
-A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's,
-TensorFlow's or NumPy's; ``hvkit.sync.rounds`` calls it at the right step (``weights/rounds.py`` in
-Keras on TensorFlow), and checkpoints save its state. To add one that agrees on weights, write a
-subclass of ``Rounds`` in a file of its own, and import it below: that also makes it ``hvkit.NAME``,
-and a value of the recipes' ``--strategy``.
+A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's or
+NumPy's; ``hvkit.sync.rounds`` calls it at the right step, and checkpoints save its state. To add
+one that agrees on weights, write a subclass of ``Rounds`` in a file of its own, and import it
+below: that also makes it ``hvkit.NAME``, and a value of the recipes' ``--strategy``.
 """
 
 from hvkit.strategies.centralized import Centralized as Centralized

@@ -13,7 +13,7 @@ from hvkit.communication.exchanges import Mean, Neighbours, Place
 from hvkit.compression import Compression
 
 Vector = Any
-"""All weights of one dtype in one vector, of PyTorch, TensorFlow or NumPy: it has ``+ - *``."""
+"""All weights of one dtype in one vector, of PyTorch or NumPy: it has ``+ - *``."""
 
 State = dict[str, Vector]
 """What a strategy keeps from one round to the next, by name, each of the weights' shape."""

@@ -10,9 +10,9 @@ in ``hvkit.frameworks.keras.port``. Keras on PyTorch has that of PyTorch.
     update_hooks           what PyTorch's port runs around each update, in one order
     rounds                 ends rounds of strategies that agree on weights
     ├── round_comparison   do all ranks end the same round, in the same way?
-    └── round_state        what a strategy keeps of each weight, as vectors
-    local_weights          local weights, as a port shows them, around each step
-    shown_weights          hvkit.settled: the weights that these ranks would agree on
+    └── agreements         what ranks exchange to agree, and what a strategy keeps of each weight
+    compression_state      what a compression keeps: residuals
+    local_weights          local weights, as a port shows them, around each step; hvkit.settled
     fingerprints           whether all ranks hold the same tensors
     buffers                what forward passes learn: do ranks differ, and is it averaged?
     nonfinite              the sentence about gradients that are NaN or infinite

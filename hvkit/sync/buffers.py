@@ -75,15 +75,15 @@ def warn_of_unlike(
 
 def _unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group) -> str:
     """``buffer codebook of rank 1``, and how many more; empty if all ranks have the same."""
-    mine = np.array(rows, np.int64).tobytes()
-    if len(set(collectives.gather(call, hashlib.sha256(mine).digest(), group))) == 1:
+    own = np.array(rows, np.int64).tobytes()
+    if len(set(collectives.gather(call, hashlib.sha256(own).digest(), group))) == 1:
         return ""
     # Labels of rank 0 only: Keras numbers layers, and a rank may have made more.
-    held = collectives.gather(call, mine, group)
-    if len({len(theirs) for theirs in held}) > 1:
+    of_ranks = collectives.gather(call, own, group)
+    if len(set(map(len, of_ranks))) > 1:
         return "the number of buffers"
-    shape = len(held), len(compared), fingerprints.WIDTH
-    table = np.frombuffer(b"".join(held), np.int64).reshape(shape)
+    shape = len(of_ranks), len(compared), fingerprints.WIDTH
+    table = np.frombuffer(b"".join(of_ranks), np.int64).reshape(shape)
     found = fingerprints.unlike(table, compared, group.members)
     texts = [f"{label} of {fingerprints.named_ranks(ranks)}" for label, ranks in found.items()]
     more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""

@@ -6,20 +6,20 @@ change them (``SteppedOptimizer``).
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from hvkit.communication import collectives
 from hvkit.communication.group import Group
+from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Vector
 from hvkit.sync.chunking import chunks
 from hvkit.sync.fingerprints import first_unlike
-from hvkit.sync.shown_weights import AgreedView
 
 
 class Weights(Protocol):
@@ -48,8 +48,8 @@ class Weights(Protocol):
     def label(self, i: int) -> str:
         """The name of a weight in messages: ``parameter 0.weight``."""
 
-    def length(self, i: int) -> int:
-        """The length of its vector."""
+    def shape(self, i: int) -> Shape:
+        """Its shape, with a dimension of 2 at the end if it is complex."""
 
     def nbytes(self, i: int) -> int:
         """Its size."""
@@ -166,8 +166,11 @@ class HookedOptimizer(SteppedOptimizer, Protocol):
         """Call functions around each step, also around one that a loss scale skips."""
 
 
-class LocalWeightsKeeper(AgreedView):
-    """What exchanges the weights of one model after its optimizers' steps.
+class LocalWeightsKeeper(ABC):
+    """What exchanges the weights of one model after its optimizers' steps, and shows agreed ones.
+
+    While the weights that ranks would agree on are shown, the model holds them, and this rank's own
+    wait aside.
 
     A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
     its rounds against those of the others.
@@ -179,14 +182,18 @@ class LocalWeightsKeeper(AgreedView):
 
     local = True
 
+    equal_steps: ClassVar[bool]
+    """Whether all ranks must take equally many steps."""
+
     def __init__(self, weights: Weights, name: str) -> None:
-        super().__init__()
         self.weights = weights
         self._name = name
-        # What callbacks see, in the order of ``_values``; they may set others.
+        # What callbacks see, in the order of ``Weights.values``; they may set others.
         self._for_callbacks: list[tuple[Any, Any]] = []
         self._optimizers: list[SteppedOptimizer] = []
         self._steps_ended = 0
+        # This rank's own, in the order of ``Weights.values``, while the agreed ones are shown.
+        self._own: list[tuple[Any, Any]] | None = None
 
     def __contains__(self, weight: Any) -> bool:
         return weight in self.weights
@@ -195,10 +202,80 @@ class LocalWeightsKeeper(AgreedView):
         """Exchange more weights; the same ones on every rank, with the same values."""
         self.weights.add(weights)
 
+    def arrive(self) -> None:  # noqa: B027  # not every strategy has any
+        """Wait for overlapped agreements; a collective."""
+
+    @abstractmethod
+    def _compare_ranks(self) -> bool:
+        """Wait for all ranks; a collective. Return whether their weights differ."""
+
+    @abstractmethod
+    def _show_agreed(self) -> None:
+        """Set the weights that the ranks would agree on now; training goes on. A collective."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the model holds the agreed weights for a while."""
+        return self._own is not None
+
+    def show(self) -> bool:
+        """Show the agreed weights; a collective. Return whether they were not shown already."""
+        if self.shown:
+            return False
+        differ = self._compare_ranks()
+        self._own = self.weights.values()
+        try:
+            if differ:
+                self._show_agreed()
+        except BaseException:
+            self.put_back()
+            raise
+        return True
+
+    def put_back(self) -> None:
+        """Hold this rank's own weights again."""
+        self._for_callbacks = []
+        if self._own is not None:
+            self.weights.set_values(self._own)
+            self._own = None
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Hold the weights that the ranks would agree on now; put this rank's own back after it."""
+        first = self.show()
+        try:
+            yield
+        finally:
+            if first:
+                self.put_back()
+
+    @contextmanager
+    def unsettled(self) -> Iterator[None]:
+        """Hold this rank's own weights for a while, inside ``settled``."""
+        self.keep_what_callbacks_set()
+        if self._own is None:
+            yield
+            return
+        own, self._own, agreed = self._own, None, self.weights.values()
+        self.weights.set_values(own)
+        try:
+            yield
+        finally:
+            self.weights.set_values(agreed)
+            self._own = own
+
+    def refuse_step(self) -> None:
+        """Raise if the agreed weights are shown: they go away when the block ends."""
+        if self.shown:
+            raise ValueError(
+                "an optimizer steps inside hvkit.settled, which puts each rank's own weights back "
+                "at its end: train outside of the block"
+            )
+
     def show_callbacks(self) -> None:
         """Show the agreed weights to callbacks, which may set others; a collective."""
         self.show()
-        self._for_callbacks = self._values()
+        self._for_callbacks = self.weights.values()
 
     def keep_what_callbacks_set(self) -> None:
         """Let weights that callbacks have set replace this rank's own; a collective.
@@ -208,7 +285,7 @@ class LocalWeightsKeeper(AgreedView):
         """
         if self._own is None or not self._for_callbacks:
             return
-        shown, now = self._for_callbacks, self._values()
+        shown, now = self._for_callbacks, self.weights.values()
         # Weights that a callback has added come last, and no rank has its own yet.
         pairs = enumerate(zip(shown, now, strict=False))
         given = [i for i, ((_, a), (_, b)) in pairs if not self.weights.same(a, b)]
@@ -225,7 +302,7 @@ class LocalWeightsKeeper(AgreedView):
         self._make_same(weights)
         if weights != given:
             self._average_statistics(keep=False)
-        now = self._values()
+        now = self.weights.values()
         for i in given:
             thing, chosen = now[i]
             own = self._own[i][1]
@@ -233,7 +310,7 @@ class LocalWeightsKeeper(AgreedView):
             self._own[i], shown[i] = (thing, own), (thing, chosen)
 
     def _label(self, i: int) -> str:
-        """The name of what ``_values`` returns at this place."""
+        """The name of what ``Weights.values`` returns at this place."""
         normalisation = "the statistics of normalisation layers"
         return self.weights.label(i) if i < len(self.weights) else normalisation
 
@@ -254,24 +331,6 @@ class LocalWeightsKeeper(AgreedView):
     @abstractmethod
     def end_rounds(self) -> None:
         """Have all ranks hold the same weights, as at the end of training; a collective."""
-
-    def put_back(self) -> None:
-        """Hold this rank's own weights again."""
-        self._for_callbacks = []
-        super().put_back()
-
-    @contextmanager
-    def unsettled(self) -> Iterator[None]:
-        """Hold this rank's own weights for a while, inside ``settled``."""
-        self.keep_what_callbacks_set()
-        with super().unsettled():
-            yield
-
-    def _values(self) -> list[tuple[Any, Any]]:
-        return self.weights.values()
-
-    def _set_values(self, values: list[tuple[Any, Any]]) -> None:
-        self.weights.set_values(values)
 
     def _average_statistics(self, *, keep: bool) -> None:
         self.weights.average_statistics(f"{self._name}.statistics", keep=keep)

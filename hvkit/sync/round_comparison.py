@@ -1,15 +1,17 @@
-"""What the ranks compare when they end a round: they must end the same one in the same way."""
+"""What ranks compare: they must end the same round in the same way, after equally many steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvkit.communication import collectives
 from hvkit.communication.encoding import sendable
+from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.sync.fingerprints import first_unlike
 from hvkit.sync.local_weights import SteppedOptimizer, Weights
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 
 @sendable
@@ -36,11 +38,6 @@ class RoundSummary(NamedTuple):
     def __str__(self) -> str:
         return f"round {self.rounds} of {self.optimizer} of model {self.model}"
 
-    @property
-    def common(self) -> tuple[Any, ...]:
-        """What must be the same on all ranks."""
-        return self[:-1]
-
 
 def require_same_round(
     summary: RoundSummary, optimizer: SteppedOptimizer, weights: Weights
@@ -58,38 +55,59 @@ def require_same_round(
     Raises:
         RanksDisagreeError: names the ranks and what differs.
     """
-    everyone = collectives.gather(weights.step_call, summary, weights.group)
-    first = everyone[0]
-    for rank, theirs in zip(weights.group.members, everyone, strict=True):
-        if theirs[:3] != first[:3]:
+    summaries = collectives.gather(weights.step_call, summary, weights.group)
+    first = summaries[0]
+    for rank, other in zip(weights.group.members, summaries, strict=True):
+        if other[:3] != first[:3]:
             raise RanksDisagreeError(
-                f"rank {rank} ends {theirs} while rank {weights.group.first} ends {first}: every "
+                f"rank {rank} ends {other} while rank {weights.group.first} ends {first}: every "
                 f"rank must call {weights.step_call} of the same optimizers equally often"
             )
-    if any(theirs.common != first.common for theirs in everyone):
+    if any(other[:-1] != first[:-1] for other in summaries):
         optimizer.require_same_training(weights.step_call)
-    require_same_trained([theirs.trained for theirs in everyone], weights)
-    if any(theirs.rates != first.rates for theirs in everyone):  # but are the same by now
+    require_same_trained([other.trained for other in summaries], weights)
+    if any(other.rates != first.rates for other in summaries):  # but are the same by now
         raise RanksDisagreeError(
             f"the ranks' learning rates differed at the end of {summary}: set the same rates, in "
             "the same steps, on every rank"
         )
-    return everyone
+    return summaries
 
 
-def require_same_trained(everyone: Sequence[Sequence[int]], weights: Weights) -> None:
+def require_same_trained(trained: Sequence[Sequence[int]], weights: Weights) -> None:
     """Raise if ranks have trained different weights.
 
     Args:
-        everyone: their numbers, by rank.
+        trained: their numbers, by rank.
         weights: all of the model.
 
     Raises:
         RanksDisagreeError: names the first one and two ranks.
     """
-    if (unlike := first_unlike(everyone, weights.group)) is not None:
-        i, trained, not_trained = unlike
+    if (unlike := first_unlike(trained, weights.group)) is not None:
+        i, by, not_by = unlike
         raise RanksDisagreeError(
-            f"{weights.label(i)} was trained in this round on rank {trained} but not "
-            f"on rank {not_trained}: train the same {weights.noun} on every rank"
+            f"{weights.label(i)} was trained in this round on rank {by} but not "
+            f"on rank {not_by}: train the same {weights.noun} on every rank"
         )
+
+
+def require_equal_steps(own: Sequence[int], group: Group) -> None:
+    """Raise on every rank of a group unless all have taken equally many steps; a collective.
+
+    Args:
+        own: this rank's steps since the last agreement, for each optimizer.
+        group: the ranks that take part.
+
+    Raises:
+        RanksDisagreeError: they have not.
+    """
+    steps = collectives.gather("hvkit.settled", list(own), group)
+    for rank, theirs in zip(group.members, steps, strict=True):
+        if theirs != steps[0]:
+            error = RanksDisagreeError(
+                f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank "
+                f"{group.first} {sum(steps[0])}: every rank must take equally many; "
+                "hvkit.shard(data) gives each as many batches"
+            )
+            raise mark_as_shown_by(error, group.first)

@@ -2,95 +2,33 @@
 
 With ``overlap`` the agreement runs while the next round begins. What it then adds to the weights is
 how it has changed those at the end of the round, so no step in between is lost.
-
-``_end_round`` ends every round but those in TensorFlow's graphs without ``overlap``:
-``_end_round_as_graph_ops`` of ``hvkit/frameworks/keras/weights/rounds.py`` ends these in operations
-of the graph. A change to one of the two is a change to both.
 """
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    MutableMapping,
-    Sequence,
-)
-from typing import Any, NamedTuple, Protocol
+import atexit
+import functools
+import sys
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hvkit.communication import collectives
-from hvkit.communication.exchanges import Place
-from hvkit.compression import Compression
-from hvkit.errors import RanksDisagreeError
-from hvkit.strategies.strategy import Flow, Rounds, State, Vector
+from hvkit.errors import RankLostError, RanksDisagreeError
+from hvkit.strategies.strategy import Flow, Rounds
+from hvkit.sync.agreements import Agreement, Agreements, CarryOut
+from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.local_weights import LocalWeightsKeeper, Weights, pieces
-from hvkit.sync.round_comparison import RoundSummary, require_same_round, require_same_trained
-from hvkit.sync.round_state import RoundState
-from hvkit.sync.shown_weights import arrive_before_exit, require_equal_steps
+from hvkit.sync.round_comparison import (
+    RoundSummary,
+    require_equal_steps,
+    require_same_round,
+    require_same_trained,
+)
 from hvkit.watch.calls import call
-
-SENT = "sent-"
-"""What begins the names, in a checkpoint, of what the compression keeps."""
-
-
-class RunningAgreement(Protocol):
-    """An agreement that has begun on some weights.
-
-    Attributes:
-        numbers: of the weights.
-        values: of the weights when it began.
-    """
-
-    numbers: list[int]
-    values: Vector
-
-    def result(self) -> Any:
-        """Wait for the other ranks, and return what the strategy returns."""
-
-
-class Agreements(Protocol):
-    """Carries out what strategies need from the other ranks."""
-
-    place: Place
-    """This rank's among all ranks."""
-
-    def start(
-        self,
-        flow: Flow[Any],
-        values: Vector,
-        numbers: list[int],
-        name: str,
-    ) -> RunningAgreement:
-        """Begin an agreement; every rank must begin and wait for the same ones, in the same order.
-
-        Args:
-            flow: the strategy's generator.
-            values: of some weights of one kind.
-            numbers: of these.
-            name: the same on every rank, and no other agreement's that runs at the same time.
-        """
-
-    def commit(self, numbers: Container[int]) -> None:
-        """Keep what the compression has not sent of these weights."""
-
-    def forget(self) -> None:
-        """Forget what agreements have not sent that have only been looked at."""
-
-    def clear(self) -> None:
-        """Forget what the compression keeps."""
-
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What the compression keeps that is the same on every rank, for a checkpoint."""
-
-    def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What it keeps on this rank, for a checkpoint."""
-
-    def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``arrays`` or ``own_arrays`` returned."""
 
 
 class _Round(NamedTuple):
@@ -104,7 +42,7 @@ class _Round(NamedTuple):
 
     number: int
     summary: RoundSummary | None
-    agreements: list[RunningAgreement]
+    agreements: list[Agreement]
 
     def is_on(self, numbers: Container[int] | None) -> bool:
         """Whether to wait for it before any of these weights changes; None for all."""
@@ -119,9 +57,8 @@ class RoundKeeper(LocalWeightsKeeper):
         strategy: what the ranks agree on.
         weights: of the model.
         name: the same on every rank, and no other model's.
-        agreements: carries out what the strategy needs.
-        compression: how float32 vectors travel; None for as they are.
-        kept: where to keep the strategy's state of each weight, by number.
+        carry_out: makes the exchanges of agreements.
+        compression: what float32 vectors travel with; None for nothing.
     """
 
     equal_steps = True
@@ -131,15 +68,13 @@ class RoundKeeper(LocalWeightsKeeper):
         strategy: Rounds,
         weights: Weights,
         name: str,
-        agreements: Agreements,
-        compression: Compression | None = None,
-        kept: MutableMapping[int, State] | None = None,
+        carry_out: CarryOut,
+        compression: CompressionState | None = None,
     ) -> None:
         super().__init__(weights, name)
         self.strategy = strategy
-        self.compression = compression
-        self._agreements = agreements
-        self._state = RoundState(strategy, weights, {} if kept is None else kept)
+        self.compression = compression.compression if compression else None
+        self._agreements = Agreements(strategy, weights, carry_out, compression)
         # Numbers of those that may differ between ranks.
         self._trained: set[int] = set()
         # Numbers of those that the script has set on this rank between two rounds.
@@ -155,7 +90,7 @@ class RoundKeeper(LocalWeightsKeeper):
         known = len(self.weights)
         super().add(weights)
         for i in range(known, len(self.weights)) if self._begun else ():
-            self._state.begin(i)
+            self._agreements.begin(i)
 
     def _before_step(self, number: int) -> None:
         self._begin_all()
@@ -170,8 +105,8 @@ class RoundKeeper(LocalWeightsKeeper):
         if not (self.strategy.same_weights or self._taken() == self._ended_at):
             return  # where they count as a change like any other
         for i in numbers:
-            if i not in self._trained and self._state.moved(i):
-                self._state.set_anchor(i)
+            if i not in self._trained and self._agreements.moved(i):
+                self._agreements.set_anchor(i)
                 self._set_by_script.add(i)
 
     def _make_set_weights_same(self, point: str, set_by_script: Iterable[Iterable[int]]) -> None:
@@ -187,13 +122,13 @@ class RoundKeeper(LocalWeightsKeeper):
         numbers = sorted(set().union(*set_by_script))
         if not numbers:
             return
-        anchors = {i: anchor for i in numbers if (anchor := self._state.anchor(i)) is not None}
+        anchors = {i: anchor for i in numbers if (anchor := self._agreements.anchor(i)) is not None}
         if not self.weights.require_close(point, ", set between two rounds,", anchors):
             for together in pieces(self.weights, numbers):
                 own = self.weights.join([anchors[i] for i in together])
                 mean = self.weights.mean(own, f"{self._name}.anchor.{together[0]}")
-                for i, anchor in self._state.split(together, mean):
-                    self._state.set_anchor(i, anchor)
+                for i, anchor in self._agreements.split(together, mean):
+                    self._agreements.set_anchor(i, anchor)
                     if i not in self._trained:  # the end of the round does not set it
                         self.weights.write(i, anchor)
         self._set_by_script.difference_update(numbers)
@@ -205,7 +140,7 @@ class RoundKeeper(LocalWeightsKeeper):
         self._require_equal(self._optimizers[0].call)
         self._begun = True
         for i in range(len(self.weights)):
-            self._state.begin(i)
+            self._agreements.begin(i)
 
     def _require_equal(self, point: str) -> None:
         """Raise on every rank unless all hold the same weights; a collective."""
@@ -215,10 +150,9 @@ class RoundKeeper(LocalWeightsKeeper):
     def begin_anew(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         self.arrive()
-        self._state.clear()
+        self._agreements.clear()
         self._trained.clear()
         self._set_by_script.clear()
-        self._agreements.clear()
         for optimizer in self._optimizers:
             optimizer.steps = 0
         self._ended_at = None
@@ -257,7 +191,8 @@ class RoundKeeper(LocalWeightsKeeper):
             if self.strategy.overlap:
                 begun = [self._start(number, each) for each in pieces(self.weights, changed)]
                 self._running.append(_Round(number, summary, begun))
-                arrive_before_exit(self)
+                _overlapping[self] = None
+                _arrive_before_exit()
             else:
                 self._require_same_round(number, summary)
                 self._agree(number, changed)
@@ -300,15 +235,15 @@ class RoundKeeper(LocalWeightsKeeper):
         """
         if summary is None:
             return
-        everyone = require_same_round(summary, self._optimizers[number], self.weights)
-        self._make_set_weights_same(
-            self.weights.step_call, [theirs.set_by_script for theirs in everyone]
-        )
+        summaries = require_same_round(summary, self._optimizers[number], self.weights)
+        set_by_script = [each.set_by_script for each in summaries]
+        self._make_set_weights_same(self.weights.step_call, set_by_script)
 
     def _agree(self, number: int, weights: Sequence[int]) -> None:
         """End the round of some weights of an optimizer; a collective."""
         for together in pieces(self.weights, weights):
-            self._state.write(together, self._finish_agreement(self._start(number, together)))
+            agreed = self._agreements.finish(self._start(number, together))
+            self._agreements.write(together, agreed)
 
     def arrive(self, numbers: Container[int] | None = None) -> None:
         """Wait for the agreements that overlap with training; a collective.
@@ -321,28 +256,29 @@ class RoundKeeper(LocalWeightsKeeper):
                 self._running.remove(each)
                 self._require_same_round(each.number, each.summary)
                 for agreement in each.agreements:
-                    change = self._finish_agreement(agreement) - agreement.values
-                    self._state.pending.update(self._state.split(agreement.numbers, change))
+                    change = self._agreements.finish(agreement) - agreement.values
+                    parts = self._agreements.split(agreement.numbers, change)
+                    self._agreements.pending.update(parts)
 
     def _add_pending(self, numbers: Collection[int]) -> None:
         """Wait, and add what the agreements have changed to some weights."""
         self.arrive(numbers)
-        self._state.add_pending(numbers)
+        self._agreements.add_pending(numbers)
 
     def _show_agreed(self) -> None:
         self.arrive()
         # Also what an optimizer has changed that the script no longer has.
         for together in pieces(self.weights, sorted(self._trained)):
-            agreed = self._start("shown", together, self.strategy.settle).result()
-            for i, values in self._state.split(together, agreed):
+            agreed = self._start("shown", together, self.strategy.settle).exchanges.result()
+            for i, values in self._agreements.split(together, agreed):
                 self.weights.show(i, values)
         self._agreements.forget()
         self._average_statistics(keep=False)
 
     def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
-        self._state.pending.pop(i, None)
-        if i in self._state.begun():
-            self._state.set_anchor(i)
+        self._agreements.pending.pop(i, None)
+        if i in self._agreements.begun():
+            self._agreements.set_anchor(i)
         return chosen
 
     def end_rounds(self) -> None:
@@ -367,39 +303,26 @@ class RoundKeeper(LocalWeightsKeeper):
         else:
             for together in pieces(self.weights, weights):
                 agreement = self._start(number, together, self.strategy.settle)
-                self._state.write(together, agreement.result())
+                self._agreements.write(together, agreement.exchanges.result())
                 self._agreements.commit(together)
                 for i in together:
-                    self._state.set_anchor(i)
+                    self._agreements.set_anchor(i)
 
     def _taken(self) -> list[int]:
         return [optimizer.taken for optimizer in self._optimizers]
 
     def _start(
-        self, of: int | str, together: list[int], flow: Callable[..., Any] | None = None
-    ) -> RunningAgreement:
-        """Begin what the strategy's ``agree``, or another flow of it, does to some weights.
+        self, of: int | str, numbers: list[int], flow: Callable[..., Flow[Any]] | None = None
+    ) -> Agreement:
+        """Begin an agreement.
 
         Args:
-            of: the optimizer's number, or what else agrees on them.
-            together: the weights' numbers.
-            flow: None for ``agree``.
+            of: the optimizer's number, or what else agrees. Ranks whose optimizers take turns
+                differently must not share names.
+            numbers: of the weights.
+            flow: as for ``Agreements.start``.
         """
-        values = self._state.values(together)
-        agree = flow or self.strategy.agree
-        begun = agree(values, self._state.kept(together), self._agreements.place)
-        return self._agreements.start(begun, values, together, self._name_of(of, together))
-
-    def _name_of(self, of: int | str, together: Sequence[int]) -> str:
-        """An agreement's name, which ranks whose optimizers take turns differently do not share."""
-        return f"{self._name}.{of}.weights.{together[0]}"
-
-    def _finish_agreement(self, agreement: RunningAgreement) -> Vector:
-        """Wait for an agreement, keep its state, and return the values of the next round."""
-        values, state = agreement.result()
-        self._state.keep(agreement.numbers, state)
-        self._agreements.commit(agreement.numbers)
-        return values
+        return self._agreements.start(numbers, f"{self._name}.{of}.weights.{numbers[0]}", flow)
 
     def _compare_ranks(self) -> bool:
         steps = [optimizer.steps for optimizer in self._optimizers]
@@ -425,21 +348,21 @@ class RoundKeeper(LocalWeightsKeeper):
         Raises:
             RanksDisagreeError: ranks have trained other weights, or set others.
         """
-        self._note_set_weights(self._state.begun())
-        mine = sorted(self._trained), sorted(self._set_by_script)
-        everyone = collectives.gather(point, mine, self.weights.group)
-        trained, set_by_script = zip(*everyone, strict=True)
+        self._note_set_weights(self._agreements.begun())
+        own = sorted(self._trained), sorted(self._set_by_script)
+        trained, set_by_script = zip(
+            *collectives.gather(point, own, self.weights.group), strict=True
+        )
         require_same_trained(trained, self.weights)
         self._make_set_weights_same(point, set_by_script)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
-        sent = {f"{SENT}{key}": array for key, array in self._agreements.arrays().items()}
         counts = np.array(
             [[o.steps for o in self._optimizers], [o.rounds for o in self._optimizers]], np.int64
         )
         trained = np.array(sorted(self._trained), np.int64)
-        return {**self._state.arrays(), **sent, "counts": counts, "trained": trained}
+        return {**self._agreements.arrays(), "counts": counts, "trained": trained}
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
         """Set what ``state`` returned.
@@ -453,7 +376,8 @@ class RoundKeeper(LocalWeightsKeeper):
         steps, rounds = arrays["counts"].tolist()
         if len(steps) != len(self._optimizers):
             raise ValueError(f"it has {len(steps)} optimizers, here are {len(self._optimizers)}")
-        self._load({key: a for key, a in arrays.items() if key not in ("counts", "trained")})
+        counted = ("counts", "trained")
+        self._agreements.load({key: a for key, a in arrays.items() if key not in counted})
         for optimizer, number in zip(self._optimizers, rounds, strict=True):
             optimizer.rounds = number
         if in_round:
@@ -461,23 +385,35 @@ class RoundKeeper(LocalWeightsKeeper):
                 optimizer.steps = number
             self._trained = set(arrays["trained"].tolist())
         else:
-            self._state.set_anchors()
+            self._agreements.set_anchors()
         # Each rank has its own optimizer state again, and in a round also its own weights.
         self._begun = in_round
         if in_round:
             for i in range(len(self.weights)):
-                self._state.begin(i)
-
-    def _load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what the strategy and the compression keep that is the same on every rank."""
-        sent = {key for key in arrays if key.startswith(SENT)}
-        self._agreements.load({key.removeprefix(SENT): arrays[key] for key in sent})
-        self._state.load({key: array for key, array in arrays.items() if key not in sent})
+                self._agreements.begin(i)
 
     def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""
-        return self._state.own_arrays() | self._agreements.own_arrays()
+        return self._agreements.own_arrays()
 
     def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``own_state`` returned on this rank."""
-        self._agreements.load(self._state.load_own(arrays))
+        self._agreements.load_own(arrays)
+
+
+# In the order in which they began, the same on all ranks.
+_overlapping: WeakKeyDictionary[RoundKeeper, None] = WeakKeyDictionary()
+
+
+@functools.cache
+def _arrive_before_exit() -> None:
+    """Wait for agreements at the end of the script: Horovod ends on all ranks with the first."""
+    # Registered after Horovod's own function and the watcher's, so it runs before them.
+    atexit.register(_arrive)
+
+
+def _arrive() -> None:
+    if getattr(sys, "last_value", None) is None:  # this rank has not failed
+        with suppress(RankLostError), call("the end of the script"):
+            for keeper in list(_overlapping):
+                keeper.arrive()

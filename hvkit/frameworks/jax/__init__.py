@@ -3,11 +3,10 @@
 ::
 
     port           the steps of ``hvkit.distribute``, and what it refuses
-    arrays         models as trees of arrays
+    arrays         models as trees of arrays; updates that keep what is divided divided
     places         where arrays are on the devices of all ranks, which stand in a mesh
     batches        ``hvkit.batch``: the ranks' batches as one array
     weight_checks  when ranks compare weights with each other
-    updates        Optax transformations that keep divided states and weights divided
     local_weights  for LocalSGD and DiLoCo: modules of NNX that each rank trains for itself
 """
 

@@ -6,6 +6,7 @@ made: Flax's ``TrainState``, a module of Equinox, or a dict of parameters.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Iterator
@@ -237,3 +238,42 @@ def belongs_to_all(thing: Any) -> bool:
         isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         for leaf in jax.tree.leaves(tree_of(thing))
     )
+
+
+def is_transformation(thing: object) -> bool:
+    """Whether this is a transformation of Optax: it has ``init`` and ``update``, and no arrays."""
+    return callable(getattr(thing, "init", None)) and callable(getattr(thing, "update", None))
+
+
+def divided_updates(transformation: Any, of_weights: Place, of_state: Place) -> Any:
+    """The same transformation, whose results are at these places, so that what is divided stays so.
+
+    XLA chooses where the results of a compiled function are, and might gather what an update has
+    read in parts. ``ShardedOptimizer`` divides the optimizer's state (Rajbhandari et al., "ZeRO:
+    Memory optimizations toward training trillion parameter models", 2020, stage 1), ``FullyShard``
+    and meshes the weights as well (stage 3). Of the mean of gradients XLA then makes a
+    reduce-scatter, and it gathers weights where a layer needs them.
+
+    Args:
+        transformation: of Optax.
+        of_weights: where weights are, and so the changes of them.
+        of_state: where its state is.
+    """
+    import optax
+
+    # Others are classes with methods of their own, such as optax.MultiSteps.
+    is_plain = isinstance(transformation, optax.GradientTransformation)
+    inner = optax.with_extra_args_support(transformation) if is_plain else transformation
+
+    def init(params: Any) -> Any:
+        return constrained(inner.init(params), of_state)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        changes, state = inner.update(gradients, state, params, **extra)
+        return constrained(changes, of_weights), constrained(state, of_state)
+
+    if is_plain:
+        return optax.GradientTransformationExtraArgs(init, update)
+    result = copy.copy(transformation)
+    vars(result).update(init=init, update=update)
+    return result

@@ -8,8 +8,9 @@ round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,13 +20,12 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from hvkit import runtime
 from hvkit.communication.allreduce import allreduce
-from hvkit.communication.exchanges import Mean, Place
+from hvkit.communication.exchanges import Exchange, Mean, RunningExchanges
 from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import like
-from hvkit.strategies.strategy import Flow, Rounds
+from hvkit.strategies.strategy import Rounds
 from hvkit.sync.fingerprints import Compared, fingerprint, require_same
 from hvkit.sync.rounds import RoundKeeper
 
@@ -82,9 +82,9 @@ class NnxWeights:
         array: jax.Array = self._variables[i].get_value()
         return array
 
-    def length(self, i: int) -> int:
+    def shape(self, i: int) -> tuple[int, ...]:
         array = self._array(i)
-        return int(array.size) * (2 if array.dtype.kind == "c" else 1)
+        return (*array.shape, 2) if array.dtype.kind == "c" else tuple(array.shape)
 
     def nbytes(self, i: int) -> int:
         return int(self._array(i).nbytes)
@@ -113,7 +113,7 @@ class NnxWeights:
         return np.concatenate(vectors)
 
     def split(self, vector: Vector, numbers: Sequence[int]) -> Sequence[Vector]:
-        return np.split(vector, np.cumsum([self.length(i) for i in numbers])[:-1])
+        return np.split(vector, np.cumsum([math.prod(self.shape(i)) for i in numbers])[:-1])
 
     def to_numpy(self, vector: Vector) -> Vector:
         return vector
@@ -174,56 +174,11 @@ def _shaped(held: Any, vector: Vector) -> Any:
     return like(held, np.asarray(vector).reshape(held.shape))
 
 
-@dataclass
-class _Done:
-    """An agreement that has ended already: ranks wait for it between two steps."""
-
-    numbers: list[int]
-    values: Vector
-    outcome: Any
-
-    def result(self) -> Any:
-        return self.outcome
-
-
-class HostMeans:
-    """Implements ``hvkit.sync.rounds.Agreements`` for strategies that take means."""
-
-    def __init__(self) -> None:
-        self.place: Place = _Here(runtime.rank(), runtime.size())
-
-    def start(self, flow: Flow[Any], values: Vector, numbers: list[int], name: str) -> _Done:
-        exchange = next(flow)
-        while True:
-            assert isinstance(exchange, Mean)
-            try:
-                exchange = flow.send(allreduce(exchange.vector))
-            except StopIteration as end:
-                return _Done(numbers, values, end.value)
-
-    def commit(self, numbers: Container[int]) -> None:
-        """Nothing to keep: there is no compression."""
-
-    def forget(self) -> None:
-        """Nothing to forget."""
-
-    def clear(self) -> None:
-        """Nothing to forget."""
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        return {}
-
-    def own_arrays(self) -> dict[str, NDArray[Any]]:
-        return {}
-
-    def load(self, arrays: dict[str, NDArray[Any]]) -> None:
-        """Nothing was saved."""
-
-
-@dataclass
-class _Here:
-    rank: int
-    size: int
+def _start(exchange: Exchange, name: str) -> Callable[[], Vector]:
+    """A mean, in host memory; there is no compression, and no other strategy."""
+    assert isinstance(exchange, Mean)
+    vector: Vector = exchange.vector
+    return lambda: allreduce(vector)
 
 
 class NnxRounds(RoundKeeper):
@@ -341,7 +296,8 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     weights = {name: v for name, v in variables.items() if isinstance(v, nnx.Param)}
     statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]
     of_model = NnxWeights(weights, statistics, all_ranks())
-    keeper = NnxRounds(strategy, of_model, all_ranks().numbered("hvkit.jax"), HostMeans())
+    name = all_ranks().numbered("hvkit.jax")
+    keeper = NnxRounds(strategy, of_model, name, partial(RunningExchanges, _start))
     counted = CountedOptimizer(optimizer, model, of_model)
     keeper.watch(counted, lambda: False)
     _keepers[model] = keeper

@@ -19,17 +19,18 @@ import jax
 from hvkit.frameworks.jax import batches, places
 from hvkit.frameworks.jax.arrays import (
     belongs_to_all,
+    divided_updates,
     from_rank_0,
     gathered,
     is_array,
     is_in_place,
     is_nnx,
+    is_transformation,
     named_leaves,
     tree_of,
     with_tree,
 )
 from hvkit.frameworks.jax.places import ALL_BATCHES, Place
-from hvkit.frameworks.jax.updates import divided_updates, is_transformation
 from hvkit.learning_rate import Multiplier
 from hvkit.log import logger
 from hvkit.mesh import Mesh

@@ -8,7 +8,6 @@ On TensorFlow, gradients are averaged inside the optimizer's own update::
     ├── weights/           for local weights: rounds, the parameter server
     ├── graph_shares       sends the variables that a rank owns
     ├── batch_norm         means of moving statistics
-    ├── buffer_means       means of what forward passes learn
     ├── checks             do all ranks hold the same weights, and different data?
     ├── graph_refusals     updates inside XLA and tf.distribute
     ├── traced_steps       steps of fit in the timeline of a run

@@ -56,7 +56,7 @@ from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
 from hvkit.frameworks.keras.comparisons import require_same_weights
 from hvkit.frameworks.keras.divided_state import gathered, ids_of_slots
 from hvkit.frameworks.keras.fit import share_results, train_uncompiled
-from hvkit.frameworks.keras.gradients.averager import AveragingKeeper, GradientAverager
+from hvkit.frameworks.keras.gradients.averager import GradientAverager, keeper_of
 from hvkit.frameworks.keras.gradients.nonfinite import NonFinite
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute
@@ -240,7 +240,7 @@ class KerasPort:
             if isinstance(strategy, ShardedOptimizer):
                 self._divide_state(strategy)
             if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:
-                keeper = AveragingKeeper(self.model, self.averagers, strategy, compression)
+                keeper = keeper_of(self.model, self.averagers, strategy, compression)
         wait = None
         if local is None and self.options.batch_norm == "average":
             wait = self._wait(self._name())

@@ -6,7 +6,7 @@
     ├── modules            several modules as one; parameters of modules that were left out
     ├── initial_state      copies rank 0's weights and optimizer state
     ├── gradients/         averages gradients while backward() computes them (reducer)
-    ├── weights/           for local weights: rounds, the parameter server
+    ├── local_weights      parameters as vectors, and optimizers that count their steps
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
     ├── model_parallel/    models whose parts lie on several ranks
     ├── checks             do all ranks hold the same weights, rates and gradients?

@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.fingerprints import fingerprints_of
 from hvkit.frameworks.pytorch.initial_state import own_elements
+from hvkit.frameworks.pytorch.local_weights import flat_copy, set_flat
 from hvkit.frameworks.pytorch.modules import named_in
-from hvkit.frameworks.pytorch.weights.parameters import flat_copy, set_flat
 from hvkit.sync.buffers import require_same_buffers, warn_of_integers
 from hvkit.sync.fingerprints import Compared, Rows
 

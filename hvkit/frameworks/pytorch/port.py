@@ -31,6 +31,12 @@ from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_averaged, reducers_of
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.frameworks.pytorch.learning_rate import RateInStep
+from hvkit.frameworks.pytorch.local_weights import (
+    Parameters,
+    SteppedOptimizer,
+    exchanges_of_weights,
+    is_kept,
+)
 from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import recipe_of
 from hvkit.frameworks.pytorch.modules import (
     is_left_to_rank,
@@ -53,8 +59,6 @@ from hvkit.frameworks.pytorch.step_hooks import (
     watch_steps,
 )
 from hvkit.frameworks.pytorch.traced_steps import trace_steps
-from hvkit.frameworks.pytorch.weights.agreements import Agreements
-from hvkit.frameworks.pytorch.weights.parameters import Parameters, SteppedOptimizer, is_kept
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
 from hvkit.parameter_server.worker import ServedModel
@@ -240,8 +244,7 @@ class PyTorchPort:
         keeper: GradientReducer | RoundKeeper | ServedModel
         if isinstance(strategy := self.options.strategy, Rounds):
             weights = Parameters(self.parameters.values(), checks, statistics)
-            agreements = Agreements(weights, compression)
-            keeper = RoundKeeper(strategy, weights, name, agreements, compression)
+            keeper = RoundKeeper(strategy, weights, name, *exchanges_of_weights(group, compression))
         elif isinstance(strategy, ParameterServer):
             weights = Parameters(self.parameters.values(), checks, statistics)
             keeper = ServedModel(strategy, weights, name)

@@ -24,7 +24,7 @@ from keras_models import (
 from ranks import diloco_by_hand, identical, largest_difference, shared_folder, wait_for
 
 import hvkit
-from hvkit.frameworks.keras.weights import agreements
+from hvkit.frameworks.keras.weights import rounds
 
 
 @MORE
@@ -107,14 +107,14 @@ def test_agreements_that_begin_together_have_the_same_names_on_all_ranks(monkeyp
     """Two optimizers end a round in the same step, in threads of any order."""
     expected = trained_by_two_optimizers()
     begun = itertools.count()
-    run = agreements.Agreement._run
+    run = rounds.Exchanges._run_in_thread
 
     def late(self):
         if next(begun) == 0 and hvkit.rank() == 1:
             time.sleep(0.5)
         run(self)
 
-    monkeypatch.setattr(agreements.Agreement, "_run", late)
+    monkeypatch.setattr(rounds.Exchanges, "_run_in_thread", late)
     assert identical(trained_by_two_optimizers(), expected)
 
 

@@ -217,7 +217,7 @@ def test_two_optimizers_in_one_graph_take_turns(monkeypatch):
 
         return call
 
-    for name in ("_begin_with", "_stepped"):
+    for name in ("serve", "exchange"):
         monkeypatch.setattr(ServedModel, name, slowly(getattr(ServedModel, name)))
     models = [mlp(seed) for seed in range(2)]
     optimizers = [sgd() for _ in models]

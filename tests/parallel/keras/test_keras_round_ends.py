@@ -24,9 +24,8 @@ from ranks import error_of, largest_difference
 
 import hvkit
 from hvkit.communication.exchanges import Mean
-from hvkit.frameworks.keras.collectives import named_collectives
-from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.weights.agreements import Agreement
+from hvkit.frameworks.keras.collectives import wire
+from hvkit.frameworks.keras.weights.rounds import Exchanges
 
 pytestmark = [MORE, pytest.mark.two_ranks]
 
@@ -130,20 +129,20 @@ def test_agreements_that_have_ended_leave_no_vectors_in_memory(loop):
     model, optimizer = in_rounds(hvkit.DiLoCo(2, overlap=1))
     LOOPS[loop](model, optimizer, local(regression(steps=5)))
     gc.collect()
-    mine = [each for each in gc.get_objects() if isinstance(each, Agreement)]
+    mine = [each for each in gc.get_objects() if isinstance(each, Exchanges)]
     assert mine == []
 
 
 def test_graphs_of_collectives_that_were_used_long_ago_are_freed(monkeypatch):
-    made, make = [], named_collectives._function
+    made, make = [], wire._function
 
     def noted(*args):
         made.append(weakref.ref(graph := make(*args)))
         return graph
 
-    monkeypatch.setattr(named_collectives, "_MOST", 2)
-    monkeypatch.setattr(named_collectives, "_function", noted)
-    named = named_collectives.NamedCollectives(Wire("test"))
+    monkeypatch.setattr(wire, "_MOST", 2)
+    monkeypatch.setattr(wire, "_function", noted)
+    named = wire.NamedCollectives(wire.Wire("test"))
     for number in (0, 1, 2, 2, 3):
         mean = named.exchange(Mean(tf.fill([2], float(number + hvkit.rank()))), f"test.{number}")
         assert mean.numpy()[0] == number + (hvkit.size() - 1) / 2

@@ -19,7 +19,7 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
+from hvkit.sync.compression_state import CompressionState
 from hvkit.transport.traffic import Sent
 
 

@@ -180,7 +180,7 @@ def test_weights_of_16_bits_that_nobody_sets_keep_their_anchor():
     train(model, optimizer, data)
     (keeper,) = keepers_of(model)
     assert not keeper._set_by_script
-    anchor = keeper._state.anchor(0)
+    anchor = keeper._agreements.anchor(0)
     assert not torch.equal(anchor, anchor.bfloat16().float())
 
 

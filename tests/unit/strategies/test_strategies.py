@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hvkit
-from hvkit.communication.exchanges import Neighbours
+from hvkit.communication.exchanges import Neighbours, RunningExchanges
 from hvkit.strategies.strategy import Strategy
 
 LOCAL = hvkit.LocalSGD(4)
@@ -22,17 +22,14 @@ class Ranks:
 
     def carry_out(self, flow):
         """Return what a strategy returns, after all that it exchanges."""
-        answer = None
-        while True:
-            try:
-                exchange = flow.send(answer)
-            except StopIteration as end:
-                return end.value
+
+        def start(exchange, name):
             rows = exchange.vector
             if isinstance(exchange, Neighbours):
-                answer = [np.roll(rows, offset, axis=0) for offset in exchange.offsets]
-            else:
-                answer = np.broadcast_to(rows.mean(0), rows.shape)
+                return lambda: [np.roll(rows, offset, axis=0) for offset in exchange.offsets]
+            return lambda: np.broadcast_to(rows.mean(0), rows.shape)
+
+        return RunningExchanges(start, flow, "agreement").result()
 
     def agree(self, strategy, weights, state):
         return self.carry_out(strategy.agree(weights, state, self))

@@ -3,9 +3,7 @@
 ::
 
     graph_collectives      waits counted in graphs, sums in 16 bits
-    gather                 tensors of all ranks, with a backward pass
-    in_graphs              hvkit.allreduce, average and any_rank in graphs
-    named_collectives      in eager code, each a small graph with a name of its own
-    wire                   tensors to the other ranks and back
+    gather                 tensors over all ranks, for the functions that scripts call
+    wire                   tensors to the other ranks and back; in eager code by name
     ops                    operations for compressions
 """

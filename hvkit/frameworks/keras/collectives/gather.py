@@ -1,6 +1,7 @@
-"""Gathers and adds up tensors of TensorFlow of all ranks, with a backward pass.
+"""Tensors of TensorFlow over all ranks, for the functions of hvkit that scripts call.
 
-In eager code and in graphs, for ``hvkit.allgather`` and ``hvkit.mean``.
+In eager code and in graphs ``hvkit.allgather`` and ``hvkit.mean``, which have a backward pass; in
+graphs ``hvkit.allreduce``, ``average`` and ``any_rank``.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
 
 from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.keras.backends import not_converted
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, name_in_graph, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.graph_refusals import refuse_xla
@@ -23,6 +25,8 @@ from hvkit.watch.rank_errors import for_graph
 
 # Names of collectives in eager code return after so many calls: Horovod remembers some only.
 _NAMES = 64
+
+_ALLGATHER = "hvkit.allgather"
 
 _IN_GRAPHS = (
     *("float16", "bfloat16", "float32", "float64", "bool"),
@@ -108,13 +112,13 @@ def gather(
     sizes = [math.prod(shape) for shape in shapes]
     name = f"hvkit.allgather.{next(_serial) % _NAMES}"
     everyone = gather_rows(
-        tf.reshape(tensor, [-1]), sizes, name, _wait(), Wire("objects"), lambda _: share
+        tf.reshape(tensor, [-1]), sizes, name, _wait(_ALLGATHER), Wire("objects"), lambda _: share
     )
     pieces = zip(tf.split(everyone, sizes), shapes, strict=True)
     return [tf.reshape(piece, shape) for piece, shape in pieces]
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@not_converted
 def gather_in_graph(
     tensor: tf.Tensor, share: Callable[[], tf.Tensor | None] = lambda: None
 ) -> list[tf.Tensor]:
@@ -140,9 +144,9 @@ def gather_in_graph(
     rows = tf.cast(tensor, tf.int32) if kind == tf.bool else tensor
     rows = rows if shape.rank else tf.reshape(rows, [1])
     length = tf.shape(rows)[:1]
-    counts = _wait().around(length, lambda sent: wire.gather(sent, f"{name}.rows"))
+    counts = _wait(_ALLGATHER).around(length, lambda sent: wire.gather(sent, f"{name}.rows"))
     counts = tf.ensure_shape(counts, [wire.size])
-    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(), wire, lambda _: found)
+    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(_ALLGATHER), wire, lambda _: found)
     pieces = tf.split(everyone, counts, num=wire.size)
     for piece in pieces if shape.rank else ():
         piece.set_shape([None, *shape[1:]])
@@ -170,7 +174,7 @@ def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
     return "tensorflow", kind.name, "", False, shapes
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@not_converted
 def mean(
     both: Sequence[Any],
     shapes: Sequence[Sequence[int]],
@@ -210,7 +214,7 @@ def _sums(numbers: Sequence[tf.Tensor], ranks: tf.Tensor | None) -> list[tf.Tens
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def summed(sent: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return _wait().around(sent, add), lambda upstream: upstream * factor
+        return _wait(_ALLGATHER).around(sent, add), lambda upstream: upstream * factor
 
     flat = [tf.reshape(each, [-1]) for each in numbers]
     sizes = [tf.size(each) for each in flat]
@@ -232,7 +236,63 @@ def _sums(numbers: Sequence[tf.Tensor], ranks: tf.Tensor | None) -> list[tf.Tens
     return [tf.reshape(s, tf.shape(each)) for s, each in zip(found, numbers, strict=True)]
 
 
+@not_converted
+def allreduce(value: Any, op: str, sent_as: str) -> tf.Tensor:
+    """``hvkit.allreduce`` of a tensor or variable, without gradients.
+
+    Args:
+        value: of a dtype other than complex.
+        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        sent_as: the name of the dtype in which ranks send it.
+    """
+    tensor = tf.convert_to_tensor(value)
+    return tf.cast(_reduced(tf.cast(tensor, sent_as), op, "hvkit.allreduce"), tensor.dtype)
+
+
+@not_converted
+def average(values: Mapping[str, Any], weight: Any) -> dict[str, tf.Tensor]:
+    """``hvkit.average`` of numbers, each a tensor of its own dtype, or of float32 if of integers.
+
+    A weight that is negative or not finite makes the means NaN.
+    """
+    numbers = [tf.reshape(tf.cast(v, tf.float64), []) for v in values.values()]
+    w = tf.reshape(tf.cast(1.0 if weight is None else weight, tf.float64), [])
+    w = tf.where(tf.math.is_finite(w) & (w >= 0), w, tf.constant(math.nan, tf.float64))
+    counted = [tf.where(tf.equal(w, 0), tf.zeros_like(v), v * w) for v in numbers]
+    *totals, total = tf.unstack(_reduced(tf.stack([*counted, w]), "sum", "hvkit.average"))
+    kinds = [tf.convert_to_tensor(v).dtype for v in values.values()]
+    return {
+        name: tf.cast(each / total, kind if kind.is_floating else tf.float32)
+        for name, each, kind in zip(values, totals, kinds, strict=True)
+    }
+
+
+@not_converted
+def any_rank(flag: Any) -> tf.Tensor:
+    """``hvkit.any_rank`` of one truth value."""
+    mine = tf.cast(tf.reshape(tf.cast(flag, tf.bool), []), tf.int32)
+    return _reduced(mine, "max", "hvkit.any_rank") > 0
+
+
+def _reduced(tensor: tf.Tensor, op: str, call: str) -> tf.Tensor:
+    if size() == 1:
+        return tf.stop_gradient(tensor)
+    refuse_xla(call)
+    name = name_in_graph(call)
+    wire = Wire("objects")
+    kind = {"mean": wire.sum, "sum": wire.sum, "min": wire.lowest, "max": wire.highest}[op]
+    with tf.device("CPU:0"):
+        reduced = _wait(call).around(tensor, lambda sent: kind(sent, name))
+        if op in ("min", "max") and tensor.dtype.is_floating:
+            # With MPI the result of a NaN depends on the order of ranks.
+            mine = tf.cast(tf.math.is_nan(tensor), tf.int32)
+            nan = _wait(call).around(mine, lambda sent: wire.highest(sent, f"{name}.nan")) > 0
+            reduced = tf.where(nan, tf.constant(math.nan, tensor.dtype), reduced)
+        reduced = tf.ensure_shape(reduced, tensor.shape)
+        return tf.stop_gradient(reduced / wire.size if op == "mean" else reduced)
+
+
 @functools.cache
-def _wait() -> GraphWait:
-    """One counter for all calls together: each one costs the watcher time."""
-    return GraphWait("hvkit.allgather", "hvkit.allgather")
+def _wait(call: str) -> GraphWait:
+    """One counter for all calls of a function together: each one costs the watcher time."""
+    return GraphWait(call, call)

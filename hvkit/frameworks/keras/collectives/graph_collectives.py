@@ -7,14 +7,13 @@ counters in the graph take its place: one goes up before the collectives, one af
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import tensorflow as tf
 
-from hvkit.communication.exchanges import Exchange
+from hvkit.communication.exchanges import RunningExchanges
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
@@ -22,6 +21,7 @@ from hvkit.frameworks.keras.backends import backend_variable, quickly_read
 from hvkit.frameworks.keras.collectives import ops
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.host.run_reports import timeline_wanted
+from hvkit.sync.compression_state import Arrays, CompressionState
 from hvkit.watch import calls
 from hvkit.watch.calls import waiting_for_all_ranks
 
@@ -139,8 +139,10 @@ def name_in_graph(call: str) -> str:
     return f"{call}.graph.{next(_calls.setdefault(graph, itertools.count()))}"
 
 
-class CompressedMeans:
-    """Means over ranks of float32 vectors that travel compressed.
+class CompressedMeans(CompressionState):
+    """Means over ranks of float32 vectors that travel compressed, in eager code and in graphs.
+
+    What the compression keeps is in variables, since graphs hold it; the keys are ids of weights.
 
     Args:
         compression: how they travel.
@@ -148,102 +150,47 @@ class CompressedMeans:
     """
 
     def __init__(self, compression: Compression, wire: Wire) -> None:
-        self.compression = compression
+        super().__init__(compression, ops, wire)
         self._wire = wire
-        # What the compression keeps, by the id of a variable. TensorFlow's graphs need variables.
-        self.kept: dict[int, dict[str, tf.Variable]] = {}
-        self._shapes: dict[int, Shape] = {}
-
-    def suits(self, dtype: tf.DType) -> bool:
-        """Whether vectors of this dtype travel so.
-
-        Raises:
-            ValueError: they cannot, and must not travel otherwise.
-        """
-        suits = dtype == tf.float32 or not self.compression.float32_only
-        if not suits and self.compression.exclusive:
-            raise ValueError(
-                f"{self.compression} is for weights of at most 32 bits, got {dtype.name}: build "
-                "the model in float32, or use hvkit.Synchronous()"
-            )
-        return suits
+        self._shapes: dict[Hashable, Shape] = {}
 
     def mean(self, vector: tf.Tensor, variables: Sequence[Any], name: str) -> tf.Tensor:
-        """The mean of a vector, which counts; a collective. Arguments are as for ``reduced``."""
-        mean, states = self.reduced(vector, variables, name, self._wire.exchange)
-        self.keep(variables, states)
-        return mean
-
-    def reduced(
-        self,
-        vector: tf.Tensor,
-        variables: Sequence[Any],
-        name: str,
-        exchange: Callable[[Exchange, str], tf.Tensor],
-    ) -> tuple[tf.Tensor, list[dict[str, tf.Tensor]]]:
-        """The mean of a vector, and what to ``keep`` of each variable if it counts; a collective.
+        """The mean of a vector; a collective.
 
         Args:
             vector: of shape (n,), the same on all ranks: tensors, one after the other.
             variables: to which the tensors belong.
             name: the same on every rank, and no other collective's.
-            exchange: makes a collective of some name.
         """
-        shapes = [tuple(v.shape) for v in variables]
-        held = [self.state_of(backend_variable(v)) for v in variables]
-        state = {name: [each[name].value() for each in held] for name in held[0]}
-        flow = self.compression.reduce(vector, shapes, state, ops, self._wire)
-        result, number = None, 0
-        while True:
-            try:
-                asked = flow.send(result)
-            except StopIteration as end:
-                mean, state = end.value
-                return mean, [{k: v[at] for k, v in state.items()} for at in range(len(held))]
-            result = exchange(asked, f"{name}.{number}")
-            number += 1
+        keys = [id(backend_variable(v)) for v in variables]
+        flow = self.reduce(keys, [tuple(v.shape) for v in variables], vector)
+        mean = RunningExchanges(self._wire.start, flow, name).result()
+        for key in keys:
+            self._assign(key, self.pending.pop(key))
+        return mean
 
-    def keep(self, variables: Sequence[Any], states: Sequence[Mapping[str, tf.Tensor]]) -> None:
-        """Keep what ``reduced`` returned."""
-        for v, state in zip(variables, states, strict=True):
-            for name, variable in self.state_of(backend_variable(v)).items():
-                variable.assign(state[name])
+    def _begin(self, key: Hashable, shape: Shape, like: tf.Tensor) -> dict[str, tf.Variable]:
+        self._shapes[key] = shape
+        with tf.init_scope():
+            begun = super()._begin(key, shape, like)
+            return {name: tf.Variable(each, trainable=False) for name, each in begun.items()}
 
-    def arrays(
-        self, names: Sequence[str], weights: Sequence[tf.Variable]
-    ) -> dict[str, np.ndarray[Any, Any]]:
-        """What is kept under these names, for a checkpoint: by name and weight."""
-        return {
-            f"{name}.{i}": np.array(self.kept[id(weight)][name].numpy())
-            for i, weight in enumerate(weights)
-            if id(weight) in self.kept
-            for name in names
-        }
+    def _now(self, key: Hashable) -> dict[str, tf.Tensor]:
+        return {name: variable.value() for name, variable in self.kept[key].items()}
 
-    def load(
-        self, arrays: Mapping[str, np.ndarray[Any, Any]], weights: Sequence[tf.Variable]
-    ) -> None:
-        """Set what ``arrays`` returned."""
-        for key, array in arrays.items():
-            name, _, number = key.partition(".")
-            self.state_of(weights[int(number)])[name].assign(array)
+    def _assign(self, key: Hashable, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self.kept[key][name].assign(value)
 
     def begin_anew(self) -> None:
-        """Forget what is kept."""
-        for key, held in self.kept.items():
-            for name, array in self.compression.begin(self._shapes[key]).items():
-                held[name].assign(array)
+        self._loaded.clear()
+        for key in self.kept:
+            self._assign(key, self.compression.begin(self._shapes[key]))
 
-    def state_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
-        """The variables with what the compression keeps of one weight."""
-        if id(variable) not in self.kept:
-            with tf.init_scope():
-                self._shapes[id(variable)] = tuple(variable.shape)
-                begun = self.compression.begin(self._shapes[id(variable)])
-                self.kept[id(variable)] = {
-                    name: tf.Variable(array, trainable=False) for name, array in begun.items()
-                }
-        return self.kept[id(variable)]
+    def load(self, arrays: Arrays, keys: Sequence[Hashable]) -> None:
+        super().load(arrays, keys)
+        for key in self._loaded.keys() & self.kept.keys():
+            self._assign(key, self._loaded.pop(key))
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:

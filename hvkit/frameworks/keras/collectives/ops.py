@@ -64,6 +64,11 @@ def constant(array: NDArray[Any], like: tf.Tensor) -> tf.Tensor:
     return tf.constant(array)
 
 
+def to_numpy(x: tf.Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = x.numpy()
+    return array
+
+
 def concat(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(list(vectors), axis=0)
 

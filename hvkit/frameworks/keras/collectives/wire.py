@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvkit import runtime
@@ -23,6 +25,10 @@ from hvkit.transport.traffic import (
     of_alltoall,
     of_messages,
 )
+
+# Graphs of single collectives that are kept: more than the pieces of most models times the
+# collectives of a compression.
+_MOST = 256
 
 
 class Wire:
@@ -140,6 +146,53 @@ class Wire:
                 return _with_rows(self.shares(rows, name), rows.shape[0])
             case Messages():
                 return self.messages(exchange, name)
+
+    def start(self, exchange: Exchange, name: str) -> Callable[[], tf.Tensor]:
+        """For ``RunningExchanges``: the exchange begins once somebody waits for it."""
+        return functools.partial(self.exchange, exchange, name)
+
+
+class NamedCollectives:
+    """Collectives outside of graphs, by name, each in a small graph of its own.
+
+    In eager code Horovod gives operations of one kind one name, whatever they are called: it would
+    mix up those of two threads, and those of ranks that are at different points of the script.
+
+    Not for functions that a graph calls: one may occupy the only thread that TensorFlow has.
+
+    Args:
+        wire: counts the bytes.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._function = functools.lru_cache(_MOST)(functools.partial(_function, wire))
+
+    def exchange(self, exchange: Exchange, name: str) -> Any:
+        """As ``Wire.exchange``; the result for an array of NumPy is one, too."""
+        field = "vector" if isinstance(exchange, Mean) else "rows"
+        sent = getattr(exchange, field)
+        tensor = tf.convert_to_tensor(sent)
+        left_out: Any = None
+        form = replace(exchange, **{field: left_out})  # the graph must not keep the tensor
+        function = self._function(name, form, field, tensor.dtype, tuple(tensor.shape))
+        return function(tensor).numpy() if isinstance(sent, np.ndarray) else function(tensor)
+
+    def start(self, exchange: Exchange, name: str) -> Callable[[], Any]:
+        """For ``RunningExchanges``: the exchange begins once somebody waits for it."""
+        return functools.partial(self.exchange, exchange, name)
+
+
+def _function(
+    wire: Wire, name: str, form: Exchange, field: str, dtype: tf.DType, shape: tuple[int, ...]
+) -> Any:
+    """A graph that makes one collective, of a tensor that takes the place of a field."""
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def function(tensor: tf.Tensor) -> tf.Tensor:
+        return wire.exchange(replace(form, **{field: tensor}), name)
+
+    # Concrete: else TensorFlow warns that one code is traced too often.
+    return tf.function(function).get_concrete_function(tf.TensorSpec(shape, dtype))
 
 
 def _not_constant(tensor: tf.Tensor) -> tf.Tensor:

@@ -17,9 +17,8 @@ count as often as it has rows (``loss_means``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -35,6 +34,7 @@ from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.chunking import chunks
+from hvkit.sync.compression_state import CompressionKeeper
 from hvkit.watch.calls import call, waiting_for_all_ranks
 from hvkit.watch.rank_errors import for_graph
 
@@ -274,76 +274,21 @@ class GradientAverager:
         return self._wire.means(gradients, name)
 
 
-class AveragingKeeper:
-    """What the compression keeps for the optimizers of one model.
+def keeper_of(
+    model: Any,
+    averagers: Sequence[GradientAverager],
+    strategy: Averaging,
+    compression: Compression | None,
+) -> CompressionKeeper:
+    """What shows checkpoints what the compression keeps for the optimizers of a model."""
+    states = {f"{i}-": each.compressed for i, each in enumerate(averagers) if each.compressed}
+    reference = weakref.ref(model)  # hvkit keeps this as long as the model
 
-    It is a ``hvkit.sync.port.Keeper``.
+    def keys() -> list[int]:
+        model = reference()
+        return [] if model is None else [id(backend_variable(w)) for w in model.weights]
 
-    Args:
-        model: a distributed one.
-        averagers: of its optimizers.
-        strategy: as passed to ``distribute``.
-        compression: as passed to ``distribute``.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        averagers: Sequence[GradientAverager],
-        strategy: Averaging,
-        compression: Compression | None,
-    ) -> None:
-        self.strategy = strategy
-        self.compression = compression
-        self.local, self.equal_steps = False, True
-        # Weak: hvkit keeps this object as long as the model.
-        self._model = weakref.ref(model)
-        self._compressed = [each.compressed for each in averagers if each.compressed]
-
-    def arrive(self) -> None:
-        """No agreement runs beside training."""
-
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """The weights are the same on all ranks at any time."""
-        yield
-
-    unsettled = settled
-
-    def begin_anew(self) -> None:
-        """Forget what the compression keeps."""
-        for each in self._compressed:
-            each.begin_anew()
-
-    def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves, the same on every rank."""
-        return self._arrays("common")
-
-    def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
-        """Set what ``state`` returned."""
-        self.begin_anew()
-        self.load_own_state(arrays)
-
-    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals."""
-        return self._arrays("own")
-
-    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``own_state`` returned on this rank."""
-        for index, each in enumerate(self._compressed):
-            mine = {k.partition("-")[2]: a for k, a in arrays.items() if k.startswith(f"{index}-")}
-            each.load(mine, self._weights())
-
-    def _arrays(self, which: Literal["common", "own"]) -> dict[str, np.ndarray[Any, Any]]:
-        return {
-            f"{index}-{key}": array
-            for index, each in enumerate(self._compressed)
-            for key, array in each.arrays(getattr(each.compression, which), self._weights()).items()
-        }
-
-    def _weights(self) -> list[tf.Variable]:
-        model = self._model()
-        return [] if model is None else [backend_variable(w) for w in model.weights]
+    return CompressionKeeper(strategy, compression, states, keys)
 
 
 def _either(condition: tf.Tensor, change: Callable[[Any], Any], tensor: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import keras
@@ -21,22 +21,41 @@ from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute, refuse_x
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.weights.updated_variables import UpdatedVariables
 from hvkit.frameworks.keras.weights.variables import Variables
+from hvkit.sync.local_weights import LocalWeightsKeeper
 
 # What surrounds the updates of an optimizer, not of one that scales the loss.
 _around: WeakKeyDictionary[Any, ref[Updates]] = WeakKeyDictionary()
 
 
-class UpdatesKeeper(Protocol):
-    """What exchanges the weights of a model, by variables that are updated together."""
+class UpdatesKeeper(LocalWeightsKeeper):
+    """What exchanges the weights of a model, by variables that are updated together.
 
-    variables: Variables
-    updated: list[UpdatedVariables]
+    Args:
+        variables: of the model.
 
-    def add_updated(self, updated: UpdatedVariables) -> None:
-        """Know more variables that are updated together; the same ones on every rank."""
+    Attributes:
+        updated: these variables; the same ones on every rank. For ``hvkit.sync`` each is an
+            optimizer.
+    """
 
-    def refuse_step(self) -> None:
-        """Raise if the agreed weights are shown."""
+    def __init__(self, variables: Variables) -> None:
+        self.variables = variables
+        self.updated: list[UpdatedVariables] = []
+        # Weak: the optimizers keep them. Their variables count also when they are gone.
+        self._updates: list[ref[Any]] = []
+
+    def count_updates(self, updates: Updates) -> int:
+        """Know what surrounds the updates of another optimizer; return its number."""
+        self._updates.append(ref(updates))
+        return len(self._updates) - 1
+
+    def new(self, variables: list[tf.Variable], updates: Updates) -> UpdatedVariables:
+        """Know more variables that an optimizer updates together."""
+        self.variables.add(variables)
+        updated = UpdatedVariables(variables, self.variables, updates, len(self.updated))
+        self.updated.append(updated)
+        self._add_optimizer(updated)
+        return updated
 
 
 class Updates(ABC):
@@ -47,27 +66,29 @@ class Updates(ABC):
 
     Args:
         keeper: of the model.
-        number: of the optimizer.
         optimizer: one that updates variables, not one that scales the loss.
         checks: what the ranks compare before their first update.
         before_update: called with the variables at the start of each update.
 
     Attributes:
         calls: of ``apply`` so far, for graphs, which subclasses count.
+        number: of the optimizer.
+        optimizer: a weak reference to it.
+        per_step: calls of ``apply`` in a step: the optimizer may accumulate gradients.
     """
 
     def __init__(
         self,
-        keeper: UpdatesKeeper,
-        number: int,
+        keeper: Any,
         optimizer: Any,
         checks: Checks,
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
         self.checks = checks
         self._keeper = keeper
-        self._number = number
-        self._optimizer = ref(optimizer)
+        self.number = keeper.count_updates(self)
+        self.optimizer = ref(optimizer)
+        self.per_step: int = optimizer.gradient_accumulation_steps or 1
         self._before_update = before_update
         self._updating = False
         with tf.init_scope(), tf.device("CPU:0"):
@@ -122,23 +143,17 @@ class Updates(ABC):
 
     def _updated_together(self, variables: list[tf.Variable]) -> UpdatedVariables:
         """What holds these variables; perhaps anew."""
-        return self._known(variables) or self._new(variables)
+        return self._known(variables) or self._keeper.new(variables, self)
 
-    def _mine(self) -> list[UpdatedVariables]:
+    def _of_optimizer(self) -> list[UpdatedVariables]:
         """Those that the optimizer has updated."""
-        return [each for each in self._keeper.updated if each.optimizer_number == self._number]
+        return [each for each in self._keeper.updated if each.optimizer_number == self.number]
 
     def _known(self, variables: list[tf.Variable]) -> UpdatedVariables | None:
         """What holds these variables, if the optimizer has updated them together before."""
         ids = {id(v) for v in variables}
-        return next((g for g in self._mine() if ids == {id(v) for v in g.variables}), None)
-
-    def _new(self, variables: list[tf.Variable]) -> UpdatedVariables:
-        of, number = self._keeper.variables, len(self._keeper.updated)
-        of.add(variables)
-        updated = UpdatedVariables(variables, of, self._optimizer, self._number, self.calls, number)
-        self._keeper.add_updated(updated)
-        return updated
+        known = self._of_optimizer()
+        return next((each for each in known if ids == {id(v) for v in each.variables}), None)
 
     @abstractmethod
     def _before(

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.graph_collectives import nothing
 from hvkit.frameworks.keras.optimizers import calls_of_apply
-from hvkit.frameworks.keras.weights.around_updates import Updates
-from hvkit.frameworks.keras.weights.updated_variables import (
-    UpdatedVariables,
-    begin_once,
-    set_in_numpy,
-)
+from hvkit.frameworks.keras.weights.around_updates import Updates, UpdatesKeeper
 from hvkit.frameworks.keras.weights.variables import Array, Variables
 from hvkit.parameter_server import worker
 from hvkit.strategies.parameter_server import ParameterServer
@@ -33,7 +26,7 @@ from hvkit.strategies.parameter_server import ParameterServer
 _CALLS = "calls."
 
 
-class ServedModel(worker.ServedModel):
+class ServedModel(UpdatesKeeper, worker.ServedModel):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -47,55 +40,29 @@ class ServedModel(worker.ServedModel):
     def __init__(
         self, strategy: ParameterServer, model: keras.Model, name: str, with_statistics: bool
     ) -> None:
-        self.variables = Variables(model, name, with_statistics, all_ranks())
-        super().__init__(strategy, self.variables, name)
-        self.updated: list[UpdatedVariables] = []
-        # Weak: the optimizers keep them.
-        self._updates: list[ref[_ServedUpdates]] = []
+        variables = Variables(model, name, with_statistics, all_ranks())
+        UpdatesKeeper.__init__(self, variables)
+        worker.ServedModel.__init__(self, strategy, variables, name)
 
     def watch_updates(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
     ) -> None:
-        """Exchange weights after each update of an optimizer.
+        """Exchange weights after each update of an optimizer, as ``ServedUpdates`` does."""
+        ServedUpdates(self, optimizer, checks, before_update)
 
-        Args:
-            optimizer: one that updates variables, not one that scales the loss.
-            checks: what the ranks compare before their first update.
-            before_update: called with the variables at the start of each update.
-        """
-        updates = _ServedUpdates(self, len(self._updates), optimizer, checks, before_update)
-        self._updates.append(ref(updates))
-
-    def add_updated(self, updated: UpdatedVariables) -> None:
-        """Know more variables that are updated together; the same ones on every rank."""
-        self.updated.append(updated)
-        self._add_optimizer(updated)
-
-    def serve(self, updated: UpdatedVariables) -> tf.Tensor:
+    def serve(self, number: int) -> None:
         """Have the server hold variables; a collective if it lacks any."""
-        return begin_once(updated, self._begin_with)
+        self._serve(number, self.updated[number].numbers)  # others may have no values yet
 
-    def _begin_with(self, number: int, vectors: Sequence[Array]) -> list[Array]:
-        updated = self.updated[number]
-        with self.variables.given(updated.vectors, vectors):
-            self._serve(number, updated.numbers)  # others may have no values yet
-        return [np.array(True)]
+    def exchange(self, number: int) -> None:
+        """Send what an update has changed, and go on from the server's weights."""
+        self.refuse_step()
+        self._steps_ended += 1
+        self._end_step(number)
 
     def _require_same(self, new: list[int]) -> None:
         # The values are compared before the update, like those of any other strategy.
         self.variables.require_same_list([self.variables.in_order[i] for i in new])
-
-    def exchange(self, updated: UpdatedVariables) -> tf.Tensor:
-        """Send what an update has changed, and go on from the server's weights."""
-        set_in_numpy(updated, self._stepped)
-        return nothing()
-
-    def _stepped(self, number: int, vectors: Sequence[Array]) -> list[Array]:
-        self.refuse_step()
-        self._steps_ended += 1
-        with self.variables.given(self.updated[number].vectors, vectors) as changed:
-            self._end_step(number)
-            return changed()
 
     def accept_set_weights(self) -> None:
         """Nothing to do: what the script has changed travels with the next step."""
@@ -108,7 +75,7 @@ class ServedModel(worker.ServedModel):
         for updates in self._living():
             updates.count_from_optimizer()
 
-    def _living(self) -> list[_ServedUpdates]:
+    def _living(self) -> list[ServedUpdates]:
         return [updates for reference in self._updates if (updates := reference()) is not None]
 
     def state(self) -> dict[str, Array]:
@@ -139,36 +106,35 @@ class ServedModel(worker.ServedModel):
             living[int(key.removeprefix(_CALLS))].calls.assign(array)
 
 
-class _ServedUpdates(Updates):
+class ServedUpdates(Updates):
     """Lets a model exchange its weights after the updates of one optimizer."""
+
+    _keeper: ServedModel
 
     def __init__(
         self,
-        served: ServedModel,
-        number: int,
+        keeper: ServedModel,
         optimizer: Any,
         checks: Checks,
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
-        super().__init__(served, number, optimizer, checks, before_update)
-        self._served = served
-        self._per_step = optimizer.gradient_accumulation_steps or 1
+        super().__init__(keeper, optimizer, checks, before_update)
         self.count_from_optimizer()
 
     def count_from_optimizer(self) -> None:
         """Go on where the optimizer is, between two steps or while it accumulates gradients."""
-        if (optimizer := self._optimizer()) is not None:
+        if (optimizer := self.optimizer()) is not None:
             self.calls.assign(calls_of_apply(optimizer))
 
     def _before(
         self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
     ) -> list[Any]:
         updated = self._updated_together(weights)
-        with tf.control_dependencies([self._served.serve(updated)]):
+        with tf.control_dependencies([updated.begin_by(self._keeper.serve)]):
             return list(self.checks(grads, variables))
 
     def _after(self, weights: list[tf.Variable]) -> None:
         """Exchange the weights once in ``gradient_accumulation_steps``."""
-        updated = self._updated_together(weights)
-        step_ends = self.calls.assign_add(1) % self._per_step == 0
-        tf.cond(step_ends, lambda: self._served.exchange(updated), nothing)
+        keeper, updated = self._keeper, self._updated_together(weights)
+        step_ends = self.calls.assign_add(1) % self.per_step == 0
+        tf.cond(step_ends, lambda: updated.change_by(keeper.exchange, in_thread=False), nothing)

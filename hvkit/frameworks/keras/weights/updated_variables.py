@@ -6,23 +6,31 @@ import functools
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
-from weakref import WeakMethod, ref
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend import Variable as KerasVariable  # keras.Variable of 3.5 is a subclass
 
+from hvkit import threads
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, nothing
 from hvkit.frameworks.keras.optimizers import calls_of_apply, parts_of
 from hvkit.frameworks.keras.weights.variables import STEP, Array, Variables
-from hvkit.sync.local_weights import pieces
 from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
+
+if TYPE_CHECKING:
+    from hvkit.frameworks.keras.weights.around_updates import Updates
 
 # Bytes.
 _LARGE = 1 << 17
+
+Method = Callable[[int], None]
+"""A method of a keeper that gets the number of an ``UpdatedVariables``."""
 
 
 class UpdatedVariables:
@@ -33,21 +41,13 @@ class UpdatedVariables:
     Args:
         variables: the same ones, in the same order, on every rank.
         of: all that ranks agree on.
-        optimizer: theirs, weakly.
-        optimizer_number: its number.
-        calls: counts the calls of its ``apply``, for messages.
+        updates: what surrounds the optimizer's.
         number: of this object in its model.
 
     Attributes:
         numbers: of the variables.
-        vectors: the numbers of those that graphs hand over in one vector: a large one alone.
-        pieces: the same, some at a time, in order.
         counted: the calls of ``apply``, for graphs.
-        calls_per_step: of ``apply``; the optimizer may accumulate gradients.
-        rounds_counted: the rounds that have ended, for graphs.
-        rounds_seen: of these, those whose training has been noted.
         begun: whether the variables' state has begun, for graphs.
-        wait: counts the waits in graphs.
     """
 
     call = STEP
@@ -56,33 +56,111 @@ class UpdatedVariables:
         self,
         variables: list[tf.Variable],
         of: Variables,
-        optimizer: ref[Any],
-        optimizer_number: int,
-        calls: tf.Variable,
+        updates: Updates,
         number: int,
     ) -> None:
         self.variables = variables
         self.of = of
         self.numbers = of.numbers(variables)
-        self.vectors = [run for kind in of.kinds(self.numbers) for run in _large_alone(of, kind)]
-        self.pieces = pieces(of, sorted(self.numbers))
-        self.optimizer_number = optimizer_number
+        self.optimizer_number = updates.number
         self.number = number
-        self.calls_per_step = getattr(optimizer(), "gradient_accumulation_steps", None) or 1
-        self.wait = GraphWait(f"{of.name}.updated.{number}", group=of.group)
-        self.rounds_seen = 0
-        self._calls = calls
-        self._optimizer = optimizer
+        self.rounds = 0
+        # Graphs hand over so many in one vector: to join large ones costs more.
+        self._vectors = [run for kind in of.kinds(self.numbers) for run in _large_alone(of, kind)]
+        self._wait = GraphWait(f"{of.name}.updated.{number}", group=of.group)
+        # Not all of it: the optimizer keeps that.
+        self._calls, self._per_step = updates.calls, updates.per_step
+        self._optimizer = updates.optimizer
+        self._changed: Future[list[Array]]
         with tf.init_scope(), tf.device("CPU:0"):
             self.counted = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self.rounds_counted = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.begun = tf.Variable(False, trainable=False)
 
     @functools.cached_property
-    def queue(self) -> Any:
-        """What graphs wait in for agreements on the variables."""
+    def _queue(self) -> Any:
+        """What a graph waits in for a thread."""
         with tf.init_scope(), tf.device("CPU:0"):
             return tf.queue.FIFOQueue(10, [tf.bool], [()])
+
+    def begin_by(self, method: Method) -> tf.Tensor:
+        """Call a method that reads the variables, unless one was called since ``begun`` was unset.
+
+        Returns:
+            What later operations must wait for.
+        """
+        weak = WeakMethod(method)
+
+        def begin() -> tf.Tensor:
+            if tf.executing_eagerly():
+                method(self.number)
+                return self.begun.assign(True)
+            done = tf.TensorSpec([], tf.bool)
+            (begun,) = _in_turn(lambda: _in_numpy(self._read, weak, self._joined(), [done]))
+            return self.begun.assign(begun)
+
+        return tf.cond(self.begun, nothing, begin)
+
+    def change_by(self, method: Method, *, in_thread: bool) -> tf.Tensor:
+        """Call a method that reads and sets the variables; a branch of ``tf.cond``.
+
+        Args:
+            method: in a graph it gets and sets copies.
+            in_thread: whether a graph has it called in a thread and waits in a queue, which takes
+                none of TensorFlow's threads, as a function of Python does that waits for other
+                ranks. There may be only one.
+        """
+        if tf.executing_eagerly():
+            method(self.number)
+            return nothing()
+        weak = WeakMethod(method)
+
+        def changed() -> list[tf.Tensor]:
+            held = self._joined()
+            like_held = [tf.TensorSpec(v.shape, v.dtype) for v in held]
+            if not in_thread:
+                return _in_numpy(self._set, weak, held, like_held)
+            (begun,) = _in_numpy(self._start, weak, held, [tf.TensorSpec([], tf.bool)])
+            with tf.control_dependencies([self._wait.around(begun, self._dequeue)]):
+                return _in_numpy(self._result, None, [], like_held)
+
+        for numbers, vector in zip(self._vectors, _in_turn(changed), strict=True):
+            self.of.assign_joined(numbers, vector)
+        return nothing()
+
+    def _joined(self) -> list[tf.Tensor]:
+        return [self.of.joined(numbers) for numbers in self._vectors]
+
+    def _read(self, method: WeakMethod[Method], vectors: Sequence[Array]) -> list[Array]:
+        self._set(method, vectors)
+        return [np.array(True)]
+
+    def _set(self, method: WeakMethod[Method], vectors: Sequence[Array]) -> list[Array]:
+        bound = method()
+        assert bound is not None, "a graph trains a model that is gone"
+        with self.of.given(self._vectors, vectors) as changed:
+            bound(self.number)
+            return changed()
+
+    def _start(self, method: WeakMethod[Method], vectors: Sequence[Array]) -> list[Array]:
+        self._changed = Future()
+        threads.start("hvkit-round", self._run, method, vectors)
+        return [np.array(True)]
+
+    def _run(self, method: WeakMethod[Method], vectors: Sequence[Array]) -> None:
+        try:
+            self._changed.set_result(self._set(method, vectors))
+        except BaseException as error:
+            self._changed.set_exception(error)
+        self._queue.enqueue(True)
+
+    def _dequeue(self, begun: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([begun]), tf.device("CPU:0"):
+            return self._queue.dequeue()
+
+    def _result(self, _: None, __: Sequence[Array]) -> list[Array]:
+        changed = self._changed
+        del self._changed
+        return changed.result()
 
     @property
     def steps(self) -> int:
@@ -95,24 +173,12 @@ class UpdatedVariables:
     @property
     def step(self) -> int:
         """How many steps the optimizer has taken since the script began, also with others."""
-        return -(-int(self._calls.numpy()) // self.calls_per_step)
-
-    @property
-    def rounds(self) -> int:
-        return int(self.rounds_counted.numpy())
-
-    @rounds.setter
-    def rounds(self, number: int) -> None:
-        self.rounds_counted.assign(number)
+        return -(-int(self._calls.numpy()) // self._per_step)
 
     @property
     def taken(self) -> int:
         optimizer = self._optimizer()
         return 0 if optimizer is None else calls_of_apply(optimizer)
-
-    def joined(self) -> list[tf.Tensor]:
-        """The variables' values, as ``vectors`` says."""
-        return [self.of.joined(numbers) for numbers in self.vectors]
 
     def held(self) -> set[int]:
         return set(self.numbers)
@@ -159,41 +225,12 @@ def _large_alone(of: Variables, numbers: list[int]) -> list[list[int]]:
     return [small, *large] if small else large
 
 
-Method = Callable[[Any, Sequence[Array]], list[Array]]
-"""A method of a key, such as a number, and of arrays; it returns others."""
-
-
-def begin_once(updated: UpdatedVariables, method: Method) -> tf.Tensor:
-    """Call a method of variables' values before the first update; it returns that it is done."""
-
-    def begin() -> tf.Tensor:
-        done = tf.TensorSpec([], tf.bool)
-        (begun,) = in_turn(lambda: in_numpy(method, updated.number, updated.joined(), [done]))
-        return updated.begun.assign(begun)
-
-    return tf.cond(updated.begun, nothing, begin)
-
-
-def set_in_numpy(updated: UpdatedVariables, method: Method) -> None:
-    """Set variables to what a method of their values returns."""
-
-    def changed() -> list[tf.Tensor]:
-        held = updated.joined()
-        like_held = [tf.TensorSpec(v.shape, v.dtype) for v in held]
-        return in_numpy(method, updated.number, held, like_held)
-
-    for numbers, vector in zip(updated.vectors, in_turn(changed), strict=True):
-        updated.of.assign_joined(numbers, vector)
-
-
-def in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+def _in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
     """Call a function that adds functions of NumPy, or collectives, to a graph.
 
     Graphs run what such functions add one after another, in the order of the program: with two
     optimizers in a graph, TensorFlow would otherwise run their collectives at the same time.
     """
-    if tf.executing_eagerly():
-        return build()
     # TensorFlow keeps the order of operations that use the same variable.
     with tf.control_dependencies([_turn().assign_add(1, read_value=False)]):
         results = build()
@@ -209,10 +246,13 @@ def _turn() -> tf.Variable:
         return tf.Variable(0, trainable=False, dtype=tf.int64)
 
 
-def in_numpy(
-    method: Method, key: Any, inputs: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]
+def _in_numpy(
+    method: Callable[[Any, Sequence[Array]], list[Array]],
+    key: Any,
+    inputs: Sequence[tf.Tensor],
+    results: Sequence[tf.TensorSpec],
 ) -> list[tf.Tensor]:
-    """The results of a method on NumPy arrays, in eager code and in graphs.
+    """The results of a method on NumPy arrays, in a graph.
 
     Args:
         method: a graph does not keep its object. An array that it returns is TensorFlow's then.
@@ -220,16 +260,13 @@ def in_numpy(
         inputs: the arrays.
         results: their shapes and dtypes.
     """
-    if tf.executing_eagerly():
-        return [tf.constant(each) for each in method(key, [each.numpy() for each in inputs])]
-    weak: Callable[[], Any] = WeakMethod(method)
+    weak = WeakMethod(method)
 
     def call(*arrays: Array) -> list[Array]:
         with raised_in_graph():
             bound = weak()
             assert bound is not None, "a graph trains a model that is gone"
-            found: list[Array] = bound(key, arrays)
-            return found
+            return bound(key, arrays)
 
     found = tf.numpy_function(call, inputs, [each.dtype for each in results])
     return [tf.ensure_shape(each, spec.shape) for each, spec in zip(found, results, strict=True)]

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from hvkit.communication import collectives
 from hvkit.communication.exchanges import Mean
 from hvkit.communication.group import Group
+from hvkit.compression.compression import Shape
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.batch_norm import average_statistics
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
-from hvkit.frameworks.keras.collectives.named_collectives import NamedCollectives
-from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire
 from hvkit.frameworks.keras.comparisons import made_trainable, require_same, unit
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared
@@ -64,8 +64,7 @@ class Variables:
             self._statistics = GraphWait(f"{name}.statistics", group=group)
         self.in_order: list[tf.Variable] = []
         self._lengths: list[int] = []
-        self._wire = Wire("weights", group)
-        self._named = NamedCollectives(self._wire)
+        self._collectives = NamedCollectives(Wire("weights", group))
         self._number: dict[int, int] = {}
         self._given: dict[int, Array] = {}
         self._in_function = False
@@ -161,11 +160,11 @@ class Variables:
         names = {id(backend_variable(w)): f"weight {i}, {w.name}," for i, w in enumerate(weights)}
         return [names.get(id(v), "a variable") for v in variables]
 
-    def length(self, i: int) -> int:
-        return self._lengths[i]
+    def shape(self, i: int) -> Shape:
+        return tuple(self.in_order[i].shape)
 
     def nbytes(self, i: int) -> int:
-        return self.length(i) * int(self.in_order[i].dtype.size)
+        return self._lengths[i] * int(self.in_order[i].dtype.size)
 
     def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
         kinds: dict[tf.DType, list[int]] = {}
@@ -212,10 +211,8 @@ class Variables:
         return array.copy()
 
     def mean(self, vector: Array, name: str) -> Array:
-        # In a function that a graph calls, ranks have just compared where they are.
-        exchange = self._wire.exchange if self._in_function else self._named.exchange
-        with waiting_for_all_ranks(self._wire.within):
-            mean: Array = exchange(Mean(tf.constant(vector)), name).numpy()
+        with waiting_for_all_ranks(self.group.process_set):
+            mean: Array = self._collectives.exchange(Mean(vector), name)
         return mean
 
     def values(self) -> list[tuple[Any, Any]]:

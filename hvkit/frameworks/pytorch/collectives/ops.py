@@ -54,6 +54,11 @@ def constant(array: NDArray[Any], like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device)
 
 
+def to_numpy(x: Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = x.cpu().numpy()
+    return array
+
+
 def concat(vectors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(vectors))
 

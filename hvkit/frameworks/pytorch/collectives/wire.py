@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,17 +101,18 @@ class Wire:
             )
             return handle
 
-    def start(self, exchange: Exchange, name: str) -> int:
-        """Start what a compression or a strategy asks for."""
+    def start(self, exchange: Exchange, name: str) -> Callable[[], torch.Tensor]:
+        """Start what a compression or a strategy needs; return what waits for the result."""
         match exchange:
             case Mean(vector):
-                return self.start_mean(vector.clone(), name)
+                handle = self.start_mean(vector.clone(), name)
             case Gather(rows):
-                return self.start_gather(rows, name)
+                handle = self.start_gather(rows, name)
             case Shares(rows):
-                return self.start_shares(rows, name)
+                handle = self.start_shares(rows, name)
             case Messages():
-                return self.start_messages(exchange, name)
+                handle = self.start_messages(exchange, name)
+        return functools.partial(self.wait, handle)
 
     def wait(self, handle: int) -> torch.Tensor:
         """Wait for a collective and return its result.

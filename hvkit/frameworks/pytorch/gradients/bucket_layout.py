@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Extra, wire_dtype
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket, CompressionState
+from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket
 from hvkit.frameworks.pytorch.gradients.step_report import StepReport
 from hvkit.sync.chunking import chunks
+from hvkit.sync.compression_state import CompressionState
 
 Kind = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
 """What decides the layout: the parameters' dtypes, the indices of their devices, whether each is

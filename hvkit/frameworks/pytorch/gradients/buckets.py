@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from sys import getrefcount
 from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -139,7 +139,7 @@ class Bucket:
         self.indices = [i for i, _ in members]
         self.left = len(members)
         self.complete = False
-        self.handle: int | None = None
+        self.handle: Any = None
         self._parameters = [p for _, p in members]
         self._lengths = [p.numel() * (2 if p.is_complex() else 1) for _, p in members] + [extra]
         self._shapes = [shape_of(p) for _, p in members]

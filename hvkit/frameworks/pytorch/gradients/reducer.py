@@ -15,6 +15,7 @@ passes before a step only cost more reductions.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -27,6 +28,7 @@ from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
+from hvkit.frameworks.pytorch.collectives import ops
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients import step_report
 from hvkit.frameworks.pytorch.gradients.backward_passes import (
@@ -37,7 +39,10 @@ from hvkit.frameworks.pytorch.gradients.backward_passes import (
 )
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, device_index
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressionState
+from hvkit.frameworks.pytorch.gradients.compressed_buckets import (
+    refuse_another_mean,
+    refuse_scaled_step,
+)
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.gradients.sparse import average_rows
@@ -45,6 +50,7 @@ from hvkit.frameworks.pytorch.gradients.step_report import Disagreement, StepRep
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps, before_unscaling, mean_of_ranks
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.strategy import Averaging
+from hvkit.sync.compression_state import CompressionKeeper, CompressionState
 from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call
 from hvkit.watch.spans import REDUCTION
@@ -99,12 +105,17 @@ class GradientReducer:
         self._index_of: dict[torch.Tensor, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
         chosen = strategy.gradient_compression(compression)
-        self._state = state = CompressionState(chosen) if chosen else None
+        self._state = state = CompressionState(chosen, ops, self._wire) if chosen else None
         self._layouts = Layouts(self.name, self._state)
         self._layout: Layout | None = None
         # Indices of the parameters to which the last reduction has given means.
         self._averaged: Set[int] = frozenset()
-        self.keeper = state.keeper(strategy, compression, self._parameters) if state else None
+        self.keeper: CompressionKeeper | None = None
+        if state and state.compression.keeps_state:
+            in_order = self._parameters  # which grows
+            self.keeper = CompressionKeeper(
+                strategy, compression, {"": state}, lambda: range(len(in_order))
+            )
         self._window = Window(accumulate, ends_with_epoch=self.keeper is None)
         self._changes = step_report.ChangedGradients(self._parameters)
         # Indices of the parameters whose gradients stay the same tensors.
@@ -207,7 +218,7 @@ class GradientReducer:
         for each in optimizers:
             before_unscaling(each, lambda: average("GradScaler.unscale_()"))
             if self._state and self.keeper:
-                around_scaled_steps(each, self._state.refuse_scaled_step)
+                around_scaled_steps(each, functools.partial(refuse_scaled_step, self._state))
         if self._nonfinite:
             self._nonfinite.attach(optimizers, hooks)
 
@@ -225,6 +236,7 @@ class GradientReducer:
     def _end_step(self, optimizer: Optimizer) -> None:
         if self._state:
             self._state.commit(self._averaged)
+            self._state.pending.clear()  # of parameters that no rank had a gradient of
         self._steps_done += not self._step_counted
         self._step_counted = True
         if self._steps_done >= self._checks.next:
@@ -233,7 +245,7 @@ class GradientReducer:
     def _begin_pass(self) -> bool:
         """Prepare for a backward pass; return whether it ends with a reduction."""
         if not self._window.passes and self._state:
-            self._state.refuse_another_mean("backward()")
+            refuse_another_mean(self._state, "backward()")
         self._arrange()
         self._kept |= self._gradients_to_keep()
         self.script_hooks.begin(divided=not self._counts_passes)
@@ -309,7 +321,7 @@ class GradientReducer:
         """
         refuse_in_pass("hvkit.reduce_gradients()")
         if self._state:
-            self._state.refuse_another_mean("hvkit.reduce_gradients()")
+            refuse_another_mean(self._state, "hvkit.reduce_gradients()")
         with call("hvkit.reduce_gradients", self.step, self.name):
             self._reduce()
         self._window.end()

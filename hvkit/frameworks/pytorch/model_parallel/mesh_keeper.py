@@ -28,8 +28,8 @@ from hvkit.frameworks.pytorch.model_parallel.shares import (
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
 from hvkit.strategies.strategy import Rounds, Strategy
+from hvkit.sync.agreements import SENT
 from hvkit.sync.port import Keeper
-from hvkit.sync.rounds import SENT
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,14 +13,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hvkit.communication.exchanges import RunningExchanges
+from hvkit.communication.group import Group
+from hvkit.compression import Compression
+from hvkit.compression.compression import Shape
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
+from hvkit.frameworks.pytorch.collectives import ops
 from hvkit.frameworks.pytorch.collectives.wire import Wire
-from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
+from hvkit.frameworks.pytorch.gradients.buckets import like, shape_of, wire_dtype
 from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates
 from hvkit.frameworks.pytorch.modules import is_left_to_rank
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.sync.agreements import CarryOut
+from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.update_hooks import Feature, Order
 
 
@@ -65,8 +74,8 @@ class Parameters:
     def label(self, i: int) -> str:
         return self._checks.label(i, self.in_order[i])
 
-    def length(self, i: int) -> int:
-        return self.in_order[i].numel() * (2 if self.in_order[i].is_complex() else 1)
+    def shape(self, i: int) -> Shape:
+        return shape_of(self.in_order[i])
 
     def nbytes(self, i: int) -> int:
         return self.in_order[i].nbytes
@@ -97,7 +106,7 @@ class Parameters:
         return torch.cat(list(vectors))
 
     def split(self, vector: torch.Tensor, numbers: Sequence[int]) -> Sequence[torch.Tensor]:
-        return torch.split(vector, [self.length(i) for i in numbers])
+        return torch.split(vector, [math.prod(self.shape(i)) for i in numbers])
 
     def to_numpy(self, vector: torch.Tensor) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = vector.cpu().numpy()
@@ -149,6 +158,15 @@ class Parameters:
         """Raise if ranks train other parameters, or at other rates; a collective."""
         self._checks.require_same_parameters(self.in_order, call)
         self._checks.require_same_rates(optimizers, call)
+
+
+def exchanges_of_weights(
+    group: Group, compression: Compression | None
+) -> tuple[CarryOut, CompressionState | None]:
+    """What ``RoundKeeper`` needs: how ranks exchange weights, and what the compression keeps."""
+    wire = Wire("weights", group)
+    state = CompressionState(compression, ops, wire) if compression else None
+    return functools.partial(RunningExchanges, wire.start), state
 
 
 class SteppedOptimizer:

@@ -1,0 +1,250 @@
+"""Agreements of ranks on weights: what they exchange, and what is kept from one to the next.
+
+The strategy sees all weights of an optimizer of one kind as one vector. What it keeps is stored by
+weight, because several optimizers may update the same one, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hvkit.communication.exchanges import (
+    Exchange,
+    Messages,
+    Neighbours,
+    Tensor,
+    by_rank,
+    circle,
+)
+from hvkit.strategies.strategy import Flow, Rounds, State, Vector
+from hvkit.sync.compression_state import CompressionState
+from hvkit.sync.local_weights import Weights
+
+SENT = "sent-"
+"""What begins the names, in a checkpoint, of what the compression keeps."""
+
+# What begins the names, in a checkpoint, of what agreements will add to the weights.
+_PENDING = "due-"
+
+
+class Running(Protocol):
+    """Exchanges that have begun."""
+
+    def result(self) -> Any:
+        """Wait for the other ranks; return what the generator of the exchanges returns."""
+
+
+CarryOut = Callable[[Generator[Exchange, Tensor, Any], str], Running]
+"""Begins the exchanges of a generator, whose names begin with a text."""
+
+
+class Agreement(NamedTuple):
+    """An agreement that has begun on some weights.
+
+    Attributes:
+        numbers: of the weights.
+        values: of the weights when it began.
+        exchanges: return what the strategy returns.
+    """
+
+    numbers: list[int]
+    values: Vector
+    exchanges: Running
+
+
+class Agreements:
+    """Agreements on the weights of one model.
+
+    Every rank must begin and wait for the same ones, in the same order.
+
+    Args:
+        strategy: what the ranks agree on.
+        weights: of the model.
+        carry_out: makes the exchanges.
+        compression: what float32 vectors travel with; None for nothing.
+
+    Attributes:
+        pending: what overlapped agreements will add to the weights, by number.
+    """
+
+    def __init__(
+        self,
+        strategy: Rounds,
+        weights: Weights,
+        carry_out: CarryOut,
+        compression: CompressionState | None,
+    ) -> None:
+        self.pending: dict[int, Vector] = {}
+        self._strategy = strategy
+        self._weights = weights
+        self._carry_out = carry_out
+        self._compression = compression
+        # The strategy's state by number.
+        self._kept: dict[int, State] = {}
+
+    def begin(self, i: int) -> None:
+        """Begin with a weight's value, unless a checkpoint has set its state."""
+        if i not in self._kept:
+            self._kept[i] = self._strategy.begin(self._weights.read(i))
+
+    def begun(self) -> list[int]:
+        """Numbers of the weights with a state."""
+        return list(self._kept)
+
+    def anchor(self, i: int) -> Vector | None:
+        """The values that the ranks have last agreed on, if the strategy has them."""
+        return self._strategy.anchor(self._kept[i])
+
+    def moved(self, i: int) -> bool:
+        """Whether a weight is not what the ranks have last agreed on."""
+        anchor = self.anchor(i)
+        return anchor is not None and not self._weights.holds(i, anchor)
+
+    def set_anchor(self, i: int, values: Vector | None = None) -> None:
+        """Begin a round with other values, as if the ranks had agreed on them.
+
+        Args:
+            i: the weight's number.
+            values: None for what the weight holds.
+        """
+        values = self._weights.read(i) if values is None else values
+        self._kept[i] = self._strategy.reset(values, self._kept[i])
+
+    def set_anchors(self) -> None:
+        """Begin a round with what all weights hold."""
+        for i in self._kept:
+            self.set_anchor(i)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.pending.clear()
+        self._kept.clear()
+        if self._compression:
+            self._compression.begin_anew()
+
+    def start(
+        self, numbers: list[int], name: str, flow: Callable[..., Flow[Any]] | None = None
+    ) -> Agreement:
+        """Begin what the strategy's ``agree``, or another flow of it, does to some weights.
+
+        Args:
+            numbers: of weights of one kind.
+            name: the same on every rank, and no other agreement's that runs at the same time.
+            flow: None for ``agree``.
+        """
+        values = self._weights.join([self._value(i) for i in numbers])
+        states = [self._kept[i] for i in numbers]
+        kept = {n: self._weights.join([state[n] for state in states]) for n in states[0]}
+        begun = (flow or self._strategy.agree)(values, kept, self._weights.group)
+        return Agreement(numbers, values, self._carry_out(self._exchanges(begun, numbers), name))
+
+    def _exchanges(self, flow: Flow[Any], numbers: list[int]) -> Generator[Exchange, Tensor, Any]:
+        """The exchanges of a flow, compressed where they can be; return what it returns."""
+        answer: Any = None
+        while True:
+            try:
+                needed = flow.send(answer)
+            except StopIteration as end:
+                return end.value
+            if isinstance(needed, Neighbours):
+                answer = yield from self._of_neighbours(needed)
+            elif self._compression and self._compression.suits(needed.vector.dtype):
+                shapes = [self._weights.shape(i) for i in numbers]
+                answer = yield from self._compression.reduce(numbers, shapes, needed.vector)
+            else:
+                answer = yield needed
+
+    def _of_neighbours(self, needed: Neighbours) -> Generator[Exchange, Tensor, list[Vector]]:
+        to, sources = circle(needed.offsets, group := self._weights.group)
+        length = needed.vector.shape[0]
+        received = yield Messages(
+            self._weights.join([needed.vector] * len(to)),
+            by_rank(length, to, group.size),
+            by_rank(length, sources, group.size),
+        )
+        first = {rank: at * length for at, rank in enumerate(sorted(sources))}
+        return [received[first[rank] : first[rank] + length] for rank in sources]
+
+    def finish(self, agreement: Agreement) -> Vector:
+        """Wait for an agreement, keep its state, and return the values of the next round."""
+        values, state = agreement.exchanges.result()
+        parts = {name: self.split(agreement.numbers, each) for name, each in state.items()}
+        for at, i in enumerate(agreement.numbers):
+            self._kept[i] = {name: each[at][1] for name, each in parts.items()}
+        self.commit(agreement.numbers)
+        return values
+
+    def commit(self, numbers: Iterable[int]) -> None:
+        """Keep what the compression has not sent of these weights."""
+        if self._compression:
+            self._compression.commit(numbers)
+
+    def forget(self) -> None:
+        """Forget what agreements have not sent that have only been looked at."""
+        if self._compression:
+            self._compression.pending.clear()
+
+    def split(self, numbers: Sequence[int], vector: Vector) -> list[tuple[int, Vector]]:
+        """The numbers of weights, each with its part of a vector."""
+        return list(zip(numbers, self._weights.split(vector, numbers), strict=True))
+
+    def write(self, numbers: Sequence[int], vector: Vector) -> None:
+        """Set weights from a vector."""
+        for i, values in self.split(numbers, vector):
+            self._weights.write(i, values)
+
+    def _value(self, i: int) -> Vector:
+        """A weight, with what is pending for it."""
+        held = self._weights.read(i)
+        return held + self.pending[i] if i in self.pending else held
+
+    def add_pending(self, numbers: Iterable[int]) -> None:
+        """Add what is pending to some weights."""
+        for i in sorted(self.pending.keys() & set(numbers)):
+            self._weights.write(i, self._value(i))
+            del self.pending[i]
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+        found = {
+            f"{name}.{i}": self._weights.to_numpy(vector)
+            for i, state in self._kept.items()
+            for name, vector in state.items()
+        }
+        if self._compression:
+            names = self._compression.compression.common
+            sent = self._compression.arrays(names, range(len(self._weights)))
+            found |= {f"{SENT}{key}": array for key, array in sent.items()}
+        return found
+
+    def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``arrays`` returned."""
+        sent = {key: array for key, array in arrays.items() if key.startswith(SENT)}
+        self._load_sent({key.removeprefix(SENT): array for key, array in sent.items()})
+        for key in arrays.keys() - sent.keys():
+            name, _, number = key.partition(".")
+            i = int(number)
+            self._kept.setdefault(i, {})[name] = self._weights.from_numpy(arrays[key], i)
+
+    def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals, and what is pending."""
+        found = {f"{_PENDING}{i}": self._weights.to_numpy(v) for i, v in self.pending.items()}
+        if self._compression:
+            names = self._compression.compression.own
+            found |= self._compression.arrays(names, range(len(self._weights)))
+        return found
+
+    def load_own(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``own_arrays`` returned."""
+        pending = {key for key in arrays if key.startswith(_PENDING)}
+        for key in pending:
+            i = int(key.removeprefix(_PENDING))
+            self.pending[i] = self._weights.from_numpy(arrays[key], i)
+        self._load_sent({key: a for key, a in arrays.items() if key not in pending})
+
+    def _load_sent(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        if self._compression:
+            self._compression.load(arrays, range(len(self._weights)))

@@ -1,0 +1,185 @@
+"""What a compression keeps from one mean to the next: residuals, and PowerSGD's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hvkit.communication.exchanges import Exchange, Place, Tensor
+from hvkit.compression import Compression
+from hvkit.compression.compression import Ops, Shape
+from hvkit.strategies.strategy import Averaging
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+class CompressionState:
+    """What a compression keeps of each parameter, by a key: its number, or its id.
+
+    Args:
+        compression: how float32 gradients or weights travel.
+        ops: the framework's functions on tensors.
+        place: of this rank.
+
+    Attributes:
+        kept: what counts, by key and name.
+        pending: what will once an update has used the means.
+    """
+
+    def __init__(self, compression: Compression, ops: Ops, place: Place) -> None:
+        self.compression = compression
+        self.kept: dict[Hashable, dict[str, Tensor]] = {}
+        self.pending: dict[Hashable, dict[str, Tensor]] = {}
+        self._ops = ops
+        self._place = place
+        # What a checkpoint has set of parameters of which nothing is kept yet.
+        self._loaded: dict[Hashable, dict[str, np.ndarray[Any, Any]]] = {}
+
+    def suits(self, dtype: Any) -> bool:
+        """Whether vectors of this dtype, of NumPy or a framework, travel so.
+
+        Raises:
+            ValueError: they cannot, and must not travel otherwise.
+        """
+        name = getattr(dtype, "name", str(dtype)).removeprefix("torch.")
+        suits = name == "float32" or not self.compression.float32_only
+        if not suits and self.compression.exclusive:
+            raise ValueError(
+                f"{self.compression} is for parameters of at most 32 bits, got {name}: train the "
+                "model in float32, or use hvkit.Synchronous()"
+            )
+        return suits
+
+    def reduce(
+        self, keys: Sequence[Hashable], shapes: Sequence[Shape], vector: Tensor
+    ) -> Generator[Exchange, Tensor, Tensor]:
+        """The exchanges that average a vector; return the mean. Its new state is pending.
+
+        Args:
+            keys: of the parameters.
+            shapes: of the parameters.
+            vector: of shape (n,): their gradients or changes, one after the other. If it is an
+                array of NumPy, the mean is one, too.
+        """
+        in_numpy = isinstance(vector, np.ndarray)
+        if in_numpy:
+            vector = self._ops.constant(vector, vector)
+        for key, shape in zip(keys, shapes, strict=True):
+            if key not in self.kept:
+                self.kept[key] = self._begin(key, shape, vector)
+        states = [self._now(key) for key in keys]
+        state = {name: [each[name] for each in states] for name in states[0]}
+        flow = self.compression.reduce(vector, shapes, state, self._ops, self._place)
+        mean, state = yield from flow
+        for at, key in enumerate(keys):
+            self.pending[key] = {name: values[at] for name, values in state.items()}
+        return self._ops.to_numpy(mean) if in_numpy else mean
+
+    def _begin(self, key: Hashable, shape: Shape, like: Tensor) -> dict[str, Tensor]:
+        begun = {**self.compression.begin(shape), **self._loaded.pop(key, {})}
+        return {name: self._ops.constant(array, like) for name, array in begun.items()}
+
+    def _now(self, key: Hashable) -> dict[str, Tensor]:
+        return self.kept[key]
+
+    def commit(self, keys: Iterable[Hashable]) -> None:
+        """Keep the new state of the parameters of which an update has used the means."""
+        for key in keys:
+            if key in self.pending:
+                self.kept[key] = self.pending.pop(key)
+
+    def begin_anew(self) -> None:
+        """Forget everything."""
+        self.kept.clear()
+        self.pending.clear()
+        self._loaded.clear()
+
+    def arrays(
+        self, names: Iterable[str], keys: Sequence[Hashable]
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """What is kept under these names, for a checkpoint: by name and place in ``keys``."""
+        found = {}
+        for i, key in enumerate(keys):
+            for name in names:
+                if key in self.kept:
+                    found[f"{name}.{i}"] = self._ops.to_numpy(self.kept[key][name])
+                elif name in self._loaded.get(key, ()):
+                    found[f"{name}.{i}"] = self._loaded[key][name]
+        return found
+
+    def load(self, arrays: Arrays, keys: Sequence[Hashable]) -> None:
+        """Set what ``arrays`` returned, after ``begin_anew``."""
+        for text, array in arrays.items():
+            name, _, i = text.partition(".")
+            self._loaded.setdefault(keys[int(i)], {})[name] = array.copy()
+
+
+class CompressionKeeper:
+    """A ``hvkit.sync.port.Keeper`` of what a compression of gradients keeps.
+
+    Args:
+        strategy: as passed to ``distribute``.
+        compression: as passed to ``distribute``.
+        states: by what begins their names in a checkpoint.
+        keys: returns those of the model's parameters, in order.
+    """
+
+    local, equal_steps = False, True
+
+    def __init__(
+        self,
+        strategy: Averaging,
+        compression: Compression | None,
+        states: Mapping[str, CompressionState],
+        keys: Callable[[], Sequence[Hashable]],
+    ) -> None:
+        self.strategy = strategy
+        self.compression = compression
+        self._states = states
+        self._keys = keys
+
+    def arrive(self) -> None:
+        """No agreement runs during training."""
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The weights are the same on all ranks at any time."""
+        yield
+
+    unsettled = settled
+
+    def begin_anew(self) -> None:
+        """Forget what the compression keeps."""
+        for each in self._states.values():
+            each.begin_anew()
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves, the same on every rank."""
+        return self._arrays(lambda compression: compression.common)
+
+    def load_state(self, arrays: Arrays, *, in_round: bool) -> None:
+        """Set what ``state`` returned."""
+        self.begin_anew()
+        self.load_own_state(arrays)
+
+    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals."""
+        return self._arrays(lambda compression: compression.own)
+
+    def load_own_state(self, arrays: Arrays) -> None:
+        """Set what ``own_state`` returned on this rank."""
+        for begins, each in self._states.items():
+            own = {k.removeprefix(begins): a for k, a in arrays.items() if k.startswith(begins)}
+            each.load(own, self._keys())
+
+    def _arrays(
+        self, names: Callable[[Compression], Sequence[str]]
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        return {
+            f"{begins}{key}": array
+            for begins, each in self._states.items()
+            for key, array in each.arrays(names(each.compression), self._keys()).items()
+        }
