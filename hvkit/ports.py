@@ -95,7 +95,7 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
         in_pipeline = options.mesh.mesh.pipeline > 1
     if engine == "tensorflow":
         if in_pipeline:
-            from hvkit.frameworks.keras.pipeline.port import KerasMeshPort
+            from hvkit.frameworks.keras.pipeline.tensorflow_pipeline import KerasMeshPort
 
             return KerasMeshPort(models, optimizers, options)
         from hvkit.frameworks.keras.port import KerasPort
@@ -103,7 +103,7 @@ def _port_for_keras(models: Sequence[Any], optimizers: Sequence[Any], options: O
         return KerasPort(models, optimizers, options)
     if engine == "torch":
         if in_pipeline:
-            from hvkit.frameworks.keras.pipeline.pytorch_port import KerasOnPyTorchMeshPort
+            from hvkit.frameworks.keras.pipeline.pytorch_pipeline import KerasOnPyTorchMeshPort
 
             return KerasOnPyTorchMeshPort(models, optimizers, options)
         if are_of_pytorch(optimizers):

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -27,38 +27,17 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
+if TYPE_CHECKING:
+    from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import ScheduledPipeline
+
 # What reads a property, and needs no value.
-_WITHOUT_VALUE = frozenset(
-    {"__get__", "size", "dim", "ndimension", "__len__", "numel", "is_floating_point", "__hash__"}
-)
+_WITHOUT_VALUE = {"__get__", "size", "dim", "ndimension", "__len__", "numel", "__hash__"}
+_WITHOUT_VALUE |= {"is_floating_point"}
 # What needs a value.
-_WITH_VALUE = frozenset(
-    {
-        "item",
-        "tolist",
-        "numpy",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__bool__",
-        "__repr__",
-        "__format__",
-        "__array__",
-        "__contains__",
-    }
-)
+_WITH_VALUE = {"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__bool__"}
+_WITH_VALUE |= {"__repr__", "__format__", "__array__", "__contains__"}
 # How far the mean over micro-batches may be from the value for the batch.
 _TOLERANCE = 1e-5
-
-
-class Runner(Protocol):
-    """Runs a batch whose outputs are deferred."""
-
-    def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
-        """The outputs of the whole batch, by GPipe."""
-
-    def run_backward(self, run: DeferredRun) -> None:
-        """Run forward and backward for all micro-batches, and set ``run.values``."""
 
 
 @dataclass(eq=False)
@@ -105,7 +84,7 @@ class DeferredRun:
         whole: outputs of the whole batch, if a value was needed before.
     """
 
-    runner: Runner
+    runner: ScheduledPipeline
     args: Any
     kwargs: Any
     batches: list[MicroBatch]
