@@ -35,11 +35,9 @@ class Tensors(ABC):
 
     @abstractmethod
     def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
-        """A stage, faster where the backend can, which the script does not record.
+        """A stage that uses these variables: faster where the backend can, and not recorded.
 
-        Args:
-            run: the stage; it has a recording of its own.
-            variables: of Keras, that it uses.
+        It has a recording of its own, beside which the script's would take time.
         """
 
     @abstractmethod
@@ -48,13 +46,8 @@ class Tensors(ABC):
     ) -> tuple[Any, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
         """What a function returns, and what gives gradients of it.
 
-        Args:
-            run: computes tensors.
-            watched: the backend's variables, and tensors that the function uses.
-
-        Returns:
-            The second is called with some of the tensors and their gradients. It returns those of
-            what is watched, None for what has none.
+        That is called with some of the tensors that the function has computed and their gradients.
+        It returns those of the variables and tensors that are watched, None for what has none.
         """
 
     @abstractmethod
@@ -64,11 +57,9 @@ class Tensors(ABC):
         variables: Sequence[Any],
         backward: Callable[[Sequence[Any]], list[Any]],
     ) -> list[Any]:
-        """The tensors as results of an operation on all these variables of Keras.
+        """Tensors that were computed apart, as results of an operation on variables of Keras.
 
         Args:
-            results: computed apart.
-            variables: that are trained.
             backward: gives the gradients of the variables, from those of the results.
         """
 

@@ -302,15 +302,7 @@ class ParallelModel:
                 f"micro-batch, here {count} a batch, so that weights differ slightly from those of "
                 "one process: pass microbatches=1, or leave out the pipeline axis, if that matters",
             )
-        staged = StagedForward(
-            model,
-            model.forward,
-            stages,
-            found,
-            self._device,
-            self._begin_numbers,
-            found.kept,
-        )
+        staged = StagedForward(model, stages, found, self._device, self._begin_numbers)
         train = self._train(own, norms)
         shared = SharedGradients(
             self._shared,

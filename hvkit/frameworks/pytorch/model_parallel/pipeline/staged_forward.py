@@ -26,7 +26,6 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.pytorch.model_parallel.kept_results import (
     HOOKS,
     KeptResults,
-    Path,
     left_as_before,
 )
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
@@ -63,26 +62,23 @@ class StagedForward:
     Args:
         model: parameters of other ranks' stages are on the meta device. Its modules' ``forward``
             are replaced on the instances.
-        forward: the model's own.
         stages: of it.
         found: by the dry run.
         device: of this rank's parameters.
         seeded: called when random numbers begin with a seed that all stages share.
-        passed_on: where the forward keeps results that stages pass on to the script.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[..., Any],
         stages: Stages,
         found: DryRun,
         device: torch.device,
         seeded: Callable[[], None],
-        passed_on: Sequence[Path] = (),
     ) -> None:
-        self._forward = forward
-        self._kept = KeptResults(model, passed_on) if passed_on else None
+        self._forward = model.forward
+        # What stages pass on to the script.
+        self._kept = KeptResults(model, found.kept) if found.kept else None
         # What earlier stages have kept.
         self._given: list[Any] | None = None
         # By cut, its last hook on the module.

@@ -25,7 +25,6 @@ from hvkit.communication.traffic import count
 from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     DeferredRun,
     means_or_sums,
-    weighted_values,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     ignored_unevenly,
@@ -224,12 +223,12 @@ class ScheduledPipeline:
                 self._sums[kind] = sums
         values = torch.zeros(len(sums), dtype=torch.float64, device=pipeline.links.device)
         if found:
-            values = torch.stack(
-                [t.double() for t in weighted_values(found, [bool(each) for each in sums])]
-            )
+            columns = [torch.stack(column).double() for column in zip(*found, strict=True)]
+            pairs = zip(columns, sums, strict=True)
+            values = torch.stack([c.sum() if is_sum else c.mean() for c, is_sum in pairs])
         pipeline.links.broadcast(source, [values])
         run.values = {
-            node: value.to(node.dtype, copy=True)
+            node: value.to(node.meta.dtype, copy=True)
             for node, value, is_sum in zip(run.singles, values, sums, strict=True)
             if is_sum is not None
         }
