@@ -64,7 +64,7 @@ KERAS_ON_TENSORFLOW = Framework(
     "keras",
     "tensorflow",
     f"{_HERE}.keras.port:KerasPort",
-    pipeline_port=f"{_HERE}.keras.pipeline.port:KerasMeshPort",
+    pipeline_port=f"{_HERE}.keras.pipeline.tensorflow_pipeline:KerasMeshPort",
     updates=f"{_HERE}.keras.refusals",
 )
 KERAS_ON_PYTORCH = Framework(
@@ -72,7 +72,7 @@ KERAS_ON_PYTORCH = Framework(
     "keras",
     "torch",
     f"{_HERE}.keras.on_pytorch:KerasOnPyTorchPort",
-    pipeline_port=f"{_HERE}.keras.pipeline.pytorch_port:KerasOnPyTorchMeshPort",
+    pipeline_port=f"{_HERE}.keras.pipeline.pytorch_pipeline:KerasOnPyTorchMeshPort",
     updates=f"{_HERE}.keras.refusals",
 )
 KERAS_IN_PYTORCH_LOOP = Framework(

@@ -5,7 +5,6 @@
     pytorch/       averages gradients before loss.backward() returns
     keras/         Keras 3: on TensorFlow it averages inside optimizer.apply, on PyTorch as above
     jax/           arrays of all ranks, into whose compiled functions XLA puts the collectives
-    stage_division where pipelines of both are cut; it imports neither
 
 Each of them is imported only when the script's model is its own.
 

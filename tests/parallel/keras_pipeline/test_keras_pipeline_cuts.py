@@ -28,8 +28,8 @@ def test_rank_0_says_after_which_layer_it_has_cut(capfd):
     for options, cut in (({}, "first"), ({"stages": ["again"]}, "again")):
         hvkit.distribute(built(residual), adam(), mesh=MESH(), microbatches=2, **options)
         said = "".join(gather("test", capfd.readouterr().err))
-        assert "stage 0 (rank 0 of the pipeline)" in said
-        assert "% of the weights" in said
+        assert "stage 0: " in said
+        assert "MB of weights" in said
         assert f"; cut after {cut}" in said
 
 

@@ -1,6 +1,8 @@
 """A model, and what updates it, as the ranks of a pipeline hold them; the same on every backend.
 
-A Sequential model without weights is divided when its first call builds it.
+A Sequential model without weights is divided when its first call builds it. Keras first learns the
+shapes of all weights; values are made afterwards, and those of this rank's stage only. They are
+those that rank 0 would make: every rank uses the seeds of its initializers.
 """
 
 from __future__ import annotations
@@ -12,34 +14,30 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state
 
 from hvkit import runtime
-from hvkit.communication.collectives import require_equal
-from hvkit.communication.group import Group, all_ranks
+from hvkit.communication.collectives import from_rank, require_equal
+from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.adapted import Learnt
 from hvkit.frameworks.keras.callbacks import Averager
 from hvkit.frameworks.keras.divided_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.fit import share_results, train_uncompiled
 from hvkit.frameworks.keras.initial_state import synchronise, synchronise_optimizers
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of, updating
-from hvkit.frameworks.keras.pipeline.deferred_build import (
-    make_values,
-    share_seeds,
-    without_values,
-)
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stages, plan_stages
-from hvkit.frameworks.keras.pipeline.model_parts import ModelParts, show_in_parts
-from hvkit.frameworks.keras.pipeline.optimizer_parts import OptimizerParts
+from hvkit.frameworks.keras.pipeline.parts import ModelParts, OptimizerParts, show_in_parts
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
-from hvkit.frameworks.keras.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.frameworks.keras.refusals import let_differ, refuse_other_optimizers
 from hvkit.frameworks.keras.synchronised_norm import layers_of
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.mesh import MeshOptions
-from hvkit.sync.port import Record
+from hvkit.sync.port import Options, Record
 
 _HELD = "_hvkit_pipeline"
+# What Keras notes in a stateless scope, to initialise when the scope ends.
+_UNINITIALISED = "uninitialized_variables"
 
 
 class DividedModel:
@@ -48,21 +46,24 @@ class DividedModel:
     Args:
         model: whole, on every rank, or without weights.
         optimizers: of the model.
-        mesh: with a pipeline axis.
-        divided: called with the model of which this rank has its part, and the layers of that.
+        options: with a mesh that has a pipeline axis, and the group of the ranks that hold the
+            same part.
+        tensors: of the backend.
+        divided: called with the model of which this rank has its part.
     """
 
     def __init__(
         self,
         model: Any,
         optimizers: Sequence[Any],
-        mesh: MeshOptions,
+        options: Options,
+        tensors: Tensors,
         divided: Callable[[PipelinedModel], None],
     ) -> None:
-        self._model, self._optimizers, self._mesh = model, list(optimizers), mesh
-        self._when_divided = divided
+        assert options.mesh is not None
+        self._model, self._optimizers, self._mesh = model, list(optimizers), options.mesh
+        self._same_part, self._tensors, self._when_divided = options.group, tensors, divided
         self._plan: tuple[LayerGraph, Stages] | None = None
-        self._parts: ModelParts | None = None
         self._pipelined: PipelinedModel | None = None
         if self._is_built:
             self._plan = self._planned()
@@ -95,7 +96,6 @@ class DividedModel:
         averagers: Sequence[Averager],
         end_epoch: Callable[[], None],
         watching: Callable[[], list[Any]],
-        same_part: Group,
     ) -> list[tuple[Any, Record]]:
         """Have the model's methods run the pipeline; returns records for all; a collective.
 
@@ -103,11 +103,9 @@ class DividedModel:
             averagers: of the optimizers.
             end_epoch: compares ranks that hold the same part.
             watching: returns callbacks for ``fit``.
-            same_part: the ranks that hold the same part.
         """
         model = self._model
-        ranks = self._mesh.position.members("pipeline")
-        self._links = StageLinks(ranks, all_ranks().numbered("hvkit.pipeline"))
+        self._links = self._tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
         let_differ([model], updating(self._optimizers))
         refuse_other_optimizers(model, [o for each in self._optimizers for o in _with_inner(each)])
         train_uncompiled(model)
@@ -122,7 +120,7 @@ class DividedModel:
             all_ranks(),
             watching=watching,
             parts=self,
-            same_part=same_part,
+            same_part=self._same_part,
         )
         vars(model)[_HELD] = self
         if self._is_built:
@@ -139,7 +137,7 @@ class DividedModel:
 
         @functools.wraps(build)  # Keras looks at the names of its arguments
         def build_in_parts(*args: Any, **kwargs: Any) -> None:
-            without_values(lambda: build(*args, **kwargs), self._model.name)
+            _without_values(lambda: build(*args, **kwargs), self._model.name)
             self._model.build = build
             self._take_built()
 
@@ -152,10 +150,10 @@ class DividedModel:
                 f"Sequential model {model.name!r} gets more than one tensor, and its layers cannot "
                 "be divided: make it with the functional API, keras.Model(inputs, outputs)"
             )
-        share_seeds(model)
+        _share_seeds(model)
         self._plan = self._planned()
         _, stages = self._plan
-        make_values(model, lambda v: stages.holder(v) == self._links.rank)
+        _make_values(model, lambda v: stages.holder(v) == self._links.rank)
         self._divide()
 
     def _divide(self) -> None:
@@ -165,14 +163,12 @@ class DividedModel:
         if runtime.rank() == 0:
             logger.info(stages.described())
         collects = self._mesh.position.along("data") == 0
-        self._parts = ModelParts(model, stages, self._links, collects=collects)
-        self._pipelined = PipelinedModel(
-            model, graph, self._parts, self._links, self._mesh.microbatches
-        )
+        parts = ModelParts(model, stages, self._links, self._tensors, collects=collects)
+        self._pipelined = PipelinedModel(model, graph, parts, self._mesh.microbatches)
         model.call = self._pipelined
         self._when_divided(self._pipelined)
         for each in updating(self._optimizers):
-            OptimizerParts(each, self._parts, self._links)
+            OptimizerParts(each, parts)
         if self._mesh.microbatches > 1 and layers_of(model):
             warn_once(
                 "batch norm in micro-batches",
@@ -182,15 +178,15 @@ class DividedModel:
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 has the whole weights; a collective."""
-        return nullcontext() if self._parts is None else self._parts.gathered()
+        return nullcontext() if self._pipelined is None else self._pipelined.parts.gathered()
 
     def show_to(self, callback: Any) -> None:
         """Let a callback that saves the model, or keeps its weights, do so in parts."""
         show_in_parts(callback, self._divided_parts)
 
     def _divided_parts(self) -> ModelParts:
-        assert self._parts is not None
-        return self._parts
+        assert self._pipelined is not None
+        return self._pipelined.parts
 
     def _noting_targets(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A step of ``fit`` whose forward pass compares all that the step gets."""
@@ -223,3 +219,50 @@ def _in_eager_code(model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*args, **kwargs)
 
     return make_eager
+
+
+def _without_values(build: Callable[[], None], name: str) -> None:
+    """Run ``build`` of a model so that its variables get shapes, but no values.
+
+    Raises:
+        ValueError: a layer makes a variable from a value instead of an initializer.
+    """
+    before = global_state.get_global_attribute(_UNINITIALISED, set_to_default=True)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            build()
+    except ValueError as error:
+        raise ValueError(
+            f"model {name!r} cannot be built in parts: {error} Build it before hvkit.distribute, "
+            "with model.build((None, ...)) or a keras.Input as its first layer"
+        ) from error
+    finally:
+        global_state.set_global_attribute(_UNINITIALISED, before or [])
+
+
+def _share_seeds(model: Any) -> None:
+    """Give the initializers of variables without values rank 0's seeds; a collective of all ranks.
+
+    Raises:
+        ValueError: an initializer has no number as its seed.
+    """
+    makers = [v._initializer for v in model.variables if v._value is None]
+    seeds = [getattr(maker, "seed", None) for maker in makers]
+    for maker, seed in zip(makers, seeds, strict=True):
+        if seed is not None and not isinstance(seed, int):
+            raise ValueError(
+                f"initializer {type(maker).__name__} takes its seed from {seed!r}, so that each "
+                f"rank would make other weights: pass a number, or build model {model.name!r} "
+                "before hvkit.distribute"
+            )
+    for maker, seed in zip(makers, from_rank(0, seeds), strict=True):
+        if seed is not None:
+            maker.seed = seed
+
+
+def _make_values(model: Any, holds: Callable[[Any], bool]) -> None:
+    """Make the values of this rank's variables, and of those that are no weights."""
+    weights = set(map(id, model.weights))
+    for v in model.variables:
+        if v._value is None and (id(v) not in weights or holds(v)):
+            v._deferred_initialize()

@@ -1,4 +1,4 @@
-"""The layers of a Sequential or Functional model in their order, and where they can be cut."""
+"""The layers of a Sequential or Functional model: where it can be cut, and how a stage runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import keras
+from keras.src import tree
 from keras.src.models.functional import Functional
 from keras.src.ops.function import make_node_key
 
 from hvkit.frameworks.keras.backends import numpy_dtype
-from hvkit.frameworks.stage_division import balanced_cuts
-
-Balance = Literal["flops", "bytes"]
-BALANCES = get_args(Balance)
+from hvkit.frameworks.keras.pipeline.tensors import Tensors
+from hvkit.pipeline.stages import Division, balanced_cuts, check_balance, named_cuts
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,27 @@ class CutPlace:
     tensor: Any
     nbytes: int
 
+    def __str__(self) -> str:
+        return self.layer
+
 
 class LayerGraph:
     """The calls of layers in a model, in an order in which they can run.
 
     Args:
         model: a Functional model, or a Sequential one with weights.
+
+    Attributes:
+        functional: the Functional model that it is or keeps.
+        calls: Keras's nodes, each a layer with what it takes and gives.
+        made_by: by the id of a tensor, the number of the call that gives it.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self.functional = functional_of(model)
+        self.functional = _functional_of(model)
         self.calls = list(_calls_of(self.functional))
         self.outputs = [id(t) for t in self.functional.outputs]
-        self._made_by = {id(t): time for time, call in enumerate(self.calls) for t in call.outputs}
+        self.made_by = {id(t): time for time, call in enumerate(self.calls) for t in call.outputs}
         # Computed from inputs alone, without weights or random numbers: in any stage that needs it.
         self.anywhere = {id(t) for t in self.functional.inputs}
         for call in self.calls:
@@ -58,15 +65,6 @@ class LayerGraph:
 
     def _known(self, call: Any) -> set[int]:
         return set(map(id, call.input_tensors))
-
-    def maker(self, tensor: int) -> Any:
-        """The call that makes a tensor, by its id; None for an input of the model."""
-        time = self._made_by.get(tensor)
-        return None if time is None else self.calls[time]
-
-    def time_of(self, call: Any) -> int:
-        """The place of a call in the order."""
-        return self.calls.index(call)
 
     def crossing(self, time: int) -> list[Any]:
         """The tensors that a stage which begins at this time gets from the one before."""
@@ -89,10 +87,10 @@ class LayerGraph:
             tensors = self.crossing(time)
             if len(tensors) != 1 or id(tensors[0]) in self.outputs or self.shared_at(time):
                 continue
-            name = self.calls[self._made_by[id(tensors[0])]].operation.name
+            name = self.calls[self.made_by[id(tensors[0])]].operation.name
             if found and found[-1].layer == name:
                 continue
-            found.append(CutPlace(name, time, tensors[0], _nbytes_of_tensor(tensors[0])))
+            found.append(CutPlace(name, time, tensors[0], _nbytes_of(tensors[0])))
         return found
 
     def shared_at(self, time: int) -> list[str]:
@@ -115,43 +113,22 @@ class LayerGraph:
             for call in self.calls[start:stop]
             for w in getattr(call.operation, "weights", ())
         }
-        return sum(map(nbytes_of, weights.values()))
+        return sum(map(_nbytes_of, weights.values()))
 
 
 @dataclass(frozen=True)
-class Stages:
+class Stages(Division):
     """The stages of a model; the rank of a stage along the pipeline is the stage's number.
 
     Attributes:
-        cuts: between each stage and the next.
         of_variable: by the id of a variable, the stage that holds it.
-        flops: by stage, the estimated share of forward, from 0 to 1.
-        nbytes: by stage, of its weights.
     """
 
-    cuts: tuple[CutPlace, ...]
     of_variable: Mapping[int, int]
-    flops: tuple[float, ...]
-    nbytes: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.cuts) + 1
 
     def holder(self, variable: Any) -> int:
         """The stage that holds a Keras variable; the first one, if no call uses it."""
         return self.of_variable.get(id(variable), 0)
-
-    def described(self) -> str:
-        """A line for each stage, for the log."""
-        lines = []
-        for stage, (flops, size) in enumerate(zip(self.flops, self.nbytes, strict=True)):
-            share = size / max(sum(self.nbytes), 1)
-            cut = f"; cut after {self.cuts[stage].layer}" if stage < len(self.cuts) else ""
-            lines.append(
-                f"stage {stage} (rank {stage} of the pipeline): {flops:.0%} of the FLOPs, "
-                f"{share:.0%} of the weights, {size / 1e6:.3g} MB{cut}"
-            )
-        return "\n    ".join(lines)
 
 
 def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "flops") -> Stages:
@@ -169,13 +146,14 @@ def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "fl
     if isinstance(choice, str):
         cuts = _balanced(graph, count, choice)
     else:
-        cuts = _named(graph, count, choice)
+        places = {place.layer: place for place in graph.places}
+        cuts = named_cuts(choice, places, count, _reasons(graph))
     times = [cut.time for cut in cuts]
-    ends = [0, *times, len(graph.calls)]
-    spans = list(itertools.pairwise(ends))
+    spans = list(itertools.pairwise([0, *times, len(graph.calls)]))
     total = max(graph.flops(0, len(graph.calls)), 1)
     return Stages(
         cuts=tuple(cuts),
+        rank_of=tuple(range(count)),
         of_variable={
             id(v): bisect.bisect_right(times, time)
             for time, call in enumerate(graph.calls)
@@ -186,46 +164,19 @@ def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "fl
     )
 
 
-def _named(graph: LayerGraph, count: int, names: Sequence[str]) -> list[CutPlace]:
-    by_name = {place.layer: place for place in graph.places}
-    for name in names:
-        if name not in by_name:
-            raise ValueError(
-                f"stages={list(names)}: the model cannot be cut after {name!r}, only after "
-                f"{_listed(graph)}{_reasons(graph)}"
-            )
-    if len(set(names)) != count - 1:
-        raise ValueError(
-            f"stages={list(names)} names {len(set(names))} cuts, but a pipeline of {count} stages "
-            f"has {count - 1}"
-        )
-    return sorted({by_name[name] for name in names}, key=lambda cut: cut.time)
-
-
 def _balanced(graph: LayerGraph, count: int, balance: str) -> list[CutPlace]:
-    if balance not in BALANCES:
-        raise ValueError(
-            f"stages must be {' or '.join(map(repr, BALANCES))}, or a list of the layers after "
-            f"which to cut, got {balance!r}"
-        )
+    check_balance(balance, "layers")
     places = graph.places
     if len(places) < count - 1:
+        names = ", ".join(place.layer for place in places) or "no layer at all"
         raise ValueError(
             f"a pipeline of {count} stages needs {count - 1} places to cut the model, but there "
-            f"are {len(places)}: after {_listed(graph)}. A model can be cut between layers where "
+            f"are {len(places)}: after {names}. A model can be cut between layers where "
             f"a single tensor goes on{_reasons(graph)}"
         )
     times = [0, *(place.time for place in places), len(graph.calls)]
     measure = graph.flops if balance == "flops" else graph.nbytes
-    costs = {
-        (i, j): float(measure(times[i], times[j])) for j in range(1, len(times)) for i in range(j)
-    }
-    crossing = [0, *(place.nbytes for place in places), 0]
-    return [places[j - 1] for j in balanced_cuts(count, costs, crossing)]
-
-
-def _listed(graph: LayerGraph) -> str:
-    return ", ".join(place.layer for place in graph.places) or "no layer at all"
+    return balanced_cuts(count, places, lambda i, j: measure(times[i], times[j]))[0]
 
 
 def _reasons(graph: LayerGraph) -> str:
@@ -242,7 +193,128 @@ def _reasons(graph: LayerGraph) -> str:
     return text
 
 
-def functional_of(model: Any) -> Any:
+class Stage:
+    """Runs the layers between two cuts.
+
+    Args:
+        graph: of the model.
+        stages: of the model.
+        number: of this stage.
+        tensors: of the backend.
+    """
+
+    def __init__(self, graph: LayerGraph, stages: Stages, number: int, tensors: Tensors) -> None:
+        self._graph, self._tensors = graph, tensors
+        self._entry = stages.cuts[number - 1].tensor if number else None
+        is_last = number == len(stages) - 1
+        self._targets = graph.functional.outputs if is_last else [stages.cuts[number].tensor]
+        self._calls = self._needed()
+        used = {id(t) for call in self._calls for t in call.input_tensors}
+        used |= set(map(id, self._targets))
+        self._uses_input = [id(t) in used for t in graph.functional.inputs]
+        layers = [call.operation for call in self._calls]
+        self.layers = [each for each in layers if isinstance(each, keras.layers.Layer)]
+        self._variables = list(
+            {id(v): v for call in self._calls for v in variables_of(call.operation)}.values()
+        )
+        self._functions: dict[Any, Any] = {}
+
+    def _needed(self) -> list[Any]:
+        """The calls that the results need, up to what the stage before gives."""
+        calls, times = self._graph.calls, set[int]()
+        todo = list(self._targets)
+        while todo:
+            tensor = todo.pop()
+            time = self._graph.made_by.get(id(tensor))  # None for an input of the model
+            if tensor is not self._entry and time is not None and time not in times:
+                times.add(time)
+                todo.extend(calls[time].input_tensors)
+        return [calls[time] for time in sorted(times)]
+
+    def __call__(
+        self,
+        received: Any,
+        mask: Any,
+        inputs: Sequence[Any],
+        training: bool | None,
+    ) -> tuple[list[Any], list[Any]]:
+        """The results for a micro-batch, and their masks.
+
+        Args:
+            received: from the stage before; None for the first one.
+            mask: of what was received.
+            inputs: of the model, for these samples.
+            training: as for a layer.
+
+        Raises:
+            ValueError: a layer adds a loss of its own.
+        """
+        needed = [t if used else None for t, used in zip(inputs, self._uses_input, strict=True)]
+        # A layer that is frozen later computes in another way.
+        frozen = tuple(p.trainable for each in self.layers for p in each._flatten_layers())
+        key = training, frozen
+        if key not in self._functions:
+            run = functools.partial(self._run, training)
+            self._functions[key] = self._tensors.compiled(run, self._variables)
+        outputs, masks = self._functions[key](received, mask, needed)
+        return list(outputs), list(masks)
+
+    def _run(
+        self,
+        training: bool | None,
+        received: Any,
+        mask: Any,
+        inputs: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        values = {
+            id(t): value
+            for t, value in zip(self._graph.functional.inputs, inputs, strict=True)
+            if value is not None
+        }
+        if self._entry is not None:
+            if mask is not None:
+                set_mask(received, mask)
+            values[id(self._entry)] = received
+        for layer in self.layers:
+            layer._clear_losses()
+        for call in self._calls:
+            args, kwargs = call.arguments.fill_in(values)
+            if training is not None and "training" in _context_args(call.operation):
+                kwargs["training"] = training
+            results = call.operation(*args, **kwargs)
+            for t, value in zip(call.outputs, tree.flatten(results), strict=True):
+                values[id(t)] = value
+        self._refuse_losses()
+        outputs = [values[id(t)] for t in self._targets]
+        return outputs, [getattr(t, "_keras_mask", None) for t in outputs]
+
+    def _refuse_losses(self) -> None:
+        for layer in self.layers:
+            for part in layer._flatten_layers():
+                if part._get_own_losses():
+                    layer._clear_losses()
+                    raise ValueError(
+                        f"layer {part.name!r} adds a loss of its own with add_loss(), of which a "
+                        "pipeline cannot know whether it is a sum or a mean over the samples of a "
+                        "micro-batch: return what it needs as an output of the model, and compute "
+                        "it in the loss"
+                    )
+
+
+def _context_args(operation: Any) -> Any:
+    """The names of the arguments that a layer takes from the call of the model."""
+    found = getattr(operation, "_call_context_args", None)
+    if found is None:  # before Keras 3.10
+        return {"training"} if getattr(operation, "_call_has_training_arg", False) else ()
+    return found
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Set the mask that Keras's layers read of a tensor; Keras 3.5 has no function for it."""
+    tensor._keras_mask = mask
+
+
+def _functional_of(model: Any) -> Any:
     """The Functional model that a Sequential one keeps, or the model itself."""
     found = model._functional if isinstance(model, keras.Sequential) else model
     assert isinstance(found, Functional)
@@ -272,7 +344,7 @@ def _flops_of(call: Any) -> int:
     """
     layer = call.operation
     if isinstance(layer, Functional) or getattr(layer, "_functional", None) is not None:
-        return sum(map(_flops_of, _calls_of(functional_of(layer))))
+        return sum(map(_flops_of, _calls_of(_functional_of(layer))))
     if isinstance(layer, keras.layers.Embedding):
         return 0
     recurrent = isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional)
@@ -284,13 +356,8 @@ def _flops_of(call: Any) -> int:
     return used
 
 
-def nbytes_of(variable: Any) -> int:
-    """The bytes of a variable with all of its values."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    size: int = math.prod(variable.shape) * numpy_dtype(dtype).itemsize
-    return size
-
-
-def _nbytes_of_tensor(tensor: Any) -> int:
-    size: int = math.prod(n or 1 for n in tensor.shape) * numpy_dtype(tensor.dtype).itemsize
+def _nbytes_of(thing: Any) -> int:
+    """The bytes of a variable with all of its values, or of a tensor, for a sample."""
+    dtype = keras.backend.standardize_dtype(thing.dtype)
+    size: int = math.prod(n or 1 for n in thing.shape) * numpy_dtype(dtype).itemsize
     return size

@@ -3,17 +3,14 @@
 ``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to
 every rank, so that losses and metrics are computed as ever. When the gradients of the script, or of
 ``fit``, reach these outputs, all stages run backward for all micro-batches.
-
-Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-Parallelism" (2019).
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -21,60 +18,94 @@ import numpy as np
 from keras import ops
 from keras.src import backend, tree
 
-from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError, ranks_text
-from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph
-from hvkit.frameworks.keras.pipeline.model_parts import ModelParts
-from hvkit.frameworks.keras.pipeline.penalties import Penalties, penalties_of
-from hvkit.frameworks.keras.pipeline.stage import Stage
-from hvkit.frameworks.keras.pipeline.stage_messages import StageLinks
-from hvkit.frameworks.keras.pipeline.tensors import (
-    COMPILER,
-    add_gradients,
-    added,
-    connected,
-    in_graph,
-    is_dense,
-    is_recording,
-    norm_of,
-    recorded,
-    remainder,
-    set_mask,
-    wants_gradient,
-)
-from hvkit.frameworks.stage_division import sizes_of
+from hvkit.errors import RanksDisagreeError, ranks_text
+from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stage, set_mask
+from hvkit.frameworks.keras.pipeline.parts import ModelParts
+from hvkit.pipeline.channel import NO_TENSOR
+from hvkit.pipeline.gpipe import GPipe, Specs
+from hvkit.pipeline.stages import sizes_of
 
 # In the place of a norm: the weight has no gradient.
 _NO_GRADIENT = -1.0
 
 
-# The outputs of a stage, and their masks.
-_Results = tuple[list[Any], list[Any]]
-
-
-@dataclass
-class _Computed:
-    """What this rank's stage has computed for a micro-batch."""
-
-    received: Any
-    outputs: list[Any]
-    gradients: Callable[..., list[Any]] | None
-
-
-@dataclass
 class Pass:
-    """A forward pass, as backward needs it.
+    """A forward pass, as backward needs it; computes this rank's stage.
+
+    Args:
+        pipelined: the model.
+        inputs: of the model, for the batch.
+        sizes: the samples of each micro-batch.
+        recording: whether the script may want gradients.
+        training: as for a layer.
 
     Attributes:
-        sizes: the samples of each micro-batch.
+        results: by micro-batch, the outputs and their masks on the last rank.
         trained: this rank's weights that get a gradient.
-        sends_back: whether the stage before needs a gradient.
-        computed: by micro-batch; emptied by backward.
+        sums: of these gradients, over micro-batches; None where there is none.
     """
 
-    sizes: list[int]
-    trained: list[Any]
-    sends_back: bool
-    computed: list[_Computed] = field(default_factory=list)
+    def __init__(
+        self,
+        pipelined: PipelinedModel,
+        inputs: Sequence[Any],
+        sizes: list[int],
+        recording: bool,
+        training: bool | None,
+    ) -> None:
+        self.sizes = sizes
+        self.results: list[list[Any]] = []
+        self.trained, self.sums = pipelined.trained(), list[Any]()
+        self._stage, self._tensors = pipelined.stage, pipelined.parts.tensors
+        self._spec_of, self._last = pipelined.parts.links.spec_of, len(pipelined.parts.stages) - 1
+        self._columns = [_split(t, sizes) for t in inputs]
+        self._recording, self._training = recording, training
+        # By micro-batch: what was received, outputs that get a gradient, and what gives gradients.
+        self._computed: dict[int, tuple[Any, list[Any], Callable[..., list[Any]] | None]] = {}
+        rank_of = pipelined.parts.stages.rank_of
+        self.order = GPipe(pipelined.parts.links, rank_of, [None] * len(sizes))
+        self.order.forward(self)
+        self._columns.clear()
+
+    def run(
+        self, stage: int, part: int, specs: Specs, tensors: list[Any]
+    ) -> tuple[Specs, list[Any]]:
+        received, mask = tensors or (None, None)
+        inputs = [column[part] for column in self._columns]
+        run = functools.partial(self._stage, received, mask, inputs, self._training)
+        watched = [v._value for v in self.trained]
+        watched += [received for spec in specs if spec.trained]
+        gradients = None
+        if self._recording and watched:
+            (outputs, masks), gradients = self._tensors.recorded(run, watched)
+        else:
+            outputs, masks = run()
+        targets = [t for t in outputs if gradients is not None and _is_float(t)]
+        if self._recording:
+            self._computed[part] = watched[len(self.trained) :], targets, gradients
+        found = [*outputs, *masks]
+        if stage == self._last:
+            self.results.append(found)
+        trained = set(map(id, targets))
+        return [
+            NO_TENSOR if t is None else replace(self._spec_of(t), trained=id(t) in trained)
+            for t in found
+        ], found
+
+    def grad(self, stage: int, part: int, gradients: list[Any]) -> list[Any]:
+        received, targets, gradients_of = self._computed.pop(part)
+        found: list[Any] = [None] * (len(self.trained) + len(received))
+        if gradients_of is not None and targets:
+            found = gradients_of(targets, gradients)
+        back = [
+            ops.zeros_like(t) if g is None else g
+            for t, g in zip(received, found[len(self.trained) :], strict=True)
+        ]
+        for i, total in enumerate(self.sums):  # one after the other, to free what was added up
+            if found[i] is not None:
+                self.sums[i] = found[i] if total is None else self._tensors.sum_of(total, found[i])
+            found[i] = None
+        return back
 
 
 class PipelinedModel:
@@ -84,27 +115,27 @@ class PipelinedModel:
         model: with this rank's weights.
         graph: of the model.
         parts: who holds what.
-        links: to the ranks of this pipeline.
         microbatches: how many a batch is divided into.
+
+    Attributes:
+        stage: of this rank.
+        around_backward: called before the gradients of a pass are added up, and returns what to
+            call after it.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        graph: LayerGraph,
-        parts: ModelParts,
-        links: StageLinks,
-        microbatches: int,
+        self, model: keras.Model, graph: LayerGraph, parts: ModelParts, microbatches: int
     ) -> None:
-        self._model, self._graph, self._parts, self._links = model, graph, parts, links
-        self._microbatches = microbatches
-        self._rank, self._last = links.rank, len(parts.stages) - 1
-        self.stage = Stage(graph, parts.stages, links.rank)
-        self._passes = 0
+        self._model, self._graph, self.parts, self._microbatches = model, graph, parts, microbatches
+        self._links, self._tensors = parts.links, parts.tensors
+        self.stage = Stage(graph, parts.stages, parts.links.rank, parts.tensors)
         # Of what fit passes to a step beside the model's inputs.
         self._targets = 0
-        # Called before the gradients of a pass are added up, and returns what to call after it.
-        self.around_backward: Callable[[], Callable[[], None]] = lambda: _nothing
+        self.around_backward: Callable[[], Callable[[], None]] = lambda: lambda: None
+
+    def trained(self) -> list[Any]:
+        """This rank's weights that get a gradient."""
+        return [v for v in self._model.trainable_variables if self.parts.holds(v)]
 
     def note_targets(self, data: Any) -> None:
         """Compare this data, too, in the next forward pass: a batch of ``fit`` or ``evaluate``."""
@@ -129,34 +160,31 @@ class PipelinedModel:
     def _call(self, inputs: Any, training: bool | None, mask: Any, kwargs: dict[str, Any]) -> Any:
         self._refuse_call(mask, kwargs)
         flat = self._graph.functional._standardize_inputs(inputs)
-        sizes = self._sizes(flat)
-        self._passes += 1
-        self._links.step = self._passes
-        with self._links.in_call():
-            recording = is_recording()
+        recording = self._tensors.is_recording()
+        sizes = self._sizes(flat, recording)
+        self._links.step += 1
+        with self._links.in_call(), self._links.times.passing():
             self._require_same_batch(flat, recording, training)
-            done, outputs, masks = self._forward(flat, sizes, recording, training)
-            penalties = penalties_of(self._model, self._parts, self._links)
+            done = Pass(self, flat, sizes, recording, training)
+            outputs, masks = self._on_all_ranks(done)
+            penalties, of_penalties = self._penalties()
             if recording and self._model.trainable_variables:
-                outputs = self._connected(done, outputs, penalties)
-                outputs, penalties.values = outputs[: len(masks)], outputs[len(masks) :]
-            self._model._losses_override[:] = penalties.values
+                both = self._connected(done, outputs, penalties, of_penalties)
+                outputs, penalties = both[: len(masks)], both[len(masks) :]
+            self._model._losses_override[:] = penalties
         for t, each in zip(outputs, masks, strict=True):
             if each is not None:
                 set_mask(t, each)
-        return self._structured(outputs)
-
-    def _structured(self, outputs: list[Any]) -> Any:
         found = tree.pack_sequence_as(self._graph.functional._outputs_struct, outputs)
         single = isinstance(found, list | tuple) and len(found) == 1
         return found[0] if single else found
 
     def _refuse_call(self, mask: Any, kwargs: dict[str, Any]) -> None:
         name = self._model.name
-        if in_graph():
+        if tracer := self._tensors.tracer():
             raise ValueError(
-                f"model {name!r} is called in a {COMPILER}, but a pipeline sends tensors between "
-                f"ranks, which a graph cannot do: leave {COMPILER} out around the call, and fit "
+                f"model {name!r} is called in a {tracer}, but a pipeline sends tensors between "
+                f"ranks, which a graph cannot do: leave {tracer} out around the call, and fit "
                 "needs no change"
             )
         given = {"mask": mask, **kwargs}
@@ -166,15 +194,15 @@ class PipelinedModel:
                 "it one of the model's inputs"
             )
 
-    def _sizes(self, inputs: Sequence[Any]) -> list[int]:
+    def _sizes(self, inputs: Sequence[Any], recording: bool) -> list[int]:
         lengths = set()
         for t in inputs:
-            if not is_dense(t) or not len(t.shape):
+            if not self._tensors.is_dense(t) or not len(t.shape):
                 raise ValueError(
                     f"inputs of model {self._model.name!r} in a pipeline must be dense tensors "
                     f"with the batch as their first dimension, got {type(t).__name__} {t!r}"
                 )
-            if wants_gradient(t):
+            if recording and getattr(t, "requires_grad", False):
                 raise ValueError(
                     f"an input of model {self._model.name!r} requires a gradient, which no rank of "
                     "a pipeline computes: detach it, or call the model before hvkit.distribute"
@@ -192,120 +220,72 @@ class PipelinedModel:
         self, inputs: Sequence[Any], recording: bool, training: bool | None
     ) -> None:
         """Raise on every rank unless all have the same batch; a collective of the pipeline."""
-        kind = [self._passes, recording, training, *((tuple(t.shape), t.dtype) for t in inputs)]
+        number, ranks = self._links.step, self._links.ranks
+        call = [number, recording, training, *((tuple(t.shape), t.dtype) for t in inputs)]
         content, self._targets = _checksum_of(inputs) ^ self._targets, 0
-        mine = np.array([zlib.crc32(repr(kind).encode()), content], np.int64)
-        found = self._links.gather(mine).tolist()
-        for rank, theirs in enumerate(found):
-            if theirs != found[0]:
-                what = "another call" if theirs[0] != found[0][0] else "another batch"
-                ranks = self._links.ranks
+        numbers = zlib.crc32(repr(call).encode()), content
+        found = self._links.gather_numbers(numbers).tolist()
+        for rank, of_rank in enumerate(found):
+            if of_rank != found[0]:
+                what = "another call" if of_rank[0] != found[0][0] else "another batch"
                 raise RanksDisagreeError(
-                    f"forward pass {self._passes} of the pipeline of {ranks_text(ranks)}: rank "
+                    f"forward pass {number} of the pipeline of {ranks_text(ranks)}: rank "
                     f"{ranks[rank]} makes {what} than rank {ranks[0]}. Ranks of one pipeline must "
                     "get the same batches in the same order: divide data with "
                     "hvkit.shard(data, mesh=mesh), and where fit shuffles arrays, call "
                     "keras.utils.set_random_seed with the same number, or pass shuffle=False"
                 )
 
-    def _forward(
-        self, inputs: Sequence[Any], sizes: list[int], recording: bool, training: bool | None
-    ) -> tuple[Pass, list[Any], list[Any]]:
-        """Run this rank's stage for all micro-batches, and hand the outputs to all ranks.
-
-        Raises:
-            HvkitError: another rank could not compute its stage.
-        """
-        trained = [v for v in self._model.trainable_variables if self._parts.holds(v)]
-        before = any(self._holder(v) < self._rank for v in self._model.trainable_variables)
-        done = Pass(sizes, trained, before)
-        try:
-            found = self._run_all(done, inputs, recording, training)
-        except RankLostError:
-            raise
-        except Exception as error:
-            self._hand_on(error)
-            raise
-        return done, *self._on_all_ranks(found)
-
-    def _run_all(
-        self, done: Pass, inputs: Sequence[Any], recording: bool, training: bool | None
-    ) -> list[_Results]:
-        """Run this rank's stage for all micro-batches; return the outputs on the last rank."""
-        columns = [_split(t, done.sizes) for t in inputs]
-        found: list[_Results] = []
-        for i in range(len(done.sizes)):
-            row = [column[i] for column in columns]
-            received, mask = self._links.receive(self._rank - 1) if self._rank else (None, None)
-            records = recording and bool(done.trained or done.sends_back)
-            (outputs, masks), gradients = self._run(received, mask, row, training, done, records)
-            if self._rank < self._last:
-                self._links.send([*outputs, *masks], self._rank + 1)
-            else:
-                found.append((outputs, masks))
-            if recording:
-                done.computed.append(_Computed(received, outputs, gradients))
-        self._links.flush()
-        return found
-
-    def _hand_on(self, error: Exception) -> None:
-        """Have the other ranks raise an error that this rank's stage has raised."""
-        text = str(error)
-        if not isinstance(error, HvkitError):
-            rank = self._links.ranks[self._rank]
-            text = f"rank {rank} has raised {type(error).__name__} in its stage: {text}"
-        if self._rank == self._last:
-            for to in range(self._last):
-                self._links.send_error(text, to)
-        else:
-            self._links.send_error(text, self._rank + 1)
-        self._links.flush()
-        if self._rank < self._last:  # the last rank answers with the same, in place of outputs
-            with contextlib.suppress(HvkitError):
-                self._links.receive(self._last)
-
-    def _run(
-        self,
-        received: Any,
-        mask: Any,
-        inputs: list[Any],
-        training: bool | None,
-        done: Pass,
-        records: bool,
-    ) -> tuple[_Results, Callable[..., list[Any]] | None]:
-        """A micro-batch through this rank's stage, and what gives gradients of it."""
-        if not records:
-            return self.stage(received, mask, inputs, training), None
-        watched = [v._value for v in done.trained]
-        if done.sends_back and received is not None and _is_float(received):
-            watched.append(received)
-        return recorded(lambda: self.stage(received, mask, inputs, training), watched)
-
-    def _on_all_ranks(self, found: list[_Results]) -> tuple[list[Any], list[Any]]:
+    def _on_all_ranks(self, done: Pass) -> tuple[list[Any], list[Any]]:
         """The outputs of the whole batch and their masks, from the last stage."""
-        whole = None
-        if self._rank == self._last:
-            rows = [[*outputs, *masks] for outputs, masks in found]
-            whole = [
-                None if column[0] is None else ops.concatenate(column, 0)
-                for column in zip(*rows, strict=True)
-            ]
-        joined = self._links.from_rank(self._last, whole)
+        whole = [
+            None if column[0] is None else ops.concatenate(column, 0)
+            for column in zip(*done.results, strict=True)
+        ]
+        done.results.clear()
+        joined = self._links.from_rank(len(self.parts.stages) - 1, whole)
         count = len(self._graph.outputs)
         return joined[:count], joined[count:]
 
-    def _holder(self, variable: Any) -> int:
-        return self._parts.stages.holder(variable)
+    def _penalties(self) -> tuple[list[Any], Callable[[Sequence[Any]], dict[int, Any]]]:
+        """The regularisation of all stages; a collective of the pipeline if there is any.
 
-    def _connected(self, done: Pass, outputs: list[Any], penalties: Penalties) -> list[Any]:
+        Returns:
+            The losses. And what gives from their gradients those of this rank's variables, by id.
+        """
+        variables = [v for v in self._model.trainable_variables if v.regularizer is not None]
+        own = {i: v for i, v in enumerate(variables) if self.parts.holds(v)}
+        with backend.AutocastScope(None):
+            losses, of_losses = self._tensors.recorded(
+                lambda: {i: v.regularizer(v) for i, v in own.items()},
+                [v._value for v in own.values()],
+            )
+
+        def gradients(given: Sequence[Any]) -> dict[int, Any]:
+            found = of_losses(list(losses.values()), [given[i] for i in own]) if own else []
+            return {id(v): g for v, g in zip(own.values(), found, strict=True)}
+
+        if not variables:
+            return [], gradients
+        values = np.zeros(len(variables))
+        for i, loss in losses.items():
+            values[i] = ops.convert_to_numpy(loss)
+        found = self._links.gather_numbers(values)
+        holder = self.parts.stages.holder
+        return [
+            ops.convert_to_tensor(found[holder(v), i], v._dtype) for i, v in enumerate(variables)
+        ], gradients
+
+    def _connected(
+        self, done: Pass, outputs: list[Any], penalties: list[Any], of_penalties: Callable[..., Any]
+    ) -> list[Any]:
         """Outputs and penalties, for a tape the results of an operation on all weights."""
-        variables = self._model.trainable_variables
+        variables, count = self._model.trainable_variables, len(outputs)
 
         def gradients(given: Sequence[Any]) -> list[Any]:
-            of_penalties = penalties.gradients(given[len(outputs) :])
-            return self._backward(done, variables, given[: len(outputs)], of_penalties)
+            return self._backward(done, variables, given[:count], of_penalties(given[count:]))
 
-        return connected([*outputs, *penalties.values], variables, gradients)
+        return self._tensors.connected([*outputs, *penalties], variables, gradients)
 
     def _backward(
         self,
@@ -324,61 +304,27 @@ class PipelinedModel:
             of_outputs: the gradients of the model's outputs.
             of_penalties: by the id of a variable of this rank, what to add to its gradient.
         """
-        if not done.computed:
-            raise RuntimeError(
-                "a second gradient through one forward pass of a pipeline, whose stages have "
-                "dropped what they had kept of it: add the losses, and take the gradient once"
-            )
-        with self._links.in_call():
-            sums = [of_penalties.get(id(v)) for v in done.trained]
+        done.order.require_first_backward()
+        with self._links.in_call(), self._links.times.passing():
+            done.sums = [of_penalties.get(id(v)) for v in done.trained]
             columns = [_split(g, done.sizes) for g in of_outputs]
-            for i in range(len(done.sizes)):
-                mine = self._backward_of(done, done.computed[i], [c[i] for c in columns])
-                done.computed[i] = _Computed(None, [], None)
-                for j in range(len(mine)):  # one after the other, to free what was added up
-                    sums[j], mine[j] = added(sums[j], mine[j]), None
-            done.computed.clear()
-            self._links.flush()
-            return self._with_norms(done, variables, sums)
+            done.order.backward(done, list(zip(*columns, strict=True)))
+            return self._with_norms(done, variables)
 
-    def _backward_of(self, done: Pass, computed: _Computed, of_outputs: list[Any]) -> list[Any]:
-        """The gradients by one micro-batch; sends that of its input to the stage before."""
-        if self._rank == self._last:
-            given: list[Any] = list(of_outputs)
-        elif done.trained or done.sends_back:
-            given = self._links.receive(self._rank + 1)
-        else:
-            return []
-        targets = [t for t in computed.outputs if _is_float(t)]
-        given = [g for t, g in zip(computed.outputs, given, strict=True) if _is_float(t)]
-        received = computed.received
-        found: list[Any] = [None] * len(done.trained)
-        if computed.gradients is not None and targets:
-            found = computed.gradients(targets, given)
-        if done.sends_back and received is not None:
-            gradient = found.pop() if len(found) > len(done.trained) else None
-            back = ops.zeros_like(received) if gradient is None else gradient
-            self._links.send([back], self._rank - 1)
-        return found
-
-    def _with_norms(self, done: Pass, variables: Sequence[Any], own: list[Any]) -> list[Any]:
-        held = add_gradients(done.trained, own, self.around_backward)
-        mine = dict(zip(map(id, done.trained), held, strict=True))
-        norms = np.zeros(len(variables), np.float64)
+    def _with_norms(self, done: Pass, variables: Sequence[Any]) -> list[Any]:
+        held = self._tensors.add_gradients(done.trained, done.sums, self.around_backward)
+        own = dict(zip(map(id, done.trained), held, strict=True))
+        norms = np.full(len(variables), _NO_GRADIENT)
         for i, v in enumerate(variables):
-            if id(v) in mine:
-                gradient = mine[id(v)]
-                norms[i] = _NO_GRADIENT if gradient is None else norm_of(gradient)
-        everyone = self._links.gather(norms)
+            if (gradient := own.get(id(v))) is not None:
+                norms[i] = self._tensors.norm_of(gradient)
+        on_ranks = self._links.gather_numbers(norms)
         found: list[Any] = []
         for i, v in enumerate(variables):
-            norm = everyone[self._holder(v), i]
-            if id(v) in mine:
-                total = mine[id(v)]
-            else:
-                missing = norm == _NO_GRADIENT
-                total = None if missing else ops.convert_to_tensor([norm], v._dtype)
-            found.append(remainder(v, total))
+            total, norm = own.get(id(v)), on_ranks[self.parts.stages.holder(v), i]
+            if id(v) not in own and norm != _NO_GRADIENT:
+                total = ops.convert_to_tensor([norm], v._dtype)
+            found.append(self._tensors.remainder(v, total))
         return found
 
 
@@ -404,7 +350,3 @@ def _checksum_of(things: Sequence[Any]) -> int:
         data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
         found = zlib.crc32(data, found)
     return found
-
-
-def _nothing() -> None:
-    """After a pass without gradients to average."""

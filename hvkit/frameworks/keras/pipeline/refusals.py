@@ -14,8 +14,10 @@ from hvkit.frameworks.keras.trials import why_not_by_variable
 from hvkit.sync.port import Options
 
 
-def refuse_models(models: Sequence[Any], options: Options) -> None:
+def refuse_in_pipeline(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
     """Raise for models that cannot be cut, or compute something else in micro-batches.
+
+    And for optimizers that do not update each weight on its own.
 
     Raises:
         ValueError: with the reason.
@@ -40,6 +42,16 @@ def refuse_models(models: Sequence[Any], options: Options) -> None:
                 "micro-batch and not of the batch: leave it out, or return what it needs as an "
                 "output of the model and compute it in the loss"
             )
+    for each in updating(optimizers):
+        kind = type(each).__name__
+        if kind == "ScheduleFreeAdamW" or (reason := why_not_by_variable(each)):
+            why = (
+                "it changes all weights when it is built" if kind == "ScheduleFreeAdamW" else reason
+            )
+            raise ValueError(
+                f"optimizer {kind} cannot update a model whose layers are on several ranks: {why}. "
+                "Use an optimizer such as keras.optimizers.AdamW"
+            )
 
 
 def _refuse_own_call(model: Any) -> None:
@@ -55,21 +67,3 @@ def _refuse_own_call(model: Any) -> None:
             "ones, keras.Model(inputs, outputs). Make one of its layers, or write it as a "
             "torch.nn.Module, which a pipeline cuts as it is"
         )
-
-
-def refuse_optimizers_in_parts(optimizers: Sequence[Any]) -> None:
-    """Raise for optimizers that do not update each weight on its own.
-
-    Raises:
-        ValueError: names the optimizer, and what it does.
-    """
-    for each in updating(optimizers):
-        kind = type(each).__name__
-        if kind == "ScheduleFreeAdamW" or (reason := why_not_by_variable(each)):
-            why = (
-                "it changes all weights when it is built" if kind == "ScheduleFreeAdamW" else reason
-            )
-            raise ValueError(
-                f"optimizer {kind} cannot update a model whose layers are on several ranks: {why}. "
-                "Use an optimizer such as keras.optimizers.AdamW"
-            )

@@ -1,81 +1,98 @@
-"""What a pipeline does with tensors, on the backend that Keras runs on.
+"""What a pipeline does with tensors that is not the same on all of Keras's backends."""
 
-What Keras's own operations do on every backend is not here.
-"""
+from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvkit.frameworks.keras.backends import ON_TENSORFLOW
-
-if ON_TENSORFLOW:
-    from hvkit.frameworks.keras.pipeline.tensorflow_tensors import (
-        COMPILER,
-        add_gradients,
-        added,
-        compiled,
-        connected,
-        hold,
-        in_graph,
-        is_dense,
-        is_recording,
-        norm_of,
-        placeholder_of,
-        recorded,
-        remainder,
-        unwatched,
-        values_for,
-        wants_gradient,
-    )
-else:
-    from hvkit.frameworks.keras.pipeline.pytorch_tensors import (
-        COMPILER,
-        add_gradients,
-        added,
-        compiled,
-        connected,
-        hold,
-        in_graph,
-        is_dense,
-        is_recording,
-        norm_of,
-        placeholder_of,
-        recorded,
-        remainder,
-        unwatched,
-        values_for,
-        wants_gradient,
-    )
-
-__all__ = [
-    "COMPILER",
-    "add_gradients",
-    "added",
-    "compiled",
-    "connected",
-    "hold",
-    "in_graph",
-    "is_dense",
-    "is_recording",
-    "mask_of",
-    "norm_of",
-    "placeholder_of",
-    "recorded",
-    "remainder",
-    "set_mask",
-    "unwatched",
-    "values_for",
-    "wants_gradient",
-]
+from hvkit.mesh import MeshOptions
+from hvkit.pipeline.channel import Channel
 
 
-def mask_of(tensor: Any) -> Any:
-    """The mask that Keras's layers have set for a tensor, or None.
+class Tensors(ABC):
+    """A backend of Keras."""
 
-    Keras 3.5 has no function for it; later ones keep the mask in the same place.
-    """
-    return getattr(tensor, "_keras_mask", None)
+    @abstractmethod
+    def channel(self, mesh: MeshOptions, name: str) -> Channel:
+        """To the other ranks of this pipeline; a collective of all ranks.
 
+        Raises:
+            LaunchError: a rank cannot send messages; on every rank, with the fix.
+        """
 
-def set_mask(tensor: Any, mask: Any) -> None:
-    """Set the mask that Keras's layers read of a tensor."""
-    tensor._keras_mask = mask
+    @abstractmethod
+    def tracer(self) -> str:
+        """What traces the call for a graph, in which nothing can be sent; empty if nothing does."""
+
+    @abstractmethod
+    def is_recording(self) -> bool:
+        """Whether the script may want gradients of what is computed now."""
+
+    @abstractmethod
+    def is_dense(self, value: Any) -> bool:
+        """Whether this is a tensor that can be divided into micro-batches."""
+
+    @abstractmethod
+    def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
+        """A stage that uses these variables: faster where the backend can, and not recorded.
+
+        It has a recording of its own, beside which the script's would take time.
+        """
+
+    @abstractmethod
+    def recorded(
+        self, run: Callable[[], Any], watched: Sequence[Any]
+    ) -> tuple[Any, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+        """What a function returns, and what gives gradients of it.
+
+        That is called with some of the tensors that the function has computed and their gradients.
+        It returns those of the variables and tensors that are watched, None for what has none.
+        """
+
+    @abstractmethod
+    def connected(
+        self,
+        results: Sequence[Any],
+        variables: Sequence[Any],
+        backward: Callable[[Sequence[Any]], list[Any]],
+    ) -> list[Any]:
+        """Tensors that were computed apart, as results of an operation on variables of Keras.
+
+        Args:
+            backward: gives the gradients of the variables, from those of the results.
+        """
+
+    @abstractmethod
+    def sum_of(self, a: Any, b: Any) -> Any:
+        """The sum of two gradients, either of which may be of a few rows."""
+
+    @abstractmethod
+    def norm_of(self, gradient: Any) -> float:
+        """The norm of a gradient, in float64: squares of float32 may overflow."""
+
+    @abstractmethod
+    def add_gradients(
+        self,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        begin: Callable[[], Callable[[], None]],
+    ) -> list[Any]:
+        """Add gradients to those that variables of Keras hold, and return what they hold then.
+
+        Args:
+            gradients: None for what has none.
+            begin: called before, and what it returns afterwards: it may average what they hold.
+        """
+
+    @abstractmethod
+    def remainder(self, variable: Any, total: Any) -> Any:
+        """What a backward pass returns for a variable, so that the script finds the total."""
+
+    @abstractmethod
+    def placeholder_of(self, variable: Any) -> Any:
+        """What stands for the values of a variable that other ranks hold."""
+
+    @abstractmethod
+    def hold(self, variable: Any, values: Any) -> None:
+        """Let a variable of Keras hold a placeholder, or an array."""

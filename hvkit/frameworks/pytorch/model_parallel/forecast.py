@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state.trials import copied
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages, megabytes
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.host.cpus import free_memory
+from hvkit.pipeline.stages import megabytes
 
 # Elements along each dimension of a parameter in a trial of an optimizer.
 _LENGTH = 4

@@ -45,8 +45,8 @@ from hvkit.frameworks.pytorch.model_parallel.parts import (
     drop,
     gathered,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
+from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
@@ -302,15 +302,7 @@ class ParallelModel:
                 f"micro-batch, here {count} a batch, so that weights differ slightly from those of "
                 "one process: pass microbatches=1, or leave out the pipeline axis, if that matters",
             )
-        staged = StagedForward(
-            model,
-            model.forward,
-            stages,
-            found,
-            self._device,
-            self._begin_numbers,
-            found.kept,
-        )
+        staged = StagedForward(model, stages, found, self._device, self._begin_numbers)
         train = self._train(own, norms)
         shared = SharedGradients(
             self._shared,
@@ -325,7 +317,6 @@ class ParallelModel:
             model,
             staged,
             stages,
-            rank,
             self._links,
             count,
             self._divider,
@@ -343,8 +334,8 @@ class ParallelModel:
         names = self._together.object_from_rank(0, list(named))
         if not names:
             return []
-        everyone = self._together.gather_numbers([name in named for name in names]).all(0)
-        return [named[name] for name, held in zip(names, everyone.tolist(), strict=True) if held]
+        on_ranks = self._together.gather_numbers([name in named for name in names]).tolist()
+        return [named[name] for name, *found in zip(names, *on_ranks, strict=True) if all(found)]
 
     def _same_on_all(self, division: ModelDivision) -> ModelDivision:
         """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,8 +19,8 @@ from hvkit.frameworks.pytorch.gradients.step_report import (
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import new_seed
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.wording import shortened
 
@@ -87,8 +86,8 @@ def require_same_batch(
         refuse_other_rates(dict(zip(at_once.ranks, named, strict=True)))
     other_shapes = len({theirs[4] for theirs in everyone.values()}) > 1
     if (often or other_shapes) and len(at_once.ranks) > len(together.ranks):
-        counts = at_once.gather_numbers(losses.numbers().view(np.int64).tolist()).numpy()
-        losses.compare(counts.view(np.float64), all_ranks(), for_shapes=other_shapes)
+        counts = at_once.gather_numbers(losses.numbers())
+        losses.compare(counts, all_ranks(), for_shapes=other_shapes)
     return int(everyone[together.ranks[0]][2])
 
 

@@ -4,13 +4,11 @@
 
     stages              which stage holds what
     staged_forward      runs one stage through the model's own forward
-    shared_numbers      random numbers that all stages draw alike
     microbatches        divides a batch, and joins results
     result_comparison   compares with the whole model, and micro-batches with the whole batch
     stage_gradients     where autograd enters and leaves a stage
-    stage_messages      tensors from stage to stage
-    stage_times         how long a rank computes, and how long it waits
-    gpipe               ``model(x)`` runs all forward, ``backward()`` all backward
+    stage_messages      the ``Channel`` by ``torch.distributed``
+    pipelined_model     ``model(x)`` runs all forward, ``backward()`` all backward
     torch_schedules     the same in the order of one of PyTorch's schedules
     deferred_outputs    what ``model(x)`` gives then: tensors that wait for ``backward()``
 """

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -27,38 +27,17 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
+if TYPE_CHECKING:
+    from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import ScheduledPipeline
+
 # What reads a property, and needs no value.
-_WITHOUT_VALUE = frozenset(
-    {"__get__", "size", "dim", "ndimension", "__len__", "numel", "is_floating_point", "__hash__"}
-)
+_WITHOUT_VALUE = {"__get__", "size", "dim", "ndimension", "__len__", "numel", "__hash__"}
+_WITHOUT_VALUE |= {"is_floating_point"}
 # What needs a value.
-_WITH_VALUE = frozenset(
-    {
-        "item",
-        "tolist",
-        "numpy",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__bool__",
-        "__repr__",
-        "__format__",
-        "__array__",
-        "__contains__",
-    }
-)
+_WITH_VALUE = {"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__bool__"}
+_WITH_VALUE |= {"__repr__", "__format__", "__array__", "__contains__"}
 # How far the mean over micro-batches may be from the value for the batch.
 _TOLERANCE = 1e-5
-
-
-class Runner(Protocol):
-    """Runs a batch whose outputs are deferred."""
-
-    def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
-        """The outputs of the whole batch, by GPipe."""
-
-    def run_backward(self, run: DeferredRun) -> None:
-        """Run forward and backward for all micro-batches, and set ``run.values``."""
 
 
 @dataclass(eq=False)
@@ -66,21 +45,19 @@ class Recorded:
     """A tensor that the script has made from deferred ones.
 
     Attributes:
+        meta: it, without a value.
         output: the number of the model's output that it is; None for a result of ``function``.
         function: with ``args`` and ``kwargs``, among which are deferred tensors.
-        dtype: of it.
-        single: whether it is a single number.
         grad: whether autograd was on.
         autocast: as it was, by kind of device.
         lengths: of the deferred tensors among the arguments, along their first dimension.
     """
 
+    meta: torch.Tensor
     output: int | None = None
     function: Callable[..., Any] | None = None
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    single: bool = False
     grad: bool = True
     autocast: Sequence[tuple[bool, torch.dtype]] = ()
     lengths: frozenset[int] = frozenset()
@@ -105,7 +82,7 @@ class DeferredRun:
         whole: outputs of the whole batch, if a value was needed before.
     """
 
-    runner: Runner
+    runner: ScheduledPipeline
     args: Any
     kwargs: Any
     batches: list[MicroBatch]
@@ -124,14 +101,14 @@ class DeferredRun:
         """Tensors for the script, like these on the meta device."""
         made = []
         for number, meta in enumerate(metas):
-            self.nodes.append(Recorded(number, dtype=meta.dtype, single=not meta.dim()))
-            made.append(Deferred(meta, device, self, self.nodes[-1]))
+            self.nodes.append(Recorded(meta, number))
+            made.append(Deferred(device, self, self.nodes[-1]))
         return made
 
     @property
     def singles(self) -> list[Recorded]:
         """What the script has made that is a single number."""
-        return [node for node in self.nodes if node.single]
+        return [node for node in self.nodes if not node.meta.dim()]
 
     def kind(self) -> tuple[str, ...]:
         """What was computed, without the values of tensors."""
@@ -180,14 +157,12 @@ class DeferredRun:
 
         return evaluate
 
-    def known(self, t: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor, which may be deferred.
+    def known(self, t: Deferred) -> torch.Tensor:
+        """The value of a tensor.
 
         Raises:
             ValueError: it was not kept.
         """
-        if not isinstance(t, Deferred):
-            return t
         if self.values is not None:
             if t.node not in self.values:
                 raise ValueError(
@@ -245,18 +220,15 @@ def _not_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 class Deferred(torch.Tensor):
     """A tensor without a value, which records what is computed from it."""
 
-    meta: torch.Tensor
     run: DeferredRun
     node: Recorded
 
     @staticmethod
-    def __new__(
-        cls, meta: torch.Tensor, device: torch.device, run: DeferredRun, node: Recorded
-    ) -> Deferred:
+    def __new__(cls, device: torch.device, run: DeferredRun, node: Recorded) -> Deferred:
         t: Deferred = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, dtype=meta.dtype, device=device
+            cls, node.meta.shape, dtype=node.meta.dtype, device=device
         )
-        t.meta, t.run, t.node = meta, run, node
+        t.run, t.node = run, node
         return t
 
     @classmethod
@@ -273,7 +245,7 @@ class Deferred(torch.Tensor):
         if func is torch.Tensor.backward and run.whole is None:
             return _backward(run, *args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
-            return first.meta.is_floating_point()
+            return first.node.meta.is_floating_point()
         if name in _WITHOUT_VALUE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -321,7 +293,7 @@ def _record(run: DeferredRun, device: torch.device, func: Any, args: Any, kwargs
     in_place = is_in_place(func)
     # A change in place may be seen through views, and the gradient of another leaf is needed on all
     # ranks.
-    if in_place and not (isinstance(args[0], Deferred) and args[0].node.single):
+    if in_place and not (isinstance(args[0], Deferred) and not args[0].node.meta.dim()):
         raise NotImplementedError
     if any(t.requires_grad for t in tensors if not isinstance(t, Deferred)):
         raise NotImplementedError
@@ -337,47 +309,18 @@ def _record(run: DeferredRun, device: torch.device, func: Any, args: Any, kwargs
         if tensors_in(out):
             raise NotImplementedError
         return out
-    node = Recorded(
-        None,
-        func,
-        args,
-        kwargs,
-        out.dtype,
-        single=not out.dim(),
-        grad=torch.is_grad_enabled(),
-        autocast=autocast_state(),
-        lengths=lengths,
-    )
+    grad = torch.is_grad_enabled()
+    node = Recorded(out, None, func, args, kwargs, grad, autocast_state(), lengths)
     run.nodes.append(node)
-    result = Deferred(out, device, run, node)
+    result = Deferred(device, run, node)
     if in_place:  # the script's own name for it goes on with the new value
-        node.args = (_copy_of(args[0]), *args[1:])
-        args[0].node, args[0].meta = node, out
+        node.args = (Deferred(device, run, args[0].node), *args[1:])
+        args[0].node = node
     return result
 
 
-def _copy_of(t: Deferred) -> Deferred:
-    """A deferred tensor that stays what it is now."""
-    return Deferred(t.meta, t.device, t.run, t.node)
-
-
 def _meta_of(t: torch.Tensor) -> torch.Tensor:
-    return t.meta.clone() if isinstance(t, Deferred) else t.to("meta")
-
-
-def weighted_values(
-    found: Sequence[Sequence[torch.Tensor]], sums: Sequence[bool]
-) -> list[torch.Tensor]:
-    """Numbers for a batch from those of its micro-batches, which have equal sizes.
-
-    Args:
-        found: by micro-batch, each number.
-        sums: whether a number is a sum over samples rather than a mean.
-    """
-    return [
-        torch.stack(column).double().sum() if is_sum else torch.stack(column).double().mean()
-        for column, is_sum in zip(zip(*found, strict=True), sums, strict=True)
-    ]
+    return t.node.meta.clone() if isinstance(t, Deferred) else t.to("meta")
 
 
 def means_or_sums(

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
-from hvkit.frameworks.stage_division import sizes_of
+from hvkit.pipeline.stages import sizes_of
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,8 @@ def rows_in(
         ValueError: the model returns a tensor that has no rows for each sample.
     """
     columns = list(zip(*outputs, strict=True))
-    return [
-        _rows_of(column, sizes, kept=i >= len(columns) - kept) for i, column in enumerate(columns)
-    ]
+    own = len(columns) - kept
+    return [_rows_of(column, sizes, kept=i >= own) for i, column in enumerate(columns)]
 
 
 def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, kept: bool) -> int:
@@ -151,22 +150,17 @@ def joined(
 
     Args:
         outputs: by micro-batch.
-        sizes: by micro-batch, the number of samples.
-        rows: by ``rows_in``.
+        sizes, rows: as ``rows_in`` has taken and given them.
     """
     total = sum(sizes)
     found = []
     for column, each in zip(zip(*outputs, strict=True), rows, strict=True):
         parts = [t.detach() for t in column]
-        if len(parts) == 1:
-            found.append(parts[0])
-        elif each:
-            found.append(torch.cat(parts))
-        elif not parts[0].is_floating_point():
-            found.append(torch.stack(parts).sum(0).to(parts[0].dtype))
-        else:
-            parts = [t * (n / total) for t, n in zip(parts, sizes, strict=True)]
-            found.append(torch.stack(parts).sum(0).to(parts[0].dtype))
+        if len(parts) > 1 and not each:
+            if parts[0].is_floating_point():
+                parts = [t * (n / total) for t, n in zip(parts, sizes, strict=True)]
+            parts = [torch.stack(parts).sum(0).to(parts[0].dtype)]
+        found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
     return found
 
 

@@ -29,7 +29,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import copied_call, te
 from hvkit.main_rank import warn_once
 
 if TYPE_CHECKING:
-    from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
+    from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 
 # How far apart the outputs of a batch and of its micro-batches may be, relative to the largest.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -50,19 +50,6 @@ class ResultComparison:
         self._calls = 0
         self._compared_ignored = False
 
-    def check(self, args: Any, kwargs: Any, batches: list[MicroBatch]) -> None:
-        """Compare, if this call is one of those; then a collective.
-
-        Args:
-            args, kwargs: of the call.
-            batches: its micro-batches.
-
-        Raises:
-            ValueError: the results differ.
-        """
-        if self._compares(args, kwargs, batches):
-            self._require(args, kwargs, batches)
-
     def _compares(self, args: Any, kwargs: Any, batches: Sequence[MicroBatch]) -> bool:
         """Whether to compare the micro-batches of this call with the whole batch.
 
@@ -81,9 +68,8 @@ class ResultComparison:
         self._compared_ignored |= ignored
         return ignored or self._calls & (self._calls - 1) == 0
 
-    @torch.no_grad()
-    def _require(self, args: Any, kwargs: Any, batches: list[MicroBatch]) -> None:
-        """Compare what micro-batches give with what the whole batch gives; a collective.
+    def check(self, args: Any, kwargs: Any, batches: list[MicroBatch]) -> None:
+        """Compare what a call's micro-batches give with what the whole batch gives; a collective.
 
         Layers are in evaluation meanwhile: then dropout and batch norm do not depend on the batch.
         A model whose results are random even then cannot be compared.
@@ -91,39 +77,34 @@ class ResultComparison:
         Raises:
             ValueError: the results differ.
         """
+        if not self._compares(args, kwargs, batches):
+            return
         pipeline = self._pipeline
-        source, found = pipeline.stages.rank_of[pipeline.last], None
-        devices = [pipeline.links.device] if pipeline.links.device.type == "cuda" else []
-        caches = torch.is_autocast_cache_enabled()
-        try:
-            # Weights that autocast casts here have no gradient, and must not be used again.
-            torch.set_autocast_cache_enabled(False)
-            evaluation = [False] * len(pipeline.modules)
-            with (
-                torch.random.fork_rng(devices),
-                pipeline.in_modes(evaluation),
-                left_as_before(pipeline.modules[0]),
-                _buffers_kept(pipeline.modules),
-            ):
-                parts, *whole = (
-                    pipeline.forward(pipeline.divide(*copied_call(args, kwargs), count=count), seed)
-                    for seed, count in enumerate((len(batches), 1, 1))
+        source = pipeline.stages.rank_of[pipeline.last]
+        kind = pipeline.links.device.type
+        with _trial(pipeline.modules, [pipeline.links.device] if kind == "cuda" else []):
+            parts, *whole = (
+                pipeline.forward(pipeline.divide(*copied_call(args, kwargs), count=count), seed)
+                for seed, count in enumerate((len(batches), 1, 1))
+            )
+        found: list[str | None] | None = None
+        if pipeline.links.rank == source:
+            once, again = (tensors_in(each.result[0]) for each in whole)
+            own = len(once) - (kept := pipeline.staged.kept_in(whole[0].result[0]))
+            found_parts = [tensors_in(each) for each in parts.result]
+            rows = rows_in(found_parts, parts.sizes, kept)
+            mean = joined(found_parts, parts.sizes, rows)
+            expected, self._expected = self._expected or once, None
+            few_bits = pipeline.has_few_bits or torch.is_autocast_enabled(kind)
+            found = [
+                _difference(a, b, few_bits=few_bits)
+                for a, b in (
+                    (once, expected),
+                    (mean[:own], once[:own]),
+                    (again, once),
+                    (mean[own:], once[own:]),
                 )
-            if pipeline.rank == source:
-                once, again = (tensors_in(each.result[0]) for each in whole)
-                own = len(once) - (kept := pipeline.staged.kept_in(whole[0].result[0]))
-                found_parts = [tensors_in(each) for each in parts.result]
-                rows = rows_in(found_parts, parts.sizes, kept)
-                mean = joined(found_parts, parts.sizes, rows)
-                expected, self._expected = self._expected, None
-                found = (
-                    None if expected is None else self._difference(once, expected),
-                    self._difference(mean[:own], once[:own]),
-                    self._difference(again, once),
-                    self._difference(mean[own:], once[own:]),
-                )
-        finally:
-            torch.set_autocast_cache_enabled(caches)
+            ]
         of_pipeline, text, by_chance, of_kept = pipeline.links.object_from_rank(source, found)
         if (of_pipeline or text or of_kept) and by_chance:
             warn_once(
@@ -147,7 +128,6 @@ class ResultComparison:
                 "and a loss that it computes itself must be a mean over samples, without padding: "
                 "compute the loss outside of the model, or pass microbatches=1"
             )
-
         elif of_kept:
             warn_once(
                 "kept results in micro-batches",
@@ -158,30 +138,39 @@ class ResultComparison:
                 "first dimension, or pass microbatches=1",
             )
 
-    def _difference(self, found: list[torch.Tensor], whole: list[torch.Tensor]) -> str | None:
-        """What is wrong with outputs; None if they are equal but for rounding."""
-        kind = self._pipeline.links.device.type
-        few_bits = torch.is_autocast_enabled(kind) or self._pipeline.has_few_bits
-        return _largest_difference(found, whole, few_bits=few_bits)
-
 
 @contextmanager
-def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts buffers back that a forward changes meanwhile, or replaces."""
-    before = [
+def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
+    """Surrounds a forward of a model in evaluation that leaves everything as it was.
+
+    Args:
+        modules: of the model, which is the first of them.
+        devices: whose random numbers it may draw, beside the CPU.
+    """
+    buffers = [
         (module, name, b, b.data, b.clone())
         for module in modules
         for name, b in module.named_buffers(recurse=False)
     ]
+    caches = torch.is_autocast_cache_enabled()
     try:
-        yield
+        # Weights that autocast casts here have no gradient, and must not be used again.
+        torch.set_autocast_cache_enabled(False)
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            left_as_before(modules[0]),
+        ):
+            for module in modules:
+                module.training = False
+            yield
     finally:
-        for module, name, buffer, data, value in before:
+        torch.set_autocast_cache_enabled(caches)
+        for module, name, buffer, data, value in buffers:
             module._buffers[name] = buffer
             buffer.data = data.copy_(value)
 
 
-@torch.no_grad()
 def plain_result(
     model: nn.Module, args: Any, kwargs: Any, passed_on: Sequence[Path] = ()
 ) -> list[torch.Tensor] | None:
@@ -192,41 +181,30 @@ def plain_result(
     tensors = tensors_in((args, kwargs))
     if len({t.device for t in (*tensors, *model.parameters())}) > 1:
         return None
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    caches = torch.is_autocast_cache_enabled()
-    devices = [t.device for t in tensors[:1] if t.is_cuda]
-    try:
-        torch.set_autocast_cache_enabled(False)
-        with torch.random.fork_rng(devices), left_as_before(model), _buffers_kept(modules):
-            model.eval()
-            kept = KeptResults(model, passed_on)
-            kept.begin()
-            args, kwargs = copied_call(args, kwargs)
-            return tensors_in((model.forward(*args, **kwargs), kept.tree()))
-    finally:
-        torch.set_autocast_cache_enabled(caches)
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
+    with _trial(list(model.modules()), [t.device for t in tensors[:1] if t.is_cuda]):
+        kept = KeptResults(model, passed_on)
+        kept.begin()
+        args, kwargs = copied_call(args, kwargs)
+        return tensors_in((model.forward(*args, **kwargs), kept.tree()))
 
 
-def _largest_difference(
+def _difference(
     found: list[torch.Tensor], whole: list[torch.Tensor], *, few_bits: bool
 ) -> str | None:
     """What is wrong with outputs; None if they are equal but for rounding."""
-    for number, (mine, theirs) in enumerate(zip(found, whole, strict=True)):
-        if mine.shape != theirs.shape:
-            return f"output {number} is of shape {tuple(mine.shape)}, not {tuple(theirs.shape)}"
-        if not mine.is_floating_point() or not mine.numel():
-            if not torch.equal(mine, theirs):
+    for number, (own, expected) in enumerate(zip(found, whole, strict=True)):
+        if own.shape != expected.shape:
+            return f"output {number} is of shape {tuple(own.shape)}, not {tuple(expected.shape)}"
+        if not own.is_floating_point() or not own.numel():
+            if not torch.equal(own, expected):
                 return f"output {number} holds other integers"
             continue
-        a, b = mine.double(), theirs.double()
+        a, b = own.double(), expected.double()
         # Masks give infinities, which are equal as they are.
         apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).abs().max()
         scale = b[b.isfinite()].abs().amax() if b.isfinite().any() else b.new_zeros(())
         relative = float(apart / scale.clamp(min=1e-30))
-        exact = _TOLERANCE.get(mine.dtype, _TOLERANCE_OF_FEW_BITS)
+        exact = _TOLERANCE.get(own.dtype, _TOLERANCE_OF_FEW_BITS)
         if not relative <= (_TOLERANCE_OF_FEW_BITS if few_bits else exact):
             return f"output {number} by {relative:.1e} of its largest value"
     return None

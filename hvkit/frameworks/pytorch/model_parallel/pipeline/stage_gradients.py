@@ -1,7 +1,4 @@
-"""Where autograd enters and leaves the stages of a pipeline: gradients caught, backward begun.
-
-Also the settings of autocast, under which a stage must compute as the script's forward would.
-"""
+"""Where autograd enters and leaves a stage, and the settings of autocast under which it runs."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import Any
 import torch
 from torch import autograd
 
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec, in_pass
 from hvkit.frameworks.pytorch.refusals import is_in_pipeline
+from hvkit.pipeline.channel import TensorSpec, in_pass
 
 
 class StageInput:
@@ -24,9 +21,7 @@ class StageInput:
     """
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-        self.all_specs = list(specs)
         self.specs = [each for each in specs if each.trained]
-        self.tensors = [t for t, each in zip(tensors, specs, strict=True) if each.trained]
         self.caught: list[torch.Tensor | None] = [None] * len(self.specs)
         self._device = tensors[0].device if tensors else torch.device("cpu")
 
@@ -42,16 +37,15 @@ class _Received(torch.autograd.Function):
     """The received tensors that need a gradient, as results of an operation."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, entry: StageInput) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, entry: StageInput, tensors: Any) -> Any:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
-        tensors, entry.tensors = entry.tensors, []
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.entry.caught = list(gradients)
-        return None, None
+        return None, None, None
 
 
 _received_by: Callable[..., tuple[torch.Tensor, ...]] = _Received.apply
@@ -60,16 +54,12 @@ _received_by: Callable[..., tuple[torch.Tensor, ...]] = _Received.apply
 def enter(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
 ) -> tuple[StageInput, list[torch.Tensor]]:
-    """The input of a stage, and what catches its gradients.
-
-    Args:
-        specs: of the tensors.
-        tensors: new ones, which nobody else holds.
-    """
+    """What catches the gradients of a stage's input, and the input, which nobody else may hold."""
     entry = StageInput(specs, tensors)
     if not entry.specs or not torch.is_grad_enabled():
         return entry, list(tensors)
-    trained = iter(_received_by(anchor(), entry))
+    pairs = zip(specs, tensors, strict=True)
+    trained = iter(_received_by(anchor(), entry, [t for each, t in pairs if each.trained]))
     return entry, [
         next(trained) if each.trained else t for each, t in zip(specs, tensors, strict=True)
     ]
@@ -78,18 +68,6 @@ def enter(
 def anchor() -> torch.Tensor:
     """Makes autograd record an operation that has no inputs."""
     return torch.empty(0, requires_grad=True)
-
-
-def handed_on(tensors: list[torch.Tensor]) -> tuple[list[TensorSpec], list[torch.Tensor]]:
-    """A stage's output as the input of the next one on the same rank."""
-    return list(map(TensorSpec.of, tensors)), [t.detach() for t in tensors]
-
-
-def run_backward(outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """``backward()`` from those outputs that have a gradient."""
-    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
-    if pairs:
-        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
 def same_memory(t: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import pickle
+import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,12 +26,10 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.pytorch.model_parallel.kept_results import (
     HOOKS,
     KeptResults,
-    Path,
     left_as_before,
 )
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
-from hvkit.frameworks.pytorch.model_parallel.pipeline.shared_numbers import SharedNumbers
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import gathered
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
@@ -42,6 +41,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
 
 # The structure of what is kept travels in multiples of so many bytes.
 _PACKED = 1024
+_LARGEST_SEED = 2**62
 
 
 class StageEnd(BaseException):
@@ -62,26 +62,23 @@ class StagedForward:
     Args:
         model: parameters of other ranks' stages are on the meta device. Its modules' ``forward``
             are replaced on the instances.
-        forward: the model's own.
         stages: of it.
         found: by the dry run.
         device: of this rank's parameters.
         seeded: called when random numbers begin with a seed that all stages share.
-        passed_on: where the forward keeps results that stages pass on to the script.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[..., Any],
         stages: Stages,
         found: DryRun,
         device: torch.device,
         seeded: Callable[[], None],
-        passed_on: Sequence[Path] = (),
     ) -> None:
-        self._forward = forward
-        self._kept = KeptResults(model, passed_on) if passed_on else None
+        self._forward = model.forward
+        # What stages pass on to the script.
+        self._kept = KeptResults(model, found.kept) if found.kept else None
         # What earlier stages have kept.
         self._given: list[Any] | None = None
         # By cut, its last hook on the module.
@@ -374,3 +371,75 @@ class _Before:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+
+class SharedNumbers:
+    """Random numbers that all stages of a pipeline draw alike, such as noise that a forward adds.
+
+    Each rank runs the model's forward, but computes only its own stage. What the forward itself
+    draws must be the same on all of them, although modules, whose dropout draws too, compute on one
+    rank only. So a pass begins with a seed that the ranks share, and each call of a module takes
+    one number of that stream, from which its own numbers follow. Gradient checkpointing gets the
+    same ones again.
+
+    Args:
+        device: of the model; the numbers cover it, the CPU, and Python's ``random``.
+        modules: those that compute on one rank only, none inside another.
+        seeded: called when a pass has got its seed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Iterable[nn.Module],
+        seeded: Callable[[], None],
+    ) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._seeded = seeded
+        # What was before each call that is running: a module may be called for its shapes inside.
+        self._before: list[list[torch.Tensor]] = []
+        for module in modules:
+            module.register_forward_pre_hook(self._enter)
+            # Also after an error: checkpoints leave modules by one.
+            module.register_forward_hook(self._leave, always_call=True)
+
+    @contextmanager
+    def drawn(self, seed: int) -> Iterator[None]:
+        """Surrounds a pass; afterwards the rank's own generators go on."""
+        own = self._states()
+        of_python = random.getstate()
+        self._seed(seed)
+        random.seed(seed)
+        self._seeded()
+        try:
+            yield
+        finally:
+            self._set(own)
+            random.setstate(of_python)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        seed = new_seed()
+        self._before.append(self._states())
+        self._seed(seed)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._set(self._before.pop())
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set(self, states: Iterable[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _seed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+
+def new_seed() -> int:
+    """A seed from this rank's generator."""
+    return int(torch.randint(_LARGEST_SEED, (), device="cpu"))

@@ -10,7 +10,9 @@ Megatron-LM" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,29 +23,27 @@ from torch.nn import functional as F
 
 from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     DeferredRun,
-    Recorded,
     means_or_sums,
-    weighted_values,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     ignored_unevenly,
     joined,
     rows_in,
 )
+from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     autocast_as,
     autocast_state,
     same_memory,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import TensorSpec
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import like
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     samples_in,
     tensors_in,
     with_tensors,
 )
 from hvkit.main_rank import warn_once
+from hvkit.pipeline.channel import StageTimes, TensorSpec
 from hvkit.transport.traffic import count
 
 GPIPE = "GPipe"
@@ -120,7 +120,7 @@ class ScheduledPipeline:
             pipeline.modes(),
             pipeline.seed,
         )
-        metas = [each.empty("meta") for each in specs]
+        metas = [like(each, "meta") for each in specs]
         outputs = run.outputs(metas, pipeline.links.device)
         return pipeline.staged.shown(with_tensors(structure, outputs))
 
@@ -139,7 +139,7 @@ class ScheduledPipeline:
     def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
         """The outputs of the whole batch, by GPipe; the script needs a value already."""
         pipeline, self._pipeline.seed = self._pipeline, run.seed
-        with pipeline.in_modes(run.modes):
+        with _in_modes(pipeline, run.modes):
             return tensors_in(pipeline(run.args, run.kwargs, run.batches))
 
     def run_backward(self, run: DeferredRun) -> None:
@@ -152,7 +152,7 @@ class ScheduledPipeline:
             self._sums.pop(kind, None)
         found: list[list[torch.Tensor]] = []
         outputs: list[list[torch.Tensor]] = []
-        is_last = pipeline.last in pipeline.mine
+        is_last = pipeline.last in pipeline.own
         numbers = torch.arange(len(run.batches))
 
         def loss_of(output: Any, number: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,8 @@ class ScheduledPipeline:
                     rows = rows_in(outputs, sizes, len(outputs[0]))
                     evaluate = run.evaluator(joined(outputs, sizes, rows), None)
                     whole = [evaluate(node).detach() for node in run.singles]
-                root = run.singles.index(_root(run))
+                assert run.root is not None
+                root = run.singles.index(run.root)
                 finite = all(bool(torch.isfinite(value)) for value in whole)
                 kinds = means_or_sums(found, whole), root, finite
             sums, root, finite = pipeline.links.object_from_rank(source, kinds)
@@ -222,12 +223,12 @@ class ScheduledPipeline:
                 self._sums[kind] = sums
         values = torch.zeros(len(sums), dtype=torch.float64, device=pipeline.links.device)
         if found:
-            values = torch.stack(
-                [t.double() for t in weighted_values(found, [bool(each) for each in sums])]
-            )
-        pipeline.links.from_rank(source, [values])
+            columns = [torch.stack(column).double() for column in zip(*found, strict=True)]
+            pairs = zip(columns, sums, strict=True)
+            values = torch.stack([c.sum() if is_sum else c.mean() for c, is_sum in pairs])
+        pipeline.links.broadcast(source, [values])
         run.values = {
-            node: value.to(node.dtype, copy=True)
+            node: value.to(node.meta.dtype, copy=True)
             for node, value, is_sum in zip(run.singles, values, sums, strict=True)
             if is_sum is not None
         }
@@ -238,16 +239,13 @@ class ScheduledPipeline:
     def _count(self, run: DeferredRun) -> None:
         """Count what PyTorch has sent between stages."""
         pipeline = self._pipeline
-        for stage in pipeline.mine:
+        for stage in pipeline.own:
             received, given = pipeline.specs[stage, run.key]
             for other, specs in ((stage - 1, received), (stage + 1, given)):
-                if (
-                    not 0 <= other <= pipeline.last
-                    or pipeline.stages.rank_of[other] == pipeline.rank
-                ):
+                if not 0 <= other <= pipeline.last or other in pipeline.own:
                     continue
                 sent = [each for each in specs if each.trained or other > stage]
-                size = sum(each.nbytes for each in sent)
+                size = sum(math.prod(each.shape) * each.dtype.itemsize for each in sent)
                 count("activations", size * len(run.batches), len(sent) * len(run.batches))
 
     def _schedule_for(self, run: DeferredRun) -> Any:
@@ -255,7 +253,7 @@ class ScheduledPipeline:
         key = run.key, len(run.batches)
         if key not in self._runs:
             stages = []
-            for stage in pipeline.mine:
+            for stage in pipeline.own:
                 received, given = pipeline.specs[stage, key[0]]
                 used = pipeline.stages.of_parameter
                 own = [p for name, p in self._parameters.items() if stage in used[name]]
@@ -285,10 +283,25 @@ class ScheduledPipeline:
         """What a stage gives for a micro-batch of the current batch."""
         run = self._now
         assert run is not None
-        with autocast_as(run.autocast), self._pipeline.in_modes(run.modes):
+        with autocast_as(run.autocast), _in_modes(self._pipeline, run.modes):
             entered = [_entered(t) if t.requires_grad else t for t in received]
             batch, seed = run.batches[number], run.seed + number
             return self._pipeline.staged.run(stage, entered, batch, seed)
+
+
+@contextmanager
+def _in_modes(pipeline: Pipeline, modes: Sequence[bool]) -> Iterator[None]:
+    """Put each module in training or evaluation for a while."""
+    before = pipeline.modes()
+    # Setting an attribute of a module takes time.
+    changed = pipeline.modules if before != tuple(modes) else []
+    for module, mode in zip(changed, modes, strict=False):
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in zip(changed, before, strict=False):
+            module.training = mode
 
 
 def _ignores_unevenly(run: DeferredRun) -> bool:
@@ -304,13 +317,8 @@ def _ignores_unevenly(run: DeferredRun) -> bool:
     return False
 
 
-def _root(run: DeferredRun) -> Recorded:
-    assert run.root is not None
-    return run.root
-
-
 def _like(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
-    return tuple(each.empty("meta").requires_grad_(each.trained) for each in specs)
+    return tuple(like(each, "meta").requires_grad_(each.trained) for each in specs)
 
 
 class _StageModule(nn.Module):

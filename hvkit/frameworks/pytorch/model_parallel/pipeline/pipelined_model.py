@@ -3,17 +3,12 @@
 ``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to
 every rank, so that the script computes its loss as ever. When ``backward()`` reaches these outputs,
 all stages run backward for all micro-batches.
-
-Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-Parallelism" (2019).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +28,13 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     anchor,
     autocast_state,
     enter,
-    handed_on,
     refuse_chosen_inputs,
-    run_backward,
     same_memory,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import (
-    Arriving,
     StageLinks,
-    TensorSpec,
+    like,
+    spec_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
@@ -53,45 +46,74 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     tensors_in,
     with_tensors,
 )
+from hvkit.pipeline.channel import TensorSpec
+from hvkit.pipeline.gpipe import GPipe, Specs
 
 
-@dataclass
-class _Computed:
-    """What a stage has computed for a micro-batch.
-
-    Attributes:
-        entry: catches the gradients of what the stage has received.
-        output: its tensors.
-    """
-
-    entry: StageInput
-    output: list[torch.Tensor]
-
-
-@dataclass
 class Pass:
-    """A forward pass, as backward needs it.
+    """A forward pass, as backward needs it; computes the stages of this rank.
+
+    Args:
+        pipeline: this rank's part.
+        batches: its micro-batches.
+        seed: of the random numbers that all stages draw alike.
 
     Attributes:
-        batches: its micro-batches.
-        keys: of each, as ``Pipeline.keys`` gives them.
-        computed: by stage and micro-batch.
+        keys: of each micro-batch, as ``Pipeline.keys`` gives them.
+        sizes: of each, the number of samples.
         result: by micro-batch, the model's result on the last stage's rank.
         trained: by tensor of the result, whether a gradient comes back.
         rows: by tensor of the result, how many rows each sample has.
     """
 
-    batches: list[MicroBatch]
-    keys: list[Hashable]
-    computed: dict[tuple[int, int], _Computed] = field(default_factory=dict)
-    result: list[Any] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    def __init__(self, pipeline: Pipeline, batches: list[MicroBatch], seed: int) -> None:
+        self._pipeline, self._batches, self._seed = pipeline, batches, seed
+        self.keys = pipeline.keys(batches)
+        self.sizes = [batch.samples for batch in batches]
+        self.result: list[Any] = []
+        self.trained: list[bool] = []
+        self.rows: list[int] = []
+        # By stage and micro-batch, what catches the gradients of its input, and its output.
+        self._computed: dict[tuple[int, int], tuple[StageInput, list[torch.Tensor]]] = {}
+        self.order = GPipe(pipeline.links, pipeline.stages.rank_of, self.keys)
+        self.order.forward(self)
 
-    @property
-    def sizes(self) -> list[int]:
-        """The samples of each micro-batch."""
-        return [batch.samples for batch in self.batches]
+    def run(
+        self, stage: int, part: int, specs: Specs, tensors: list[torch.Tensor]
+    ) -> tuple[Specs, list[torch.Tensor]]:
+        pipeline, batch = self._pipeline, self._batches[part]
+        entry, received = enter(specs, tensors)
+        output = pipeline.staged.run(stage, received, batch, self._seed + part)
+        tensors = tensors_in(output)
+        given = list(map(spec_of, tensors))
+        if torch.is_grad_enabled():
+            pipeline.specs.setdefault((stage, self.keys[part]), (specs, given))
+        self._computed[stage, part] = entry, tensors
+        if stage == pipeline.last:
+            self.result.append(output)
+        return given, tensors
+
+    def grad(self, stage: int, part: int, gradients: list[torch.Tensor | None]) -> list[Any]:
+        entry, output = self._computed.pop((stage, part))
+        trained = (t for t in output if t.requires_grad)
+        pairs = [(t, g) for t, g in zip(trained, gradients, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        return entry.gradients()
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run backward for all micro-batches.
+
+        Args:
+            gradients: of the model's outputs for the batch.
+        """
+        self.order.require_first_backward()
+        pipeline = self._pipeline
+        with pipeline.links.in_call():
+            end = pipeline.around_backward()
+            with pipeline.links.times.passing():
+                self.order.backward(self, gradients_of_parts(gradients, self.sizes, self.rows))
+            end()
 
 
 class Pipeline:
@@ -100,7 +122,6 @@ class Pipeline:
     Args:
         staged: runs its stages.
         stages: of the model.
-        rank: along the pipeline.
         links: to the other ranks.
         microbatches: how many a batch is divided into.
         divide: divides it.
@@ -114,7 +135,6 @@ class Pipeline:
         model: nn.Module,
         staged: StagedForward,
         stages: Stages,
-        rank: int,
         links: StageLinks,
         microbatches: int,
         divide: Divider,
@@ -122,16 +142,16 @@ class Pipeline:
         expected: list[torch.Tensor] | None,
         compared: Callable[[], None],
     ) -> None:
-        self.staged, self.stages, self.rank, self.links = staged, stages, rank, links
+        self.staged, self.stages, self.links = staged, stages, links
         self.microbatches = microbatches
         self.modules = list(model.modules())
         self._parameters = list(model.parameters())
         self.has_few_bits = any(p.dtype.itemsize < 4 for p in self._parameters)
         self.around_backward = around_backward
-        self.mine = stages.of_rank(rank)
+        self.own = stages.of_rank(links.rank)
         self.last = len(stages) - 1
         # By stage and shapes of a micro-batch: what a stage receives and gives.
-        self.specs: dict[tuple[int, Hashable], list[list[TensorSpec]]] = {}
+        self.specs: dict[tuple[int, Hashable], tuple[Specs, Specs]] = {}
         self._states: dict[Hashable, int] = {}
         self._results: dict[Hashable, tuple[Any, list[TensorSpec], list[int]]] = {}
         self.divide = divide
@@ -154,58 +174,12 @@ class Pipeline:
         done = self.forward(batches, self.seed)
         result, tensors = self._on_all_ranks(done)
         if torch.is_grad_enabled() and any(done.trained):
-            tensors = list(_results_for(anchor(), self, done, *tensors))
+            tensors = list(_results_for(anchor(), done, *tensors))
         return self.staged.shown(with_tensors(result, tensors))
 
     def forward(self, batches: list[MicroBatch], seed: int) -> Pass:
-        """Run this rank's stages, one after the other, for all micro-batches.
-
-        Args:
-            batches: they.
-            seed: of the random numbers that all stages draw alike.
-        """
-        done = Pass(batches, self.keys(batches))
-        for stage in self.mine:
-            arriving = self._receive_all(stage, done)
-            for i, batch in enumerate(batches):
-                entry, received = enter(*arriving(i))
-                with self.links.times.computing("forward", i, stage):
-                    output = self.staged.run(stage, received, batch, seed + i)
-                tensors = tensors_in(output)
-                if torch.is_grad_enabled():
-                    given = [entry.all_specs, list(map(TensorSpec.of, tensors))]
-                    self.specs.setdefault((stage, done.keys[i]), given)
-                done.computed[stage, i] = _Computed(entry, tensors)
-                if stage == self.last:
-                    done.result.append(output)
-                elif self.stages.rank_of[stage + 1] != self.rank:
-                    to = self.stages.rank_of[stage + 1]
-                    self.links.send(tensors, to, (stage + 1, done.keys[i]))
-        self.links.flush()
-        return done
-
-    def _receive_all(
-        self, stage: int, done: Pass
-    ) -> Callable[[int], tuple[list[TensorSpec], list[torch.Tensor]]]:
-        """What gives a stage's input for a micro-batch; the next ones begin to arrive meanwhile."""
-        if not stage:
-            return lambda i: ([], [])
-        source = self.stages.rank_of[stage - 1]
-        if source == self.rank:
-            return lambda i: handed_on(done.computed[stage - 1, i].output)
-        keys = [(stage, key) for key in done.keys]
-        started: list[tuple[list[TensorSpec], Arriving]] = []
-
-        def give(i: int) -> tuple[list[TensorSpec], list[torch.Tensor]]:
-            # Shapes that are new here come in a message of their own: wait for it when it is due.
-            while len(started) < len(keys) and (
-                len(started) <= i or self.links.knows(source, keys[len(started)])
-            ):
-                started.append(self.links.receive(source, keys[len(started)]))
-            specs, tensors = started[i]
-            return specs, tensors.wait()
-
-        return give
+        """Run this rank's stages for micro-batches, with random numbers from a seed."""
+        return Pass(self, batches, seed)
 
     def keys(self, batches: Sequence[MicroBatch]) -> list[Hashable]:
         """By micro-batch, what shapes that stages give, and returning gradients, depend on."""
@@ -224,23 +198,6 @@ class Pipeline:
         """Whether each module is in training."""
         return tuple(module.training for module in self.modules)
 
-    @contextmanager
-    def in_modes(self, modes: Sequence[bool]) -> Iterator[None]:
-        """Put each module in training or evaluation for a while."""
-        now = self.modes()
-        if now == tuple(modes):
-            yield
-            return
-        self._set_modes(modes)
-        try:
-            yield
-        finally:
-            self._set_modes(now)
-
-    def _set_modes(self, modes: Sequence[bool]) -> None:
-        for module, mode in zip(self.modules, modes, strict=True):
-            module.training = mode
-
     def result_of(self, batches: Sequence[MicroBatch]) -> tuple[Any, list[TensorSpec]] | None:
         """The structure of the result for micro-batches, and of its tensors; None if not known."""
         found = self._results.get(tuple(self.keys(batches)))
@@ -250,14 +207,14 @@ class Pipeline:
         """The structure of the whole batch's result, and its tensors, from the last stage."""
         source, key = self.stages.rank_of[self.last], tuple(done.keys)
         whole: list[torch.Tensor] = []
-        if self.rank == source:
+        if self.links.rank == source:
             parts = [tensors_in(each) for each in done.result]
             done.rows = rows_in(parts, done.sizes, self.staged.kept_in(done.result[0]))
             whole = joined(parts, done.sizes, done.rows)
         known = self._results.get(key)
         if known is None or self.staged.keeps or holds_values(known[0]):
             known = None
-            if self.rank == source:
+            if self.links.rank == source:
                 refuse_other_results(done.result[0])
                 trained = [t.requires_grad for t in tensors_in(done.result[0])]
                 specs = [
@@ -268,67 +225,10 @@ class Pipeline:
             self._results[key] = self.links.object_from_rank(source, known)
         structure, specs, done.rows = self._results[key]
         done.trained = [each.trained for each in specs]
-        whole = whole or [each.empty(self.links.device) for each in specs]
-        self.links.from_rank(source, whole)
+        whole = whole or [like(each, self.links.device) for each in specs]
+        self.links.broadcast(source, whole)
         done.result.clear()
         return structure, whole
-
-    def backward(self, done: Pass, gradients: list[list[torch.Tensor | None]]) -> None:
-        """Run backward for all micro-batches.
-
-        Args:
-            done: the forward pass; its tensors are dropped.
-            gradients: by micro-batch, of the model's outputs.
-        """
-        if not done.computed:
-            raise RuntimeError(
-                "backward() a second time through a pipeline, whose stages have dropped what they "
-                "had kept of forward: retain_graph=True has no effect there. Add the losses, and "
-                "call backward() once"
-            )
-        end = self.around_backward()
-        with self.links.times.passing():
-            self._run_backward(done, gradients)
-        end()
-
-    def _run_backward(self, done: Pass, gradients: list[list[torch.Tensor | None]]) -> None:
-        passed: dict[int, list[torch.Tensor]] = {}
-        for stage in reversed(self.mine):
-            arriving = self._receive_gradients(stage, done, gradients, passed)
-            for i in range(len(done.batches)):
-                each = done.computed.pop((stage, i))
-                theirs = arriving(i)
-                with self.links.times.computing("backward", i, stage):
-                    run_backward([t for t in each.output if t.requires_grad], theirs)
-                    back = each.entry.gradients()
-                if stage and self.stages.rank_of[stage - 1] == self.rank:
-                    passed[i] = back
-                elif stage:
-                    self.links.send_plain(back, self.stages.rank_of[stage - 1])
-        self.links.flush()
-
-    def _receive_gradients(
-        self,
-        stage: int,
-        done: Pass,
-        gradients: list[list[torch.Tensor | None]],
-        passed: dict[int, list[torch.Tensor]],
-    ) -> Callable[[int], Sequence[torch.Tensor | None]]:
-        """What gives the gradients of a stage's trained outputs for a micro-batch."""
-        outputs = [done.computed[stage, i].output for i in range(len(done.batches))]
-        if stage == self.last:
-            return [
-                [g for t, g in zip(output, row, strict=True) if t.requires_grad]
-                for output, row in zip(outputs, gradients, strict=True)
-            ].__getitem__
-        source = self.stages.rank_of[stage + 1]
-        if source == self.rank:
-            return passed.pop
-        arriving = [
-            self.links.receive_plain([TensorSpec.of(t) for t in output if t.requires_grad], source)
-            for output in outputs
-        ]
-        return lambda i: arriving[i].wait()
 
 
 def _refuse_cache(kwargs: Any) -> None:
@@ -370,10 +270,8 @@ class Results(torch.autograd.Function):
     """The model's outputs for the script, whose backward runs all stages backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, pipeline: Pipeline, done: Pass, *whole: torch.Tensor
-    ) -> Any:
-        ctx.of = pipeline, done
+    def forward(ctx: Any, anchor: torch.Tensor, done: Pass, *whole: torch.Tensor) -> Any:
+        ctx.done = done
         ctx.set_materialize_grads(False)
         outputs = tuple(map(same_memory, whole))
         ctx.mark_non_differentiable(
@@ -383,10 +281,8 @@ class Results(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        pipeline, done = ctx.of
-        with pipeline.links.in_call():
-            pipeline.backward(done, gradients_of_parts(gradients, done.sizes, done.rows))
-        return (None, None, None, *(None for _ in gradients))
+        ctx.done.backward(gradients)
+        return (None, None, *(None for _ in gradients))
 
 
 _results_for: Callable[..., tuple[torch.Tensor, ...]] = Results.apply

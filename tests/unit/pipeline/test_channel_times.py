@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvkit.frameworks.pytorch.model_parallel.pipeline import stage_times
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_times import StageTimes
+from hvkit.pipeline import channel
+from hvkit.pipeline.channel import StageTimes
 from hvkit.watch import calls
 from hvkit.watch.spans import WAITING, observe
 
@@ -19,7 +19,7 @@ def clock(monkeypatch):
             return self.now
 
     found = Clock()
-    for module in (stage_times, calls):
+    for module in (channel, calls):
         monkeypatch.setattr(module, "time", found)
     return found
 

@@ -1,0 +1,199 @@
+"""A Keras model on PyTorch in a pipeline; averages in backward passes.
+
+Gradients go to the ``grad`` of variables, as ``backward()`` leaves them. Messages are those of
+PyTorch's pipelines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.torch.core import get_device
+
+from hvkit.frameworks.keras.as_pytorch import KerasStep, ModelWeights
+from hvkit.frameworks.keras.initial_state import Together
+from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
+from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
+from hvkit.frameworks.keras.optimizers import updating
+from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
+from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
+from hvkit.frameworks.keras.pipeline.refusals import refuse_in_pipeline
+from hvkit.frameworks.keras.pipeline.tensors import Tensors
+from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
+from hvkit.frameworks.pytorch import PyTorchPort
+from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.mesh import MeshOptions, rows
+from hvkit.pipeline.channel import Channel
+from hvkit.sync.distributed_objects import record
+from hvkit.sync.port import Keeper, Options, Record
+
+
+class PyTorchTensors(Tensors):
+    """PyTorch, as the backend of Keras."""
+
+    def channel(self, mesh: MeshOptions, name: str) -> Channel:
+        return StageLinks(
+            process_group.group_of(rows(mesh.mesh, "pipeline")),
+            mesh.position.members("pipeline"),
+            torch.device(get_device()),
+            name,
+            through_host=process_group.ranks_share_gpus(),
+        )
+
+    def tracer(self) -> str:
+        return "torch.compile" if torch.compiler.is_compiling() else ""
+
+    def is_recording(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def is_dense(self, value: Any) -> bool:
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        return dense and not value.is_nested
+
+    def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
+        return run
+
+    def recorded(
+        self, run: Callable[[], Any], watched: Sequence[Any]
+    ) -> tuple[Any, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+        for each in watched:
+            each.requires_grad_()
+        with torch.enable_grad():
+            results = run()
+
+        def gradients(targets: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+            pairs = [(t, g) for t, g in zip(targets, given, strict=True) if t.requires_grad]
+            if not pairs or not watched:
+                return [None] * len(watched)
+            found = torch.autograd.grad(
+                [t for t, _ in pairs], list(watched), [g for _, g in pairs], allow_unused=True
+            )
+            return list(found)
+
+        return results, gradients
+
+    def connected(
+        self,
+        results: Sequence[Any],
+        variables: Sequence[Any],
+        backward: Callable[[Sequence[Any]], list[Any]],
+    ) -> list[Any]:
+        values = (v._value for v in variables)
+        return list(_Operation.apply(results, backward, *values))  # type: ignore[no-untyped-call]
+
+    def sum_of(self, a: Any, b: Any) -> Any:
+        return a + b
+
+    def norm_of(self, gradient: Any) -> float:
+        return float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
+
+    def add_gradients(
+        self,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        begin: Callable[[], Callable[[], None]],
+    ) -> list[Any]:
+        end = begin()
+        pairs = [(v._value, g) for v, g in zip(variables, gradients, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])
+        end()
+        return [v._value.grad for v in variables]
+
+    def remainder(self, variable: Any, total: Any) -> Any:
+        before = variable._value.grad
+        if total is before or total is None:
+            return None
+        return total if before is None else total - before
+
+    def placeholder_of(self, variable: Any) -> Any:
+        # One element, as the norm that stands for the gradient: not a number, for scripts that
+        # compute with weights which are not there.
+        kind = variable._dtype
+        value = math.nan if keras.backend.is_float_dtype(kind) else 0
+        return keras.ops.full((1,), value, kind)
+
+    def hold(self, variable: Any, values: Any) -> None:
+        values = keras.ops.convert_to_tensor(values)
+        if variable._value is None:
+            variable._initialize(values)
+        else:  # the parameter stays the same
+            variable._value.data = values
+            variable._value.grad = None
+
+
+class _Operation(torch.autograd.Function):
+    """Connects results with the variables that they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Sequence[Any], backward: Any, *variables: Any) -> Any:
+        ctx.of_variables = backward
+        found = tuple(t.detach().view_as(t) for t in results)
+        ctx.mark_non_differentiable(*(t for t in found if not t.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        return None, None, *ctx.of_variables(given)
+
+
+class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
+    """A Sequential or Functional model in a pipeline, and the optimizers that update it.
+
+    The ranks of ``options.group`` hold the same layers, and PyTorch's port averages their
+    gradients at the end of each backward pass.
+    """
+
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
+        refuse_in_pipeline(models, optimizers, options)
+        super().__init__(models, optimizers, options)
+        # What is averaged and compared is this rank's part.
+        self.model = Together([])
+        self._divided = DividedModel(
+            models[0], self.optimizers, options, PyTorchTensors(), self._take_part
+        )
+
+    def synchronise(self) -> None:
+        self._divided.synchronise()
+
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        group = self.options.group
+        if group.size > 1:
+            self._samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
+        records = self._divided.attach((), self._end_epoch, list)
+        if self._samples:
+            use_counts_of_all_ranks(self.models[0], self._samples)
+        return records, None
+
+    def _take_part(self, pipelined: PipelinedModel) -> None:
+        """Average and compare what this rank holds."""
+        self.model.models = pipelined.stage.layers
+        if self.options.group.size == 1 or not self.model.trainable_variables:
+            return
+        steps: list[Any] = [
+            type(type(each).__name__, (KerasStep,), {})(each, _nothing, updates_only=False)
+            for each in updating(self.optimizers)
+        ]
+        for step in steps:
+            step.may_update(self.model.trainable_variables)
+        port = PyTorchPort([ModelWeights(self.model)], steps, replace(self.options, mesh=None))
+        reducer, keeper = port.average_in_passes()
+        if self._samples:
+            reducer.weigh(self._samples.weight)
+        record(self.models, [], keeper, self.options.group if keeper else None)
+
+        def around_backward() -> Callable[[], None]:
+            reducer.begin_pass()
+            return reducer.end_pass
+
+        pipelined.around_backward = around_backward
+
+
+def _nothing(variables: Sequence[Any]) -> None:
+    """Before an update, of variables that all have their weights."""
