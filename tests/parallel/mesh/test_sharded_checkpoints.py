@@ -27,7 +27,7 @@ import hvkit
 from hvkit.checkpoint import checkpoint as checkpoint_module
 from hvkit.checkpoint import joining, manifests
 from hvkit.cli import main
-from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 
 PIPELINE, TENSOR, SHARD = hvkit.Mesh(pipeline=2), hvkit.Mesh(tensor=2), hvkit.Mesh(shard=2)
 MESHES = {
@@ -164,7 +164,7 @@ def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a tensor is put together")
 
-    monkeypatch.setattr(PartsOfParameters, "whole", refuse)
+    monkeypatch.setattr(Slicing, "joined", refuse)
     monkeypatch.setattr(DTensor, "full_tensor", refuse)
     monkeypatch.setattr(dist, "send_object_list", refuse)
     monkeypatch.setattr(dist, "all_gather", refuse)

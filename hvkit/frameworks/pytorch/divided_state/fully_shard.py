@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hvkit import runtime
@@ -39,8 +39,12 @@ from hvkit.frameworks.pytorch.gradients.step_report import (
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.gradient_norm import see_all_ranks
-from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
+from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import see_all_ranks
+from hvkit.frameworks.pytorch.model_parallel.slices import (
+    Slicing,
+    divided_like,
+    state_divided_like,
+)
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
@@ -57,8 +61,6 @@ except ImportError as error:
         f"hvkit.FullyShard and meshes need PyTorch 2.9 or newer, whose fully_shard lets hvkit take "
         f"part in what it sends, and PyTorch {torch.__version__} is installed: upgrade it"
     ) from error
-
-_SHARDS = "_hvkit_full_shards"
 
 
 class DividedModels:
@@ -111,7 +113,7 @@ class DividedModels:
         }
         self._own = WholeParameters()
         for model, held in zip(models, after, strict=True):
-            self._own.add(model, {p: PartOfWhole.of(p) for p in held.values()})
+            self._own.add(model, {p: Slicing.of(p) for p in held.values()})
         for optimizer, hooks in optimizers.items():
             self._attach(optimizer, hooks, new)
         see_all_ranks()
@@ -120,7 +122,7 @@ class DividedModels:
             {p: old for old, p in new.items()},
             lambda p: f"parameter {names[p]}",
             lambda _, own: _full(own),
-            lambda p, whole: part_like(whole, p),
+            lambda p, whole: divided_like(whole, p),
         )
         # The whole state by model and name, on rank 0 inside ``gathered``.
         self._whole: dict[int, dict[str, torch.Tensor]] = {}
@@ -138,11 +140,9 @@ class DividedModels:
         for group in optimizer.param_groups:
             group["params"] = [new[p] for p in group["params"]]
         for p in [p for p in optimizer.state if p in new]:
-            optimizer.state[new[p]] = parts_of(optimizer.state.pop(p), new[p])
-        vars(optimizer)[_SHARDS] = shards = _DividedState(optimizer)
-        optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
+            optimizer.state[new[p]] = state_divided_like(optimizer.state.pop(p), new[p])
+        _DividedState(optimizer)
         optimizer.register_load_state_dict_pre_hook(_take_state)
-        vars(optimizer)["__getstate__"] = shards.refuse_copy
         hooks.add(
             Feature(
                 Order.DIVISION,
@@ -250,25 +250,14 @@ def _plain(model: Any) -> nn.Module:
 class _DividedState(PartOfState):
     """An optimizer whose state is divided like the parameters."""
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Hold the whole state on rank 0 for a while; a collective."""
+    def _full_state(self) -> Mapping[torch.Tensor, Any] | None:
         state = self._optimizer.state
-        before = dict(state)
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        whole = {
-            p: {key: _whole(value) for key, value in before[p].items()}
-            for p in parameters
-            if p in before
+        full = {
+            p: {key: _whole(value) for key, value in state[p].items()}
+            for p in self._parameters()
+            if p in state
         }
-        if runtime.rank() == 0:
-            state.update(whole)
-            self._whole = True
-        try:
-            yield
-        finally:
-            self._whole = False
-            state.update(before)
+        return None if runtime.rank() else full
 
 
 class CountedGather(DefaultAllGather):
@@ -339,59 +328,12 @@ def _waited(start: Callable[[], Any], number: int, key: str, sent: torch.Tensor)
         return work
 
 
-def gathered(optimizer: Optimizer) -> Any:
-    """A context in which rank 0 holds the optimizer's whole state; a collective."""
-    return vars(optimizer)[_SHARDS].gathered()
-
-
 def _full(own: torch.Tensor) -> torch.Tensor:
     """A whole gradient, from parts; a collective."""
     assert isinstance(own, DTensor)
     count("gradients", of_allgather(own.to_local().nbytes, own.device_mesh.size()))
     with call("the model's forward or backward pass"), waiting_for_all_ranks():
         return own.full_tensor()
-
-
-def part_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A whole tensor divided like another one; as it is, on its device, if that is not divided."""
-    if isinstance(own, DTensor) and not isinstance(value, DTensor):
-        return _part(value.to(own.device), own.device_mesh, own)
-    return value.to(own.device)
-
-
-def _part(whole: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:
-    # Every rank has the whole tensor, and takes its own part without a message.
-    return distribute_tensor(whole.detach(), mesh, like.placements, src_data_rank=None)
-
-
-def rows_of(own: DTensor) -> tuple[int, int]:
-    """Which rows of the first dimension of a whole tensor this rank has.
-
-    Raises:
-        HvkitError: it is divided in another way than by ``fully_shard``.
-    """
-    axes = [axis for axis, each in enumerate(own.placements) if not each.is_replicate()]
-    length = own.shape[0] if own.dim() else 0
-    if len(axes) == 1 and own.placements[axes[0]].is_shard(0):
-        each = -(-length // own.device_mesh.size(axes[0]))
-        first = min(each * own.device_mesh.get_local_rank(axes[0]), length)
-        last = min(first + each, length)
-        if last - first == own.to_local().shape[0]:
-            return first, last
-    raise HvkitError(
-        f"a tensor of shape {tuple(own.shape)} is divided as {own.placements}, of which this rank "
-        f"has {tuple(own.to_local().shape)}: hvkit knows equal rows only"
-    )
-
-
-def parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """The state of a parameter, with what has its shape divided like it."""
-    return {
-        key: part_like(value, parameter)
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -403,14 +345,14 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             and isinstance(value, torch.Tensor)
             and value.shape == held.shape
         ):
-            state[prefix + name] = part_like(value, held)
+            state[prefix + name] = divided_like(value, held)
 
 
 def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Before loading: take this rank's parts of a whole state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     divided = {
-        i: parts_of(values, parameters[i])
+        i: state_divided_like(values, parameters[i])
         if isinstance(i, int) and i < len(parameters) and isinstance(values, dict)
         else values
         for i, values in state["state"].items()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, Kept, dry_run
@@ -40,6 +42,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     STAGES_PER_RANK,
     V_SHAPED,
 )
+from hvkit.frameworks.pytorch.model_parallel.rank_groups import hash_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     TensorPlan,
@@ -76,7 +79,7 @@ def decide(
     first: MicroBatch,
     args: Any,
     kwargs: Any,
-    on_all_ranks: Callable[[Sequence[Path]], list[Path]],
+    together: StageLinks,
 ) -> ModelDivision:
     """How to divide a model; a collective.
 
@@ -86,7 +89,7 @@ def decide(
         device: for this rank's part.
         first: the first micro-batch of the first batch.
         args, kwargs: of the call with the whole batch.
-        on_all_ranks: gives those places where the forward of all ranks keeps something.
+        together: the ranks that compute on the same batch.
 
     Raises:
         ValueError: it cannot be divided; says why.
@@ -99,11 +102,11 @@ def decide(
         return found
 
     found = look()
-    kept = on_all_ranks(found.kept)
+    kept = _on_all_ranks(found.kept, together)
     if kept and options.mesh.pipeline > 1:
         found = look(kept)
     found = replace(found, kept=tuple(kept))
-    plan = _proven(model, options, first)
+    plan = _same_on_all(_proven(model, options, first), together)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
     if not chosen and (largest := max(stages.flops)) > UNEVEN / len(stages):
@@ -120,6 +123,27 @@ def decide(
             "axis, so its ranks all compute the same: use the data, shard or pipeline axis",
         )
     return ModelDivision(found, plan, stages)
+
+
+def _on_all_ranks(kept: Sequence[Path], together: StageLinks) -> list[Path]:
+    """Those places where the forward of every rank keeps something, not hooks of rank 0."""
+    named = {repr(path): path for path in kept}
+    names = together.object_from_rank(0, list(named))
+    if not names:
+        return []
+    everyone = together.gather_numbers([name in named for name in names]).all(0)
+    return [named[name] for name, held in zip(names, everyone.tolist(), strict=True) if held]
+
+
+def _same_on_all(plan: TensorPlan, together: StageLinks) -> TensorPlan:
+    """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
+    if plan.ways == 1:
+        return plan
+    own = hash_of([(each.begins, each.ends, each.others) for each in plan.streams])
+    if len(set(together.gather_numbers([own]).flatten().tolist())) == 1:
+        return plan
+    why = "stay whole: a forward on one rank does more than on another, perhaps in a hook"
+    return replace(plan, streams=(), whole_streams=(*plan.whole_streams, why))
 
 
 def _dry_run(
@@ -320,6 +344,53 @@ def log_division(
     logger.info(f"a training step needs\n    {lines}")
     if text := too_large(ranks, memories, links.ranks):
         logger.warning(text)
+
+
+def warn_of_microbatches(
+    model: nn.Module,
+    found: DryRun,
+    norms: nn.ModuleList,
+    microbatches: int,
+    first: MicroBatch,
+) -> None:
+    """Warn of what a pipeline computes in another way than one process.
+
+    Args:
+        model: before its parameters are replaced.
+        found: by the dry run.
+        norms: layers of batch norm that this rank has.
+        microbatches: of a batch.
+        first: the first one.
+    """
+    if microbatches > 1 and len(norms):
+        warn_once(
+            "batch norm in micro-batches",
+            f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
+            f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
+            "or use group norm, which does not depend on the batch",
+        )
+    if found.floats:
+        warn_once(
+            "floats in a pipeline",
+            f"the forward keeps a Python number in {found.floats[0]}, which each rank of the "
+            "pipeline computes for its own stage, and in each micro-batch: other ranks hold "
+            "another one. Keep a tensor, as in a buffer or an attribute, or compute it from "
+            "what the model returns",
+        )
+    if microbatches > 1 and _iterates(model):
+        warn_once(
+            "spectral norm in micro-batches",
+            "spectral norm in a pipeline takes a step of its power iteration for each "
+            f"micro-batch, here {microbatches} a batch, so that weights differ slightly from those "
+            "of one process: pass microbatches=1, or leave out the pipeline axis, if that matters",
+        )
+
+
+def _iterates(model: nn.Module) -> bool:
+    """Whether a layer has spectral norm, of PyTorch's new or old kind, which counts its calls."""
+    modules = [each for each in model.modules() if each.training]
+    hooks = [hook for each in modules for hook in each._forward_pre_hooks.values()]
+    return any(isinstance(each, _SpectralNorm | SpectralNorm) for each in [*modules, *hooks])
 
 
 def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:

@@ -18,11 +18,14 @@ from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe, recipe_of
-from hvkit.frameworks.pytorch.model_parallel.mesh_keeper import MeshKeeper
-from hvkit.frameworks.pytorch.model_parallel.nonfinite import NonFiniteInMesh
+from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
+    MeshKeeper,
+    ModelInParts,
+    OptimizerInParts,
+)
+from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
-from hvkit.frameworks.pytorch.model_parallel.saved_parts import ModelInParts, OptimizerInParts
+from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -148,9 +151,8 @@ class MeshPort(PyTorchPort):
             in_parts=ModelInParts(held, self._keeper, model),
             keeper_in_parts=self._keeper,
         )
-        whole = functools.partial(ParallelModel.optimizer_gathered, held)
         of_optimizers: list[tuple[Any, Record]] = []
-        for optimizer, found in self._attach(hooks, whole):
+        for optimizer, found in self._attach(hooks, divided=True):
             its: Any = weakref.proxy(optimizer)
             in_parts = OptimizerInParts(held, self._keeper, its)
             of_optimizers.append((optimizer, replace(found, in_parts=in_parts)))
@@ -213,15 +215,15 @@ class MeshPort(PyTorchPort):
             if self._keeper is not None:
                 parallel = self._parallel
                 assert keeper is not None
-                assert parallel.parts is not None
-                self._keeper.divided(keeper, parallel.parts, list(own), parallel.layout)
+                assert parallel.state is not None
+                self._keeper.divided(keeper, parallel.state, list(own), parallel.layout)
         self._let_hooks_wait(own)
         return self._begin_pass
 
     def _let_hooks_wait(self, own: dict[str, nn.Parameter]) -> None:
         """Call the script's hooks on parameters with whole gradients of the whole batch."""
-        parts = self._parallel.parts
-        assert parts is not None
+        state = self._parallel.state
+        assert state is not None
         if self.reducer is not None:
             hooks = self._script_hooks = self.reducer.script_hooks
         else:
@@ -232,7 +234,7 @@ class MeshPort(PyTorchPort):
             hooks = self._script_hooks = ScriptHooks(names.__getitem__, lambda: "")
             hooks.add(names)
         if self.mesh.mesh.tensor > 1:
-            hooks.divide(parts.whole_gradient, parts.own_gradient)
+            hooks.divide(state.full_gradient, state.own_gradient)
 
     def _refuse_averages(self, norms: nn.ModuleList) -> None:
         """Raise if statistics of batch norm would have to be averaged."""

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from hvkit.frameworks.pytorch.divided_state.fully_shard import (
     CountedGather,
     CountedScatter,
-    parts_of,
     units_of,
 )
+from hvkit.frameworks.pytorch.model_parallel.slices import state_divided_like
 
 
 def shard(
@@ -149,4 +149,4 @@ def follow(
         for group in optimizer.param_groups:
             group["params"] = [new.get(p, p) for p in group["params"]]
         for p in [p for p in optimizer.state if p in new and new[p] is not p]:
-            optimizer.state[new[p]] = parts_of(optimizer.state.pop(p), new[p])
+            optimizer.state[new[p]] = state_divided_like(optimizer.state.pop(p), new[p])

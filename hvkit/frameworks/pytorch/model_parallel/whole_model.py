@@ -16,8 +16,8 @@ from torch import nn
 
 from hvkit.communication.traffic import count
 from hvkit.frameworks.pytorch.model_parallel.kept_results import HOOKS
-from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.watch.calls import call
 
 _GENERATE = "generate"
@@ -34,21 +34,21 @@ class WholeModel:
         self._model = model
         self._plain = [(m, type(m), vars(m).get("forward")) for m in model.modules()]
         self._settled = False
-        self._parts: tuple[PartsOfParameters, Mapping[str, int], StageLinks] | None = None
+        self._parts: tuple[Mapping[str, Slicing], Mapping[str, int], StageLinks] | None = None
         if callable(getattr(type(model), _GENERATE, None)) and _GENERATE not in vars(model):
             vars(model)[_GENERATE] = self._generate
 
     def divided(
-        self, shares: PartsOfParameters, holder: Mapping[str, int], links: StageLinks
+        self, slicings: Mapping[str, Slicing], holder: Mapping[str, int], links: StageLinks
     ) -> None:
         """Note who holds what.
 
         Args:
-            shares: of what this rank holds.
+            slicings: of this rank's parameters, by name.
             holder: by parameter and buffer, the rank along the pipeline that holds it.
             links: to the ranks of the pipeline.
         """
-        self._parts = shares, holder, links
+        self._parts = slicings, holder, links
         self._tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         names = {id(t): name for name, t in self._tensors.items()}
         self._slots = [
@@ -114,13 +114,13 @@ class WholeModel:
     def _weights(self) -> dict[str, torch.Tensor]:
         """All tensors of the model, by name; a collective."""
         assert self._parts is not None
-        shares, holder, links = self._parts
+        slicings, holder, links = self._parts
         rank, found = dist.get_rank(links.group), {}
         with call("generate()"), links.waiting():
             for name, source in holder.items():
                 t = self._tensors[name].detach()
                 if source == rank:
-                    t = shares.whole(name, t).clone()
+                    t = slicings.get(name, Slicing()).joined(t, "weights").clone()
                 else:
                     t = torch.empty(t.shape, dtype=t.dtype, device=links.device)
                 if len(links.ranks) > 1:

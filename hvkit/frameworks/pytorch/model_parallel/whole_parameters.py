@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole, parts_alone
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, as_plain
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
@@ -43,7 +43,7 @@ class _Answers:
     ) -> Any:
         # What zero_grad() does to each parameter.
         if func == _GET_GRADIENT:
-            with parts_alone():
+            with as_plain():
                 gradient = args[0].grad
             return gradient if gradient is None else _as_asked(args[0], gradient)
         if func == _SET_GRADIENT and args[1] is None:
@@ -52,12 +52,12 @@ class _Answers:
 
     # Those of PyTorch take the attributes along, and do not all go through __torch_function__.
     def __deepcopy__(self: Any, memo: Any) -> Any:
-        copied, division = _like(self, self.detach().clone()), division_of(self)
-        return memo.setdefault(id(self), copied if division is None else show(copied, division))
+        copied, slicing = _like(self, self.detach().clone()), slicing_of(self)
+        return memo.setdefault(id(self), copied if slicing is None else show(copied, slicing))
 
     def __reduce_ex__(self: Any, proto: Any) -> Any:
-        own, division = self.detach(), division_of(self)
-        return _like(self, own if division is None else division.whole(own)).__reduce_ex__(proto)
+        own, slicing = self.detach(), slicing_of(self)
+        return _like(self, own if slicing is None else slicing.full(own)).__reduce_ex__(proto)
 
 
 def _like(t: torch.Tensor, value: torch.Tensor) -> Any:
@@ -89,7 +89,7 @@ _SHOWN: dict[type, type] = {
     DTensor: _WholeDTensor,
 }
 _PLAIN = {shown: plain for plain, shown in _SHOWN.items()}
-_DIVISION, _VIEWED = "_hvkit_division", "_hvkit_viewed"
+_SLICING, _VIEWED = "_hvkit_slicing", "_hvkit_viewed"
 
 
 @dataclass(eq=False)
@@ -111,55 +111,55 @@ class _Viewed:
 _changes = 0
 
 
-def show(t: Any, division: PartOfWhole) -> Any:
+def show(t: Any, slicing: Slicing) -> Any:
     """Let a part answer for its whole from now on."""
     if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
-        setattr(t, _DIVISION, division)
+        setattr(t, _SLICING, slicing)
         t.__class__ = _SHOWN[type(t)]
     return t
 
 
-def division_of(t: Any) -> PartOfWhole | None:
+def slicing_of(t: Any) -> Slicing | None:
     """How what answers for its whole is divided; None if it does not."""
-    return getattr(t, _DIVISION) if type(t) in _PLAIN and hasattr(t, _DIVISION) else None
+    return getattr(t, _SLICING) if type(t) in _PLAIN and hasattr(t, _SLICING) else None
 
 
 def undivided(obj: Any) -> Any:
     """An object with the whole of each part that answers for it, a collective if there are any."""
-    if all(division_of(each) is None for each in tree_leaves(obj)):
+    if all(slicing_of(each) is None for each in tree_leaves(obj)):
         return obj
-    return tree_map(lambda t: t if division_of(t) is None else _of(t).whole(t), obj)
+    return tree_map(lambda t: t if slicing_of(t) is None else _of(t).full(t), obj)
 
 
-def _of(t: torch.Tensor) -> PartOfWhole:
-    division = division_of(t)
-    assert division is not None
-    return division
+def _of(t: torch.Tensor) -> Slicing:
+    slicing = slicing_of(t)
+    assert slicing is not None
+    return slicing
 
 
 class WholeParameters:
     """The divided parameters of a model, which answer a script for their whole."""
 
     def __init__(self) -> None:
-        self._divisions: dict[torch.Tensor, PartOfWhole] = {}
+        self._slicings: dict[torch.Tensor, Slicing] = {}
         # Where fully_shard puts what it has gathered of parameters that other axes divide, too.
-        self._places: list[tuple[dict[str, Any], str, PartOfWhole]] = []
+        self._places: list[tuple[dict[str, Any], str, Slicing]] = []
         self._forwards = 0
         self._updates = False
         # What a script may hold of gradients and gathered parameters.
-        self._others: list[tuple[torch.Tensor, PartOfWhole]] = []
+        self._others: list[tuple[torch.Tensor, Slicing]] = []
 
-    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, PartOfWhole]) -> None:
+    def add(self, model: nn.Module, slicings: Mapping[torch.Tensor, Slicing]) -> None:
         """Let these parameters of a model answer, each divided as it says."""
-        self._divisions |= divisions
+        self._slicings |= slicings
         self._places += [
-            (module._parameters, name, replace(division, shards=None, gathered=True))
+            (module._parameters, name, replace(slicing, shards=None, gathered=True))
             for module in model.modules()
             for name, p in module.named_parameters(recurse=False)
-            if (division := divisions.get(p)) and division.placement and division.shards
+            if (slicing := slicings.get(p)) and slicing.placement and slicing.shards
         ]
-        for p, division in divisions.items():
-            show(p, division)
+        for p, slicing in slicings.items():
+            show(p, slicing)
 
     @contextmanager
     def as_parts(self) -> Iterator[None]:
@@ -185,20 +185,18 @@ class WholeParameters:
         if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
             return
         note_change()
-        with parts_alone():
-            gradients = [(p.grad, division) for p, division in self._divisions.items()]
-        self._others += [(g, division) for g, division in gradients if g is not None]
-        for t, division in (*self._divisions.items(), *self._others):
+        with as_plain():
+            gradients = [(p.grad, slicing) for p, slicing in self._slicings.items()]
+        self._others += [(g, slicing) for g, slicing in gradients if g is not None]
+        for t, slicing in (*self._slicings.items(), *self._others):
             # During a forward fully_shard puts whole tensors in place of its own.
-            if self._updates or (self._forwards and division.shards is None):
+            if self._updates or (self._forwards and slicing.shards is None):
                 t.__class__ = _PLAIN.get(type(t), type(t))
             else:
-                show(t, division)
+                show(t, slicing)
         if not self._forwards and not self._updates:
-            now = [(parameters[name], division) for parameters, name, division in self._places]
-            self._others = [
-                (show(*each), each[1]) for each in now if each[0] not in self._divisions
-            ]
+            now = [(parameters[name], slicing) for parameters, name, slicing in self._places]
+            self._others = [(show(*each), each[1]) for each in now if each[0] not in self._slicings]
 
 
 def _calls_for_parts(frame: FrameType | None) -> bool:
@@ -215,7 +213,7 @@ def _calls_for_parts(frame: FrameType | None) -> bool:
 
 
 def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with parts_alone():
+    with as_plain():
         return func(*args, **kwargs)
 
 
@@ -223,7 +221,7 @@ def _as_asked(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter for the code that has asked for it."""
     if type(gradient) in _PLAIN or _calls_for_parts(sys._getframe(2)):
         return gradient
-    return gradient if (division := division_of(p)) is None else show(gradient, division)
+    return gradient if (slicing := slicing_of(p)) is None else show(gradient, slicing)
 
 
 _TENSOR: Any = torch.Tensor
@@ -253,7 +251,7 @@ def _answer(
     if "foreach" in name and isinstance(args[0], list | tuple) and len(args[0]) > 1:
         return _for_each(func, args, kwargs)
     operation = Operation(func, name, args, dict(kwargs), tensors_in((args, kwargs)))
-    divided = [t for t in operation.inputs if division_of(t) is not None]
+    divided = [t for t in operation.inputs if slicing_of(t) is not None]
     if divided and name in _LENGTHS:
         shape = _of(divided[0]).shape(divided[0])
         return operation.run(lambda t: torch.empty(shape, dtype=t.dtype, device="meta"))
@@ -270,30 +268,30 @@ def _answer(
 
 def _attribute(name: str, func: Any, args: Sequence[Any]) -> Any:
     t = args[0]
-    division, value = division_of(t), _raw(func, args, {})
-    if division is None:
+    slicing, value = slicing_of(t), _raw(func, args, {})
+    if slicing is None:
         return _as_view(value, getattr(t, _VIEWED)) if name == "data" else value
     if name == "data":
-        return show(value, division)
+        return show(value, slicing)
     if name == "shape":
-        return division.shape(t)
-    return division.shape(t).numel() * t.itemsize if name == "nbytes" else value
+        return slicing.shape(t)
+    return slicing.shape(t).numel() * t.itemsize if name == "nbytes" else value
 
 
 def _set(func: Any, t: Any, value: Any) -> None:
     """Set ``data``, ``grad`` or another attribute."""
-    division = division_of(t)
+    slicing = slicing_of(t)
     if isinstance(value, torch.Tensor):
         _refresh(value)
-        if division is None:
-            of_value = division_of(value)
-            value = value if of_value is None else of_value.whole(value)
-        elif division_of(value) is None and value.shape == division.shape(t):
+        if slicing is None:
+            of_value = slicing_of(value)
+            value = value if of_value is None else of_value.full(value)
+        elif slicing_of(value) is None and value.shape == slicing.shape(t):
             with torch.no_grad():
-                value = division.part(value)
+                value = slicing.own(value)
     if isinstance(t, DTensor) and func == _SET_DATA:
         # Another tensor would not come to where fully_shard keeps the part.
-        with torch.no_grad(), parts_alone():
+        with torch.no_grad(), as_plain():
             t.copy_(value)
     else:
         _raw(func, (t, value), {})
@@ -305,8 +303,8 @@ def _gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     found = _raw(func, args, kwargs)
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     for gradient, p in zip(found, tensors_in(inputs), strict=True):
-        if (division := division_of(p)) is not None:
-            show(gradient, division)
+        if (slicing := slicing_of(p)) is not None:
+            show(gradient, slicing)
     return found
 
 
@@ -333,29 +331,29 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     if name not in _EACH_ELEMENT or one_argument or "out" in operation.kwargs:
         return NotImplemented
     first = divided[0]
-    division = _of(first)
+    slicing = _of(first)
     if writes(operation) and operation.inputs[0] is not first:
         return NotImplemented
-    if any(not _of(t).is_like(division) or t.shape != first.shape for t in divided):
+    if any(not _of(t).is_like(slicing) or t.shape != first.shape for t in divided):
         return NotImplemented
     graph = torch.is_grad_enabled()
     operands: dict[int, Any] = {}
     for t in operation.inputs:
-        if division_of(t) is None:
+        if slicing_of(t) is None:
             # Its gradient would be that of this rank's part alone.
-            operand = None if graph and t.requires_grad else division.operand(t, first)
+            operand = None if graph and t.requires_grad else slicing.operand(t, first)
             if operand is None:
                 return NotImplemented
             operands[id(t)] = operand
-    with parts_alone():
+    with as_plain():
         try:
             result = operation.run(lambda t: operands.get(id(t), t))
         except NotImplementedError:  # a DTensor's
-            if division.shards is None or writes(operation):
+            if slicing.shards is None or writes(operation):
                 raise
             return NotImplemented
     for t in tensors_in(result):
-        show(t, division)
+        show(t, slicing)
     if writes(operation):
         note_change()
     return result
@@ -377,17 +375,17 @@ def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
             raise RuntimeError(
                 "a leaf Variable that requires grad is being used in an in-place operation."
             )
-        wholes[id(t)] = _of(t).whole(t.detach() if leaf else t)
-    with parts_alone():
+        wholes[id(t)] = _of(t).full(t.detach() if leaf else t)
+    with as_plain():
         result = operation.run(lambda t: wholes.get(id(t), t))
         if target is not None and id(target) in wholes:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
-                target.copy_(_of(target).part(wholes[id(target)]))
+                target.copy_(_of(target).own(wholes[id(target)]))
             note_change()
             return target if result is wholes[id(target)] else result
         if viewed is not None:
             with torch.no_grad():
-                viewed.part.copy_(_of(viewed.part).part(cast(torch.Tensor, viewed.whole)))
+                viewed.part.copy_(_of(viewed.part).own(cast(torch.Tensor, viewed.whole)))
             note_change()
             viewed.at = _now(viewed.part)
             return result
@@ -426,8 +424,8 @@ def _refresh(t: torch.Tensor) -> None:
     viewed: _Viewed | None = getattr(t, _VIEWED, None)
     if viewed is None or viewed.whole is None or viewed.at == _now(viewed.part):
         return
-    with torch.no_grad(), parts_alone():
-        viewed.whole.copy_(_of(viewed.part).whole(viewed.part.detach()))
+    with torch.no_grad(), as_plain():
+        viewed.whole.copy_(_of(viewed.part).full(viewed.part.detach()))
     viewed.at = _now(viewed.part)
 
 
@@ -448,28 +446,28 @@ def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
     Raises:
         ValueError: the gradient never comes to this parameter, which ``fully_shard`` has gathered.
     """
-    division = division_of(t)
-    if division is not None and division.gathered:
+    slicing = slicing_of(t)
+    if slicing is not None and slicing.gathered:
         raise ValueError(
             f"{register.__name__}() on a parameter that a shard axis and another one divide must "
             "come before the forward pass: or change p.grad after backward()"
         )
-    if division is not None and not t.is_leaf:
-        hook = _shown_to(hook, division)
+    if slicing is not None and not t.is_leaf:
+        hook = _shown_to(hook, slicing)
     return _raw(register, (t, hook), {})
 
 
-def _shown_to(hook: Callable[..., Any], division: PartOfWhole) -> Callable[..., Any]:
+def _shown_to(hook: Callable[..., Any], slicing: Slicing) -> Callable[..., Any]:
     """A hook on a gradient of what the script has computed, which sees the whole."""
 
     @functools.wraps(hook)
     def with_whole(gradient: torch.Tensor) -> torch.Tensor | None:
-        found = hook(show(gradient.view_as(gradient), division))
+        found = hook(show(gradient.view_as(gradient), slicing))
         if found is None:
             return None
-        with parts_alone():
-            if division_of(found) is None and found.shape == division.shape(gradient):
-                return division.part(found)
+        with as_plain():
+            if slicing_of(found) is None and found.shape == slicing.shape(gradient):
+                return slicing.own(found)
             # Of PyTorch's own class.
             return found.view_as(found)  # type: ignore[no-any-return]
 

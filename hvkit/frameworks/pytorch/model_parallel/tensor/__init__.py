@@ -12,8 +12,5 @@
     layers            parts of weights, and a forward that uses them
     ├── placements    which part of a parameter each rank holds
     ├── activations   what the user's code does between a column and a row layer
-    │   └── divided_loss  the cross entropy of logits that are divided
-    ├── exchanges     sums and gathers, with their gradients
-    ├── attention     nn.MultiheadAttention with this rank's heads
-    └── random_numbers    the same dropout on all ranks that hold the same activations
+    └── tensor_group  sums, gathers and a loss, with their gradients; and the same dropout
 """

@@ -21,18 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.tensor.divided_loss import cross_entropy
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import (
-    added_once,
-    joined,
-    joined_for_all,
-    own_part,
-    own_part_summed,
-    summed,
-    used_by_all,
-)
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS, SIZES, is_cache
-from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     ELEMENTWISE,
     SPLITS,
@@ -45,6 +34,17 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     has_rule,
     viewed,
     writes,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import (
+    SameRandomNumbers,
+    added_once,
+    cross_entropy,
+    joined,
+    joined_for_all,
+    own_part,
+    own_part_summed,
+    summed,
+    used_by_all,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 

@@ -7,21 +7,23 @@ of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from hvkit.communication.traffic import count, of_allgather
-from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like, rows_of
-from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
+from hvkit.communication.traffic import count
+from hvkit.frameworks.pytorch.divided_state.sharded import (
+    PartOfState,
+    part_of_state,
+    partial_state,
+)
 from hvkit.frameworks.pytorch.model_parallel.shares import (
     Block,
     SavedTensor,
@@ -29,97 +31,22 @@ from hvkit.frameworks.pytorch.model_parallel.shares import (
     described,
     described_state,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
-    Placement,
-    part_of,
-    whole_of,
-)
-from hvkit.frameworks.pytorch.model_parallel.whole_parameters import division_of, show
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, rows_of
+from hvkit.frameworks.pytorch.model_parallel.whole_parameters import show, slicing_of
 from hvkit.watch.calls import call, translated, waiting
 
-_HELD = "_hvkit_parts"
 
-
-class PartsOfParameters:
-    """Which share of a parameter a rank has, and of what has its shape: all, for most.
-
-    Args:
-        placements: by parameter, how ranks of the tensor axis divide it.
-        tensor: their mesh.
-    """
-
-    def __init__(self, placements: Mapping[str, Placement], tensor: DeviceMesh) -> None:
-        self.placements, self._mesh = placements, tensor
-
-    def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The whole of what this rank has of a parameter; a collective of those that have some."""
-        if isinstance(own, DTensor):
-            own = own.full_tensor()
-        placement = self.placements.get(name)
-        if placement is None:
-            return own
-        parts = [torch.empty_like(own) for _ in range(self._mesh.size())]
-        dist.all_gather(parts, own.contiguous(), group=self._mesh.get_group())
-        return whole_of(parts, placement)
-
-    def of(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a whole tensor.
-
-        Args:
-            name: of the parameter.
-            whole: it, or what has its shape.
-            like: what this rank has of the parameter.
-        """
-        placement = self.placements.get(name)
-        if placement is not None and whole.shape == self._whole_shape(placement, like):
-            whole = self.cut(name, whole)
-        return part_like(whole, like) if whole.shape == like.shape else whole
-
-    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's share of what has a parameter's shape, and perhaps more dimensions."""
-        placement = self.placements.get(name)
-        if placement is None:
-            return whole
-        return part_of(whole, placement, self.index, self._mesh.size())
-
-    def whole_shape(self, name: str, like: torch.Tensor) -> torch.Size:
-        """The shape of a whole parameter, from what this rank has of it."""
-        placement = self.placements.get(name)
-        return like.shape if placement is None else self._whole_shape(placement, like)
-
-    @property
-    def index(self) -> int:
-        """This rank's number along the tensor axis."""
-        return self._mesh.get_local_rank()
-
-    def blocks(self, name: str, shape: Sequence[int], like: torch.Tensor) -> list[Block]:
-        """Which blocks of a whole tensor this rank's share of it is made of.
-
-        Args:
-            name: of the parameter.
-            shape: of the share, as ``like`` has it, and perhaps more dimensions.
-            like: what this rank has of the parameter.
-        """
-        rows = rows_of(like) if isinstance(like, DTensor) else None
-        placement = self.placements.get(name)
-        return blocks_of(shape, rows, placement, self.index, self._mesh.size())
-
-    def _whole_shape(self, placement: Placement, like: torch.Tensor) -> torch.Size:
-        shape = list(like.shape)
-        shape[placement.dim] *= self._mesh.size()
-        return torch.Size(shape)
-
-
-class ModelParts:
-    """Who holds which parameter and buffer of a model, and the whole of it for a while.
+class ModelState:
+    """Who holds which parameter and buffer of a model, and all of it on rank 0 for a while.
 
     Args:
         model: on every rank.
         holder: by parameter and buffer, the rank along the pipeline that holds it.
         group: the ranks of the pipeline.
-        shares: of what this rank holds.
+        slicings: of this rank's parameters, by name.
         collects: whether this rank holds a part of the model that rank 0 collects.
-        first_shard: whether it is the first of those with other shares along the shard axis.
+        first_slice: whether it is the first of those with other slices along the tensor axis.
+        first_shard: whether it is the first of those along the shard axis.
     """
 
     def __init__(
@@ -127,18 +54,20 @@ class ModelParts:
         model: nn.Module,
         holder: Mapping[str, int],
         group: dist.ProcessGroup,
-        shares: PartsOfParameters,
+        slicings: Mapping[str, Slicing],
         *,
         collects: bool,
+        first_slice: bool,
         first_shard: bool,
     ) -> None:
-        self.holder = holder
+        self._holder = holder
         self._group = group
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank(group)
-        self._shares, self._collects, self._first_shard = shares, collects, first_shard
-        # Ranks with other shares of the same do not send what is put together from all.
-        self._sends = first_shard and shares.index == 0
+        self._slicings, self._collects = slicings, collects
+        self._first_slice, self._first_shard = first_slice, first_shard
+        # Ranks with other slices of the same do not send what is put together from all.
+        self._sends = first_shard and first_slice
         # The whole state by name, on rank 0 inside ``gathered``.
         self._whole: dict[str, torch.Tensor] = {}
         self._parameters = dict(model.named_parameters())
@@ -154,56 +83,50 @@ class ModelParts:
         """Whether this rank is the one that holds the whole state in ``gathered``."""
         return self._collects and self._sends and self._rank == 0
 
-    @property
-    def of_parameters(self) -> dict[str, int]:
-        """``holder`` without buffers."""
-        return {name: self.holder[name] for name in self._parameters}
-
     def shape_of(self, name: str) -> torch.Size:
         """The shape of what this rank has of a parameter."""
         return self._parameters[name].shape
 
-    def whole_shape_of(self, name: str) -> torch.Size:
-        """The shape of the whole parameter, of which this rank has some."""
-        return self._shares.whole_shape(name, self._parameters[name])
+    def full_shape_of(self, name: str) -> torch.Size:
+        """The shape of the full parameter, of which this rank has some."""
+        return self.slicing(name).shape(self._parameters[name])
 
-    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's share of what has a parameter's shape, and perhaps more dimensions."""
-        return self._shares.cut(name, whole)
+    def slicing(self, name: str) -> Slicing:
+        """How a parameter or buffer is divided, of which this rank has some."""
+        return self._slicings.get(name, _WHOLE)
 
-    def whole_gradient(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The whole gradient of a parameter, from this rank's; a collective of those with some."""
-        count("gradients", of_allgather(own.nbytes, len(self._ranks)))
+    def full_gradient(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The full gradient of a parameter, from this rank's; a collective of those with some."""
         with call("the model's forward or backward pass"), translated(), waiting():
-            return self._shares.whole(self._names[parameter], own)
+            return self.slicing(self._names[parameter]).joined(own, "gradients")
 
-    def own_gradient(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the whole gradient of a parameter."""
-        return self._shares.of(self._names[parameter], whole, parameter)
+    def own_gradient(self, parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the full gradient of a parameter."""
+        return self.slicing(self._names[parameter]).own_like(full, parameter)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
         # The model itself may hold gathered weights, whose memory PyTorch is about to free.
         tensors: dict[str, torch.Tensor] = dict(self._parameters) | dict(model.named_buffers())
-        self._whole = self.collected({n: t.detach() for n, t in tensors.items()}, self.holder)
+        self._whole = self.collected({n: t.detach() for n, t in tensors.items()}, self._holder)
         try:
             yield
         finally:
             self._whole = {}
 
-    def collected(self, things: Mapping[str, Any], holder: Mapping[str, int]) -> dict[str, Any]:
+    def collected(self, things: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Things of all ranks on rank 0, one at a time; empty on others.
 
         Args:
             things: tensors, or states of parameters, by name; those that other ranks hold count
                 there.
-            holder: by name, in the same order on every rank.
+            names: of all of them, in the same order on every rank.
         """
         found: dict[str, Any] = {}
         with call("hvkit.settled"), translated(), waiting():
-            for name, source in holder.items() if self._collects else ():
-                thing = None
+            for name in names if self._collects else ():
+                source, thing = self._holder[name], None
                 if source == self._rank:
                     thing = self._whole_of(name, things.get(name))
                 if not self._sends:
@@ -224,8 +147,9 @@ class ModelParts:
         if isinstance(thing, Mapping):
             return {key: self._whole_of(name, value) for key, value in thing.items()}
         if isinstance(thing, torch.Tensor):
-            whole = self._shares.whole(name, thing.detach()) if thing.dim() else thing.detach()
-            return whole.cpu()
+            own = thing.detach()
+            full = self.slicing(name).joined(own, "objects") if thing.dim() else own
+            return full.cpu()
         return thing
 
     def _give_whole(
@@ -240,11 +164,7 @@ class ModelParts:
                 continue
             if whole in self._whole:
                 state[prefix + name] = self._whole[whole]
-            elif (
-                self.holder[whole] != self._rank
-                or whole in self._shares.placements
-                or isinstance(state[prefix + name], DTensor)
-            ):
+            elif self._holder[whole] != self._rank or self.slicing(whole):
                 raise partial_state("state_dict()", module, "model")
 
     def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -256,10 +176,10 @@ class ModelParts:
             if held.is_meta:
                 state[prefix + name] = value.to("meta")
             else:
-                own = self._shares.of(self._names[held], value, held)
-                division = division_of(held)
+                own = self.slicing(self._names[held]).own_like(value, held)
+                slicing = slicing_of(held)
                 # PyTorch compares shapes, of which the parameter shows that of the whole.
-                state[prefix + name] = own if division is None else show(own, division)
+                state[prefix + name] = own if slicing is None else show(own, slicing)
 
     def own_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """This rank's parameters and buffers by name, as they are."""
@@ -291,7 +211,7 @@ class ModelParts:
         """
         found = {
             name: described_state(things[name], functools.partial(self._share, name))
-            for name, source in self.holder.items()
+            for name, source in self._holder.items()
             if self._collects and source == self._rank and things.get(name) is not None
         }
         return {name: each for name, each in found.items() if each}
@@ -303,12 +223,11 @@ class ModelParts:
         held = self._parameters.get(name)
         if held is None or not self._is_like(own, held):
             return described(local, local.shape, blocks_of(local.shape)) if self._sends else None
-        first = self._first_shard or isinstance(own, DTensor)
-        if not first or not (self._shares.index == 0 or name in self._shares.placements):
+        first_slice = self._first_slice or self.slicing(name).placement
+        if not first_slice or not (self._first_shard or isinstance(own, DTensor)):
             return None
-        more = own.shape[held.dim() :]
-        whole = (*self._shares.whole_shape(name, held), *more)
-        return described(local, whole, self._shares.blocks(name, own.shape, held))
+        full = (*self.full_shape_of(name), *own.shape[held.dim() :])
+        return described(local, full, self._blocks(name, own.shape))
 
     def _is_like(self, own: torch.Tensor, held: torch.Tensor) -> bool:
         """Whether a tensor is divided as the parameter is that it belongs to."""
@@ -319,12 +238,12 @@ class ModelParts:
     def part_of_saved(self, name: str, saved: SavedTensor) -> torch.Tensor:
         """This rank's part of a tensor of a parameter, or a buffer, in a sharded checkpoint."""
         held = self._parameters.get(name)
-        if held is None or saved.shape[: held.dim()] != self._shares.whole_shape(name, held):
+        if held is None or saved.shape[: held.dim()] != self.full_shape_of(name):
             return saved.whole()
         more = saved.shape[held.dim() :]
         local = held.to_local() if isinstance(held, DTensor) else held
         own = torch.empty((*local.shape, *more), dtype=saved.dtype, device=held.device)
-        saved.fill(own, self._shares.blocks(name, (*held.shape, *more), held))
+        saved.fill(own, self._blocks(name, (*held.shape, *more)))
         if not isinstance(held, DTensor):
             return own
         mesh, placements = held.device_mesh, held.placements
@@ -333,89 +252,84 @@ class ModelParts:
             own, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
+    def _blocks(self, name: str, shape: Sequence[int]) -> list[Block]:
+        """Which blocks of a full tensor a slice is made of that is, in its shape, the parameter's.
+
+        It may have more dimensions.
+        """
+        slicing, rows = self.slicing(name), rows_of(self._parameters[name])
+        if slicing.tensor is None:
+            return blocks_of(shape, rows)
+        index, ways = slicing.tensor.get_local_rank(), slicing.tensor.size()
+        return blocks_of(shape, rows, slicing.placement, index, ways)
+
     def attach(self, optimizer: Optimizer) -> None:
         """Keep the part of an optimizer's state that belongs to this rank's parameters."""
-        held = _HeldState(optimizer, self)
-        vars(optimizer)[_HELD] = held
         for p in list(optimizer.state):
             if p.is_meta:
                 del optimizer.state[p]
             else:
                 optimizer.state[p] = self.share_of_state(p, optimizer.state[p])
-        optimizer.register_state_dict_pre_hook(held.refuse_partial_state)
-        optimizer.register_load_state_dict_pre_hook(held.take_own)
+        own = _OwnState(optimizer, self)
+        optimizer.register_load_state_dict_pre_hook(own.take_own)
         optimizer.register_load_state_dict_post_hook(_drop_state_of_others)
-        vars(optimizer)["__getstate__"] = held.refuse_copy
 
     def share_of_state(self, p: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's share of a parameter's state."""
         return {
-            key: self._shares.of(self._names[p], value, p)
+            key: self.slicing(self._names[p]).own_like(value, p)
             if isinstance(value, torch.Tensor) and value.dim()
             else value
             for key, value in state.items()
         }
 
-    def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, Any]:
-        """The state of all parameters on rank 0, empty on others; a collective."""
+    def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, Any] | None:
+        """The state of all parameters on rank 0, None on others; a collective."""
         named = self.named(optimizer)
-        mine = {name: optimizer.state.get(p) for name, p in named.items()}
-        found = self.collected(mine, {name: self.holder[name] for name in named})
+        own = {name: optimizer.state.get(p) for name, p in named.items()}
+        found = self.collected(own, named)
+        if not self.keeps_whole:
+            return None
         return {named[name]: state for name, state in found.items() if state is not None}
 
 
-class _HeldState(PartOfState):
+_WHOLE = Slicing()
+
+
+class _OwnState(PartOfState):
     """An optimizer that holds the state of this rank's parameters."""
 
-    def __init__(self, optimizer: Optimizer, parts: ModelParts) -> None:
+    def __init__(self, optimizer: Optimizer, model: ModelState) -> None:
         super().__init__(optimizer)
-        self._parts = parts
+        self._model = model
 
     def take_own(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Before loading: take this rank's shares."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        """Before loading: take this rank's slices."""
+        parameters = self._parameters()
         own = {
             i: values
             if not isinstance(i, int) or parameters[i].is_meta
-            else self._parts.share_of_state(parameters[i], values)
+            else self._model.share_of_state(parameters[i], values)
             for i, values in state["state"].items()
         }
         return {**state, "state": own}
 
     def own(self) -> dict[str, Any]:
         """The state dict with the state of this rank's parameters only."""
-        before, self._whole = self._whole, True
+        before, self._may_save = self._may_save, True
         try:
             return self._optimizer.state_dict()
         finally:
-            self._whole = before
+            self._may_save = before
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Hold the whole state on rank 0 for a while; a collective."""
-        state = self._optimizer.state
-        before = dict(state)
-        whole = self._parts.state_of(self._optimizer)
-        if self._parts.keeps_whole:
-            state.update(whole)
-            self._whole = True
-        try:
-            yield
-        finally:
-            self._whole = False
-            state.clear()
-            state.update(before)
-
-
-def gathered(optimizer: Optimizer) -> Any:
-    """A context in which rank 0 holds the optimizer's whole state; a collective."""
-    return vars(optimizer)[_HELD].gathered()
+    def _full_state(self) -> dict[torch.Tensor, Any] | None:
+        return self._model.state_of(self._optimizer)
 
 
 def own_state(optimizer: Optimizer) -> dict[str, Any]:
     """The state dict with the state of this rank's parameters only; empty before there are any."""
-    held: _HeldState | None = vars(optimizer).get(_HELD)
-    return {} if held is None else held.own()
+    part = part_of_state(optimizer)
+    return part.own() if isinstance(part, _OwnState) else {}
 
 
 def drop(parameters: Sequence[nn.Parameter]) -> None:

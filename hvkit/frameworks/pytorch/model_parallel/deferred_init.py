@@ -19,19 +19,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import (
+from hvkit.frameworks.pytorch.model_parallel.recipe import (
+    Call,
+    Given,
     Recipe,
+    Seeding,
+    View,
     digest,
     previous,
     set_tag,
     tag_of,
-)
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import recipe_of as recipe_of
-from hvkit.frameworks.pytorch.model_parallel.deferred.recorded_calls import (
-    Call,
-    Given,
-    Seeding,
-    View,
     version_of,
 )
 
