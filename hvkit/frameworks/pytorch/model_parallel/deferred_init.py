@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,8 +31,8 @@ from hvkit.frameworks.pytorch.model_parallel.recipe import (
     previous,
     set_tag,
     tag_of,
-    version_of,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import version_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _aten = torch.ops.aten
@@ -303,6 +305,52 @@ def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
         yield
     finally:
         nn.init._no_grad_trunc_normal_ = plain
+
+
+class LoadedBefore:
+    """What a script loads into a model without weights: kept until this rank has its part.
+
+    Args:
+        model: built under ``hvkit.deferred_init``.
+        optimizers: of it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._state: dict[str, Any] = {}
+        self._strict = True
+        self._states: dict[Optimizer, dict[str, Any]] = {}
+        self._model = model
+        vars(model)["load_state_dict"] = self._keep
+        self._hooks = [
+            each.register_load_state_dict_pre_hook(self._keep_state) for each in optimizers
+        ]
+
+    def _keep(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """In place of ``load_state_dict``, which would copy values into tensors without memory."""
+        self._state, self._strict = dict(state_dict), strict
+        own = self._model.state_dict().keys()
+        missing, unexpected = own - state_dict.keys(), state_dict.keys() - own
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._model).__name__}: missing keys "
+                f"{sorted(missing)}, unexpected keys {sorted(unexpected)}"
+            )
+        return _IncompatibleKeys(sorted(missing), sorted(unexpected))
+
+    def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        self._states[optimizer] = {**state, "state": dict(state["state"])}
+        return {**state, "state": {}}
+
+    def load(self) -> None:
+        """Load it now."""
+        for hook in self._hooks:
+            hook.remove()
+        del vars(self._model)["load_state_dict"]
+        if self._state:
+            self._model.load_state_dict(self._state, self._strict)
+        for optimizer, state in self._states.items():
+            optimizer.load_state_dict(state)
+        self._state, self._states = {}, {}
 
 
 def _refuse(

@@ -1,10 +1,9 @@
-"""Decides from a model's first batch how the ranks of a mesh divide it, and logs that."""
+"""Decides from a model's first batch how the ranks of a mesh divide it."""
 
 from __future__ import annotations
 
 import bisect
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,19 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, Kept, dry_run
-from hvkit.frameworks.pytorch.model_parallel.forecast import (
-    Memory,
-    bubble,
-    divided_memory,
-    forecast,
-    memory_of_rank,
-    parameter_bytes,
-    table,
-    too_large,
-)
 from hvkit.frameworks.pytorch.model_parallel.kept_results import Path
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
@@ -38,12 +26,10 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
     ranks_of_stages,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
-    SPLIT_BACKWARD,
     STAGES_PER_RANK,
     V_SHAPED,
 )
 from hvkit.frameworks.pytorch.model_parallel.rank_groups import hash_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     TensorPlan,
     agreed,
@@ -51,7 +37,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     with_layers_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
-from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
 from hvkit.wording import shortened
@@ -289,63 +274,6 @@ def _stages_of(model: nn.Module, options: MeshOptions, found: DryRun) -> Stages:
     return plan_stages(model, found, rank_of, options.stages)
 
 
-def log_division(
-    division: ModelDivision,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    options: MeshOptions,
-    device: torch.device,
-    links: StageLinks,
-    microbatches: int,
-) -> None:
-    """Log how a model is divided, and what a training step will need; a collective.
-
-    Args:
-        division: of the model.
-        model: before it is divided.
-        optimizers: of it.
-        options: about the mesh.
-        device: for this rank's part.
-        links: to the ranks that compute on the same batch.
-        microbatches: of a batch.
-    """
-    stages, plan = division.stages, division.plan
-    mine = memory_of_rank(device, model)
-    found = links.gather_numbers([mine.place, mine.nbytes, mine.divided])
-    if options.position.rank:
-        return
-    if len(stages) > 1:
-        logger.info(f"{stages.described()}")
-    if plan.ways > 1:
-        logger.info(f"{plan}")
-    placements = placements_of(model, plan)
-
-    def shape_of(name: str, p: nn.Parameter) -> list[int]:
-        shape = list(p.shape)
-        if name in placements:
-            shape[placements[name].dim] //= plan.ways
-        if shape and len(stages.holders(name)) == 1:  # others stay whole
-            shape[0] = math.ceil(shape[0] / options.mesh.shard)
-        return shape
-
-    parameters = parameter_bytes(model, optimizers, shape_of)
-    ranks = forecast(stages, parameters, options.schedule, microbatches)
-    memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
-    names = " and ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
-    lines = table(ranks, memories, links.ranks, names)
-    if len(ranks) > 1:
-        share = bubble(len(ranks), len(ranks[0].stages), microbatches)
-        less = "at most " if options.schedule in SPLIT_BACKWARD else ""
-        lines += (
-            f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
-            f"forward and backward passes: {options.schedule}, {microbatches} "
-            "micro-batches"
-        )
-    logger.info(f"a training step needs\n    {lines}")
-    if text := too_large(ranks, memories, links.ranks):
-        logger.warning(text)
-
-
 def warn_of_microbatches(
     model: nn.Module,
     found: DryRun,
@@ -464,6 +392,22 @@ def _divided_when(
         return not takes_whole and any(begin + 1 < each.time <= end for begin, end in streams)
 
     return divided
+
+
+def require_one_stage_for_each(model: nn.Module, stages: Stages) -> None:
+    """Raise if several stages would round the same weights differently.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    for name, _ in model.named_parameters():
+        if len(stages.holders(name)) > 1:
+            raise ValueError(
+                f"stages {' and '.join(map(str, stages.of_parameter[name]))} of the pipeline use "
+                f"{name}, and would round it differently when ranks of the data axis agree on "
+                "compressed weights: leave out compression=, or choose stages=[...] so that one "
+                "stage uses it"
+            )
 
 
 def of_parameters(

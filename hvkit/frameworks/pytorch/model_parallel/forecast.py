@@ -1,4 +1,4 @@
-"""What each rank of a divided model will hold in a training step, and how long it will wait.
+"""Logs what each rank of a divided model will hold in a training step, and how long it will wait.
 
 Arithmetic on what a dry run has found; only ``state_bytes`` and ``memory_of_rank`` look at
 optimizers and at the machine. Not counted: what libraries hold, what the script computes from the
@@ -24,10 +24,15 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state.trials import copied
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages, megabytes
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.host.cpus import free_memory
+from hvkit.log import logger
+from hvkit.mesh import MeshOptions
 
 # Elements along each dimension of a parameter in a trial of an optimizer.
 _LENGTH = 4
@@ -104,6 +109,64 @@ class Memory:
     place: int
     nbytes: int
     divided: bool = True
+
+
+def log_division(
+    stages: Stages,
+    plan: TensorPlan,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: MeshOptions,
+    device: torch.device,
+    links: StageLinks,
+    microbatches: int,
+) -> None:
+    """Log how a model is divided, and what a training step will need; a collective.
+
+    Args:
+        stages: along the pipeline axis.
+        plan: of layers along the tensor axis.
+        model: before it is divided.
+        optimizers: of it.
+        options: about the mesh.
+        device: for this rank's part.
+        links: to the ranks that compute on the same batch.
+        microbatches: of a batch.
+    """
+    own = memory_of_rank(device, model)
+    found = links.gather_numbers([own.place, own.nbytes, own.divided])
+    if options.position.rank:
+        return
+    if len(stages) > 1:
+        logger.info(stages.described())
+    if plan.ways > 1:
+        logger.info(f"{plan}")
+    placements = placements_of(model, plan)
+
+    def shape_of(name: str, p: nn.Parameter) -> list[int]:
+        shape = list(p.shape)
+        if name in placements:
+            shape[placements[name].dim] //= plan.ways
+        if shape and len(stages.holders(name)) == 1:  # others stay whole
+            shape[0] = math.ceil(shape[0] / options.mesh.shard)
+        return shape
+
+    parameters = parameter_bytes(model, optimizers, shape_of)
+    ranks = forecast(stages, parameters, options.schedule, microbatches)
+    memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
+    names = " and ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
+    lines = table(ranks, memories, links.ranks, names)
+    if len(ranks) > 1:
+        share = bubble(len(ranks), len(ranks[0].stages), microbatches)
+        less = "at most " if options.schedule in SPLIT_BACKWARD else ""
+        lines += (
+            f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
+            f"forward and backward passes: {options.schedule}, {microbatches} "
+            "micro-batches"
+        )
+    logger.info(f"a training step needs\n    {lines}")
+    if text := too_large(ranks, memories, links.ranks):
+        logger.warning(text)
 
 
 def in_words(nbytes: int) -> str:

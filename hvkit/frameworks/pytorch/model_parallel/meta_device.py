@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, left_as_before
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
@@ -134,6 +135,73 @@ def on_meta(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[torch.Tenso
                 first[made[p]] = name
             by_name[name] = made[p]
     return by_name, first
+
+
+@contextmanager
+def forward_on_meta(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    modes: Sequence[AbstractContextManager[Any]],
+) -> Iterator[tuple[Any, KeptResults]]:
+    """Runs the model's forward; afterwards random numbers, and all that it sets, are as before.
+
+    Args:
+        model: with its own forward.
+        tensors: its parameters on the meta device, by all of their names, and buffers.
+        args, kwargs: of the call, which it may change.
+        device: of the model.
+        modes: in which it runs, the outermost first.
+
+    Yields:
+        What it returns; and what it keeps beside that, while that is still there.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), left_as_before(model) as kept:
+        with uncompiled(), ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            call = torch.func.functional_call
+            output = call(model, dict(tensors), args, kwargs, tie_weights=False)
+        yield output, kept
+
+
+@contextmanager
+def calls_watched(
+    modules: Mapping[str, nn.Module],
+    enter: Callable[[str, Any, Any], None],
+    leave: Callable[[str, Any, Any, Any], None],
+    *,
+    before_hooks: bool = True,
+    after_hooks: bool = True,
+) -> Iterator[None]:
+    """Sees the calls of modules.
+
+    Args:
+        modules: by name.
+        enter: called with the name of a module and its arguments.
+        leave: called also with what it returns.
+        before_hooks, after_hooks: whether they see the arguments before the script's hooks have
+            changed these, and the result afterwards.
+    """
+
+    def watch(name: str, module: nn.Module) -> Iterator[Any]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            enter(name, args, kwargs)
+
+        def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            leave(name, args, kwargs, output)
+
+        yield module.register_forward_pre_hook(begin, prepend=before_hooks, with_kwargs=True)
+        yield module.register_forward_hook(end, prepend=not after_hooks, with_kwargs=True)
+
+    with ExitStack() as stack:
+        for each in modules.items():
+            for hook in watch(*each):
+                stack.callback(hook.remove)
+        yield
 
 
 def is_about(error: Exception) -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from hvkit.communication.traffic import count
@@ -24,6 +23,8 @@ from hvkit.frameworks.pytorch.divided_state.sharded import (
     part_of_state,
     partial_state,
 )
+from hvkit.frameworks.pytorch.model_parallel.kept_results import HOOKS
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.shares import (
     Block,
     SavedTensor,
@@ -32,6 +33,7 @@ from hvkit.frameworks.pytorch.model_parallel.shares import (
     described_state,
 )
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, rows_of
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import show, slicing_of
 from hvkit.watch.calls import call, translated, waiting
 
@@ -42,7 +44,7 @@ class ModelState:
     Args:
         model: on every rank.
         holder: by parameter and buffer, the rank along the pipeline that holds it.
-        group: the ranks of the pipeline.
+        links: to the ranks of the pipeline.
         slicings: of this rank's parameters, by name.
         collects: whether this rank holds a part of the model that rank 0 collects.
         first_slice: whether it is the first of those with other slices along the tensor axis.
@@ -53,7 +55,7 @@ class ModelState:
         self,
         model: nn.Module,
         holder: Mapping[str, int],
-        group: dist.ProcessGroup,
+        links: StageLinks,
         slicings: Mapping[str, Slicing],
         *,
         collects: bool,
@@ -61,9 +63,7 @@ class ModelState:
         first_shard: bool,
     ) -> None:
         self._holder = holder
-        self._group = group
-        self._ranks = tuple(dist.get_process_group_ranks(group))
-        self._rank = dist.get_rank(group)
+        self._links, self._rank = links, dist.get_rank(links.group)
         self._slicings, self._collects = slicings, collects
         self._first_slice, self._first_shard = first_slice, first_shard
         # Ranks with other slices of the same do not send what is put together from all.
@@ -107,13 +107,34 @@ class ModelState:
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
-        # The model itself may hold gathered weights, whose memory PyTorch is about to free.
-        tensors: dict[str, torch.Tensor] = dict(self._parameters) | dict(model.named_buffers())
-        self._whole = self.collected({n: t.detach() for n, t in tensors.items()}, self._holder)
+        self._whole = self.collected(self._tensors(model), self._holder)
         try:
             yield
         finally:
             self._whole = {}
+
+    def _tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, as this rank has them."""
+        # The model itself may hold gathered weights, whose memory PyTorch is about to free.
+        tensors = dict[str, torch.Tensor](self._parameters) | dict(model.named_buffers())
+        return {name: t.detach() for name, t in tensors.items()}
+
+    @torch.no_grad()
+    def full_everywhere(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers in full on every rank, by name; a collective."""
+        found, links, own = {}, self._links, self._tensors(model)
+        with call("generate()"), links.waiting():
+            for name, source in self._holder.items():
+                if source == self._rank:
+                    t = self.slicing(name).joined(own[name], "weights").clone()
+                else:
+                    t = torch.empty(own[name].shape, dtype=own[name].dtype, device=links.device)
+                if len(links.ranks) > 1:
+                    count("weights", t.nbytes if source == self._rank else 0)
+                    dist.broadcast(t, links.ranks[source], group=links.group)
+                trained = name in self._parameters and self._parameters[name].requires_grad
+                found[name] = nn.Parameter(t, trained) if name in self._parameters else t
+        return found
 
     def collected(self, things: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Things of all ranks on rank 0, one at a time; empty on others.
@@ -133,11 +154,11 @@ class ModelState:
                     continue
                 if source != self._rank == 0:
                     box: list[Any] = [None]
-                    dist.recv_object_list(box, self._ranks[source], group=self._group)
+                    dist.recv_object_list(box, self._links.ranks[source], group=self._links.group)
                     thing = box[0]
                 elif source == self._rank != 0:
-                    count("objects", _bytes_of(thing))
-                    dist.send_object_list([thing], self._ranks[0], group=self._group)
+                    count("objects", bytes_of(tensors_in(thing)))
+                    dist.send_object_list([thing], self._links.ranks[0], group=self._links.group)
                 if self._rank == 0:
                     found[name] = thing
         return found
@@ -352,52 +373,6 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
             ) from error
 
 
-class LoadedBefore:
-    """What a script loads into a model without weights: kept until this rank has its part.
-
-    Args:
-        model: built under ``hvkit.deferred_init``.
-        optimizers: of it.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._state: dict[str, Any] = {}
-        self._strict = True
-        self._states: dict[Optimizer, dict[str, Any]] = {}
-        self._model = model
-        vars(model)["load_state_dict"] = self._keep
-        self._hooks = [
-            each.register_load_state_dict_pre_hook(self._keep_state) for each in optimizers
-        ]
-
-    def _keep(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
-        """In place of ``load_state_dict``, which would copy values into tensors without memory."""
-        self._state, self._strict = dict(state_dict), strict
-        own = self._model.state_dict().keys()
-        missing, unexpected = own - state_dict.keys(), state_dict.keys() - own
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self._model).__name__}: missing keys "
-                f"{sorted(missing)}, unexpected keys {sorted(unexpected)}"
-            )
-        return _IncompatibleKeys(sorted(missing), sorted(unexpected))
-
-    def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        self._states[optimizer] = {**state, "state": dict(state["state"])}
-        return {**state, "state": {}}
-
-    def load(self) -> None:
-        """Load it now."""
-        for hook in self._hooks:
-            hook.remove()
-        del vars(self._model)["load_state_dict"]
-        if self._state:
-            self._model.load_state_dict(self._state, self._strict)
-        for optimizer, state in self._states.items():
-            optimizer.load_state_dict(state)
-        self._state, self._states = {}, {}
-
-
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
@@ -407,9 +382,85 @@ def _drop_state_of_others(optimizer: Optimizer) -> None:
         del optimizer.state[p]
 
 
-def _bytes_of(thing: Any) -> int:
-    if isinstance(thing, torch.Tensor):
-        return thing.numel() * thing.element_size()
-    if isinstance(thing, Mapping):
-        return sum(map(_bytes_of, thing.values()))
-    return 0
+class WholeModel:
+    """Lets ``generate`` of a model in a mesh work inside ``hvkit.settled``.
+
+    Hugging Face's ``model.generate()`` calls an encoder alone, and keeps keys and values of all
+    layers from call to call. Ranks that hold parts of layers, or some of them, cannot do that: they
+    all become the plain, whole model for a while.
+
+    Args:
+        model: before anything of it is replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._plain = [(m, type(m), vars(m).get("forward")) for m in model.modules()]
+        self._settled = False
+        self._state: ModelState | None = None
+        if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
+            vars(model)["generate"] = self._generate
+
+    def divided(self, state: ModelState) -> None:
+        """Note who holds what."""
+        self._state = state
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        names = {id(t): name for name, t in tensors}
+        self._slots = [
+            (module, kind, key, names[id(t)])
+            for module in self._model.modules()
+            for kind in ("_parameters", "_buffers")
+            for key, t in vars(module)[kind].items()
+            if t is not None
+        ]
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Surrounds what happens inside ``hvkit.settled``."""
+        self._settled = True
+        try:
+            yield
+        finally:
+            self._settled = False
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        run = cast(Any, type(self._model)).generate
+        if self._settled and self._state is not None:
+            with self._whole():
+                return run(self._model, *args, **kwargs)
+        return run(self._model, *args, **kwargs)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Be the plain model with all of its weights for a while; a collective."""
+        assert self._state is not None
+        full = self._state.full_everywhere(self._model)
+        before = [(m, type(m), dict(vars(m))) for m in self._model.modules()]
+        try:
+            for module, kind, forward in self._plain:
+                own = vars(module)
+                module.__class__ = kind
+                own.pop("forward", None)
+                own.update({} if forward is None else {"forward": forward})
+                for name in ("_parameters", "_buffers"):
+                    own[name] = dict(own[name])
+                for name in HOOKS:
+                    own[name] = type(own[name])(
+                        (key, hook) for key, hook in own[name].items() if not _is_of_mesh(hook)
+                    )
+            for module, which, key, name in self._slots:
+                vars(module)[which][key] = full[name]
+            for module in self._model.modules():
+                if isinstance(module, nn.RNNBase):
+                    module._init_flat_weights()
+            yield
+        finally:
+            for module, kind, attributes in before:
+                module.__class__ = kind
+                vars(module).clear()
+                vars(module).update(attributes)
+
+
+def _is_of_mesh(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__module__", "")).startswith(("hvkit.", "torch.distributed."))

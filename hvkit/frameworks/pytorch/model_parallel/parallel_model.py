@@ -22,19 +22,21 @@ from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import LoadedBefore
 from hvkit.frameworks.pytorch.model_parallel.division import (
     ModelDivision,
     decide,
-    log_division,
     of_parameters,
+    require_one_stage_for_each,
     warn_of_microbatches,
 )
+from hvkit.frameworks.pytorch.model_parallel.forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import (
     GradientsOfAllRanks,
     watch_overflows,
 )
-from hvkit.frameworks.pytorch.model_parallel.model_state import LoadedBefore, ModelState, drop
+from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, WholeModel, drop
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
@@ -61,7 +63,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placem
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
-from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
@@ -126,8 +127,9 @@ class ParallelModel:
         self.layout = 0
         self.whole = WholeParameters()
         # What is loaded as soon as there is a part to load.
-        loaded_before = [] if recipe is None else [LoadedBefore(model, optimizers).load]
-        self._waiting: list[Callable[[], None]] = [*loaded_before]
+        self._waiting: list[Callable[[], None]] = []
+        if recipe is not None:
+            self._waiting.append(LoadedBefore(model, optimizers).load)
         self._mark_in_mesh(model.parameters())
         self._plain = WholeModel(model)
         # A script may have replaced the forward of the instance itself.
@@ -183,7 +185,7 @@ class ParallelModel:
             self._say_waits()
             if self._pipeline is not None:
                 self._pipeline.seed = seed
-            with self.whole.as_parts():
+            with self.whole.as_slices():
                 return self._run(args, kwargs)
 
     def _refuse_replaced_parameters(self) -> None:
@@ -218,7 +220,8 @@ class ParallelModel:
         found, plan, stages = division.found, division.plan, division.stages
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             log_division(
-                division,
+                stages,
+                plan,
                 model,
                 self._optimizers,
                 options,
@@ -227,7 +230,7 @@ class ParallelModel:
                 len(batches),
             )
         if self._rounded == "weights":
-            self._require_one_stage_for_each(stages)
+            require_one_stage_for_each(model, stages)
         expected = None
         if self._recipe is None and rank == stages.rank_of[-1] and len(stages) > 1:
             expected = plain_result(model, args, kwargs, found.kept)
@@ -353,18 +356,17 @@ class ParallelModel:
         own: Mapping[str, nn.Parameter],
         slicings: Mapping[str, Slicing],
     ) -> None:
-        """See to it that norms, scalers, scripts, saving and loading know of other ranks' parts.
+        """Let norms, scalers, scripts, saving and loading know of other ranks' parts.
 
         Args:
             stages: of the model.
             before: this rank's parameters, which the script may still hold.
-            own: those in their place.
-            slicings: of them.
+            own: those in their place, which ``slicings`` divides.
+            slicings: by name.
         """
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
         buffers = {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
-        self._plain.divided(slicings, holder | buffers, self._groups.pipeline)
         first_slice, first_shard = (position.along(axis) == 0 for axis in ("tensor", "shard"))
         counted = [
             p
@@ -383,12 +385,13 @@ class ParallelModel:
         self.state = ModelState(
             model,
             holder | buffers,
-            self._groups.pipeline.group,
+            self._groups.pipeline,
             slicings,
             collects=position.along("data") == 0,
             first_slice=first_slice,
             first_shard=first_shard,
         )
+        self._plain.divided(self.state)
         for optimizer in self._optimizers:
             self.state.attach(optimizer)
             watch_overflows(self._gradients, optimizer)
@@ -396,21 +399,6 @@ class ParallelModel:
             load()
         self._waiting.clear()
         self.whole.add(model, {own[n]: each for n, each in slicings.items() if each})
-
-    def _require_one_stage_for_each(self, stages: Stages) -> None:
-        """Raise if several stages would round the same weights differently.
-
-        Raises:
-            ValueError: names the parameter.
-        """
-        for name, _ in self._model.named_parameters():
-            if len(stages.holders(name)) > 1:
-                raise ValueError(
-                    f"stages {' and '.join(map(str, stages.of_parameter[name]))} of the pipeline "
-                    f"use {name}, and would round it differently when ranks of the data axis agree "
-                    "on compressed weights: leave out compression=, or choose stages=[...] so that "
-                    "one stage uses it"
-                )
 
     @property
     def numbers(self) -> list[np.ndarray[Any, Any]]:

@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import version_of
+
 IN_BLOCK = "inside `with hvkit.deferred_init():`"
 # A storage keeps its Python attributes as long as any tensor lies in it. That holds the recipe
 # exactly as long as something is left to make, and no address of freed memory is ever compared.
@@ -136,11 +138,6 @@ class Seeding:
 
 
 Event = Call | Seeding
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; 0 in inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _memory(size: int) -> torch.UntypedStorage:

@@ -1,16 +1,16 @@
-"""Parameters of which a rank holds a part, and which answer a script for their whole.
+"""Parameters of which a rank holds a slice, and which answer a script for the full tensor.
 
 A script's own lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)``, ``p.norm()`` in
 a loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
 update of its optimizers, a divided parameter, its gradient, and what is computed of them element by
 element are of classes that PyTorch asks first (``__torch_function__``). An operation on each
-element by itself computes with this rank's part, and what it returns is a part, too. Before any
-other operation the ranks join their parts, and all compute with the whole: a collective. What it
-writes into the whole, or later into a view of it, goes back into the part.
+element by itself computes with this rank's slice, and what it returns is a slice, too. Before any
+other operation the ranks join their slices, and all compute with the full tensor: a collective.
+What it writes into that, or later into a view of it, goes back into the slice.
 
-The memory is that of the part throughout, in the same objects. During a forward and an update they
+The memory is that of the slice throughout, in the same objects. During a forward and an update they
 are of PyTorch's own classes, so these are as fast as without hvkit. Code of hvkit, and of PyTorch's
-``fully_shard``, knows of parts and always gets them.
+``fully_shard``, knows of slices and always gets them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, as_plain
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EACH_ELEMENT, Operation, writes
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 
@@ -48,7 +48,7 @@ class _Answers:
             return gradient if gradient is None else _as_asked(args[0], gradient)
         if func == _SET_GRADIENT and args[1] is None:
             return _raw(func, args, {})
-        return _answer(func, args, kwargs or {}, parts_wanted=_calls_for_parts(sys._getframe(1)))
+        return _answer(func, args, kwargs or {}, slices_wanted=_calls_for_slices(sys._getframe(1)))
 
     # Those of PyTorch take the attributes along, and do not all go through __torch_function__.
     def __deepcopy__(self: Any, memo: Any) -> Any:
@@ -94,16 +94,16 @@ _SLICING, _VIEWED = "_hvkit_slicing", "_hvkit_viewed"
 
 @dataclass(eq=False)
 class _Viewed:
-    """A whole that was joined, and what it was joined of.
+    """A full tensor that was joined, and what it was joined of.
 
     Attributes:
-        part: this rank's.
-        whole: the memory of the views; None if nothing may be written into them.
+        own: this rank's slice.
+        full: the memory of the views; None if nothing may be written into them.
         at: when they were equal, as ``_now`` says.
     """
 
-    part: torch.Tensor
-    whole: torch.Tensor | None
+    own: torch.Tensor
+    full: torch.Tensor | None
     at: tuple[int, int]
 
 
@@ -125,16 +125,14 @@ def slicing_of(t: Any) -> Slicing | None:
 
 
 def undivided(obj: Any) -> Any:
-    """An object with the whole of each part that answers for it, a collective if there are any."""
+    """An object with the full tensor of each slice that answers for it; then a collective."""
     if all(slicing_of(each) is None for each in tree_leaves(obj)):
         return obj
     return tree_map(lambda t: t if slicing_of(t) is None else _of(t).full(t), obj)
 
 
 def _of(t: torch.Tensor) -> Slicing:
-    slicing = slicing_of(t)
-    assert slicing is not None
-    return slicing
+    return cast(Slicing, slicing_of(t))
 
 
 class WholeParameters:
@@ -162,27 +160,26 @@ class WholeParameters:
             show(p, slicing)
 
     @contextmanager
-    def as_parts(self) -> Iterator[None]:
-        """Let the parameters be plain parts for a while."""
-        self._change(forwards=1)
+    def as_slices(self) -> Iterator[None]:
+        """Let the parameters be plain slices during a forward."""
+        self._change(self._forwards + 1, self._updates)
         try:
             yield
         finally:
-            self._change(forwards=-1)
+            self._change(self._forwards - 1, self._updates)
 
     def begin_update(self, optimizer: Any) -> None:
-        """Let them be plain parts during an update."""
-        self._change(updates=True)
+        """Let them be plain slices during an update."""
+        self._change(self._forwards, True)
 
     def end_update(self) -> None:
-        """Let them answer for their whole again."""
-        self._change(updates=False)
+        """Let them answer for the full tensors again."""
+        self._change(self._forwards, False)
 
-    def _change(self, forwards: int = 0, updates: bool | None = None) -> None:
-        before = self._forwards, self._updates
-        self._forwards += forwards
-        self._updates = self._updates if updates is None else updates
-        if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
+    def _change(self, forwards: int, updates: bool) -> None:
+        before = bool(self._forwards), self._updates
+        self._forwards, self._updates = forwards, updates
+        if before == (bool(forwards), updates):
             return
         note_change()
         with as_plain():
@@ -199,7 +196,7 @@ class WholeParameters:
             self._others = [(show(*each), each[1]) for each in now if each[0] not in self._slicings]
 
 
-def _calls_for_parts(frame: FrameType | None) -> bool:
+def _calls_for_slices(frame: FrameType | None) -> bool:
     """Whether code that knows of parts has called an operation, perhaps through PyTorch's own."""
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
@@ -219,7 +216,7 @@ def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _as_asked(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter for the code that has asked for it."""
-    if type(gradient) in _PLAIN or _calls_for_parts(sys._getframe(2)):
+    if type(gradient) in _PLAIN or _calls_for_slices(sys._getframe(2)):
         return gradient
     return gradient if (slicing := slicing_of(p)) is None else show(gradient, slicing)
 
@@ -230,15 +227,15 @@ _SET_DATA = _TENSOR.data.__set__
 
 
 def _answer(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, parts_wanted: bool
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, slices_wanted: bool
 ) -> Any:
     """What an operation returns."""
     name: str = getattr(func, "__name__", "")
     if name in ("register_hook", "register_post_accumulate_grad_hook"):
         return _register_hook(func, *args, **kwargs)
-    if not parts_wanted and name.startswith("new_"):  # a tensor that is no part of one
+    if not slices_wanted and name.startswith("new_"):  # a tensor that is no part of one
         return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
-    if parts_wanted or name in _OF_PARTS:
+    if slices_wanted or name in _OF_SLICES:
         return _raw(func, args, kwargs)
     if name == "__set__":
         return _set(func, *args)
@@ -263,7 +260,7 @@ def _answer(
             return result
         if name == "sum" and len(args) == 1 and not kwargs and _of(divided[0]).shards is None:
             return _of(divided[0]).total(_raw(func, args, kwargs))
-    return _of_whole(operation, divided)
+    return _of_full(operation, divided)
 
 
 def _attribute(name: str, func: Any, args: Sequence[Any]) -> Any:
@@ -319,7 +316,7 @@ def _for_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     found: list[Any] = []
     for i in range(length):
         own, named = [at(i, a) for a in args], {k: at(i, v) for k, v in kwargs.items()}
-        result = _answer(func, own, named, parts_wanted=False)
+        result = _answer(func, own, named, slices_wanted=False)
         found += result or ()
     return tuple(found) or None
 
@@ -328,7 +325,7 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     """The result of an operation on each element by itself; else ``NotImplemented``."""
     name = operation.name.removeprefix("_foreach_")
     one_argument = name == "where" and len(operation.args) == 1
-    if name not in _EACH_ELEMENT or one_argument or "out" in operation.kwargs:
+    if name not in EACH_ELEMENT or one_argument or "out" in operation.kwargs:
         return NotImplemented
     first = divided[0]
     slicing = _of(first)
@@ -359,58 +356,48 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     return result
 
 
-def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
-    """The result of an operation on whole tensors."""
-    target = operation.kwargs.get("out", operation.inputs[0]) if _any_writes(operation) else None
+def _of_full(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
+    """The result of an operation on full tensors."""
+    target = None
+    if operation.inputs and ("out" in operation.kwargs or writes(operation)):
+        target = operation.kwargs.get("out", operation.inputs[0])
     viewed: _Viewed | None = getattr(target, _VIEWED, None)
-    if viewed is not None and viewed.whole is None:
+    if viewed is not None and viewed.full is None:
         raise RuntimeError(
             f"{operation.name}() would write into a view of a divided parameter that autograd "
             "follows: write into a clone() of it, or under torch.no_grad()"
         )
-    wholes: dict[int, torch.Tensor] = {}
+    full: dict[int, torch.Tensor] = {}
     for t in divided:
         leaf = t is target and t.is_leaf
-        if leaf and t.requires_grad and torch.is_grad_enabled() and not _initialises(operation):
+        # Those of torch.nn.init write without autograd.
+        initialises = getattr(operation.function, "__module__", "") == nn.init.__name__
+        if leaf and t.requires_grad and torch.is_grad_enabled() and not initialises:
             raise RuntimeError(
                 "a leaf Variable that requires grad is being used in an in-place operation."
             )
-        wholes[id(t)] = _of(t).full(t.detach() if leaf else t)
+        full[id(t)] = _of(t).full(t.detach() if leaf else t)
     with as_plain():
-        result = operation.run(lambda t: wholes.get(id(t), t))
-        if target is not None and id(target) in wholes:
+        result = operation.run(lambda t: full.get(id(t), t))
+        if target is not None and id(target) in full:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
-                target.copy_(_of(target).own(wholes[id(target)]))
+                target.copy_(_of(target).own(full[id(target)]))
             note_change()
-            return target if result is wholes[id(target)] else result
+            return target if result is full[id(target)] else result
         if viewed is not None:
             with torch.no_grad():
-                viewed.part.copy_(_of(viewed.part).own(cast(torch.Tensor, viewed.whole)))
+                viewed.own.copy_(_of(viewed.own).own(cast(torch.Tensor, viewed.full)))
             note_change()
-            viewed.at = _now(viewed.part)
+            viewed.at = _now(viewed.own)
             return result
-    for t in divided:
-        whole = wholes[id(t)]
-        _mark_views(result, _Viewed(t, None if whole.requires_grad else whole, _now(t)), whole)
-    for t in operation.inputs:
-        if (known := getattr(t, _VIEWED, None)) is not None:
-            _mark_views(result, known, t)
+    joined = [(t, full[id(t)]) for t in divided]
+    views = [(_Viewed(t, None if f.requires_grad else f, _now(t)), f) for t, f in joined]
+    views += [(getattr(t, _VIEWED), t) for t in operation.inputs if hasattr(t, _VIEWED)]
+    for view, memory in views:
+        for t in tensors_in(result):
+            if type(t) is torch.Tensor and storage_of(t) == storage_of(memory):
+                _as_view(t, view)
     return result
-
-
-def _any_writes(operation: Operation) -> bool:
-    return bool(operation.inputs) and ("out" in operation.kwargs or writes(operation))
-
-
-def _initialises(operation: Operation) -> bool:
-    """Whether it is one of ``torch.nn.init``, which write without autograd."""
-    return getattr(operation.function, "__module__", "") == nn.init.__name__
-
-
-def _mark_views(result: Any, viewed: _Viewed, whole: torch.Tensor) -> None:
-    for t in tensors_in(result):
-        if type(t) is torch.Tensor and storage_of(t) == storage_of(whole):
-            _as_view(t, viewed)
 
 
 def _as_view(t: Any, viewed: _Viewed) -> Any:
@@ -422,11 +409,11 @@ def _as_view(t: Any, viewed: _Viewed) -> Any:
 def _refresh(t: torch.Tensor) -> None:
     """Bring a view of a whole up to date, if parts have changed since it was joined; collective."""
     viewed: _Viewed | None = getattr(t, _VIEWED, None)
-    if viewed is None or viewed.whole is None or viewed.at == _now(viewed.part):
+    if viewed is None or viewed.full is None or viewed.at == _now(viewed.own):
         return
     with torch.no_grad(), as_plain():
-        viewed.whole.copy_(_of(viewed.part).full(viewed.part.detach()))
-    viewed.at = _now(viewed.part)
+        viewed.full.copy_(_of(viewed.own).full(viewed.own.detach()))
+    viewed.at = _now(viewed.own)
 
 
 def _now(part: torch.Tensor) -> tuple[int, int]:
@@ -435,7 +422,7 @@ def _now(part: torch.Tensor) -> tuple[int, int]:
 
 
 def note_change() -> None:
-    """Let views of wholes be brought up to date before they are used: parts may have changed."""
+    """Let views of full be brought up to date before they are used: parts may have changed."""
     global _changes
     _changes += 1
 
@@ -478,7 +465,7 @@ def _shown_to(hook: Callable[..., Any], slicing: Slicing) -> Callable[..., Any]:
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 _LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
 # What is as it is for a part, and says nothing of values.
-_OF_PARTS = {
+_OF_SLICES = {
     *HARMLESS,
     *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
     *("requires_grad_", "retain_grad", "backward"),
@@ -486,20 +473,3 @@ _OF_PARTS = {
     "_amp_foreach_non_finite_check_and_unscale_",
     *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
 } - {"__repr__"}
-_MORE = """
-    absolute acos acosh addcdiv arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
-    atan atan2 atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp_max
-    clamp_min conj conj_physical copy copysign cosh deg2rad digamma divide empty_like erfc erfinv
-    exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac frexp heaviside
-    hypot int isfinite isinf isnan isneginf isposinf isreal ldexp lgamma log log10 log2
-    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit long negative
-    nextafter positive rad2deg remainder resolve_conj resolve_neg round sgn short sign signbit
-    sinh special_expit tan threshold trunc xlogy zero
-"""
-_MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
-_EACH_ELEMENT = {
-    *ELEMENTWISE,
-    *(each for name in _MORE.split() for each in (name, f"{name}_")),
-    *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _MORE_OPERATORS),
-    *("__pos__", "__abs__", "__invert__", "__eq__", "__ne__"),
-} - {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}

@@ -3,8 +3,7 @@
 ::
 
     plan              which layers can be divided, and why the others cannot
-    ├── plan_in_words     those that a user names
-    ├── vocabulary    embeddings, and what projects onto a vocabulary
+    ├── chosen_layers those of a vocabulary, and those that a user names
     ├── experts       those in parameters of three dimensions, tried with random numbers
     ├── streams       activations between pairs, and where the sequence can be divided
     └── flow          one forward on the meta device, followed operation by operation

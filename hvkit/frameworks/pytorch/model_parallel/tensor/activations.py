@@ -46,7 +46,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import (
     summed,
     used_by_all,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 _active = threading.local()
 _ON_PARTS = {
@@ -61,7 +61,7 @@ class _Copied(NamedTuple):
     """The last activation that ``for_all`` was called with, and what it returned."""
 
     whole: torch.Tensor
-    state: tuple[bool, int | None]
+    state: tuple[bool, int]
     copy: torch.Tensor
 
 
@@ -280,7 +280,7 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     Its gradient is the sum of the ranks' gradients. Layers that take the same activation one after
     the other, as those of queries, keys and values, get the same tensor: one sum serves them all.
     """
-    state = torch.is_grad_enabled(), None if x.is_inference() else x._version
+    state = torch.is_grad_enabled(), version_of(x)
     last: _Copied | None = getattr(_active, "last", None)
     if last is not None and last.whole is x and last.state == state:
         return last.copy

@@ -9,7 +9,7 @@ operation or use stands in the way.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     WRITES,
     EachOperation,
@@ -151,6 +152,7 @@ class Flow(EachOperation):
         for name, held in layers.items():
             for p in held:
                 self._owners.setdefault(id(p), []).append(name)
+        self._modules: Mapping[str, nn.Module] = {}
         self._embeddings: set[str] = set()
         self._inside: list[str] = []
 
@@ -184,38 +186,31 @@ class Flow(EachOperation):
     @contextmanager
     def entered(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Know in which layer an operation happens, while the context lasts."""
+        self._modules = modules
         # Of no other class: an embedding that does more may pass other options.
         self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
-        with ExitStack() as stack:
-            for name, module in modules.items():
-                if name in self._layers or name in self._heads:
-                    enter = module.register_forward_pre_hook(
-                        lambda *_, name=name: self._inside.append(name), prepend=True
-                    )
-                    leave = module.register_forward_hook(self._left)
-                    stack.callback(enter.remove)
-                    stack.callback(leave.remove)
-                if name in self.experts:
-                    # After the hooks of a script, which may change what the experts get.
-                    enter = module.register_forward_pre_hook(
-                        lambda _, *given, name=name: self._call_experts(name, *given),
-                        with_kwargs=True,
-                    )
-                    leave = module.register_forward_hook(self._left, prepend=True)
-                    stack.callback(enter.remove)
-                    stack.callback(leave.remove)
+        layers = {n: m for n, m in modules.items() if n in self._layers or n in self._heads}
+        # After the hooks of a script, which may change what the experts get.
+        experts = {name: modules[name] for name in self.experts}
+        inside = {"before_hooks": False, "after_hooks": False}
+        with (
+            calls_watched(layers, self._enter, self._leave),
+            calls_watched(experts, self._enter, self._leave, **inside),
+        ):
             yield
 
-    def _call_experts(self, name: str, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._inside.append(name)
-        self.experts[name].calls.setdefault(structure(args, kwargs), (args, kwargs))
-        for mark in filter(None, map(mark_of, tensors_in((args, kwargs)))):
-            self._spoil(mark.columns, f"{name} takes it, which divides its own experts")
+        if name in self.experts:
+            self.experts[name].calls.setdefault(structure(args, kwargs), (args, kwargs))
+            for mark in filter(None, map(mark_of, tensors_in((args, kwargs)))):
+                self._spoil(mark.columns, f"{name} takes it, which divides its own experts")
 
-    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, name: str, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         """A layer of a class of its own must return the product of its one input, as it is."""
-        seen = self.linears.get(self._inside.pop())
-        if seen is None or not seen.taken_from or type(module) in (nn.Linear, nn.Embedding):
+        self._inside.pop()
+        seen, kind = self.linears.get(name), type(self._modules[name])
+        if seen is None or not seen.taken_from or kind in (nn.Linear, nn.Embedding):
             return
         tensors = (*args, output)
         if len(args) != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):

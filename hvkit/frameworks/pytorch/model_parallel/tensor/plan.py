@@ -9,6 +9,7 @@ vocabulary are divided without a partner. All else stays whole, with a reason.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,18 +17,24 @@ import torch
 from torch import nn
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
-from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, on_meta, uncompiled
+from hvkit.frameworks.pytorch.model_parallel.meta_device import (
+    OnMeta,
+    forward_on_meta,
+    on_meta,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
+    Words,
+    divisions_in_words,
+    vocabularies,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import (
     divisions_of_experts,
     experts_in,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation
 from hvkit.frameworks.pytorch.model_parallel.tensor.streams import Stream, Streams
-from hvkit.frameworks.pytorch.model_parallel.tensor.vocabulary import vocabularies
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call, tensors_in
 
 _CPU = torch.device("cpu")
@@ -179,7 +186,7 @@ def _with_streams(
     """A plan with the activations between pairs that can be divided along the sequence."""
     streams = Streams(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
-    with uncompiled(), streams.entered():
+    with streams.entered():
         for each in _forward_on_meta(model, meta, args, kwargs, streams):
             streams.returned(each)
     found, problems = streams.found()
@@ -253,21 +260,12 @@ def _forward_on_meta(
 
     Parameters are ``meta``, inputs and buffers as they are.
     """
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    tensors = {**meta, **{n: b.clone() for n, b in model.named_buffers()}}
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    devices = [device] if device.type == "cuda" else []
+    args, kwargs = copied_call(tuple(args), dict(kwargs))
+    modes: list[AbstractContextManager[Any]] = [torch.no_grad(), OnMeta(device, _nothing), mode]
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            left_as_before(model) as kept,
-            OnMeta(device, _nothing),
-            mode,
-        ):
-            args, kwargs = copied_call(tuple(args), dict(kwargs))
-            out = torch.func.functional_call(
-                model, {**meta, **buffers}, tuple(args), dict(kwargs), tie_weights=False
-            )
+        with forward_on_meta(model, tensors, args, kwargs, device, modes) as (out, kept):
             # The script may compute with what is kept as with what is returned.
             return out, [each.value for each in kept.changes().values()]
     except Exception as error:
