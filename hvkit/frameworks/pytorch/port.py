@@ -288,8 +288,9 @@ class PyTorchPort:
         )
         records: list[tuple[Any, Record]] = []
         for number, model in enumerate(self.models):
-            held: Any = weakref.proxy(model)
-            gather = functools.partial(fully_shard.DividedModels.gathered, divided, number, held)
+            held: Any = weakref.proxy(fully_shard.plain(model))
+            prefix = f"{number}."
+            gather = functools.partial(fully_shard.DividedModels.gathered, divided, held, prefix)
             records.append((model, Record(gathered=gather)))
         return records
 

@@ -99,7 +99,6 @@ def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     Args:
         kind: of the ranks' devices, ``"cpu"`` or ``"cuda"``.
         shape: its product is the number of ranks.
-        names: of the axes.
 
     Raises:
         LaunchError: as ``start``.

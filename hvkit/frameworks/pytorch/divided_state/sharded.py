@@ -73,7 +73,6 @@ class OptimizerShards:
         """Send the parameters that this rank owns, and take over the others; a collective.
 
         Args:
-            parameters: those that the step has changed.
             step: the call that the script made.
         """
         owners = self.owner_of(parameters)

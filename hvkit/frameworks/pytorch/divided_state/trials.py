@@ -208,9 +208,7 @@ def copied(
     """A copy of an optimizer, which updates other parameters; without hooks, and not distributed.
 
     Args:
-        optimizer: stays as it is.
         models: for each group, the parameters that the new ones take the place of.
-        values: of the new ones.
     """
     # Not parameters: rank 0 warns of those that an optimizer which was not passed updates.
     groups = [[value.clone().requires_grad_() for value in group] for group in values]

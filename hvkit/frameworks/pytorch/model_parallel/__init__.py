@@ -14,7 +14,8 @@
     forecast          what each rank will hold, and how long it will wait
     slices            this rank's slice of a parameter, and how it becomes the full tensor
     whole_parameters  slices that show a script the full tensor
-    model_state       gathers the full state or model, and loads a part of it
+    whole_model       the whole model on every rank for a while, for ``generate``
+    model_state       gathers the full state, and loads a part of it
     mesh_checkpoints  what checkpoints save of it, and of what strategies keep
     shares            in pieces: what each rank writes and reads of a sharded checkpoint
     shard_axis        weights of a stage, divided by ``fully_shard``

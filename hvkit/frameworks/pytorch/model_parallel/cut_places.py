@@ -6,7 +6,6 @@ have returned: a later stage gets it where they return it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
-from hvkit.frameworks.pytorch.model_parallel.meta_device import MAKES_NEW, calls_watched
+from hvkit.frameworks.pytorch.model_parallel.meta_device import (
+    MAKES_NEW,
+    calls_watched,
+    is_recomputed_within,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     EachOperation,
     Operation,
@@ -294,7 +297,7 @@ class ForwardTrace(EachOperation):
         flops = self._flops.get_total_flops()
         if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
             return  # a number, say, that may be another one in the next call
-        if _recomputed_from_within(module):
+        if is_recomputed_within(module):
             return
         tensors, structure = tensors_in(output), structure_of(output)
         with torch._C.DisableTorchFunction():  # a look is no use
@@ -448,23 +451,6 @@ def _depends(t: torch.Tensor) -> bool:
 
 def _is_in(t: torch.Tensor, things: Sequence[Any]) -> bool:
     return any(each is t for each in things)
-
-
-def _recomputed_from_within(module: nn.Module) -> bool:
-    """Whether the call of a module that ends now is a part of what a checkpoint computes again.
-
-    It is none if the checkpoint computes this module and nothing else.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            function = frame.f_locals.get("function")
-            while isinstance(function, functools.partial):
-                function = function.func
-            if function is not None:
-                return getattr(function, "__self__", function) is not module
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:

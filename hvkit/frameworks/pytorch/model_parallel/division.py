@@ -69,9 +69,6 @@ def decide(
     """How to divide a model; a collective.
 
     Args:
-        model: whole, or made without memory.
-        options: about the mesh.
-        device: for this rank's part.
         first: the first micro-batch of the first batch.
         args, kwargs: of the call with the whole batch.
         together: the ranks that compute on the same batch.
@@ -281,15 +278,7 @@ def warn_of_microbatches(
     microbatches: int,
     first: MicroBatch,
 ) -> None:
-    """Warn of what a pipeline computes in another way than one process.
-
-    Args:
-        model: before its parameters are replaced.
-        found: by the dry run.
-        norms: layers of batch norm that this rank has.
-        microbatches: of a batch.
-        first: the first one.
-    """
+    """Warn of what a pipeline computes in another way than one process."""
     if microbatches > 1 and len(norms):
         warn_once(
             "batch norm in micro-batches",
@@ -363,8 +352,6 @@ def _divided_when(
     """What says whether ranks have parts of what autograd keeps.
 
     Args:
-        found: by the dry run of the whole model.
-        plan: of its layers.
         inside: when the calls begin of each column layer and its row layer.
     """
     # A model that is a single layer calls no other.

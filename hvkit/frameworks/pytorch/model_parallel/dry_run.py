@@ -98,9 +98,6 @@ def dry_run(
     Random generators, buffers and gradients stay as they are.
 
     Args:
-        model: with its own forward.
-        args, kwargs: of a call with some samples.
-        device: of the model.
         passed_on: where the forward keeps results that stages pass on.
 
     Raises:

@@ -80,11 +80,7 @@ class RankForecast:
         return self.weights + self.gradients + self.state + self.activations + self.outputs
 
     def described(self, optimizer: str) -> str:
-        """A sum as text.
-
-        Args:
-            optimizer: the name of what holds the state.
-        """
+        """A sum as text."""
         parts = {
             "gradients": self.gradients,
             optimizer: self.state,
@@ -124,14 +120,7 @@ def log_division(
     """Log how a model is divided, and what a training step will need; a collective.
 
     Args:
-        stages: along the pipeline axis.
-        plan: of layers along the tensor axis.
-        model: before it is divided.
-        optimizers: of it.
-        options: about the mesh.
-        device: for this rank's part.
         links: to the ranks that compute on the same batch.
-        microbatches: of a batch.
     """
     own = memory_of_rank(device, model)
     found = links.gather_numbers([own.place, own.nbytes, own.divided])
@@ -179,11 +168,6 @@ def bubble(ranks: int, per_rank: int, microbatches: int) -> float:
 
     Zero-bubble schedules wait less.
 
-    Args:
-        ranks: of the pipeline.
-        per_rank: stages of each.
-        microbatches: of a batch.
-
     Returns:
         From 0 to 1.
     """
@@ -195,13 +179,6 @@ def kept_at_once(schedule: str, ranks: int, rank: int, per_rank: int, microbatch
 
     The first batch of each shape takes GPipe, which keeps all; there is no gradient or optimizer
     state then, but what that batch makes.
-
-    Args:
-        schedule: its name.
-        ranks: of the pipeline.
-        rank: along it.
-        per_rank: stages of each.
-        microbatches: of a batch.
     """
     everything = per_rank * microbatches
     if schedule == "1F1B":
@@ -220,10 +197,7 @@ def forecast(
     """What each rank of the pipeline axis will hold, at most.
 
     Args:
-        stages: of the model.
         parameters: by name, what a rank holds that has it.
-        schedule: its name.
-        microbatches: of a batch.
     """
     ranks = max(stages.rank_of) + 1
     found = []
@@ -274,7 +248,6 @@ def parameter_bytes(
 
     Args:
         model: with its whole parameters, also on the meta device.
-        optimizers: of it.
         shape_of: the shape of a rank's part of a parameter, by its name.
     """
     shapes: dict[torch.Tensor, Sequence[int]] = {
@@ -297,10 +270,6 @@ def state_bytes(
     """The bytes of what an optimizer keeps for parameters after a step.
 
     A copy of it makes a step on parameters without memory; if it looks at values, on small ones.
-
-    Args:
-        optimizer: stays as it is.
-        shapes: of its parameters, or of parts of them.
     """
     groups = [[p for p in group["params"] if p in shapes] for group in optimizer.param_groups]
     whole = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
@@ -343,7 +312,6 @@ def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
 
     Args:
         device: on which this rank trains. All ranks of a host have equal shares of its memory.
-        model: before it is divided.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -392,11 +360,7 @@ def table(
 def too_large(
     ranks: Sequence[RankForecast], memories: Sequence[Memory], members: Sequence[int]
 ) -> str:
-    """What will not fit where, as a sentence; empty if all fits.
-
-    Args:
-        ranks, memories, members: as for ``table``.
-    """
+    """What will not fit where, as a sentence; empty if all fits."""
     each = len(members) // len(ranks)
     for place in dict.fromkeys(memory.place for memory in memories):
         there = [i for i, memory in enumerate(memories) if memory.place == place]

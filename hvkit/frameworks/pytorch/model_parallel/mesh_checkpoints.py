@@ -86,8 +86,6 @@ class MeshKeeper:
         """Begin with this rank's part.
 
         Args:
-            keeper: of it.
-            model: who holds which parameter.
             own: the names of this rank's parameters, in the keeper's order.
             layout: the same number on all ranks, and another if they hold other parts.
         """
@@ -205,7 +203,6 @@ class MeshKeeper:
         """Set the state of this rank's part when the model is divided.
 
         Args:
-            own: returns it; nothing if there was none.
             in_round: whether each rank will hold its own weights again.
         """
         self._waiting.clear()

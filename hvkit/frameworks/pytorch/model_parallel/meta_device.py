@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -112,6 +113,15 @@ def _to_meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
+def holders_in(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """By parameter, the names of the modules that hold it themselves."""
+    found: dict[torch.Tensor, list[str]] = {}
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            found.setdefault(p, []).append(name)
+    return found
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Runs compiled modules as they were before, since there is nothing to compute."""
     # Importing the compiler takes a second.
@@ -149,10 +159,8 @@ def forward_on_meta(
     """Runs the model's forward; afterwards random numbers, and all that it sets, are as before.
 
     Args:
-        model: with its own forward.
         tensors: its parameters on the meta device, by all of their names, and buffers.
         args, kwargs: of the call, which it may change.
-        device: of the model.
         modes: in which it runs, the outermost first.
 
     Yields:
@@ -180,7 +188,6 @@ def calls_watched(
     """Sees the calls of modules.
 
     Args:
-        modules: by name.
         enter: called with the name of a module and its arguments.
         leave: called also with what it returns.
         before_hooks, after_hooks: whether they see the arguments before the script's hooks have
@@ -202,6 +209,23 @@ def calls_watched(
             for hook in watch(*each):
                 stack.callback(hook.remove)
         yield
+
+
+def is_recomputed_within(module: nn.Module) -> bool:
+    """Whether the call of a module that ends now is a part of what a checkpoint computes again.
+
+    It is none if the checkpoint computes this module and nothing else.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            function = frame.f_locals.get("function")
+            while isinstance(function, functools.partial):
+                function = function.func
+            if function is not None:
+                return getattr(function, "__self__", function) is not module
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def is_about(error: Exception) -> bool:

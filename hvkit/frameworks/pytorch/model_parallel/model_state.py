@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,14 @@ from hvkit.frameworks.pytorch.divided_state.sharded import (
     part_of_state,
     partial_state,
 )
-from hvkit.frameworks.pytorch.model_parallel.kept_results import HOOKS
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.shares import (
-    Block,
     SavedTensor,
     blocks_of,
     described,
     described_state,
 )
-from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, rows_of
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import show, slicing_of
 from hvkit.watch.calls import call, translated, waiting
@@ -105,18 +103,26 @@ class ModelState:
         return self.slicing(self._names[parameter]).own_like(full, parameter)
 
     @contextmanager
-    def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Let ``state_dict`` return whole tensors on rank 0 for a while; a collective."""
-        self._whole = self.collected(self._tensors(model), self._holder)
+    def gathered(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
+        """Let ``state_dict`` return full tensors on rank 0 for a while; a collective.
+
+        Args:
+            model: all of it, or a part.
+            prefix: of the names of this part.
+        """
+        own = self._tensors(model, prefix)
+        names = [name for name in self._holder if name.startswith(prefix)]
+        self._whole |= self.collected(own, names)
         try:
             yield
         finally:
-            self._whole = {}
+            for name in names:
+                self._whole.pop(name, None)
 
-    def _tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, as this rank has them."""
+    def _tensors(self, model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+        """All parameters, and the buffers of a part of the model, as this rank has them."""
         # The model itself may hold gathered weights, whose memory PyTorch is about to free.
-        tensors = dict[str, torch.Tensor](self._parameters) | dict(model.named_buffers())
+        tensors = {**self._parameters, **{prefix + n: b for n, b in model.named_buffers()}}
         return {name: t.detach() for name, t in tensors.items()}
 
     @torch.no_grad()
@@ -170,7 +176,7 @@ class ModelState:
         if isinstance(thing, torch.Tensor):
             own = thing.detach()
             full = self.slicing(name).joined(own, "objects") if thing.dim() else own
-            return full.cpu()
+            return full.cpu() if self._sends else None
         return thing
 
     def _give_whole(
@@ -179,7 +185,8 @@ class ModelState:
         """After ``state_dict`` of the module at this path: its own tensors, whole."""
         own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
         names = {name: self._names[p] for name, p in own}
-        names |= {name: path + name for name, _ in module.named_buffers(recurse=False)}
+        buffers = {name: path + name for name, _ in module.named_buffers(recurse=False)}
+        names |= {name: full for name, full in buffers.items() if full in self._holder}
         for name, whole in names.items():
             if prefix + name not in state:  # a buffer that is not saved
                 continue
@@ -248,7 +255,7 @@ class ModelState:
         if not first_slice or not (self._first_shard or isinstance(own, DTensor)):
             return None
         full = (*self.full_shape_of(name), *own.shape[held.dim() :])
-        return described(local, full, self._blocks(name, own.shape))
+        return described(local, full, self.slicing(name).blocks(own.shape, held))
 
     def _is_like(self, own: torch.Tensor, held: torch.Tensor) -> bool:
         """Whether a tensor is divided as the parameter is that it belongs to."""
@@ -264,7 +271,7 @@ class ModelState:
         more = saved.shape[held.dim() :]
         local = held.to_local() if isinstance(held, DTensor) else held
         own = torch.empty((*local.shape, *more), dtype=saved.dtype, device=held.device)
-        saved.fill(own, self._blocks(name, (*held.shape, *more)))
+        saved.fill(own, self.slicing(name).blocks((*held.shape, *more), held))
         if not isinstance(held, DTensor):
             return own
         mesh, placements = held.device_mesh, held.placements
@@ -272,17 +279,6 @@ class ModelState:
         return DTensor.from_local(
             own, mesh, placements, run_check=False, shape=shape, stride=stride
         )
-
-    def _blocks(self, name: str, shape: Sequence[int]) -> list[Block]:
-        """Which blocks of a full tensor a slice is made of that is, in its shape, the parameter's.
-
-        It may have more dimensions.
-        """
-        slicing, rows = self.slicing(name), rows_of(self._parameters[name])
-        if slicing.tensor is None:
-            return blocks_of(shape, rows)
-        index, ways = slicing.tensor.get_local_rank(), slicing.tensor.size()
-        return blocks_of(shape, rows, slicing.placement, index, ways)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Keep the part of an optimizer's state that belongs to this rank's parameters."""
@@ -380,87 +376,3 @@ def _drop_state_of_others(optimizer: Optimizer) -> None:
     """After loading: leave out the state of parameters that other ranks hold."""
     for p in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
         del optimizer.state[p]
-
-
-class WholeModel:
-    """Lets ``generate`` of a model in a mesh work inside ``hvkit.settled``.
-
-    Hugging Face's ``model.generate()`` calls an encoder alone, and keeps keys and values of all
-    layers from call to call. Ranks that hold parts of layers, or some of them, cannot do that: they
-    all become the plain, whole model for a while.
-
-    Args:
-        model: before anything of it is replaced.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._plain = [(m, type(m), vars(m).get("forward")) for m in model.modules()]
-        self._settled = False
-        self._state: ModelState | None = None
-        if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
-            vars(model)["generate"] = self._generate
-
-    def divided(self, state: ModelState) -> None:
-        """Note who holds what."""
-        self._state = state
-        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        names = {id(t): name for name, t in tensors}
-        self._slots = [
-            (module, kind, key, names[id(t)])
-            for module in self._model.modules()
-            for kind in ("_parameters", "_buffers")
-            for key, t in vars(module)[kind].items()
-            if t is not None
-        ]
-
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Surrounds what happens inside ``hvkit.settled``."""
-        self._settled = True
-        try:
-            yield
-        finally:
-            self._settled = False
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        run = cast(Any, type(self._model)).generate
-        if self._settled and self._state is not None:
-            with self._whole():
-                return run(self._model, *args, **kwargs)
-        return run(self._model, *args, **kwargs)
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Be the plain model with all of its weights for a while; a collective."""
-        assert self._state is not None
-        full = self._state.full_everywhere(self._model)
-        before = [(m, type(m), dict(vars(m))) for m in self._model.modules()]
-        try:
-            for module, kind, forward in self._plain:
-                own = vars(module)
-                module.__class__ = kind
-                own.pop("forward", None)
-                own.update({} if forward is None else {"forward": forward})
-                for name in ("_parameters", "_buffers"):
-                    own[name] = dict(own[name])
-                for name in HOOKS:
-                    own[name] = type(own[name])(
-                        (key, hook) for key, hook in own[name].items() if not _is_of_mesh(hook)
-                    )
-            for module, which, key, name in self._slots:
-                vars(module)[which][key] = full[name]
-            for module in self._model.modules():
-                if isinstance(module, nn.RNNBase):
-                    module._init_flat_weights()
-            yield
-        finally:
-            for module, kind, attributes in before:
-                module.__class__ = kind
-                vars(module).clear()
-                vars(module).update(attributes)
-
-
-def _is_of_mesh(hook: Any) -> bool:
-    hook = getattr(hook, "func", hook)
-    return str(getattr(hook, "__module__", "")).startswith(("hvkit.", "torch.distributed."))

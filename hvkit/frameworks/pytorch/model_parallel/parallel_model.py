@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.divided_state.fully_shard import follow
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
@@ -36,7 +37,7 @@ from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import (
     GradientsOfAllRanks,
     watch_overflows,
 )
-from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, WholeModel, drop
+from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, drop
 from hvkit.frameworks.pytorch.model_parallel.pipeline.gpipe import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
@@ -54,7 +55,7 @@ from hvkit.frameworks.pytorch.model_parallel.rank_groups import (
     require_same_weights,
 )
 from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe
-from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
+from hvkit.frameworks.pytorch.model_parallel.shard_axis import shard
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered as gathered_activations,
@@ -63,6 +64,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placem
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
@@ -189,11 +191,7 @@ class ParallelModel:
                 return self._run(args, kwargs)
 
     def _refuse_replaced_parameters(self) -> None:
-        """Raise in the forward of ``torch.func.functional_call``, whose parameters would be lost.
-
-        Raises:
-            ValueError: names a parameter.
-        """
+        """Raise in a forward of ``torch.func.functional_call``, whose parameters would be lost."""
         for name, p in self._model.named_parameters():
             if not isinstance(p, nn.Parameter):
                 raise ValueError(
@@ -296,11 +294,9 @@ class ParallelModel:
     def _take_part(
         self, stages: Stages
     ) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, dist.ProcessGroup]]:
-        """Give up what other stages hold.
+        """Give up what other stages hold; return this rank's parameters by name.
 
-        Returns:
-            This rank's parameters by name; and those of them that several ranks of the pipeline
-            hold, with these ranks.
+        And those of them that several ranks of the pipeline hold, with these ranks.
         """
         named, links = dict(self._model.named_parameters()), self._groups.pipeline
         own = {name: p for name, p in named.items() if self._rank in stages.holders(name)}
@@ -338,7 +334,8 @@ class ParallelModel:
         cuts = [cut.module for cut in division.stages.cuts]
         called, lookers = division.found.calls.keys(), division.found.lookers
         after = shard(self._model, own, of_stages, cuts, called, lookers, mesh, self._name)
-        follow(self._optimizers, own, after)
+        for optimizer in self._optimizers:
+            follow(optimizer, own, after)
         self._mark_in_mesh(after.values())
         names: dict[torch.Tensor, str] = {p: name for name, p in after.items()}
         self._script_hooks = HooksOnShards(
@@ -358,11 +355,7 @@ class ParallelModel:
     ) -> None:
         """Let norms, scalers, scripts, saving and loading know of other ranks' parts.
 
-        Args:
-            stages: of the model.
-            before: this rank's parameters, which the script may still hold.
-            own: those in their place, which ``slicings`` divides.
-            slicings: by name.
+        The script may still hold this rank's parameters of before.
         """
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
@@ -414,11 +407,7 @@ class ParallelModel:
             self._random.state = [torch.from_numpy(state.copy()) for state in states]
 
     def require_division(self, optimizer: Optimizer, _: Any) -> None:
-        """Before an update: raise if it would train the whole model, without the other ranks.
-
-        Raises:
-            ValueError: there are gradients, but no call of the model has divided it.
-        """
+        """Before an update: raise if it would train the whole model, without the other ranks."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self._run is None and any(p.grad is not None for p in parameters):
             kind = type(self._model).__name__

@@ -33,11 +33,6 @@ from hvkit.wording import shortened
 class RankGroups:
     """The groups of this rank.
 
-    Args:
-        options: about the mesh.
-        device: of this rank's part of the model.
-        name: of the model.
-
     Attributes:
         axes: of the mesh.
         pipeline: the ranks of this rank's pipeline.
@@ -78,12 +73,7 @@ def require_same_batch(
     """Raise on every rank unless all that compute together have the same batch; a collective.
 
     Args:
-        model: whole, or the part of this rank.
-        number: of the forward pass.
-        args, kwargs: the batch.
-        optimizers: of the model, whose learning rates are compared as well.
         losses: of the pass before: if they are means over different numbers, rank 0 warns.
-        groups: of this rank.
 
     Returns:
         A seed, the same on all ranks that compute on the same batch.

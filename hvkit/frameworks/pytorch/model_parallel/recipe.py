@@ -180,9 +180,6 @@ class Recipe:
     def start_from(self, state: torch.Tensor) -> None:
         """Use another rank's random numbers.
 
-        Args:
-            state: the ``random_state`` of that rank's recipe.
-
         Raises:
             ValueError: the other rank set another number of states in the block.
         """
@@ -262,11 +259,7 @@ class Recipe:
         return view.on(self._run(plan)[view.storage])
 
     def finish(self, left: bytes | None) -> None:
-        """Note what the end of the block leaves, to notice later what the script changed.
-
-        Args:
-            left: digest of the generator's state that was set at the end, if one was.
-        """
+        """Note what the end of the block leaves, to notice later what the script changed."""
         self._left = left
         if left is not None:
             _left_by[left] = self

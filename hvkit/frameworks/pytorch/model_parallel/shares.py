@@ -129,10 +129,6 @@ class SavedTensor:
     def fill(self, own: torch.Tensor, blocks: Sequence[Block]) -> None:
         """Copy what belongs into a rank's own tensor.
 
-        Args:
-            own: in host memory, or on a GPU.
-            blocks: of the whole tensor, which make up ``own``.
-
         Raises:
             HvkitError: the pieces do not make up the blocks.
         """
@@ -169,13 +165,7 @@ def _shared(
 
 
 def described(own: torch.Tensor, shape: Sequence[int], blocks: Sequence[Block]) -> dict[str, Any]:
-    """A rank's own tensor as its file holds it.
-
-    Args:
-        own: in host memory, or on a GPU.
-        shape: of the whole tensor.
-        blocks: of the whole, which make up ``own``.
-    """
+    """A rank's own tensor as its file holds it."""
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
         own = own.clone()  # torch.save would write what lies around it, too
     pieces = [
@@ -185,12 +175,7 @@ def described(own: torch.Tensor, shape: Sequence[int], blocks: Sequence[Block]) 
 
 
 def described_state(thing: Any, tensor: Callable[[torch.Tensor], Any]) -> dict[str, Any] | None:
-    """A tensor, the state of a parameter, or what else it holds, as a file holds it.
-
-    Args:
-        thing: that.
-        tensor: describes a tensor; returns None if another rank writes it.
-    """
+    """A tensor, the state of a parameter, or what else it holds, as a file holds it."""
     if isinstance(thing, torch.Tensor):
         found: dict[str, Any] | None = tensor(thing)
         return found
@@ -223,22 +208,13 @@ class SavedState:
                 self.values[name] = _merged(self.values.get(name), value)
 
     def plain(self, new: New = _in_memory, *, alias: bool = False) -> Any:
-        """What one process would have saved: a state dict, or a strategy's arrays.
-
-        Args:
-            new, alias: as for ``SavedTensor.whole``.
-        """
+        """What one process would have saved: a state dict, or a strategy's arrays."""
         whole = functools.partial(SavedTensor.whole, new=new, alias=alias)
         return _PLAIN_FORMS[self.plan["kind"]](self, whole)
 
 
 def part(value: Any, tensor: Callable[[SavedTensor], torch.Tensor]) -> Any:
-    """A value of a ``SavedState`` with tensors in place of those that are saved.
-
-    Args:
-        value: one of ``values``.
-        tensor: reads a tensor, or a part of it.
-    """
+    """A value of a ``SavedState`` with tensors in place of those that are saved."""
     if isinstance(value, SavedTensor):
         return tensor(value)
     if isinstance(value, dict):
@@ -264,7 +240,6 @@ def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
     """What rank 0 adds to the parts of a model.
 
     Args:
-        state: the state dict, whose tensors do not count.
         names: by its keys, the names of parameters and buffers; the same for tied ones.
     """
     for key in names:
@@ -273,24 +248,14 @@ def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def optimizer_plan(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 adds to the parts of an optimizer.
-
-    Args:
-        state: the state dict, whose states of parameters do not count.
-        names: of the parameters, in its order.
-    """
+    """What rank 0 adds to the parts of an optimizer."""
     other = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
     rest = {key: value for key, value in state.items() if key != "state"}
     return {"kind": "optimizer", "other": other, "rest": rest, "names": list(names)}
 
 
 def strategy_plan(counts: np.ndarray[Any, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 adds to the parts of a strategy's state.
-
-    Args:
-        counts: the state that belongs to no parameter.
-        names: of all parameters, in the order in which one process numbers them.
-    """
+    """What rank 0 adds to the parts of a strategy's state."""
     return {"kind": "strategy", "counts": torch.from_numpy(counts), "names": list(names)}
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from hvkit.communication.traffic import count, of_allgather
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.shares import Block, blocks_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Placement,
     part_of,
@@ -67,7 +68,6 @@ class Slicing:
         """The full tensor, without autograd; a collective.
 
         Args:
-            own: this rank's slice.
             purpose: for which its bytes are counted.
         """
         if isinstance(own, DTensor):
@@ -100,6 +100,18 @@ class Slicing:
             return full
         return part_of(full, self.placement, self.tensor.get_local_rank(), self.tensor.size())
 
+    def blocks(self, shape: Sequence[int], p: torch.Tensor) -> list[Block]:
+        """Which blocks of a full tensor this rank's slice is made of.
+
+        Args:
+            shape: as this rank has it of the parameter, and perhaps more dimensions.
+            p: the parameter.
+        """
+        if self.tensor is None:
+            return blocks_of(shape, _rows_of(p))
+        index, ways = self.tensor.get_local_rank(), self.tensor.size()
+        return blocks_of(shape, _rows_of(p), self.placement, index, ways)
+
     def everywhere(self, t: torch.Tensor) -> Any:
         """A tensor that all ranks hold, for use with a ``DTensor``."""
         assert self.shards is not None
@@ -125,7 +137,6 @@ class Slicing:
 
         Args:
             t: of the full shape, or one that PyTorch broadcasts to it; or of the slice's.
-            own: what this rank has.
         """
         if not t.dim() or isinstance(t, DTensor):
             return t
@@ -194,7 +205,7 @@ def state_divided_like(state: Mapping[str, Any], parameter: torch.Tensor) -> dic
     }
 
 
-def rows_of(own: torch.Tensor) -> tuple[int, int] | None:
+def _rows_of(own: torch.Tensor) -> tuple[int, int] | None:
     """Which rows of the first dimension of a full tensor this rank has; None for all.
 
     Raises:

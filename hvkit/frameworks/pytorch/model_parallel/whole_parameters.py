@@ -29,8 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, as_plain
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EACH_ELEMENT, Operation, writes
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    EACH_ELEMENT,
+    LENGTHS,
+    OF_SLICES,
+    VIEW_ATTRIBUTES,
+    Operation,
+    writes,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 
@@ -235,13 +241,13 @@ def _answer(
         return _register_hook(func, *args, **kwargs)
     if not slices_wanted and name.startswith("new_"):  # a tensor that is no part of one
         return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
-    if slices_wanted or name in _OF_SLICES:
+    if slices_wanted or name in OF_SLICES:
         return _raw(func, args, kwargs)
     if name == "__set__":
         return _set(func, *args)
     if name == "__get__":
         name = func.__self__.__name__
-        if name not in _VIEWS:
+        if name not in VIEW_ATTRIBUTES:
             return _attribute(name, func, args)
     if func is torch.autograd.grad:
         return _gradients(func, args, kwargs)
@@ -249,7 +255,7 @@ def _answer(
         return _for_each(func, args, kwargs)
     operation = Operation(func, name, args, dict(kwargs), tensors_in((args, kwargs)))
     divided = [t for t in operation.inputs if slicing_of(t) is not None]
-    if divided and name in _LENGTHS:
+    if divided and name in LENGTHS:
         shape = _of(divided[0]).shape(divided[0])
         return operation.run(lambda t: torch.empty(shape, dtype=t.dtype, device="meta"))
     for t in operation.inputs:
@@ -459,17 +465,3 @@ def _shown_to(hook: Callable[..., Any], slicing: Slicing) -> Callable[..., Any]:
             return found.view_as(found)  # type: ignore[no-any-return]
 
     return with_whole
-
-
-# Views that are attributes.
-_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
-_LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
-# What is as it is for a part, and says nothing of values.
-_OF_SLICES = {
-    *HARMLESS,
-    *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
-    *("requires_grad_", "retain_grad", "backward"),
-    # Whether gradients have overflowed on any rank, a scaler learns otherwise.
-    "_amp_foreach_non_finite_check_and_unscale_",
-    *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
-} - {"__repr__"}

@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS, SIZES, is_cache
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     ELEMENTWISE,
+    HARMLESS,
+    SIZES,
     SPLITS,
     VIEWS,
     WRITES,
@@ -308,7 +310,6 @@ def total_for_all(
     """The sum of the ranks' products with their parts of a weight, and a bias.
 
     Args:
-        y: this rank's.
         along_sequence: whether each rank goes on with its part of the last dimension but one, if
             there are parts of equal length.
     """
@@ -324,10 +325,6 @@ def total_for_all(
 
 def gathered(value: Any, use: str = "the model returns it") -> Any:
     """A value in which divided activations have become whole; a cache stays divided.
-
-    Args:
-        value: any tree.
-        use: for the error.
 
     Raises:
         HvkitError: a fused product is among them, whose parts are not in their order.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Kind
 
@@ -85,28 +86,21 @@ def vocabularies(model: nn.Module, layers: Mapping[str, Linear]) -> list[Vocabul
 
     A linear layer is a projection if it has the weight of an embedding; or as many outputs as one
     has rows, and no linear layer takes these.
-
-    Args:
-        model: the whole one.
-        layers: what a dry run has seen.
     """
-    users: dict[torch.Tensor, list[str]] = {}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            users.setdefault(p, []).append(name)
-    found = []
+    holders = holders_in(model)
+    found: list[Vocabulary] = []
 
     def of_one_weight(weight: torch.Tensor, names: Sequence[str]) -> Vocabulary:
         held = {p for name in names for p in model.get_submodule(name).parameters(recurse=False)}
-        called = {n for p in held for n in users[p] if layers.get(n, Linear()).taken_from}
+        called = {n for p in held for n in holders[p] if layers.get(n, Linear()).taken_from}
         return _vocabulary(model, layers, weight, names, called.difference(names))
 
-    for weight, names in users.items():
+    for weight, names in holders.items():
         if any(_is_embedding(model, name) for name in names):
             found.append(of_one_weight(weight, names))
     rows = {each.shape[0] for each in found}
     taken = {name for seen in layers.values() for columns in seen.taken_from for name in columns}
-    for weight, (name, *others) in users.items():
+    for weight, (name, *others) in holders.items():
         seen = layers.get(name, Linear())
         right = weight.dim() == 2 and weight.shape[0] in rows and not seen.transposed
         if right and seen.taken_from and not others and name not in taken:
@@ -158,13 +152,6 @@ def divisions_in_words(
     ways: int,
 ) -> dict[str, Division]:
     """How the layers are divided that a user names.
-
-    Args:
-        model: the whole one.
-        words: the user's.
-        layers: linear layers and embeddings, as a dry run has seen them.
-        found: the vocabularies among them.
-        ways: among how many ranks.
 
     Raises:
         ValueError: ``words`` names no layer, or one that cannot be divided like that.

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
-from hvkit.frameworks.pytorch.model_parallel.meta_device import uncompiled
+from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Division,
@@ -44,16 +44,8 @@ _SCALES = (1.0, 1e4)
 
 
 def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, Experts]:
-    """The modules of a model that hold experts, by name: two weights of several, at least.
-
-    Args:
-        model: the whole one.
-        meta: its parameters on the meta device, by name.
-    """
-    users: dict[torch.Tensor, set[str]] = {}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            users.setdefault(p, set()).add(name)
+    """The modules of a model that hold experts, by name: two weights of several, at least."""
+    holders = holders_in(model)
     found = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -67,7 +59,7 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
             for n, p in module.named_parameters()
             if n not in own or p.dim() not in (2, 3) or len(p) != counts[0]
         ]
-        shared = set().union(*(users[p] for p in own.values())) - {name}
+        shared = {each for p in own.values() for each in holders[p]} - {name}
         if others:
             seen.unusable = f"it computes with its experts and with {others[0]}"
         elif shared:
@@ -80,13 +72,7 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
 def divisions_of_experts(
     model: nn.Module, found: Mapping[str, Experts], ways: int, device: torch.device
 ) -> dict[str, Division | str]:
-    """How ``ways`` ranks divide the experts of each module, else why they stay whole.
-
-    Args:
-        model: the whole one; its parameters may be on the meta device.
-        found: as a dry run has seen them.
-        device: where the model computes.
-    """
+    """How ``ways`` ranks divide the experts of each module, else why they stay whole."""
     divisions: dict[str, Division | str] = {}
     alike: dict[Any, Division | str] = {}
     for name, seen in found.items():

@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    HARMLESS,
+    SIZES,
     WRITES,
     EachOperation,
     Operation,
@@ -27,15 +29,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 _MARK = "_hvkit_divided"
-# What may be read of a weight or of a divided activation: nothing of its size is in it.
-HARMLESS = {
-    *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
-    *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
-    *("grad_fn", "is_mkldnn", "element_size", "is_inference", "__hash__", "__repr__"),
-}
-SIZES = {
-    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
-}
 _LAYOUTS = {*SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
 # Names that lead to a tensor in what a model returns, at most.
 _DEEPEST = 8

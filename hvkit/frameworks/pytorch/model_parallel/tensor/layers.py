@@ -62,7 +62,6 @@ def divide(
     Args:
         model: changed in place; its parameters stay the same objects.
         plan: of ``prove``, the same on all ranks of the group.
-        mesh: the tensor group, of one dimension.
         random: the random numbers of the group; by default new ones, from its first rank's.
 
     Returns:

@@ -20,6 +20,7 @@ from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     OnMeta,
     forward_on_meta,
+    holders_in,
     on_meta,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
@@ -107,8 +108,6 @@ def prove(
 
     Args:
         model: unchanged afterwards; its parameters may be on the meta device.
-        args, kwargs: of a call of the model.
-        ways: ranks, at least 1.
         words: replaces what the proof would choose, in the words of ``parallelize_module``: names
             of linear layers and embeddings, with ``*`` for any text, and "colwise" or "rowwise" (or
             ``ColwiseParallel()``, ``RowwiseParallel()``).
@@ -287,10 +286,7 @@ def _may_be_linear(module: nn.Module) -> bool:
 
 def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
     """The linear layers and embeddings of a model, also those that the forward has not called."""
-    users: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            users.setdefault(id(p), []).append(name)
+    holders = holders_in(model)
     inside_heads = {_child(n, "out_proj") for n in flow.heads}
     found = {}
     for name, module in model.named_modules():
@@ -300,13 +296,13 @@ def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
         ):
             continue
         found[name] = seen
-        others = {n for p in module.parameters(recurse=False) for n in users[id(p)]} - {name}
+        others = {n for p in module.parameters(recurse=False) for n in holders[p]} - {name}
         if others:
             seen.unusable = f"it shares a parameter with {', '.join(sorted(others))}"
         elif not seen.taken_from:
             seen.unusable = seen.unusable or "the forward does not call it"
     for name in flow.heads:
-        if any(len(users[id(p)]) > 1 for p in model.get_submodule(name).parameters()):
+        if any(len(holders[p]) > 1 for p in model.get_submodule(name).parameters()):
             flow.heads[name] = "it shares a weight with another layer"
     return found
 

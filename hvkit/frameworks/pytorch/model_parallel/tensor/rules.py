@@ -60,11 +60,7 @@ class Operation:
     ways: int = 1
 
     def run(self, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        """What it returns.
-
-        Args:
-            change: what to take in place of each tensor among the arguments.
-        """
+        """What it returns."""
         args, kwargs = tuple(self.args), self.kwargs
         if change is not None:
             args, kwargs = tree_map_only(torch.Tensor, change, (args, kwargs))
@@ -312,6 +308,27 @@ def _keeps_shape(call: Operation) -> Followed | str:
     return _takes_apart(call)
 
 
+# What may be read of a weight or of a divided activation: nothing of its size is in it.
+HARMLESS = {
+    *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
+    *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
+    *("grad_fn", "is_mkldnn", "element_size", "is_inference", "__hash__", "__repr__"),
+}
+SIZES = {
+    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
+}
+# Views that are attributes.
+VIEW_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
+LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
+# What is as it is for a part, and says nothing of values.
+OF_SLICES = {
+    *HARMLESS,
+    *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
+    *("requires_grad_", "retain_grad", "backward"),
+    # Whether gradients have overflowed on any rank, a scaler learns otherwise.
+    "_amp_foreach_non_finite_check_and_unscale_",
+    *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
+} - {"__repr__"}
 WRITES = (
     "x[...] = value writes into it: write x = torch.where(mask, value, x), or "
     "x = x.masked_fill(mask, number), which make a new tensor"

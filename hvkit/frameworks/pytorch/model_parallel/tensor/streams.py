@@ -25,10 +25,11 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS, SIZES
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     ELEMENTWISE,
+    HARMLESS,
+    SIZES,
     EachOperation,
     Followed,
     Operation,

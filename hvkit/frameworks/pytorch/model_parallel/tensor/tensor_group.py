@@ -142,10 +142,6 @@ def cross_entropy(
 
     Args:
         logits: of this rank's classes, (classes), (samples, classes) or (samples, classes, ...).
-        target: the class of each sample.
-        mesh: the tensor group.
-        ignore_index: a target that does not count.
-        reduction: "mean", "sum" or "none".
 
     Raises:
         RuntimeError: a target is no class.
