@@ -102,12 +102,8 @@ class DividedModels(ModelState):
         after = dict(held.named_parameters())
         slicings = {name: Slicing.of(p) for name, p in after.items()}
         # Each rank is a pipeline of its own, and rank 0 the one that has the full state.
-        links = StageLinks(
-            process_group.group_of([(rank,) for rank in range(runtime.size())]),
-            [runtime.rank()],
-            self._device,
-            name,
-        )
+        own = (runtime.rank(),)
+        links = StageLinks(process_group.subgroup_of(own, own), own, self._device, name)
         super().__init__(
             held,
             dict.fromkeys([*after, *dict(held.named_buffers())], 0),
@@ -158,24 +154,24 @@ class DividedModels(ModelState):
         counts = self._losses.numbers().view(np.int64).tolist() if compares else []
         order = hash(tuple(self._order)), len(self._order)
         checksums = checksum_of_rates([optimizer]), self._losses.checksum()
-        mine = torch.tensor([*order, *checksums, *counts], device="cpu")
+        sent = torch.tensor([*order, *checksums, *counts], device="cpu")
         self._order.clear()
         with call("optimizer.step()", step, self._name):
-            everyone = self._checks.gather(mine, f"{self._name}.order").view(runtime.size(), -1)
+            by_rank = self._checks.gather(sent, f"{self._name}.order").view(runtime.size(), -1)
         if compares:
-            numbers = np.ascontiguousarray(everyone[:, 4:].numpy()).view(np.float64)
+            numbers = np.ascontiguousarray(by_rank[:, 4:].numpy()).view(np.float64)
             self._losses.compare(numbers, all_ranks())
-        elif (everyone[:, 3] != everyone[0, 3]).any():
+        elif (by_rank[:, 3] != by_rank[0, 3]).any():
             counts = collectives.gather("optimizer.step()", self._losses.numbers().tolist())
             self._losses.compare(np.array(counts), all_ranks(), for_shapes=True)
         self._losses.begin()
         self._losses.look(wanted=(step + 1).bit_count() == 1)
-        facts = everyone[:, :3].tolist()
-        if any(theirs[2] != facts[0][2] for theirs in facts):
+        facts = by_rank[:, :3].tolist()
+        if any(each[2] != facts[0][2] for each in facts):
             rates = collectives.gather("optimizer.step()", rates_of([optimizer], fetch=False))
             refuse_other_rates(dict(enumerate(rates)))
-        for rank, theirs in enumerate(facts):
-            if theirs != facts[0]:
+        for rank, each in enumerate(facts):
+            if each != facts[0]:
                 raise RanksDisagreeError(
                     f"rank {rank} has computed other layers than rank 0 since the last step, or in "
                     "another order, and PyTorch has mixed up their weights: with FullyShard every "

@@ -113,8 +113,8 @@ def _on_all_ranks(kept: Sequence[Path], together: StageLinks) -> list[Path]:
     names = together.object_from_rank(0, list(named))
     if not names:
         return []
-    everyone = together.gather_numbers([name in named for name in names]).all(0)
-    return [named[name] for name, held in zip(names, everyone.tolist(), strict=True) if held]
+    by_rank = together.gather_numbers([name in named for name in names]).all(0)
+    return [named[name] for name, held in zip(names, by_rank.tolist(), strict=True) if held]
 
 
 def _same_on_all(plan: TensorPlan, together: StageLinks) -> TensorPlan:
@@ -175,12 +175,12 @@ def _with_other_mode(
             other = dry_run(model, first.args, first.kwargs, device, passed_on)
         except Exception:  # of any type: in training it may want targets, which are not there
             return found
-    theirs = {place.module: place for place in other.places}
+    other_places = {place.module: place for place in other.places}
     places = tuple(
         place
         for place in found.places
-        if (its := theirs.get(place.module))
-        and (its.beside, its.slots) == (place.beside, place.slots)
+        if (other_place := other_places.get(place.module))
+        and (other_place.beside, other_place.slots) == (place.beside, place.slots)
     )
     names = {place.module for place in places}
     chosen = isinstance(options.stages, str) or names.issuperset(options.stages)
@@ -190,7 +190,11 @@ def _with_other_mode(
 
     def here(time: int) -> int:
         """A time between the same places in the mode of the first call."""
-        before = [p.time for p in places if p.module in theirs and theirs[p.module].time < time]
+        before = [
+            p.time
+            for p in places
+            if p.module in other_places and other_places[p.module].time < time
+        ]
         return max(before, default=0) + 1
 
     more = {n: tuple(map(here, t)) for n, t in other.reads.items() if n not in found.reads}

@@ -202,31 +202,31 @@ def forecast(
     ranks = max(stages.rank_of) + 1
     found = []
     for rank in range(ranks):
-        mine = stages.of_rank(rank)
+        own_stages = stages.of_rank(rank)
         own = [each for name, each in parameters.items() if rank in stages.holders(name)]
-        kept = kept_at_once(schedule, ranks, rank, len(mine), microbatches)
+        kept = kept_at_once(schedule, ranks, rank, len(own_stages), microbatches)
         found.append(
             RankForecast(
-                tuple(mine),
+                tuple(own_stages),
                 sum(each.weights for each in own),
                 sum(each.gradients for each in own),
                 sum(each.state for each in own),
-                _largest([stages.saved[stage] for stage in mine], kept, microbatches),
-                0 if ranks == 1 else _outputs(stages, mine, kept, schedule, microbatches),
+                _largest([stages.saved[stage] for stage in own_stages], kept, microbatches),
+                0 if ranks == 1 else _outputs(stages, own_stages, kept, schedule, microbatches),
             )
         )
     return found
 
 
 def _outputs(
-    stages: Stages, mine: Sequence[int], kept: int, schedule: str, microbatches: int
+    stages: Stages, own_stages: Sequence[int], kept: int, schedule: str, microbatches: int
 ) -> int:
     """Bytes of outputs, and of their gradients, that a rank holds at once."""
     last = len(stages) - 1
     # The last stage's gradients are parts of those of the whole result.
-    of_stages = [stages.given[stage] * (1 if stage == last else 2) for stage in mine]
+    of_stages = [stages.given[stage] * (1 if stage == last else 2) for stage in own_stages]
     # GPipe gives the result of the whole batch to every rank.
-    whole = microbatches if schedule == "GPipe" else int(last in mine)
+    whole = microbatches if schedule == "GPipe" else int(last in own_stages)
     return _largest(of_stages, kept, microbatches) + 2 * whole * stages.given[last]
 
 

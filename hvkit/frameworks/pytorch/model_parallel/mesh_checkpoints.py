@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,13 +23,13 @@ from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, own_
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
 from hvkit.frameworks.pytorch.model_parallel.shares import (
     COUNTS,
-    TRAINED,
     SavedState,
     model_plan,
     optimizer_plan,
     part,
     strategy_arrays,
     strategy_plan,
+    strategy_values,
 )
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
@@ -70,8 +70,8 @@ class MeshKeeper:
         self.saved_layout: int | None = None
         self._rank = options.position.rank
         self._number = {name: i for i, name in enumerate(names)}
-        # By the number that the keeper of this rank's part gives them.
-        self._own: list[str] = []
+        # This rank's parameters, with the numbers that the keeper of its part gives them.
+        self._own: dict[str, int] = {}
         self._keeper: Keeper | None = None
         self._model: ModelState | None = None
         self._in_round = False
@@ -89,7 +89,8 @@ class MeshKeeper:
             own: the names of this rank's parameters, in the keeper's order.
             layout: the same number on all ranks, and another if they hold other parts.
         """
-        self._keeper, self._model, self._own, self.layout = keeper, model, list(own), layout
+        self._keeper, self._model, self.layout = keeper, model, layout
+        self._own = {name: i for i, name in enumerate(own)}
 
     def load_waiting(self) -> None:
         """Load what a checkpoint has read before the model was divided.
@@ -155,21 +156,10 @@ class MeshKeeper:
         finally:
             self._whole = {}
 
-    def _by_parameter(self, state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-        """What the strategy keeps of this rank's parameters, in the shape of its parts of them."""
+    def _by_parameter(self, state: _Arrays) -> dict[str, dict[str, torch.Tensor]]:
+        """What the strategy keeps of this rank's parameters, in the shape of its slices of them."""
         assert self._model is not None
-        trained = set(state[TRAINED].tolist())
-        found: dict[str, dict[str, torch.Tensor]] = {
-            name: {TRAINED: torch.tensor(i in trained)} for i, name in enumerate(self._own)
-        }
-        for key, vector in state.items():
-            if _is_of_parameter(key):
-                kept, _, i = key.partition(".")
-                name = self._own[int(i)]
-                shape = self._model.shape_of(name)
-                # A complex number travels as two.
-                found[name][kept] = torch.from_numpy(vector).reshape(*shape, -1)
-        return found
+        return strategy_values(state, self._own, self._model.shape_of)
 
     @property
     def is_divided(self) -> bool:
@@ -225,21 +215,18 @@ class MeshKeeper:
 
         self._when_divided(load)
 
-    def _own_of(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> _Arrays:
-        """This rank's part of the whole state."""
+    def _own_of(self, arrays: _Arrays) -> _Arrays:
+        """This rank's part of the full state."""
         assert self._model is not None
         if COUNTS not in arrays:
             return {}
-        own: dict[str, dict[str, torch.Tensor]] = {}
-        trained = set(arrays[TRAINED].tolist())
-        for name in self._own:
-            number = self._number[name]
-            shape = self._model.full_shape_of(name)
-            own[name] = {TRAINED: torch.tensor(number in trained)}
-            for key in (k for k in arrays if k.endswith(f".{number}") and _is_of_parameter(k)):
-                whole = torch.from_numpy(arrays[key]).reshape(*shape, -1)
-                own[name][key.partition(".")[0]] = self._model.slicing(name).along_tensor(whole)
-        return self._by_own_number(arrays[COUNTS], own)
+        number = {name: self._number[name] for name in self._own}
+        full = strategy_values(arrays, number, self._model.full_shape_of)
+        own = {
+            name: {key: self._model.slicing(name).along_tensor(t) for key, t in kept.items()}
+            for name, kept in full.items()
+        }
+        return strategy_arrays(arrays[COUNTS], own, self._own)
 
     def _own_of_saved(self, saved: SavedState) -> _Arrays:
         """This rank's part of the state in a sharded checkpoint."""
@@ -248,12 +235,7 @@ class MeshKeeper:
             name: part(saved.values[name], functools.partial(self._model.part_of_saved, name))
             for name in self._own
         }
-        return self._by_own_number(saved.plan[COUNTS].numpy(), own)
-
-    def _by_own_number(
-        self, counts: np.ndarray[Any, Any], own: Mapping[str, Mapping[str, torch.Tensor]]
-    ) -> _Arrays:
-        return strategy_arrays(counts, own, {name: i for i, name in enumerate(self._own)})
+        return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def own_state(self) -> _Arrays:
         """What a checkpoint saves for each rank, for the same mesh only."""
@@ -279,11 +261,6 @@ class MeshKeeper:
             self._keeper.load_own_state(arrays)
 
         self.in_saved_round(load)
-
-
-def _is_of_parameter(key: str) -> bool:
-    """Whether an array of ``RoundKeeper.state`` is what the strategy keeps of a parameter."""
-    return key not in (COUNTS, TRAINED) and not key.startswith(SENT)
 
 
 class _InParts:

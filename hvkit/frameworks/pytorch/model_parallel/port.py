@@ -96,20 +96,20 @@ class MeshPort(PyTorchPort):
         return self._recipe is not None and tensor.is_meta
 
     def synchronise(self) -> None:
-        everyone = all_ranks()
+        group = all_ranks()
         if self._recipe is not None:
             self._recipe.start_from(
                 torch.from_numpy(
-                    collectives.broadcast_state(self._recipe.random_state.numpy(), everyone).copy()
+                    collectives.broadcast_state(self._recipe.random_state.numpy(), group).copy()
                 )
             )
             self._recipe.make(
                 [t for t in self._recipe.tensors() if not isinstance(t, nn.Parameter)]
             )
             return
-        broadcast_tensors([*self.parameters.values(), *self.model.buffers()], everyone)
+        broadcast_tensors([*self.parameters.values(), *self.model.buffers()], group)
         for optimizer in self.optimizers:
-            broadcast_optimizer(optimizer, everyone)
+            broadcast_optimizer(optimizer, group)
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         self._synchronise_batch_norm()

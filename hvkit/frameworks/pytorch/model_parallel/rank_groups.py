@@ -49,7 +49,7 @@ class RankGroups:
         self.axes = process_group.device_mesh(device.type, lengths, AXES)
 
         def along(*axes: Axis) -> StageLinks:
-            group = process_group.group_of(rows(options.mesh, *axes))
+            group = process_group.group_of(tuple(rows(options.mesh, *axes)))
             through_host = process_group.ranks_share_gpus()
             ranks = options.position.members(*axes)
             return StageLinks(group, ranks, device, name, through_host=through_host)
@@ -89,35 +89,35 @@ def require_same_batch(
             "compute: pass one module that contains both models to hvkit.distribute, or detach "
             "the input"
         )
-    mine = [number, torch.is_grad_enabled(), model.training, call_key(args, kwargs)]
+    request = [number, torch.is_grad_enabled(), model.training, call_key(args, kwargs)]
     # Numbers on a GPU are compared less often, because the host waits for them.
     often = number & (number - 1) == 0
     content = [checksum(t) for t in tensors if often or not t.is_cuda]
     rates = checksum_of_rates(optimizers)
-    numbers = hash_of(mine), hash_of(content), new_seed(), rates, losses.checksum()
+    numbers = hash_of(request), hash_of(content), new_seed(), rates, losses.checksum()
     found = at_once.gather_numbers(numbers).tolist()
-    everyone = dict(zip(at_once.ranks, found, strict=True))
+    by_rank = dict(zip(at_once.ranks, found, strict=True))
     for ranks, column, what in (
         (at_once.ranks, 0, "makes another call"),
         (together.ranks, 1, "gets another batch"),
     ):
         for rank in ranks:
-            if everyone[rank][column] != everyone[ranks[0]][column]:
+            if by_rank[rank][column] != by_rank[ranks[0]][column]:
                 raise RanksDisagreeError(
                     f"forward pass {number} of {ranks_text(ranks)}, which train one "
                     f"model together: rank {rank} {what} than rank {ranks[0]}. They must get "
                     "the same batches in the same order: divide data with "
                     "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
                 )
-    if len({theirs[3] for theirs in everyone.values()}) > 1:
+    if len({each[3] for each in by_rank.values()}) > 1:
         named: list[Any] = [None] * len(at_once.ranks)
         dist.all_gather_object(named, rates_of(optimizers, fetch=False), group=at_once.group)
         refuse_other_rates(dict(zip(at_once.ranks, named, strict=True)))
-    other_shapes = len({theirs[4] for theirs in everyone.values()}) > 1
+    other_shapes = len({each[4] for each in by_rank.values()}) > 1
     if (often or other_shapes) and len(at_once.ranks) > len(together.ranks):
         counts = at_once.gather_numbers(losses.numbers().view(np.int64).tolist()).numpy()
         losses.compare(counts.view(np.float64), all_ranks(), for_shapes=other_shapes)
-    return int(everyone[together.ranks[0]][2])
+    return int(by_rank[together.ranks[0]][2])
 
 
 def require_same_weights(model: nn.Module, holders: StageLinks) -> None:
@@ -129,8 +129,8 @@ def require_same_weights(model: nn.Module, holders: StageLinks) -> None:
         RanksDisagreeError: names the rank and the weights.
     """
     named, ranks = dict(model.named_parameters()), holders.ranks
-    everyone = holders.gather_numbers([checksum(p) for p in named.values()])
-    for rank, same in zip(ranks, (everyone == everyone[0]).tolist(), strict=True):
+    by_rank = holders.gather_numbers([checksum(p) for p in named.values()])
+    for rank, same in zip(ranks, (by_rank == by_rank[0]).tolist(), strict=True):
         if apart := [name for name, equal in zip(named, same, strict=True) if not equal]:
             names = shortened(", ".join(apart), 200)
             raise RanksDisagreeError(

@@ -24,6 +24,7 @@ import torch
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.sync.rounds import SENT
 
 New = Callable[[torch.Size, torch.dtype], torch.Tensor]
 """Makes a tensor that is filled afterwards."""
@@ -81,11 +82,11 @@ def blocks_of(
             continue
         # Before this part are those of all ranks, and within it those of earlier ranks.
         moved = part * length * (ways - 1) + index * length
-        own, mine, extent = list(start), [0] * len(shape), list(size)
+        own, at, extent = list(start), [0] * len(shape), list(size)
         own[dim] = begin + moved
-        mine[dim] = begin - (first if dim == 0 else 0)
+        at[dim] = begin - (first if dim == 0 else 0)
         extent[dim] = end - begin
-        found.append(Block(tuple(own), tuple(mine), tuple(extent)))
+        found.append(Block(tuple(own), tuple(at), tuple(extent)))
     return found
 
 
@@ -319,3 +320,27 @@ def strategy_arrays(
     }
     trained = sorted(number[name] for name, state in whole.items() if state[TRAINED])
     return arrays | {COUNTS: counts, TRAINED: np.array(trained, np.int64)}
+
+
+def strategy_values(
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    number: Mapping[str, int],
+    shape_of: Callable[[str], Sequence[int]],
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What a strategy keeps of parameters: ``whole``, of which ``strategy_arrays`` makes arrays.
+
+    Args:
+        arrays: of these parameters, and perhaps of others.
+        number: of each parameter.
+        shape_of: of a parameter.
+    """
+    trained = set(arrays[TRAINED].tolist())
+    found = {name: {TRAINED: torch.tensor(i in trained)} for name, i in number.items()}
+    names = {str(i): name for name, i in number.items()}
+    for key, vector in arrays.items():
+        kept, _, i = key.partition(".")
+        if i in names and not key.startswith(SENT):
+            # A complex number travels as two.
+            t = torch.from_numpy(vector).reshape(*shape_of(names[i]), -1)
+            found[names[i]][kept] = t
+    return found

@@ -94,9 +94,9 @@ class Slicing:
     def along_tensor(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice along the tensor axis, of the parameter's shape, or of more dimensions.
 
-        The shard axis does not divide it.
+        The shard axis does not divide it, and nothing divides numbers.
         """
-        if self.tensor is None or self.placement is None:
+        if self.tensor is None or self.placement is None or not full.dim():
             return full
         return part_of(full, self.placement, self.tensor.get_local_rank(), self.tensor.size())
 
@@ -154,8 +154,8 @@ class Slicing:
 
     def is_like(self, other: Slicing) -> bool:
         """Whether tensors of one shape have the same elements on this rank."""
-        mine, its = (each.shards and tuple(each.shards[1]) for each in (self, other))
-        return self.placement == other.placement and mine == its
+        shards, others = (each.shards and tuple(each.shards[1]) for each in (self, other))
+        return self.placement == other.placement and shards == others
 
     def _ranks(self) -> tuple[int, ...]:
         meshes = [each for each in (self.tensor, self.shards and self.shards[0]) if each]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,14 +57,6 @@ _ON_PARTS = {
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
 }
 _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
-
-
-class _Copied(NamedTuple):
-    """The last activation that ``for_all`` was called with, and what it returned."""
-
-    whole: torch.Tensor
-    state: tuple[bool, int]
-    copy: torch.Tensor
 
 
 class DividedActivations(EachOperation):
@@ -283,16 +275,17 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     the other, as those of queries, keys and values, get the same tensor: one sum serves them all.
     """
     state = torch.is_grad_enabled(), version_of(x)
-    last: _Copied | None = getattr(_active, "last", None)
-    if last is not None and last.whole is x and last.state == state:
-        return last.copy
+    # The last activation, and what was returned for it.
+    last, last_state, copy = getattr(_active, "last", None) or (None, state, x)
+    if last is x and last_state == state:
+        return copy
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim is not None:
         copy = joined_for_all(x.to_local(), mesh, dim)
     else:
         copy = used_by_all(x, mesh)
     if DividedActivations.active():
-        _active.last = _Copied(x, state, copy)
+        _active.last = x, state, copy
     return copy
 
 

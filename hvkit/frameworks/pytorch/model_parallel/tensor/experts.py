@@ -203,14 +203,14 @@ class _ExpertsTrial:
                 for name, w in self._weights.items()
             }
             try:
-                mine = self._run(parts)
+                of_parts = self._run(parts)
             except Exception:  # of any type: these parts do not fit
                 return False
             # Numbers drawn for features would be others in parts.
             same = torch.equal(self._random_state(), self._drawn)
-            if not same or [t.shape for t in mine] != [t.shape for t in self._expected]:
+            if not same or [t.shape for t in of_parts] != [t.shape for t in self._expected]:
                 return False
-            total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+            total = [a + b for a, b in zip(total, of_parts, strict=True)] if total else of_parts
         return all(
             bool((found - t).abs().max() <= _ROUNDING * t.abs().max())
             for found, t in zip(total, self._expected, strict=True)

@@ -56,7 +56,6 @@ class Linear:
 
     Attributes:
         transposed: its weight has the shape (in, out).
-        divisible: its output is a multiple of the number of ranks.
         parts: of its output, as its users need them; more than one number is a contradiction.
         taken_from: for each call the columns that its input is computed from; empty for an input
             that is whole.
@@ -68,7 +67,6 @@ class Linear:
     """
 
     transposed: bool = False
-    divisible: bool = True
     parts: set[int] = field(default_factory=set)
     taken_from: list[frozenset[str]] = field(default_factory=list)
     together: set[str] = field(default_factory=set)
@@ -140,7 +138,7 @@ class Flow(EachOperation):
         """The attention layers seen, with why they cannot be divided, or an empty text."""
         self._layers = layers
         self._heads = heads
-        self._ways = ways
+        self.ways = ways
         self._owners: dict[int, list[str]] = {}
         for name, held in layers.items():
             for p in held:
@@ -257,12 +255,11 @@ class Flow(EachOperation):
         elif mark:
             self._decide(mark, 1)
             seen.taken_from[-1] = mark.columns
-            if factor.shape[-1] % self._ways:
+            if factor.shape[-1] % self.ways:
                 self._spoil(mark.columns, f"{layer} takes {factor.shape[-1]} features")
-        if output.shape[-1] % self._ways:
-            seen.divisible = False
+        if output.shape[-1] % self.ways:
             seen.problem = (
-                f"its {output.shape[-1]} outputs are no multiple of the {self._ways} ranks"
+                f"its {output.shape[-1]} outputs are no multiple of the {self.ways} ranks"
             )
         else:
             _set_mark(output, Mark(frozenset([layer]), output.dim() - 1))
@@ -274,7 +271,7 @@ class Flow(EachOperation):
         if not outputs:
             self._spoil(columns, WRITES if name == "__setitem__" else f"{name}() takes it")
             return
-        step = follow(replace(call, dims=dims, outputs=outputs, ways=self._ways))
+        step = follow(replace(call, dims=dims, outputs=outputs, ways=self.ways))
         if isinstance(step, str):
             self._spoil(columns, step)
             return
@@ -319,8 +316,8 @@ class Flow(EachOperation):
     def _attend(self, layer: str, marks: Sequence[Mark | None]) -> None:
         module = self._heads[layer]
         problem = self.heads.get(layer, "")
-        if module.num_heads % self._ways:
-            problem = f"its {module.num_heads} heads are no multiple of the {self._ways} ranks"
+        if module.num_heads % self.ways:
+            problem = f"its {module.num_heads} heads are no multiple of the {self.ways} ranks"
         elif module.bias_k is not None or module.add_zero_attn:
             problem = "add_bias_kv and add_zero_attn add a key that belongs to no rank"
         for mark in filter(None, marks):

@@ -109,7 +109,7 @@ def divide(
     of_streams = {name for stream in plan.streams for name in stream.modules}
     # A block between two layers of a pair may be computed again in backward.
     around = {name[:i] for name in plan.divisions for i, c in enumerate(name) if c == "."}
-    for name in {*plan.regions, *of_streams, *around, ""}:
+    for name in {*of_streams, *around, ""}:
         region: Any = model.get_submodule(name)
         wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
         region.forward = MethodType(wrapped, region)

@@ -8,7 +8,7 @@ vocabulary are divided without a partner. All else stays whole, with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     on_meta,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
+    Vocabulary,
     Words,
     divisions_in_words,
     vocabularies,
@@ -51,7 +52,6 @@ class TensorPlan:
             for its input projections, and its ``out_proj`` is a row layer.
         whole: the reason why it stays whole, for each linear layer and embedding that does.
         share: of the bytes of all parameters, those that are divided.
-        regions: modules inside whose forward activations are divided; "" is the model.
         vocabularies: names of the layers that have one weight, for each.
         streams: activations between pairs that are divided along the sequence.
         whole_streams: why others are not.
@@ -63,7 +63,6 @@ class TensorPlan:
     divisions: Mapping[str, Division] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     share: float = 0.0
-    regions: tuple[str, ...] = ()
     vocabularies: tuple[frozenset[str], ...] = ()
     streams: tuple[Stream, ...] = ()
     whole_streams: tuple[str, ...] = ()
@@ -123,60 +122,57 @@ def prove(
     flow = _dry_run(model, args, kwargs, ways)
     found = vocabularies(model, flow.linears)
     linears = _linears(model, flow)
-    called = frozenset(
-        [name for name, seen in flow.linears.items() if seen.taken_from]
-        + [each for name in flow.heads for each in (name, _child(name, "out_proj"))]
-        + [name for name, seen in flow.experts.items() if seen.calls]
-    )
-    every = frozenset(flow.experts)
-    found_layers = tuple(frozenset(each.layers) for each in found)
-    order = [n for n, _ in model.named_modules()]
-    if words is not None:
+    if words is None:
+        device = next((t.device for t in tensors_in((args, kwargs)) if not t.is_meta), _CPU)
+        divisions, whole = _chosen(model, flow, linears, found, left, device)
+    else:
         divisions = divisions_in_words(model, words, linears, found, ways)
-        names = [*linears, *flow.experts]
-        whole = {n: "plan= does not name it" for n in names if n not in divisions}
-        share = _share(model, divisions)
-        plan = TensorPlan(
-            ways, divisions, whole, share, ("",), found_layers, called=called, experts=every
-        )
-        return _with_streams(plan, model, args, kwargs)
-    divisions = {}
-    regions = set()
-    for group in _largest_first(model, _groups(linears, flow)):
-        taken = {*left, *divisions}
-        if taken & (group.columns | group.rows) or group.columns & group.rows:
-            continue
-        divisions |= {name: _column(name, linears) for name in group.columns}
-        divisions |= {name: _row(name, linears) for name in group.rows}
-        regions.add(_common(group.columns | group.rows))
-    whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
-    whole |= {n: why for n, why in flow.heads.items() if why}
-    for vocabulary in found:
-        if {*left, *divisions}.isdisjoint(vocabulary.layers):
-            for name, chosen in vocabulary.chosen(ways).items():
-                if isinstance(chosen, Division):
-                    divisions[name] = chosen
-                else:
-                    whole[name] = chosen
-    device = next((t.device for t in tensors_in((args, kwargs)) if not t.is_meta), _CPU)
-    kept = {name: each for name, each in flow.experts.items() if name not in left}
-    for name, tried in divisions_of_experts(model, kept, ways, device).items():
-        if isinstance(tried, Division):
-            divisions[name] = tried
-        else:
-            whole[name] = tried
-    whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
+        whole = dict.fromkeys([*linears, *flow.experts], "plan= does not name it")
+    order = [name for name, _ in model.named_modules()]
+    called = (
+        *(name for name, seen in flow.linears.items() if seen.taken_from),
+        *(each for name in flow.heads for each in (name, _child(name, "out_proj"))),
+        *(name for name, seen in flow.experts.items() if seen.calls),
+    )
     plan = TensorPlan(
         ways,
         {n: divisions[n] for n in order if n in divisions},
         {n: whole[n] for n in order if n in whole and n not in divisions},
         _share(model, divisions),
-        tuple(n for n in order if n in regions),
-        found_layers,
-        called=called,
-        experts=every,
+        tuple(frozenset(each.layers) for each in found),
+        called=frozenset(called),
+        experts=frozenset(flow.experts),
     )
     return _with_streams(plan, model, args, kwargs)
+
+
+def _chosen(
+    model: nn.Module,
+    flow: Flow,
+    linears: Mapping[str, Linear],
+    found: Sequence[Vocabulary],
+    left: Set[str],
+    device: torch.device,
+) -> tuple[dict[str, Division], dict[str, str]]:
+    """How layers are divided, and why others stay whole."""
+    divisions: dict[str, Division] = {}
+    for group in _largest_first(model, _groups(linears, flow)):
+        taken = {*left, *divisions}
+        if not taken & (group.columns | group.rows) and not group.columns & group.rows:
+            divisions |= {name: _column(name, linears) for name in group.columns}
+            divisions |= {name: _row(name, linears) for name in group.rows}
+    whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
+    whole |= {n: why for n, why in flow.heads.items() if why}
+    tried: dict[str, Division | str] = {}
+    for vocabulary in found:
+        if {*left, *divisions, *tried}.isdisjoint(vocabulary.layers):
+            tried |= vocabulary.chosen(flow.ways)
+    kept = {name: each for name, each in flow.experts.items() if name not in left}
+    tried |= divisions_of_experts(model, kept, flow.ways, device)
+    divisions |= {name: each for name, each in tried.items() if isinstance(each, Division)}
+    whole |= {name: why for name, why in tried.items() if isinstance(why, str)}
+    whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
+    return divisions, whole
 
 
 def _with_streams(
@@ -202,9 +198,9 @@ def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
     divisions, whole = dict(plan.divisions), dict(plan.whole)
     for layers in {*plan.vocabularies, *other.vocabularies}:
         pairs = {name: (plan.divisions.get(name), other.divisions.get(name)) for name in layers}
-        for name, (mine, its) in pairs.items():
-            if mine and its and all(a and b and a.kind == b.kind for a, b in pairs.values()):
-                divisions[name] = replace(mine, by_itself=mine.by_itself or its.by_itself)
+        for name, (own, others) in pairs.items():
+            if own and others and all(a and b and a.kind == b.kind for a, b in pairs.values()):
+                divisions[name] = replace(own, by_itself=own.by_itself or others.by_itself)
             elif any(a or b for a, b in pairs.values()):
                 divisions.pop(name, None)
                 whole[name] = "training and evaluation use its weight in different ways"
@@ -220,13 +216,11 @@ def with_layers_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> Ten
     more = other.divisions.keys() - plan.called
     found = {**plan.divisions, **{name: other.divisions[name] for name in more}}
     divisions = {name: found[name] for name in names if name in found}
-    regions = {*plan.regions, *other.regions}
     return replace(
         plan,
         divisions=divisions,
         whole={name: why for name, why in plan.whole.items() if name not in more},
         share=_share(model, divisions),
-        regions=tuple(name for name in names if name in regions),
     )
 
 
@@ -371,15 +365,6 @@ def _column(name: str, linears: Mapping[str, Linear]) -> Division:
 
 def _row(name: str, linears: Mapping[str, Linear]) -> Division:
     return Division("row", transposed=name in linears and linears[name].transposed)
-
-
-def _common(names: Iterable[str]) -> str:
-    """The module that holds all of these."""
-    first, *others = (name.split(".")[:-1] for name in names)
-    for i, part in enumerate(first):
-        if any(other[i : i + 1] != [part] for other in others):
-            return ".".join(first[:i])
-    return ".".join(first)
 
 
 def _share(model: nn.Module, divisions: Mapping[str, Division]) -> float:
