@@ -16,7 +16,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,15 +40,8 @@ _LENGTH = 4
 _KERNELS = ("fused", "foreach", "capturable")
 
 
-@dataclass(frozen=True)
-class ParameterBytes:
-    """What a rank holds for a parameter, in bytes.
-
-    Attributes:
-        weights: of its part of the parameter.
-        gradients: of this part; 0 if it is frozen.
-        state: of the optimizers.
-    """
+class ParameterBytes(NamedTuple):
+    """What a rank holds for a parameter, in bytes: of its part, of gradients, of optimizers."""
 
     weights: int
     gradients: int
@@ -92,19 +85,11 @@ class RankForecast:
         return f"{' + '.join(terms)} = {in_words(self.total)}"
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory that a rank may use.
-
-    Attributes:
-        place: a number for the host or the GPU that it belongs to.
-        nbytes: of it.
-        divided: whether these are this rank's share among those that use it.
-    """
+class Memory(NamedTuple):
+    """The memory that a rank may use, in bytes, and a number for the host or GPU that has it."""
 
     place: int
     nbytes: int
-    divided: bool = True
 
 
 def log_division(
@@ -122,8 +107,7 @@ def log_division(
     Args:
         links: to the ranks that compute on the same batch.
     """
-    own = memory_of_rank(device, model)
-    found = links.gather_numbers([own.place, own.nbytes, own.divided])
+    found = links.gather_numbers(memory_of_rank(device, model))
     if options.position.rank:
         return
     if len(stages) > 1:
@@ -142,7 +126,9 @@ def log_division(
 
     parameters = parameter_bytes(model, optimizers, shape_of)
     ranks = forecast(stages, parameters, options.schedule, microbatches)
-    memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
+    memories = [Memory(*numbers) for numbers in found.tolist()]
+    if device.type == "cuda":
+        memories = divided_memory(memories)
     names = " and ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
     lines = table(ranks, memories, links.ranks, names)
     if len(ranks) > 1:
@@ -208,9 +194,7 @@ def forecast(
         found.append(
             RankForecast(
                 tuple(own_stages),
-                sum(each.weights for each in own),
-                sum(each.gradients for each in own),
-                sum(each.state for each in own),
+                *(sum(each[i] for each in own) for i in range(len(ParameterBytes._fields))),
                 _largest([stages.saved[stage] for stage in own_stages], kept, microbatches),
                 0 if ranks == 1 else _outputs(stages, own_stages, kept, schedule, microbatches),
             )
@@ -316,7 +300,7 @@ def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         gpu = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
-        return Memory(gpu, free + torch.cuda.memory_reserved(device), divided=False)
+        return Memory(gpu, free + torch.cuda.memory_reserved(device))
     held = bytes_of(p for p in model.parameters() if p.device == device)
     host = zlib.crc32(socket.gethostname().encode())
     return Memory(host, free_memory() // runtime.local_size() + held)
@@ -324,13 +308,8 @@ def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
 
 def divided_memory(memories: Sequence[Memory]) -> list[Memory]:
     """The same, with equal shares of a GPU for those of the ranks that use it."""
-    places = [memory.place for memory in memories]
-    return [
-        memory
-        if memory.divided
-        else Memory(memory.place, memory.nbytes // places.count(memory.place))
-        for memory in memories
-    ]
+    places = [place for place, _ in memories]
+    return [Memory(place, nbytes // places.count(place)) for place, nbytes in memories]
 
 
 def table(
