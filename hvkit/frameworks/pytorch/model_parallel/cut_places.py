@@ -144,12 +144,6 @@ class _Ended:
 class ForwardTrace(EachOperation):
     """When tensors that depend on parameters are made and used, and when modules are called.
 
-    Args:
-        model: whose forward runs inside.
-        buffers: with which it runs, by name.
-        flops: counts those of the forward.
-        kept: what the forward keeps, which stages pass on.
-
     Attributes:
         time: operations so far.
         reads: by parameter, when it was used.
@@ -342,9 +336,6 @@ class ForwardTrace(EachOperation):
         """Where all that is used later and depends on a parameter is what modules return.
 
         Or what follows from that by a few operations, or what the forward keeps for the script.
-
-        Args:
-            kept: what it has kept at its end.
         """
         found: list[CutPlace] = []
         once = [each for each in self._ended if self._count[each.module] == 1]
@@ -402,13 +393,7 @@ class ForwardTrace(EachOperation):
     def _sources(
         self, t: torch.Tensor, ended: Sequence[_Ended], call: _Ended
     ) -> list[Result] | None:
-        """The results of modules from which a later stage has a tensor; None if not all.
-
-        Args:
-            t: made before the end of a call.
-            ended: the calls that have ended before.
-            call: this one; what is kept then is passed on anyway.
-        """
+        """The results of modules from which a later stage has a tensor; None if not all."""
         if (result := self._result(t, ended, call.time)) is not None:
             return [result]
         if _is_in(t, call.kept):

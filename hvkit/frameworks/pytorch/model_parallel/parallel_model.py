@@ -294,10 +294,7 @@ class ParallelModel:
     def _take_part(
         self, stages: Stages
     ) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, dist.ProcessGroup]]:
-        """Give up what other stages hold; return this rank's parameters by name.
-
-        And those of them that several ranks of the pipeline hold, with these ranks.
-        """
+        """Give up other stages' parameters; return this rank's, and the ranks that share some."""
         named, links = dict(self._model.named_parameters()), self._groups.pipeline
         own = {name: p for name, p in named.items() if self._rank in stages.holders(name)}
         of_stages = {}
@@ -353,13 +350,10 @@ class ParallelModel:
         own: Mapping[str, nn.Parameter],
         slicings: Mapping[str, Slicing],
     ) -> None:
-        """Let norms, scalers, scripts, saving and loading know of other ranks' parts.
-
-        The script may still hold this rank's parameters of before.
-        """
+        """Let norms, scalers, scripts, saving and loading know of other ranks' parts."""
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
-        buffers = {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
+        holder |= {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
         first_slice, first_shard = (position.along(axis) == 0 for axis in ("tensor", "shard"))
         counted = [
             p
@@ -373,11 +367,12 @@ class ParallelModel:
             model.parameters(),
             counted,
             self._groups.holders,
+            # What the script may still hold.
             {p: own[name] for name, p in before.items() if own[name] is not p},
         )
         self.state = ModelState(
             model,
-            holder | buffers,
+            holder,
             self._groups.pipeline,
             slicings,
             collects=position.along("data") == 0,

@@ -203,7 +203,12 @@ class MeshPort(PyTorchPort):
             What to call before each backward pass, and what that returns after it.
         """
         if self.mesh.mesh.shard > 1:  # PyTorch averages the gradients
-            self._refuse_averages(norms)
+            if len(norms) and self.options.batch_norm == "average":
+                raise ValueError(
+                    "batch norm keeps statistics of each rank's own batches, which "
+                    f"{self.mesh.mesh} does not average along its shard axis: use group norm, or "
+                    'batch_norm="local", and evaluate on all ranks'
+                )
         elif self.options.group.size > 1:
             self.parameters = own
             keeper = self._keep_weights_in_step(
@@ -235,15 +240,6 @@ class MeshPort(PyTorchPort):
             hooks.add(names)
         if self.mesh.mesh.tensor > 1:
             hooks.divide(state.full_gradient, state.own_gradient)
-
-    def _refuse_averages(self, norms: nn.ModuleList) -> None:
-        """Raise if statistics of batch norm would have to be averaged."""
-        if len(norms) and self.options.batch_norm == "average":
-            raise ValueError(
-                f"batch norm keeps statistics of each rank's own batches, which {self.mesh.mesh} "
-                'does not average along its shard axis: use group norm, or batch_norm="local", '
-                "and evaluate on all ranks"
-            )
 
     def _begin_pass(self) -> Callable[[], None]:
         if self.reducer is None:

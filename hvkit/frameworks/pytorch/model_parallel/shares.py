@@ -13,6 +13,7 @@ slice in the middle; and its list of contents is a pickle, which runs code when 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,28 +67,25 @@ def blocks_of(
         index: of the rank in its tensor group.
         ways: ranks of the group.
     """
-    first, last = rows or (0, shape[0] if len(shape) else 0)
-    size = [last - first, *shape[1:]] if len(shape) else []
-    start = [first] + [0] * (len(shape) - 1) if len(shape) else []
-    if placement is None:
-        return [Block(tuple(start), (0,) * len(shape), tuple(size))]
-    dim = placement.dim
-    length = shape[dim] // placement.parts
-    found = []
-    for part in range(placement.parts):
-        begin, end = part * length, (part + 1) * length
-        if dim == 0:
-            begin, end = max(begin, first), min(end, last)
-        if begin >= end:
-            continue
-        # Before this part are those of all ranks, and within it those of earlier ranks.
-        moved = part * length * (ways - 1) + index * length
-        own, at, extent = list(start), [0] * len(shape), list(size)
-        own[dim] = begin + moved
-        at[dim] = begin - (first if dim == 0 else 0)
-        extent[dim] = end - begin
-        found.append(Block(tuple(own), tuple(at), tuple(extent)))
-    return found
+    # Along each dimension: where in the whole tensor, where in the rank's own, and how much.
+    along = [[(0, 0, length)] for length in shape]
+    if placement is not None:
+        length = shape[placement.dim] // placement.parts
+        # Before a part are those of all ranks, and within it those of earlier ranks.
+        along[placement.dim] = [
+            ((part * ways + index) * length, part * length, length)
+            for part in range(placement.parts)
+        ]
+    if rows is not None:
+        first, last = rows
+        cut = [(start - at, max(at, first), min(at + n, last)) for start, at, n in along[0]]
+        along[0] = [
+            (by + begin, begin - first, end - begin) for by, begin, end in cut if begin < end
+        ]
+    return [
+        Block(*(tuple(each[i] for each in chosen) for i in range(3)))
+        for chosen in itertools.product(*along)
+    ]
 
 
 def _in_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -107,7 +105,11 @@ class SavedTensor:
     ) -> None:
         self.shape = torch.Size(shape)
         self.pieces = list(pieces)
-        self.dtype = self.pieces[0][1].dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.pieces[0][1].dtype  # a rank that has none of the rows writes no piece
 
     def add(self, other: SavedTensor) -> None:
         """Take over the pieces that another rank has written."""

@@ -4,13 +4,12 @@ A script's own lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)
 a loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
 update of its optimizers, a divided parameter, its gradient, and what is computed of them element by
 element are of classes that PyTorch asks first (``__torch_function__``). An operation on each
-element by itself computes with this rank's slice, and what it returns is a slice, too. Before any
-other operation the ranks join their slices, and all compute with the full tensor: a collective.
-What it writes into that, or later into a view of it, goes back into the slice.
+element by itself computes with this rank's slice, and returns one. Before any other operation the
+ranks join their slices, and all compute with the full tensor: a collective. What it writes into
+that, or later into a view of it, goes back into the slice.
 
-The memory is that of the slice throughout, in the same objects. During a forward and an update they
-are of PyTorch's own classes, so these are as fast as without hvkit. Code of hvkit, and of PyTorch's
-``fully_shard``, knows of slices and always gets them.
+During a forward and an update the same objects are of PyTorch's own classes, as fast as without
+hvkit. Code of hvkit, and of PyTorch's ``fully_shard``, always gets slices.
 """
 
 from __future__ import annotations
@@ -51,7 +50,10 @@ class _Answers:
         if func == _GET_GRADIENT:
             with as_plain():
                 gradient = args[0].grad
-            return gradient if gradient is None else _as_asked(args[0], gradient)
+            slicing = slicing_of(args[0])
+            if gradient is None or slicing is None or _calls_for_slices(sys._getframe(1)):
+                return gradient
+            return gradient if type(gradient) in _PLAIN else show(gradient, slicing)
         if func == _SET_GRADIENT and args[1] is None:
             return _raw(func, args, {})
         return _answer(func, args, kwargs or {}, slices_wanted=_calls_for_slices(sys._getframe(1)))
@@ -73,26 +75,14 @@ def _like(t: torch.Tensor, value: torch.Tensor) -> Any:
     return value.requires_grad_(t.requires_grad)
 
 
-class _WholeTensor(_Answers, torch.Tensor):
-    """A tensor of which this rank has a part."""
-
-
-class _WholeParameter(_Answers, nn.Parameter):
-    """A parameter of which this rank has a part."""
-
-
-class _WholeDTensor(_Answers, DTensor):
-    """A tensor that ``fully_shard`` divides."""
-
-
 class _ViewOfWhole(_Answers, torch.Tensor):
-    """A view of a whole that was joined: what is written into it goes back into the part."""
+    """A view of a full tensor that was joined: what is written into it goes back into the slice."""
 
 
-_SHOWN: dict[type, type] = {
-    torch.Tensor: _WholeTensor,
-    nn.Parameter: _WholeParameter,
-    DTensor: _WholeDTensor,
+# Classes of slices, by those that they stand for.
+_SHOWN: dict[Any, Any] = {
+    plain: type(plain)(f"_Whole{plain.__name__}", (_Answers, plain), {})
+    for plain in (torch.Tensor, nn.Parameter, DTensor)
 }
 _PLAIN = {shown: plain for plain, shown in _SHOWN.items()}
 _SLICING, _VIEWED = "_hvkit_slicing", "_hvkit_viewed"
@@ -113,12 +103,12 @@ class _Viewed:
     at: tuple[int, int]
 
 
-# Counts what may have changed parts.
+# Counts what may have changed slices.
 _changes = 0
 
 
 def show(t: Any, slicing: Slicing) -> Any:
-    """Let a part answer for its whole from now on."""
+    """Let a slice answer for the full tensor from now on."""
     if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
         setattr(t, _SLICING, slicing)
         t.__class__ = _SHOWN[type(t)]
@@ -126,7 +116,7 @@ def show(t: Any, slicing: Slicing) -> Any:
 
 
 def slicing_of(t: Any) -> Slicing | None:
-    """How what answers for its whole is divided; None if it does not."""
+    """How what answers for a full tensor is divided; None if it does not."""
     return getattr(t, _SLICING) if type(t) in _PLAIN and hasattr(t, _SLICING) else None
 
 
@@ -142,7 +132,7 @@ def _of(t: torch.Tensor) -> Slicing:
 
 
 class WholeParameters:
-    """The divided parameters of a model, which answer a script for their whole."""
+    """The divided parameters of a model, which answer a script for the full tensors."""
 
     def __init__(self) -> None:
         self._slicings: dict[torch.Tensor, Slicing] = {}
@@ -175,7 +165,7 @@ class WholeParameters:
             self._change(self._forwards - 1, self._updates)
 
     def begin_update(self, optimizer: Any) -> None:
-        """Let them be plain slices during an update."""
+        """Let them be plain slices until ``end_update``."""
         self._change(self._forwards, True)
 
     def end_update(self) -> None:
@@ -203,7 +193,7 @@ class WholeParameters:
 
 
 def _calls_for_slices(frame: FrameType | None) -> bool:
-    """Whether code that knows of parts has called an operation, perhaps through PyTorch's own."""
+    """Whether code that knows of slices has called an operation, perhaps through PyTorch."""
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         if name.startswith(("hvkit.", "torch.distributed.")):
@@ -218,13 +208,6 @@ def _calls_for_slices(frame: FrameType | None) -> bool:
 def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with as_plain():
         return func(*args, **kwargs)
-
-
-def _as_asked(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter for the code that has asked for it."""
-    if type(gradient) in _PLAIN or _calls_for_slices(sys._getframe(2)):
-        return gradient
-    return gradient if (slicing := slicing_of(p)) is None else show(gradient, slicing)
 
 
 _TENSOR: Any = torch.Tensor
@@ -343,7 +326,7 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     operands: dict[int, Any] = {}
     for t in operation.inputs:
         if slicing_of(t) is None:
-            # Its gradient would be that of this rank's part alone.
+            # Its gradient would be that of this rank's slice alone.
             operand = None if graph and t.requires_grad else slicing.operand(t, first)
             if operand is None:
                 return NotImplemented
@@ -413,7 +396,7 @@ def _as_view(t: Any, viewed: _Viewed) -> Any:
 
 
 def _refresh(t: torch.Tensor) -> None:
-    """Bring a view of a whole up to date, if parts have changed since it was joined; collective."""
+    """Bring a view up to date, if slices have changed since they were joined; a collective."""
     viewed: _Viewed | None = getattr(t, _VIEWED, None)
     if viewed is None or viewed.full is None or viewed.at == _now(viewed.own):
         return
@@ -422,9 +405,9 @@ def _refresh(t: torch.Tensor) -> None:
     viewed.at = _now(viewed.own)
 
 
-def _now(part: torch.Tensor) -> tuple[int, int]:
-    """Another value if the part may have changed, the same on all ranks."""
-    return _changes, part._version
+def _now(own: torch.Tensor) -> tuple[int, int]:
+    """Another value if the slice may have changed, the same on all ranks."""
+    return _changes, own._version
 
 
 def note_change() -> None:

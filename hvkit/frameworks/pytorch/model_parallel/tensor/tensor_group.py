@@ -185,7 +185,7 @@ class SameRandomNumbers:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(_generator(device))
-        self._common = [generator.get_state() for generator in self._generators]
+        self.begin()
         for state in self._common:
             moved = state.to(device)
             dist.broadcast(moved, group=group, group_src=0)
@@ -202,7 +202,7 @@ class SameRandomNumbers:
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._common = [generator.get_state() for generator in self._generators]
+            self.begin()
             self._set(self._own)
 
     def begin(self) -> None:
