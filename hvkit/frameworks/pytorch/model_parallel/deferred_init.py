@@ -32,7 +32,7 @@ from hvkit.frameworks.pytorch.model_parallel.recipe import (
     set_tag,
     tag_of,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import version_of
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _aten = torch.ops.aten
@@ -93,7 +93,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         deferred = any(t.is_meta for t in tensors)
         random = torch.Tag.nondeterministic_seeded in func.tags
         makes = not tensors and "device" in _arguments(func)
@@ -163,11 +163,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "hvkit.deferred_init() cannot record it: use another function, or call it "
                     "before the block"
                 ) from error
-            if not (missing or _reads_values(func)):
+            if not missing and torch.Tag.data_dependent_output not in func.tags:
                 raise
             args, kwargs = self.computed((args, kwargs), _name(func))
             return func(*args, **kwargs)
-        returned = _tensors(result)
+        returned = tensors_in(result)
         # Empty tensors cost nothing, and torch.load lets them take over a storage of its file.
         if makes and all(t.numel() == 0 for t in returned):
             return func(*args, **kwargs)
@@ -377,10 +377,6 @@ def _refuse(
             )
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-
-
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_META)
 
@@ -394,7 +390,7 @@ def _arguments(func: Any) -> dict[str, bool]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     values = {**dict(zip(_arguments(func), args, strict=False)), **kwargs}
-    return _tensors([values.get(name) for name, changed in _arguments(func).items() if changed])
+    return tensors_in([values.get(name) for name, changed in _arguments(func).items() if changed])
 
 
 def _overwritten(func: Any, args: tuple[Any, ...], views: list[View]) -> dict[int, int]:
@@ -413,12 +409,8 @@ def _whole_storage(tensor: torch.Tensor) -> int | None:
     return size if whole else None
 
 
-def _reads_values(func: Any) -> bool:
-    return torch.Tag.data_dependent_output in func.tags
-
-
 def _lists_deferred(args: tuple[Any, ...]) -> bool:
-    return isinstance(args[0], list | tuple) and any(t.is_meta for t in _tensors(args[0]))
+    return isinstance(args[0], list | tuple) and any(t.is_meta for t in tensors_in(args[0]))
 
 
 def _name(func: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -399,16 +399,3 @@ def require_one_stage_for_each(model: nn.Module, stages: Stages) -> None:
                 "compressed weights: leave out compression=, or choose stages=[...] so that one "
                 "stage uses it"
             )
-
-
-def of_parameters(
-    model: nn.Module, plan: TensorPlan, own: Mapping[str, nn.Parameter]
-) -> TensorPlan:
-    """The part of a plan for the layers whose parameters a rank holds."""
-    held = set(own.values())
-    divisions = {
-        name: each
-        for name, each in plan.divisions.items()
-        if not held.isdisjoint(model.get_submodule(name).parameters(recurse=False))
-    }
-    return replace(plan, divisions=divisions)

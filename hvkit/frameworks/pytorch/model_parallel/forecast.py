@@ -191,10 +191,13 @@ def forecast(
         own_stages = stages.of_rank(rank)
         own = [each for name, each in parameters.items() if rank in stages.holders(name)]
         kept = kept_at_once(schedule, ranks, rank, len(own_stages), microbatches)
+        weights, gradients, state = (sum(each[i] for each in own) for i in range(3))
         found.append(
             RankForecast(
                 tuple(own_stages),
-                *(sum(each[i] for each in own) for i in range(len(ParameterBytes._fields))),
+                weights,
+                gradients,
+                state,
                 _largest([stages.saved[stage] for stage in own_stages], kept, microbatches),
                 0 if ranks == 1 else _outputs(stages, own_stages, kept, schedule, microbatches),
             )

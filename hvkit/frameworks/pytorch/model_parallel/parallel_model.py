@@ -27,7 +27,6 @@ from hvkit.frameworks.pytorch.model_parallel.deferred_init import LoadedBefore
 from hvkit.frameworks.pytorch.model_parallel.division import (
     ModelDivision,
     decide,
-    of_parameters,
     require_one_stage_for_each,
     warn_of_microbatches,
 )
@@ -239,7 +238,7 @@ class ParallelModel:
         tensor = groups.axes["tensor"]
         if options.mesh.tensor > 1:
             self._random = SameRandomNumbers(tensor.get_group(), self._device)
-            placements = divide(model, of_parameters(model, plan, own), tensor, self._random)
+            placements = divide(model, plan, tensor, self._random)
         before = own
         if options.mesh.shard > 1:
             own = self._shard(own, of_stages, division)

@@ -20,9 +20,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import version_of
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 IN_BLOCK = "inside `with hvkit.deferred_init():`"
 # A storage keeps its Python attributes as long as any tensor lies in it. That holds the recipe
@@ -117,9 +117,8 @@ class Call:
                 storages[number] = _memory(size)
         args, kwargs = tree_map_only(Given, Given.get, (self.args, self.kwargs))
         args, kwargs = tree_map_only(View, lambda v: v.on(storages[v.storage]), (args, kwargs))
-        returned = tree_leaves(self.function(*args, **kwargs))
-        made = [each for each in returned if isinstance(each, torch.Tensor)]
-        for view, tensor in zip(self.outputs, made, strict=True):
+        made = self.function(*args, **kwargs)
+        for view, tensor in zip(self.outputs, tensors_in(made), strict=True):
             if view.storage not in storages:
                 storages[view.storage] = view.storage_with(tensor)
 

@@ -82,7 +82,7 @@ class _ViewOfWhole(_Answers, torch.Tensor):
 # Classes of slices, by those that they stand for.
 _SHOWN: dict[Any, Any] = {
     plain: type(plain)(f"_Whole{plain.__name__}", (_Answers, plain), {})
-    for plain in (torch.Tensor, nn.Parameter, DTensor)
+    for plain in cast(Sequence[Any], (torch.Tensor, nn.Parameter, DTensor))
 }
 _PLAIN = {shown: plain for plain, shown in _SHOWN.items()}
 _SLICING, _VIEWED = "_hvkit_slicing", "_hvkit_viewed"

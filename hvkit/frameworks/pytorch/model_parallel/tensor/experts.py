@@ -15,8 +15,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in, uncompiled
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Division,
     Placement,
@@ -41,6 +41,21 @@ _ROUNDING = 1e-4
 _NUMBERS = 65537
 # Of inputs. Large results would show where a module limits them.
 _SCALES = (1.0, 1e4)
+
+
+@dataclass
+class Experts:
+    """What the dry run has seen of a module with experts in parameters of three dimensions.
+
+    Attributes:
+        parameters: its own, on the meta device.
+        calls: the arguments of the first call of each structure.
+        unusable: why they cannot be divided at all.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    calls: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
+    unusable: str = ""
 
 
 def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, Experts]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
+from hvkit.frameworks.pytorch.model_parallel.tensor.experts import experts_in
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     HARMLESS,
     SIZES,
@@ -97,54 +98,42 @@ class Linear:
         return "it takes whole activations"
 
 
-@dataclass
-class Experts:
-    """What the dry run has seen of a module with experts in parameters of three dimensions.
-
-    Attributes:
-        parameters: its own, on the meta device.
-        calls: the arguments of the first call of each structure.
-        unusable: why they cannot be divided at all.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    calls: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
-    unusable: str = ""
-
-
 class Flow(EachOperation):
     """Follows the output of each linear layer.
 
     Args:
-        layers: the modules that may be linear layers or embeddings, by name, with their weight and
-            bias on the meta device.
-        heads: names of ``nn.MultiheadAttention`` modules, with their parameters.
+        model: the whole one.
+        meta: its parameters on the meta device, by name.
         ways: among how many ranks.
-        experts: by the names of their modules; completed by what is seen of them.
+
+    Attributes:
+        linears: what is seen of linear layers and embeddings, by name.
+        heads: the attention layers seen, with why they cannot be divided, or an empty text.
+        experts: what is seen of modules with experts.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, Sequence[nn.Parameter]],
-        heads: Mapping[str, nn.MultiheadAttention],
-        ways: int,
-        experts: Mapping[str, Experts] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, meta: Mapping[str, nn.Parameter], ways: int) -> None:
         super().__init__()
-        self.experts = experts or {}
-        self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
+        self.ways = ways
         self.linears: dict[str, Linear] = {}
         self.heads: dict[str, str] = {}
-        """The attention layers seen, with why they cannot be divided, or an empty text."""
-        self._layers = layers
-        self._heads = heads
-        self.ways = ways
+        self.experts = experts_in(model, meta)
+        self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
+        self._modules = modules = dict(model.named_modules())
+        twins = {p: meta[name] for name, p in model.named_parameters()}
+        # Those that may be linear layers or embeddings, with their weight and bias.
+        self._layers = {
+            n: [twins[p] for p in m.parameters(recurse=False)]
+            for n, m in modules.items()
+            if _may_be_linear(m)
+        }
+        self._heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
+        # Of no other class: an embedding that does more may pass other options.
+        self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
         self._owners: dict[int, list[str]] = {}
-        for name, held in layers.items():
+        for name, held in self._layers.items():
             for p in held:
                 self._owners.setdefault(id(p), []).append(name)
-        self._modules: Mapping[str, nn.Module] = {}
-        self._embeddings: set[str] = set()
         self._inside: list[str] = []
 
     def operation(self, call: Operation) -> Any:
@@ -175,12 +164,10 @@ class Flow(EachOperation):
         return output
 
     @contextmanager
-    def entered(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
         """Know in which layer an operation happens, while the context lasts."""
-        self._modules = modules
-        # Of no other class: an embedding that does more may pass other options.
-        self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
-        layers = {n: m for n, m in modules.items() if n in self._layers or n in self._heads}
+        modules = self._modules
+        layers = {name: modules[name] for name in (*self._layers, *self._heads)}
         # After the hooks of a script, which may change what the experts get.
         experts = {name: modules[name] for name in self.experts}
         inside = {"before_hooks": False, "after_hooks": False}
@@ -323,6 +310,11 @@ class Flow(EachOperation):
         for mark in filter(None, marks):
             self._spoil(mark.columns, f"{layer} takes it, which divides its own heads")
         self.heads[layer] = problem
+
+
+def _may_be_linear(module: nn.Module) -> bool:
+    held = dict(module.named_parameters(recurse=False))
+    return [*held] in (["weight"], ["weight", "bias"]) and held["weight"].dim() == 2
 
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -48,10 +49,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import (
 
 
 def divide(
-    model: nn.Module,
-    plan: TensorPlan,
-    mesh: DeviceMesh,
-    random: SameRandomNumbers | None = None,
+    model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, random: SameRandomNumbers
 ) -> dict[str, Placement]:
     """Leave each rank its part of a model's weights, and make the forward use the parts.
 
@@ -62,20 +60,20 @@ def divide(
     Args:
         model: changed in place; its parameters stay the same objects.
         plan: of ``prove``, the same on all ranks of the group.
-        random: the random numbers of the group; by default new ones, from its first rank's.
+        mesh: the tensor group, of one dimension.
+        random: the random numbers of the group.
 
     Returns:
         How each parameter that is divided is divided, by its name.
-
-    Raises:
-        ValueError: the mesh has not the ranks that the plan was made for.
     """
-    if mesh.ndim != 1 or mesh.size() != plan.ways:
-        raise ValueError(
-            f"the plan divides a model among {plan.ways} ranks, and the mesh has the shape "
-            f"{tuple(mesh.shape)}: pass a mesh of one dimension with {plan.ways} ranks"
-        )
     _follow_checkpoints()
+    here = {
+        name: each
+        for name, each in plan.divisions.items()
+        # Other stages of a pipeline have those on the meta device.
+        if not all(p.is_meta for p in model.get_submodule(name).parameters(recurse=False))
+    }
+    plan = replace(plan, divisions=here)
     placements = placements_of(model, plan)
     index, ways = mesh.get_local_rank(), mesh.size()
     for name, placement in placements.items():
@@ -83,9 +81,6 @@ def divide(
         p.data = part_of(p.data, placement, index, ways)
         if p.grad is not None:
             p.grad = part_of(p.grad, placement, index, ways)
-    if random is None:
-        held = (p.device for p in model.parameters() if not p.is_meta)
-        random = SameRandomNumbers(mesh.get_group(), next(held, torch.device("cpu")))
     attentions = {
         n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)
     }

@@ -9,7 +9,6 @@ vocabulary are divided without a partner. All else stays whole, with a reason.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,13 +28,9 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
     divisions_in_words,
     vocabularies,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.experts import (
-    divisions_of_experts,
-    experts_in,
-)
+from hvkit.frameworks.pytorch.model_parallel.tensor.experts import divisions_of_experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation
 from hvkit.frameworks.pytorch.model_parallel.tensor.streams import Stream, Streams
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call, tensors_in
 
@@ -119,7 +114,9 @@ def prove(
     """
     if ways == 1 or words == {}:
         return TensorPlan(ways)
-    flow = _dry_run(model, args, kwargs, ways)
+    meta, _ = on_meta(model)
+    flow = Flow(model, meta, ways)
+    _watch_forward(flow, model, meta, args, kwargs)
     found = vocabularies(model, flow.linears)
     linears = _linears(model, flow)
     if words is None:
@@ -181,9 +178,7 @@ def _with_streams(
     """A plan with the activations between pairs that can be divided along the sequence."""
     streams = Streams(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
-    with streams.entered():
-        for each in _forward_on_meta(model, meta, args, kwargs, streams):
-            streams.returned(each)
+    _watch_forward(streams, model, meta, args, kwargs)
     found, problems = streams.found()
     return replace(plan, streams=tuple(found), whole_streams=tuple(problems))
 
@@ -224,43 +219,23 @@ def with_layers_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> Ten
     )
 
 
-def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ways: int) -> Flow:
-    """Follow what could be divided through one forward."""
-    meta, _ = on_meta(model)
-    twins = {p: meta[name] for name, p in model.named_parameters()}
-    modules = dict(model.named_modules())
-    layers = {
-        n: [twins[p] for p in m.parameters(recurse=False)]
-        for n, m in modules.items()
-        if _may_be_linear(m)
-    }
-    heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
-    flow = Flow(layers, heads, ways, experts_in(model, meta))
-    with flow.entered(modules):
-        for each in _forward_on_meta(model, meta, args, kwargs, flow):
-            flow.returned(each)
-    return flow
-
-
-def _forward_on_meta(
+def _watch_forward(
+    watcher: Flow | Streams,
     model: nn.Module,
     meta: Mapping[str, nn.Parameter],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    mode: EachOperation,
-) -> tuple[Any, list[Any]]:
-    """What the model's forward returns, and what it keeps beside that.
-
-    Parameters are ``meta``, inputs and buffers as they are.
-    """
+) -> None:
+    """Let this see what the model's forward does, with ``meta`` in place of its parameters."""
     tensors = {**meta, **{n: b.clone() for n, b in model.named_buffers()}}
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), _CPU)
     args, kwargs = copied_call(tuple(args), dict(kwargs))
-    modes: list[AbstractContextManager[Any]] = [torch.no_grad(), OnMeta(device, _nothing), mode]
+    modes: Sequence[Any] = watcher.entered(), torch.no_grad(), OnMeta(device, _nothing), watcher
     try:
         with forward_on_meta(model, tensors, args, kwargs, device, modes) as (out, kept):
             # The script may compute with what is kept as with what is returned.
-            return out, [each.value for each in kept.changes().values()]
+            for each in (out, [change.value for change in kept.changes().values()]):
+                watcher.returned(each)
     except Exception as error:
         raise HvkitError(
             "the forward cannot be followed on the meta device, where tensors have shapes and no "
@@ -271,11 +246,6 @@ def _forward_on_meta(
 
 def _nothing(error: Exception) -> None:
     """Ranks of the tensor axis look at the same values, which are those of the whole model."""
-
-
-def _may_be_linear(module: nn.Module) -> bool:
-    held = dict(module.named_parameters(recurse=False))
-    return [*held] in (["weight"], ["weight", "bias"]) and held["weight"].dim() == 2
 
 
 def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
