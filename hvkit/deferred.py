@@ -30,6 +30,6 @@ def deferred_init() -> AbstractContextManager[None]:
             ``torch.Generator`` of its own or on another device than the CPU, changes a real tensor
             by a deferred one, or uses a tensor on the meta device that is not of this block.
     """
-    from hvkit.frameworks.pytorch.model_parallel.deferred import deferred_init as pytorch
+    from hvkit.frameworks.pytorch.model_parallel import deferred_init as pytorch
 
     return pytorch.deferred_init()

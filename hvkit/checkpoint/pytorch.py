@@ -243,9 +243,9 @@ def _like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """The value on the device of the rank's own tensor, and divided like it."""
     if not is_divided(own):
         return value.to(own.device)
-    from hvkit.frameworks.pytorch.divided_state.fully_shard import part_like
+    from hvkit.frameworks.pytorch.model_parallel.slices import divided_like
 
-    return part_like(value, own)
+    return divided_like(value, own)
 
 
 def _without_numpy_scalars(state: Any) -> Any:

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.gradients.backward_passes import outermost_pass
-from hvkit.frameworks.pytorch.model_parallel import gradient_norm
 from hvkit.frameworks.pytorch.optimizers import after_unscaling, stepping_in
+from hvkit.frameworks.pytorch.refusals import is_in_mesh
 from hvkit.frameworks.pytorch.step_hooks import closure_of
 from hvkit.watch.spans import PASS, REDUCTION, Span, observe
 
@@ -154,8 +154,11 @@ def _norm(optimizer: Optimizer) -> torch.Tensor | None:
     Those that all ranks hold count on rank 0.
     """
     parameters = _parameters(optimizer)
-    if (in_mesh := gradient_norm.of(parameters)) is not None:
-        return in_mesh.own_norm(parameters)
+    if any(map(is_in_mesh, parameters)):
+        from hvkit.frameworks.pytorch.model_parallel import mesh_gradients
+
+        if (in_mesh := mesh_gradients.of(parameters)) is not None:
+            return in_mesh.own_norm(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     own = [
         each.to_local() if isinstance(each, DTensor) else each

@@ -32,6 +32,15 @@ print({"torch", "tensorflow", "keras", "horovod"} & sys.modules.keys())
     assert run_script(code).stdout == "set()\nset()\n"
 
 
+def test_pytorch_without_a_mesh_imports_nothing_of_meshes():
+    code = """
+import sys
+import hvkit.checkpoint.pytorch, hvkit.frameworks.pytorch.port, hvkit.monitor.pytorch
+print([name for name in sys.modules if "model_parallel" in name])
+"""
+    assert run_script(code).stdout == "[]\n"
+
+
 def test_every_public_function_has_a_docstring():
     for name in hvkit.__all__:
         assert getattr(hvkit, name).__doc__, name

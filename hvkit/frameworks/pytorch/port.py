@@ -7,7 +7,7 @@ import gc
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from hvkit.frameworks.pytorch.local_weights import (
     exchanges_of_weights,
     is_kept,
 )
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import recipe_of
 from hvkit.frameworks.pytorch.modules import (
     is_left_to_rank,
     named_in,
@@ -111,8 +110,11 @@ class PyTorchPort:
 
     def _make_deferred(self, models: Sequence[nn.Module]) -> None:
         """Make the weights of models that were built under ``hvkit.deferred_init``."""
-        for recipe in filter(None, map(recipe_of, models)):
-            recipe.make_all()
+        if any(t.is_meta for model in models for t in (*model.parameters(), *model.buffers())):
+            from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
+
+            for recipe in filter(None, map(recipe_of, models)):
+                recipe.make_all()
 
     def _is_deferred(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor will be made when the model is divided."""
@@ -175,14 +177,16 @@ class PyTorchPort:
         hooks = {each: UpdateHooks() for each in self.optimizers}
         records: list[tuple[Any, Record]] = []
         keeper: Keeper | None = None
-        whole: Callable[[Any], Any] | None = None
         if isinstance(strategy := self.options.strategy, FullyShard):
-            records, whole = self._divide(strategy, hooks, name, statistics)
+            records = self._divide(strategy, hooks, name, statistics)
         else:
             keeper = self._keep_weights_in_step(hooks, name, statistics)
         if isinstance(strategy, ShardedOptimizer):
-            whole = self._divide_state(strategy, hooks, name)
-        return records + self._attach(hooks, whole), keeper
+            shards = OptimizerShards(strategy, name, self.options.group)
+            for optimizer, around in hooks.items():
+                shards.attach(optimizer, around)
+        divided = isinstance(strategy, FullyShard | ShardedOptimizer)
+        return records + self._attach(hooks, divided=divided), keeper
 
     def average_in_passes(self) -> tuple[GradientReducer, Keeper | None]:
         """Average the gradients of passes that another runs, and calls ``begin_pass`` around.
@@ -194,18 +198,18 @@ class PyTorchPort:
         statistics = self._averaged_statistics(self.model)
         name = self.options.group.numbered("hvkit")
         keeper = self._keep_weights_in_step(hooks, name, statistics, counts_passes=False)
-        self._attach(hooks, None)
+        self._attach(hooks)
         assert self.reducer is not None
         return self.reducer, keeper
 
     def _attach(
-        self, hooks: Mapping[Optimizer, UpdateHooks], whole: Callable[[Any], Any] | None
+        self, hooks: Mapping[Optimizer, UpdateHooks], *, divided: bool = False
     ) -> list[tuple[Any, Record]]:
         """Call hooks around the optimizers' steps, and return their records.
 
         Args:
             hooks: only those that act inside updates may be missing so far.
-            whole: returns a context in which rank 0 holds an optimizer's whole state.
+            divided: whether the ranks have parts of the optimizers' state.
         """
         records: list[tuple[Any, Record]] = []
         for optimizer, around in hooks.items():
@@ -215,7 +219,7 @@ class PyTorchPort:
             stepping = stepping_in(optimizer)
             refuse_other_optimizers(stepping, is_distributed_parameter)
             attach(stepping, around)
-            gather = functools.partial(whole, weakref.proxy(optimizer)) if whole else None
+            gather = functools.partial(gathered, weakref.proxy(optimizer)) if divided else None
             records.append((optimizer, Record(warmup=rate, gathered=gather)))
         return records
 
@@ -272,23 +276,14 @@ class PyTorchPort:
                 keeper.watch(SteppedOptimizer(stepping, around, weights), adopt)
         return keeper.keeper if isinstance(keeper, GradientReducer) else keeper
 
-    def _divide_state(
-        self, strategy: ShardedOptimizer, hooks: Mapping[Optimizer, UpdateHooks], name: str
-    ) -> Callable[[Any], Any]:
-        """Divide the optimizers' state; return what gathers that of one."""
-        shards = OptimizerShards(strategy, name, self.options.group)
-        for optimizer, around in hooks.items():
-            shards.attach(optimizer, around)
-        return gathered
-
     def _divide(
         self,
         strategy: FullyShard,
         hooks: Mapping[Optimizer, UpdateHooks],
         name: str,
         statistics: RunningStatistics | None,
-    ) -> tuple[list[tuple[Any, Record]], Callable[[Any], Any]]:
-        """Divide models and optimizers; return records of the models, and what gathers state."""
+    ) -> list[tuple[Any, Record]]:
+        """Divide models and optimizers; return records of the models."""
         from hvkit.frameworks.pytorch.divided_state import fully_shard
 
         # A proxy: records must not lead to the models, whose hooks keep the object.
@@ -297,10 +292,11 @@ class PyTorchPort:
         )
         records: list[tuple[Any, Record]] = []
         for number, model in enumerate(self.models):
-            held: Any = weakref.proxy(model)
-            gather = functools.partial(fully_shard.DividedModels.gathered, divided, number, held)
+            held: Any = weakref.proxy(fully_shard.plain(model))
+            prefix = f"{number}."
+            gather = functools.partial(fully_shard.DividedModels.gathered, divided, held, prefix)
             records.append((model, Record(gathered=gather)))
-        return records, fully_shard.gathered
+        return records
 
     def _multiply_rate(self, optimizer: Optimizer, hooks: UpdateHooks) -> RateInStep | None:
         """Let updates use multiplied rates."""

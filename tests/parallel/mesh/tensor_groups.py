@@ -10,6 +10,7 @@ import hvkit
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import whole_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import SameRandomNumbers
 
 
 def ids(batch=4, length=8):
@@ -28,7 +29,9 @@ def divided(model, *args, words=None, **kwargs):
     """A copy of a model that all ranks divide; the plan, and how its parameters are divided."""
     model = copy.deepcopy(model)
     plan = prove(model, args, kwargs, hvkit.size(), words)
-    return model, plan, divide(model, plan, init_device_mesh("cpu", (hvkit.size(),)))
+    mesh = init_device_mesh("cpu", (hvkit.size(),))
+    random = SameRandomNumbers(mesh.get_group(), torch.device("cpu"))
+    return model, plan, divide(model, plan, mesh, random)
 
 
 def whole(model, placements, read=lambda p: p.detach()):

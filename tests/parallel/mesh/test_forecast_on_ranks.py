@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel import division
+from hvkit.frameworks.pytorch.model_parallel import forecast as forecasts
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.watch.spans import observe
 
@@ -84,13 +84,13 @@ class Kept(list):
 def predicted(monkeypatch):
     """Rank 0's forecasts of all ranks of the pipeline, as they are made."""
     made = []
-    own = division.forecast
+    own = forecasts.forecast
 
     def forecast(*args):
         made[:] = own(*args)
         return made
 
-    monkeypatch.setattr(division, "forecast", forecast)
+    monkeypatch.setattr(forecasts, "forecast", forecast)
     return made
 
 
@@ -166,8 +166,8 @@ def test_ranks_that_divide_layers_hold_parts(predicted, name, within):
 
 
 def test_it_is_logged(capfd, monkeypatch):
-    small = division.Memory(hvkit.rank(), 100_000)
-    monkeypatch.setattr(division, "memory_of_rank", lambda *_: small)
+    small = forecasts.Memory(hvkit.rank(), 100_000)
+    monkeypatch.setattr(forecasts, "memory_of_rank", lambda *_: small)
     capfd.readouterr()
     model, optimizer = distributed(nn.Sequential(GPT(layers=2)))
     train(model, optimizer, tokens(22, rows=4, length=4))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel import parallel_model
+from hvkit.frameworks.pytorch.model_parallel import division
 from hvkit.frameworks.pytorch.model_parallel.pipeline import result_comparison
 
 pytestmark = pytest.mark.skipif(hvkit.size() != 2, reason="for two ranks")
@@ -230,7 +230,7 @@ class KeepsFloats(MixtureNet):
 @pytest.mark.parametrize("named", [True, False])
 def test_floats_that_a_forward_keeps_are_named(named, monkeypatch):
     found = []
-    monkeypatch.setattr(parallel_model, "warn_once", lambda kind, text: found.append(text))
+    monkeypatch.setattr(division, "warn_once", lambda kind, text: found.append(text))
     make = KeepsFloats if named else MixtureNet
     loss_of = lambda m, x, y, _: of_logits(m(x), y)  # noqa: E731
     apart_in_microbatches(lambda: make("products"), loss_of, "GPipe, whole batch")

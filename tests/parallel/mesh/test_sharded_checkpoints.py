@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import hvkit
 from hvkit.checkpoint import saving, store
 from hvkit.cli import main
-from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 
 PIPELINE, TENSOR, SHARD = hvkit.Mesh(pipeline=2), hvkit.Mesh(tensor=2), hvkit.Mesh(shard=2)
 MESHES = {
@@ -163,7 +163,7 @@ def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a tensor is put together")
 
-    monkeypatch.setattr(PartsOfParameters, "whole", refuse)
+    monkeypatch.setattr(Slicing, "joined", refuse)
     monkeypatch.setattr(DTensor, "full_tensor", refuse)
     monkeypatch.setattr(dist, "send_object_list", refuse)
     monkeypatch.setattr(dist, "all_gather", refuse)

@@ -26,7 +26,7 @@ from ranks import error_of
 from torch.autograd.graph import register_multi_grad_hook
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel.gradient_norm import local_part
+from hvkit.frameworks.pytorch.model_parallel.slices import local_part
 from hvkit.watch.calls import of_run
 
 pytestmark = MORE

@@ -240,8 +240,10 @@ def test_modules_that_another_library_distributes_are_refused(wrap, message):
 # What imports PyTorch's fully_shard to change what it sends.
 OF_FULLY_SHARD = [
     "hvkit.frameworks.pytorch.divided_state.fully_shard",
-    *(f"hvkit.frameworks.pytorch.model_parallel.{name}" for name in ("parts", "shard_axis")),
-    *(f"hvkit.frameworks.pytorch.model_parallel.{name}" for name in ("parallel_model", "port")),
+    *(
+        f"hvkit.frameworks.pytorch.model_parallel.{name}"
+        for name in ("shard_axis", "parallel_model", "mesh_checkpoints", "port")
+    ),
 ]
 
 

@@ -24,7 +24,7 @@ from torch_nets import (
 
 import hvkit
 from hvkit import main_rank
-from hvkit.frameworks.pytorch.divided_state import fully_shard
+from hvkit.frameworks.pytorch.divided_state.fully_shard import DividedModels
 from hvkit.watch.calls import current_call
 
 pytestmark = [pytest.mark.two_ranks, pytest.mark.usefixtures("torch_distributed")]
@@ -243,9 +243,11 @@ def test_divided_parameters_refuse_what_they_cannot_do():
 
 
 def test_the_wait_of_a_hook_on_a_divided_parameter_names_it(monkeypatch):
-    calls, gather = [], fully_shard._full
+    calls, gather = [], DividedModels.full_gradient
     monkeypatch.setattr(
-        fully_shard, "_full", lambda own: calls.append(current_call()) or gather(own)
+        DividedModels,
+        "full_gradient",
+        lambda *given: calls.append(current_call()) or gather(*given),
     )
     model, optimizer = distributed(strategy=hvkit.FullyShard())
     model[0].weight.register_hook(normalised)

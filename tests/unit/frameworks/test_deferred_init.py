@@ -17,7 +17,8 @@ from cases import MORE, cases
 from torch import nn
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel.deferred.deferred_init import deferred_init, recipe_of
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init
+from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
 
 
 def deferred(build, seed=7):
@@ -375,7 +376,8 @@ def test_a_seed_of_after_the_block_holds():
 MEMORY = """
 import re, torch
 from torch import nn
-from hvkit.frameworks.pytorch.model_parallel.deferred.deferred_init import deferred_init, recipe_of
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init
+from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024

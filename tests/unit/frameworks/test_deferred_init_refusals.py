@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.deferred.deferred_init import deferred_init, recipe_of
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init
+from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
 
 
 def deferred(build):

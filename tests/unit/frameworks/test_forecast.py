@@ -138,9 +138,8 @@ def test_what_both_sides_of_a_cut_keep_counts_on_both():
 
 
 def test_ranks_on_one_gpu_share_it():
-    found = [Memory(1, 80, divided=False), Memory(1, 70, divided=False), Memory(2, 60, False)]
+    found = [Memory(1, 80), Memory(1, 70), Memory(2, 60)]
     assert forecasts.divided_memory(found) == [Memory(1, 40), Memory(1, 35), Memory(2, 60)]
-    assert forecasts.divided_memory([Memory(1, 10)] * 2) == [Memory(1, 10)] * 2
 
 
 RANKS = [RankForecast((0,), 412_000_000, 412_000_000, 824_000_000, 96_000_000, 0)] * 2

@@ -80,7 +80,6 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
     rows, logits = Division("row", 1, True, True), Division("column", by_itself=True)
     assert plan.divisions == of_blocks | {"wte": rows, "lm_head": logits}
     assert plan.whole == {"wpe": "its 16 rows are fewer than its 32 features"}
-    assert plan.regions == ("h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp")
     assert plan.share == pytest.approx(0.97, abs=0.005)
     assert "10 of 11 linear layers and embeddings divided, 97% of all weights" in str(plan)
     (stream,) = plan.streams

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hvkit import runtime
@@ -29,7 +28,6 @@ from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
-from hvkit.frameworks.pytorch.divided_state.sharded import PartOfState, partial_state
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
@@ -38,8 +36,11 @@ from hvkit.frameworks.pytorch.gradients.step_report import (
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.gradient_norm import see_all_ranks
-from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
+from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import see_all_ranks
+from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
+from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, state_divided_like
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
@@ -58,10 +59,8 @@ except ImportError as error:
         f"part in what it sends, and PyTorch {torch.__version__} is installed: upgrade it"
     ) from error
 
-_SHARDS = "_hvkit_full_shards"
 
-
-class DividedModels:
+class DividedModels(ModelState):
     """Models whose parameters are divided among the ranks, and their optimizers.
 
     Args:
@@ -83,7 +82,7 @@ class DividedModels:
     ) -> None:
         process_group.require_gpus_of_their_own()
         process_group.start()
-        models = list(map(_plain, models))
+        models = list(map(plain, models))
         self._name = name
         self._checks = Wire("checks")
         # The parts gathered since the last step, in order.
@@ -93,64 +92,47 @@ class DividedModels:
         watch_passes()
         self._losses = LossCounts()
         self._losses.look(wanted=True)
-        before = [dict(model.named_parameters()) for model in models]
-        self._device = next(iter(before[0].values())).device
+        held = nn.ModuleList(models)
+        before = dict(held.named_parameters())
+        self._device = next(iter(before.values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))
         parts = [part for model in models for part in (*units_of(model), model)]
-        for number, part in enumerate(parts):
-            each: Any = fully_shard(
-                part, mesh=mesh, reshard_after_forward=strategy.reshard_after_forward
-            )
-            each.set_custom_all_gather(
-                CountedGather(name, functools.partial(self._order.append, number))
-            )
-            each.set_custom_reduce_scatter(CountedScatter(name))
-        after = [dict(model.named_parameters()) for model in models]
-        new: dict[torch.Tensor, nn.Parameter] = {
-            p: now[n] for held, now in zip(before, after, strict=True) for n, p in held.items()
-        }
-        self._own = WholeParameters()
-        for model, held in zip(models, after, strict=True):
-            self._own.add(model, {p: PartOfWhole.of(p) for p in held.values()})
-        for optimizer, hooks in optimizers.items():
-            self._attach(optimizer, hooks, new)
-        see_all_ranks()
-        names: dict[torch.Tensor, str] = {p: name for now in after for name, p in now.items()}
-        self._script_hooks = HooksOnShards(
-            {p: old for old, p in new.items()},
-            lambda p: f"parameter {names[p]}",
-            lambda _, own: _full(own),
-            lambda p, whole: part_like(whole, p),
+        reshard = strategy.reshard_after_forward
+        shard_parts(parts, mesh, name, self._order.append, reshard_after_forward=reshard)
+        after = dict(held.named_parameters())
+        slicings = {name: Slicing.of(p) for name, p in after.items()}
+        # Each rank is a pipeline of its own, and rank 0 the one that has the full state.
+        own = (runtime.rank(),)
+        links = StageLinks(process_group.subgroup_of(own, own), own, self._device, name)
+        super().__init__(
+            held,
+            dict.fromkeys([*after, *dict(held.named_buffers())], 0),
+            links,
+            slicings,
+            collects=True,
+            first_slice=True,
+            first_shard=runtime.rank() == 0,
         )
-        # The whole state by model and name, on rank 0 inside ``gathered``.
-        self._whole: dict[int, dict[str, torch.Tensor]] = {}
-        for number, model in enumerate(models):
-            for path, module in model.named_modules():
-                hooked: Any = module
-                give = functools.partial(self._give_whole, number, f"{path}." if path else "")
-                hooked.register_state_dict_post_hook(give)
-                hooked.register_load_state_dict_pre_hook(_take_parts)
-
-    def _attach(
-        self, optimizer: Optimizer, hooks: UpdateHooks, new: Mapping[torch.Tensor, nn.Parameter]
-    ) -> None:
-        """Make an optimizer update new parameters in place of old ones."""
-        for group in optimizer.param_groups:
-            group["params"] = [new[p] for p in group["params"]]
-        for p in [p for p in optimizer.state if p in new]:
-            optimizer.state[new[p]] = parts_of(optimizer.state.pop(p), new[p])
-        vars(optimizer)[_SHARDS] = shards = _DividedState(optimizer)
-        optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
-        optimizer.register_load_state_dict_pre_hook(_take_state)
-        vars(optimizer)["__getstate__"] = shards.refuse_copy
-        hooks.add(
-            Feature(
-                Order.DIVISION,
-                before=self._before,
-                after=self._average_statistics,
-                update_begins=self._own.begin_update,
-                update_ends=self._own.end_update,
+        self._shown = WholeParameters()
+        self._shown.add(held, {p: slicings[name] for name, p in after.items()})
+        for optimizer, hooks in optimizers.items():
+            follow(optimizer, before, after)
+            self.attach(optimizer)
+            hooks.add(
+                Feature(
+                    Order.DIVISION,
+                    before=self._before,
+                    after=self._average_statistics,
+                    update_begins=self._shown.begin_update,
+                    update_ends=self._shown.end_update,
+                )
             )
+        see_all_ranks()
+        self._script_hooks = HooksOnShards(
+            {p: before[name] for name, p in after.items()},
+            lambda p: f"parameter {self._names[p].partition('.')[2]}",
+            self.full_gradient,
+            self.own_gradient,
         )
 
     def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:
@@ -172,24 +154,24 @@ class DividedModels:
         counts = self._losses.numbers().view(np.int64).tolist() if compares else []
         order = hash(tuple(self._order)), len(self._order)
         checksums = checksum_of_rates([optimizer]), self._losses.checksum()
-        mine = torch.tensor([*order, *checksums, *counts], device="cpu")
+        sent = torch.tensor([*order, *checksums, *counts], device="cpu")
         self._order.clear()
         with call("optimizer.step()", step, self._name):
-            everyone = self._checks.gather(mine, f"{self._name}.order").view(runtime.size(), -1)
+            by_rank = self._checks.gather(sent, f"{self._name}.order").view(runtime.size(), -1)
         if compares:
-            numbers = np.ascontiguousarray(everyone[:, 4:].numpy()).view(np.float64)
+            numbers = np.ascontiguousarray(by_rank[:, 4:].numpy()).view(np.float64)
             self._losses.compare(numbers, all_ranks())
-        elif (everyone[:, 3] != everyone[0, 3]).any():
+        elif (by_rank[:, 3] != by_rank[0, 3]).any():
             counts = collectives.gather("optimizer.step()", self._losses.numbers().tolist())
             self._losses.compare(np.array(counts), all_ranks(), for_shapes=True)
         self._losses.begin()
         self._losses.look(wanted=(step + 1).bit_count() == 1)
-        facts = everyone[:, :3].tolist()
-        if any(theirs[2] != facts[0][2] for theirs in facts):
+        facts = by_rank[:, :3].tolist()
+        if any(each[2] != facts[0][2] for each in facts):
             rates = collectives.gather("optimizer.step()", rates_of([optimizer], fetch=False))
             refuse_other_rates(dict(enumerate(rates)))
-        for rank, theirs in enumerate(facts):
-            if theirs != facts[0]:
+        for rank, each in enumerate(facts):
+            if each != facts[0]:
                 raise RanksDisagreeError(
                     f"rank {rank} has computed other layers than rank 0 since the last step, or in "
                     "another order, and PyTorch has mixed up their weights: with FullyShard every "
@@ -207,71 +189,49 @@ class DividedModels:
             wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
         self._statistics.write(mean)
 
-    @contextmanager
-    def gathered(self, number: int, model: nn.Module) -> Iterator[None]:
-        """Let ``state_dict`` of a model return whole tensors on rank 0 for a while; a collective.
 
-        Args:
-            number: of the model, among those that are divided together.
-            model: that one.
-        """
-        named = _plain(model).named_parameters(remove_duplicate=False)
-        whole = {n: _whole(p) for n, p in named}
-        if runtime.rank() == 0:
-            self._whole[number] = whole
-        try:
-            yield
-        finally:
-            self._whole.pop(number, None)
-
-    def _give_whole(
-        self,
-        number: int,
-        path: str,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        _: dict[str, Any],
-    ) -> None:
-        """After ``state_dict`` of the module at this path of a model: its own parameters, whole."""
-        for name, _parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(state.get(prefix + name), DTensor):
-                if number not in self._whole:
-                    raise partial_state("state_dict()", module, "model")
-                state[prefix + name] = self._whole[number][path + name]
-
-
-def _plain(model: Any) -> nn.Module:
+def plain(model: Any) -> nn.Module:
     """The module inside what ``torch.compile`` returns."""
     plain: nn.Module = getattr(model, "_orig_mod", model)
     return plain
 
 
-class _DividedState(PartOfState):
-    """An optimizer whose state is divided like the parameters."""
+def shard_parts(
+    parts: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    name: str,
+    note: Callable[[int], None],
+    **options: Any,
+) -> None:
+    """Divide the parameters of modules, each gathered by itself.
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Hold the whole state on rank 0 for a while; a collective."""
-        state = self._optimizer.state
-        before = dict(state)
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        whole = {
-            p: {key: _whole(value) for key, value in before[p].items()}
-            for p in parameters
-            if p in before
-        }
-        if runtime.rank() == 0:
-            state.update(whole)
-            self._whole = True
-        try:
-            yield
-        finally:
-            self._whole = False
-            state.update(before)
+    Args:
+        parts: a module before those that hold it.
+        mesh: of the ranks.
+        name: of the model, for waits.
+        note: called with a part's number whenever it is gathered.
+        options: of ``fully_shard``.
+    """
+    for number, part in enumerate(parts):
+        each: Any = fully_shard(part, mesh=mesh, **options)
+        each.set_custom_all_gather(_CountedGather(name, functools.partial(note, number)))
+        each.set_custom_reduce_scatter(_CountedScatter(name))
 
 
-class CountedGather(DefaultAllGather):
+def follow(
+    optimizer: Optimizer,
+    before: Mapping[str, nn.Parameter],
+    after: Mapping[str, nn.Parameter],
+) -> None:
+    """Let an optimizer update new parameters in place of old ones of the same names."""
+    new: dict[torch.Tensor, nn.Parameter] = {p: after[name] for name, p in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(p, p) for p in group["params"]]
+    for p in [p for p in optimizer.state if p in new and new[p] is not p]:
+        optimizer.state[new[p]] = state_divided_like(optimizer.state.pop(p), new[p])
+
+
+class _CountedGather(DefaultAllGather):
     """Gathers the weights of a part, counts the bytes, and lets the watcher see the wait.
 
     Args:
@@ -300,7 +260,7 @@ class CountedGather(DefaultAllGather):
         return _waited(start, next(self._calls), f"{self._name}.weights", input_tensor)
 
 
-class CountedScatter(DefaultReduceScatter):
+class _CountedScatter(DefaultReduceScatter):
     """Sums gradients, counts the bytes, and lets the watcher see the wait."""
 
     def __init__(self, name: str) -> None:
@@ -339,96 +299,6 @@ def _waited(start: Callable[[], Any], number: int, key: str, sent: torch.Tensor)
         return work
 
 
-def gathered(optimizer: Optimizer) -> Any:
-    """A context in which rank 0 holds the optimizer's whole state; a collective."""
-    return vars(optimizer)[_SHARDS].gathered()
-
-
-def _full(own: torch.Tensor) -> torch.Tensor:
-    """A whole gradient, from parts; a collective."""
-    assert isinstance(own, DTensor)
-    count("gradients", of_allgather(own.to_local().nbytes, own.device_mesh.size()))
-    with call("the model's forward or backward pass"), waiting_for_all_ranks():
-        return own.full_tensor()
-
-
-def part_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A whole tensor divided like another one; as it is, on its device, if that is not divided."""
-    if isinstance(own, DTensor) and not isinstance(value, DTensor):
-        return _part(value.to(own.device), own.device_mesh, own)
-    return value.to(own.device)
-
-
-def _part(whole: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:
-    # Every rank has the whole tensor, and takes its own part without a message.
-    return distribute_tensor(whole.detach(), mesh, like.placements, src_data_rank=None)
-
-
-def rows_of(own: DTensor) -> tuple[int, int]:
-    """Which rows of the first dimension of a whole tensor this rank has.
-
-    Raises:
-        HvkitError: it is divided in another way than by ``fully_shard``.
-    """
-    axes = [axis for axis, each in enumerate(own.placements) if not each.is_replicate()]
-    length = own.shape[0] if own.dim() else 0
-    if len(axes) == 1 and own.placements[axes[0]].is_shard(0):
-        each = -(-length // own.device_mesh.size(axes[0]))
-        first = min(each * own.device_mesh.get_local_rank(axes[0]), length)
-        last = min(first + each, length)
-        if last - first == own.to_local().shape[0]:
-            return first, last
-    raise HvkitError(
-        f"a tensor of shape {tuple(own.shape)} is divided as {own.placements}, of which this rank "
-        f"has {tuple(own.to_local().shape)}: hvkit knows equal rows only"
-    )
-
-
-def parts_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """The state of a parameter, with what has its shape divided like it."""
-    return {
-        key: part_like(value, parameter)
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
-
-
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: take this rank's parts of whole tensors."""
-    for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
-        value = state.get(prefix + name)
-        if (
-            isinstance(held, DTensor)
-            and isinstance(value, torch.Tensor)
-            and value.shape == held.shape
-        ):
-            state[prefix + name] = part_like(value, held)
-
-
-def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Before loading: take this rank's parts of a whole state."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    divided = {
-        i: parts_of(values, parameters[i])
-        if isinstance(i, int) and i < len(parameters) and isinstance(values, dict)
-        else values
-        for i, values in state["state"].items()
-    }
-    return {**state, "state": divided}
-
-
-def _whole(value: Any) -> Any:
-    """The whole of a divided tensor in rank 0's host memory; anything else as it is."""
-    if not isinstance(value, DTensor):
-        return value
-    own = value.to_local()
-    count("objects", of_allgather(own.nbytes, runtime.size()))
-    with call("hvkit.settled"), waiting_for_all_ranks():
-        whole = value.full_tensor()
-    return whole.detach().cpu() if runtime.rank() == 0 else None
-
-
 def _require_gradients(optimizer: Optimizer) -> None:
     """Raise if a step would change nothing.
 
@@ -451,10 +321,7 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
     Not those that share a parameter with the rest of the model, and none inside another.
     """
-    uses: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            uses[p] = uses.get(p, 0) + 1
+    uses = {p: len(names) for p, names in holders_in(model).items()}
     found: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:

@@ -9,7 +9,6 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,11 +50,11 @@ def start() -> None:
             f"rank {runtime.rank()} cannot reach rank 0 at {' or '.join(addresses)}, port {port}, "
             "for torch.distributed: let the hosts connect to each other on all ports"
         )
-    everyone = collectives.share(_CALL, problem, (reached, interface))
+    by_rank = collectives.share(_CALL, problem, (reached, interface))
     if runtime.rank() == 0:
         store_of_all = store
         # The interface that the others see, not the one through which this host sees itself.
-        seen = next((address for address, _ in everyone[1:] if address), None)
+        seen = next((address for address, _ in by_rank[1:] if address), None)
         interface = interface_towards(seen, port, _PATIENCE) if seen else interface
     else:
         assert reached is not None
@@ -99,7 +98,6 @@ def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     Args:
         kind: of the ranks' devices, ``"cpu"`` or ``"cuda"``.
         shape: its product is the number of ranks.
-        names: of the axes.
 
     Raises:
         LaunchError: as ``start``.
@@ -109,20 +107,16 @@ def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
 
 
 @functools.cache
-def _groups_of(rows: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    start()
-    divide: Any = dist.new_subgroups_by_enumeration
-    mine: dist.ProcessGroup = divide([list(row) for row in rows])[0]
-    return mine
-
-
-def group_of(rows: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+def group_of(rows: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
     """This rank's group, of some that hold each rank once; a collective, the first time.
 
     Raises:
         LaunchError: as ``start``.
     """
-    return _groups_of(tuple(rows))
+    start()
+    divide: Any = dist.new_subgroups_by_enumeration
+    own: dist.ProcessGroup = divide([list(row) for row in rows])[0]
+    return own
 
 
 @functools.cache
@@ -133,8 +127,8 @@ def subgroup_of(ranks: tuple[int, ...], members: tuple[int, ...]) -> dist.Proces
     name. So all ranks make one, in the same order; members wait for no one else.
     """
     rank = runtime.rank()
-    mine = members if rank in members else (rank,)
-    group: Any = dist.new_group(list(mine), use_local_synchronization=True)
+    own_members = members if rank in members else (rank,)
+    group: Any = dist.new_group(list(own_members), use_local_synchronization=True)
     return group  # type: ignore[no-any-return]
 
 
@@ -157,7 +151,7 @@ def stop() -> None:
         dist.destroy_process_group()
     start.cache_clear()
     device_mesh.cache_clear()
-    _groups_of.cache_clear()
+    group_of.cache_clear()
     subgroup_of.cache_clear()
     _forget_dtensors()
 
@@ -166,9 +160,8 @@ def _forget_dtensors() -> None:
     """Drop what DTensor has cached, with the names of groups that are no more."""
     if tensor := sys.modules.get("torch.distributed.tensor"):
         propagator: Any = tensor.DTensor._op_dispatcher.sharding_propagator
-        # PyTorch 2.8 cannot empty it, but refuses what would fill it: FullyShard and meshes.
-        if clear := getattr(propagator.propagate_op_sharding, "cache_clear", None):
-            clear()
-        # Older versions of PyTorch have only the cache above.
-        if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
-            clear()
+        # Versions of PyTorch have the one, the other, or both.
+        of_c = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+        for clear in (getattr(propagator.propagate_op_sharding, "cache_clear", None), of_c):
+            if clear is not None:
+                clear()

@@ -7,8 +7,9 @@ keeps no state for them. Afterwards the owners send their parameters to all.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from hvkit.sync.chunking import pieces
 from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call
 
-_SHARDS = "_hvkit_shards"
+_DIVIDED = "_hvkit_divided_state"
 
 
 class OptimizerShards:
@@ -54,12 +55,9 @@ class OptimizerShards:
 
     def attach(self, optimizer: Optimizer, hooks: UpdateHooks) -> None:
         """Divide this optimizer's state from now on."""
-        # In the instance, so that it may refer to the optimizer; pickled ones leave it out.
-        vars(optimizer)[_SHARDS] = shards = _Shards(self, optimizer)
+        shards = _Shards(self, optimizer)
         shards.keep_own_state()
         hooks.add(shards.feature())
-        optimizer.register_state_dict_pre_hook(shards.refuse_partial_state)
-        vars(optimizer)["__getstate__"] = shards.refuse_copy
         optimizer.register_load_state_dict_post_hook(lambda _: shards.keep_own_state())
 
     def owner_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
@@ -75,7 +73,6 @@ class OptimizerShards:
         """Send the parameters that this rank owns, and take over the others; a collective.
 
         Args:
-            parameters: those that the step has changed.
             step: the call that the script made.
         """
         owners = self.owner_of(parameters)
@@ -106,34 +103,51 @@ class OptimizerShards:
                 start += p.nbytes
 
 
-class PartOfState:
-    """What refuses to save the part of an optimizer's state that this rank has as the whole.
+class PartOfState(ABC):
+    """An optimizer whose state is divided among the ranks: refuses to save a part as the whole.
 
     Args:
-        optimizer: its state is divided among the ranks.
+        optimizer: has this as an attribute afterwards, which pickled ones leave out.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        # Whether the optimizer holds the state of all ranks for a while.
-        self._whole = False
+        # Whether a part of the state, or the state of all ranks, may be saved now.
+        self._may_save = False
+        vars(optimizer)[_DIVIDED] = self
+        optimizer.register_state_dict_pre_hook(self._refuse_partial_state)
+        vars(optimizer)["__getstate__"] = self._refuse_copy
 
-    def refuse_copy(self) -> Any:
-        """In place of ``__getstate__``, which pickling and copying call.
-
-        Raises:
-            ValueError: as ``refuse_partial_state``.
-        """
+    def _refuse_copy(self) -> Any:
+        """In place of ``__getstate__``, which pickling and copying call."""
         raise partial_state("a copy", self._optimizer, "optimizer")
 
-    def refuse_partial_state(self, optimizer: Optimizer) -> None:
-        """Raise if this rank holds only its own part of the state.
-
-        Raises:
-            ValueError: names the ways to save all of it.
-        """
-        if not self._whole:
+    def _refuse_partial_state(self, optimizer: Optimizer) -> None:
+        if not self._may_save:
             raise partial_state("state_dict()", optimizer, "optimizer")
+
+    @abstractmethod
+    def _full_state(self) -> Mapping[torch.Tensor, Any] | None:
+        """The state of all parameters, in the optimizer's order; None on ranks but one."""
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Hold the full state on rank 0 for a while; a collective."""
+        full, state = self._full_state(), self._optimizer.state
+        before = dict(state)
+        if full is not None:
+            state.clear()
+            state.update(full)
+            self._may_save = True
+        try:
+            yield
+        finally:
+            self._may_save = False
+            state.clear()
+            state.update(before)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
 class _Shards(PartOfState):
@@ -198,45 +212,38 @@ class _Shards(PartOfState):
             if owner != self._shards.group.rank:
                 self._optimizer.state.pop(p, None)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Hold the whole state on rank 0 for a while; a collective."""
+    def _full_state(self) -> Mapping[torch.Tensor, Any] | None:
         refuse_in_group("hvkit.settled of an optimizer", self._shards.group)
-        parameters = self._parameters()
+        parameters, state = self._parameters(), self._optimizer.state
         owners = self._shards.owner_of(parameters)
         own = {
-            i: _in_host_memory(self._optimizer.state[p])
+            i: _in_host_memory(state[p])
             for i, (p, owner) in enumerate(zip(parameters, owners, strict=True))
-            if owner == runtime.rank() != 0 and p in self._optimizer.state
+            if owner == runtime.rank() != 0 and p in state
         }
-        state = self._optimizer.state
-        before = dict(state)
-        everything = dict(before)
+        everything = dict(state)
         for theirs in large_objects.collect("hvkit.settled", own):
             everything.update({parameters[i]: values for i, values in theirs.items()})
-        # In the order in which one process holds them.
-        state.clear()
-        state.update({p: everything[p] for p in parameters if p in everything})
-        self._whole = runtime.rank() == 0
-        try:
-            yield
-        finally:
-            self._whole = False
-            state.clear()
-            state.update(before)
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        if runtime.rank():
+            return None
+        return {p: everything[p] for p in parameters if p in everything}
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
     """Whether this optimizer's state is divided among the ranks."""
-    return _SHARDS in vars(optimizer)
+    return isinstance(part_of_state(optimizer), _Shards)
 
 
-def gathered(optimizer: Optimizer) -> Any:
-    """A context in which rank 0 holds the optimizer's whole state; a collective."""
-    return vars(optimizer)[_SHARDS].gathered()
+def gathered(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """A context in which rank 0 holds the optimizer's full state; a collective."""
+    part = part_of_state(optimizer)
+    return nullcontext() if part is None else part.gathered()
+
+
+def part_of_state(optimizer: Optimizer) -> PartOfState | None:
+    """What refuses to save a part of the state; None if it is not divided, or not yet."""
+    found: PartOfState | None = vars(optimizer).get(_DIVIDED)
+    return found
 
 
 def partial_state(what: str, of: object, argument: str) -> ValueError:

@@ -117,8 +117,8 @@ class _Trial:
 
     def run(self) -> str:
         """Why the ranks' copies do not do together what the whole one does; empty if they do."""
-        everyone = [self._whole, *self._ranks]
-        for each in everyone:
+        copies = [self._whole, *self._ranks]
+        for each in copies:
             if callable(train := getattr(each, "train", None)):
                 train()
         # Of one direction, which those that estimate a step's length wait for.
@@ -136,7 +136,7 @@ class _Trial:
                 return f"it computes {key!r} from all parameters together"
         for name in _MODES:
             if callable(getattr(self._whole, name, None)):
-                for each in everyone:
+                for each in copies:
                     getattr(each, name)()
                 if not self._same():
                     return f"{name}() changes only weights whose state a rank holds"
@@ -173,20 +173,20 @@ class _Trial:
     def _same(self) -> bool:
         """Whether each rank's parameters are the whole one's."""
         return all(
-            torch.allclose(mine, self._part(p, rank), rtol=1e-12, atol=1e-12, equal_nan=True)
+            torch.allclose(own, self._part(p, rank), rtol=1e-12, atol=1e-12, equal_nan=True)
             if self._halved
-            else torch.equal(mine.nan_to_num(), p.nan_to_num())
+            else torch.equal(own.nan_to_num(), p.nan_to_num())
             for rank, each in enumerate(self._ranks)
-            for mine, p in zip(_parameters(each), _parameters(self._whole), strict=True)
+            for own, p in zip(_parameters(each), _parameters(self._whole), strict=True)
         )
 
     def _other_number(self) -> str | None:
         """The name of a number in the groups that is another one on some rank; None if none is."""
         for each in self._ranks:
-            for mine, whole in zip(each.param_groups, self._whole.param_groups, strict=True):
+            for own, whole in zip(each.param_groups, self._whole.param_groups, strict=True):
                 for key, value in whole.items():
                     of_numbers = isinstance(value, int | float | torch.Tensor)
-                    if of_numbers and not _equal(value, mine.get(key)):
+                    if of_numbers and not _equal(value, own.get(key)):
                         return key
         return None
 
@@ -208,9 +208,7 @@ def copied(
     """A copy of an optimizer, which updates other parameters; without hooks, and not distributed.
 
     Args:
-        optimizer: stays as it is.
         models: for each group, the parameters that the new ones take the place of.
-        values: of the new ones.
     """
     # Not parameters: rank 0 warns of those that an optimizer which was not passed updates.
     groups = [[value.clone().requires_grad_() for value in group] for group in values]

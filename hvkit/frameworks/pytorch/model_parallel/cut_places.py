@@ -6,7 +6,6 @@ have returned: a later stage gets it where they return it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
-from hvkit.frameworks.pytorch.model_parallel.meta_device import MAKES_NEW
+from hvkit.frameworks.pytorch.model_parallel.meta_device import (
+    MAKES_NEW,
+    calls_watched,
+    is_recomputed_within,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    EachOperation,
+    Operation,
+    is_in_place,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     bytes_of,
     storage_of,
     structure_of,
     tensors_in,
+    version_of,
 )
 
 # What ``buffer.data = ...`` calls.
@@ -82,111 +90,24 @@ class CutPlace:
         return self.module + (f", with the results of {others}" if others else "")
 
 
-class TensorUses(TorchFunctionMode):
-    """Notes when tensors that depend on parameters are made and used.
+@dataclass(frozen=True)
+class Closed:
+    """A module of whose call later stages need to know no more than the shapes of its output.
 
     Attributes:
-        time: operations so far.
-        uses: when, of a tensor made when, with the tensor, which keeps its id from being used
-            again.
-        reads: by parameter, when it was used.
-        changes: when the memory of a tensor was changed in place, by its number.
-        buffers: their names, by the number of their memory.
-        writes: by buffer, when it was changed last.
-        looks: when the forward has looked at a value.
+        module: its name.
+        begun, ended: when, in operations.
+        shapes: of its output.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = 0
-        self.changes: list[tuple[int, int]] = []
-        self.uses: list[tuple[int, int, torch.Tensor]] = []
-        self.reads: dict[torch.Tensor, list[int]] = {}
-        # Memory that held no results of weights before: when such were written into it.
-        self._late: dict[int, tuple[int, torch.Tensor]] = {}
-        self.buffers: dict[int, str] = {}
-        self.writes: dict[str, int] = {}
-        self.looks: list[int] = []
+    module: str
+    begun: int
+    ended: int
+    shapes: tuple[torch.Size, ...]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.time += 1
-        with torch._C.DisableTorchFunction():  # or other modes would see what is read here
-            inputs, versions, depends, of_batch = self._note_inputs(args, kwargs)
-        out = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
-            changed = [t for t, v in zip(inputs, versions, strict=True) if _version_of(t) != v]
-            in_place = is_in_place(func) or getattr(func, "__self__", None) is _DATA
-            if args and in_place and isinstance(args[0], torch.Tensor):
-                changed.append(args[0])
-            for t in changed:
-                self._note_change(t, depends)
-            for t in tensors_in(out) if depends or of_batch else ():
-                if func in MAKES_NEW and not t.is_meta:
-                    continue
-                if of_batch:
-                    setattr(t, _OF_BATCH, True)
-                if not depends:
-                    continue
-                changed_in_place = any(t is each for each in inputs)
-                if not isinstance(t, nn.Parameter) and not (changed_in_place and hasattr(t, _BORN)):
-                    setattr(t, _BORN, self.time)
-                    if getattr(func, "__name__", "") in _ADDS_UP:
-                        setattr(t, _FROM, inputs)
-        return out
-
-    def _note_inputs(
-        self, args: Any, kwargs: Any
-    ) -> tuple[list[torch.Tensor], list[int], bool, bool]:
-        """The tensors that a function gets, their versions, and on what they depend."""
-        inputs = tensors_in((args, kwargs))
-        depends, of_batch = False, False
-        for t in inputs:
-            of_batch |= hasattr(t, _OF_BATCH)
-            if isinstance(t, nn.Parameter):
-                self.reads.setdefault(t, []).append(self.time)
-                depends = True
-            elif t.is_meta or hasattr(t, _BORN):
-                if not hasattr(t, _BORN):  # PyTorch does not show what an autograd Function returns
-                    setattr(t, _BORN, self.time - 1)
-                    of_batch = True
-                self.uses.append((self.time, getattr(t, _BORN), t))
-                depends = True
-            elif (late := self._late.get(storage_of(t))) is not None:
-                self.uses.append((self.time, *late))
-        return inputs, list(map(_version_of, inputs)), depends, of_batch
-
-    def _note_change(self, t: torch.Tensor, depends: bool) -> None:
-        number = storage_of(t)
-        self.changes.append((self.time, number))
-        if number in self.buffers:
-            self.writes[self.buffers[number]] = self.time
-        if depends and not t.is_meta:
-            self._late[number] = self.time, t
-
-    def use_all(self, tree: Any) -> None:
-        """Count tensors as used after the end."""
-        for t in tensors_in(tree):
-            if (born := getattr(t, _BORN, None)) is not None:
-                self.uses.append((self.time + 1, born, t))
-
-    def begin_with(self, tree: Any) -> None:
-        """Note that a forward has got these tensors."""
-        for t in tensors_in(tree):
-            setattr(t, _OF_BATCH, True)
-
-    @staticmethod
-    def is_result(t: torch.Tensor) -> bool:
-        """Whether it depends on weights, and is a single number or depends on the batch."""
-        return hasattr(t, _BORN) and (not t.dim() or hasattr(t, _OF_BATCH))
-
-    def crossing(self, time: int, since: int = -1) -> dict[int, torch.Tensor]:
-        """What was made after ``since`` and up to a time, and is used after it, by its id."""
-        return {id(t): t for used, born, t in self.uses if since < born <= time < used}
-
-    def is_changed(self, t: torch.Tensor, begin: int, end: int) -> bool:
-        """Whether its memory is changed in place after one time, and up to another."""
-        own = storage_of(t)
-        return any(begin < time <= end and storage == own for time, storage in self.changes)
+    def includes(self, time: int) -> bool:
+        """Whether an operation was in the call."""
+        return self.begun < time <= self.ended
 
 
 @dataclass
@@ -195,6 +116,7 @@ class _Ended:
 
     Attributes:
         earlier: how many calls had ended when it began.
+        trained: whether autograd followed each of the tensors that it returns.
         given: the arguments.
         changes_others: whether it has changed more than what it returns.
         kept: what the forward has kept so far, which stages pass on.
@@ -216,281 +138,304 @@ class _Ended:
     @property
     def is_inside_a_function(self) -> bool:
         """Whether autograd has seen its result only afterwards, from another operation."""
-        return any(
-            t.requires_grad is not before
-            for t, before in zip(self.tensors, self.trained, strict=True)
-        )
+        return [t.requires_grad for t in self.tensors] != self.trained
 
 
-class ModuleCalls:
-    """The calls of modules during a dry run.
+class ForwardTrace(EachOperation):
+    """When tensors that depend on parameters are made and used, and when modules are called.
 
-    Args:
-        flow: its clock.
-        flops: counts those of the forward.
-        buffers: of the model, by name.
-        kept: what the forward keeps, which stages pass on.
+    Attributes:
+        time: operations so far.
+        reads: by parameter, when it was used.
+        writes: by buffer, when it was changed last.
+        looks: when the forward has looked at a value.
+        lookers: the modules in whose own code it has.
+        looked: the first error where it has.
+        begun: by module, when its first call began.
     """
 
     def __init__(
         self,
-        flow: TensorUses,
-        flops: FlopCounterMode,
+        model: nn.Module,
         buffers: Mapping[str, torch.Tensor],
+        flops: FlopCounterMode,
         kept: KeptResults,
     ) -> None:
-        self._flow, self._flops, self._buffers, self._kept = flow, flops, buffers, kept
-        # Of the calls that are running: when they began, with what, and what they might change.
-        # By module; a call that an error ends leaves one behind.
-        self._running: dict[str, list[tuple[int, Any, Any]]] = {}
-        # Those that are running, the innermost last; where a value was looked at; the first error.
-        self._inside: list[str] = []
+        super().__init__()
+        self._modules = dict(model.named_modules())
+        self._buffers, self._flops, self._kept = buffers, flops, kept
+        self._buffer_at = {storage_of(b): name for name, b in buffers.items()}
+        self.time = 0
+        self.reads: dict[torch.Tensor, list[int]] = {}
+        self.writes: dict[str, int] = {}
+        self.looks: list[int] = []
         self.lookers: dict[str, None] = {}
         self.looked: Exception | None = None
         self.begun: dict[str, int] = {}
-        self.count: dict[str, int] = {}
-        self.ended: list[_Ended] = []
-        # By the id of a tensor, the number of the call in ``ended`` that has returned it first.
-        self.first: dict[int, int] = {}
+        # When a tensor was used that was made when; the tensor keeps its id from being used again.
+        self._uses: list[tuple[int, int, torch.Tensor]] = []
+        # When the memory of a tensor was changed in place, by its number.
+        self._changes: list[tuple[int, int]] = []
+        # Memory that held no results of weights before: when such were written into it.
+        self._late: dict[int, tuple[int, torch.Tensor]] = {}
+        # Of the calls that are running: how many had ended before, with what they were called, and
+        # what they might change. By module; a call that an error ends leaves one behind.
+        self._running: dict[str, list[tuple[int, Any, Any]]] = {}
+        # Those that are running, the innermost last.
+        self._inside: list[str] = []
+        self._count: dict[str, int] = {}
+        self._ended: list[_Ended] = []
+        # By the id of a tensor, the number of the call in ``_ended`` that has returned it first.
+        self._first: dict[int, int] = {}
 
-    def follow(self, model: nn.Module) -> list[Any]:
-        """Register hooks, and return what removes them."""
-        hooks = []
-        for name, module in model.named_modules():
-            if name:
-                begin = functools.partial(self._begin, name)
-                hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-                end = functools.partial(self._end, name)
-                hooks.append(module.register_forward_hook(end, with_kwargs=True))
-        hooks.append(model.register_forward_hook(self._end_of_all))
-        return hooks
+    def operation(self, call: Operation) -> Any:
+        self.time += 1
+        with torch._C.DisableTorchFunction():  # or other modes would see what is read here
+            versions = list(map(version_of, call.inputs))
+            depends, of_batch = self._note_inputs(call.inputs)
+        out = call.run()
+        with torch._C.DisableTorchFunction():
+            changed = [t for t, v in zip(call.inputs, versions, strict=True) if version_of(t) != v]
+            in_place = is_in_place(call.function)
+            in_place |= getattr(call.function, "__self__", None) is _DATA
+            if call.args and in_place and isinstance(call.args[0], torch.Tensor):
+                changed.append(call.args[0])
+            for t in changed:
+                self._note_change(t, depends)
+            for t in tensors_in(out) if depends or of_batch else ():
+                if call.function in MAKES_NEW and not t.is_meta:
+                    continue
+                if of_batch:
+                    setattr(t, _OF_BATCH, True)
+                was_there = isinstance(t, nn.Parameter) or (_is_in(t, call.inputs) and _depends(t))
+                if depends and not was_there:
+                    setattr(t, _BORN, self.time)
+                    if getattr(call.function, "__name__", "") in _ADDS_UP:
+                        setattr(t, _FROM, call.inputs)
+        return out
+
+    def _note_inputs(self, inputs: Sequence[torch.Tensor]) -> tuple[bool, bool]:
+        """Note what a function uses, and return whether that depends on weights, and the batch."""
+        depends, of_batch = False, False
+        for t in inputs:
+            of_batch |= hasattr(t, _OF_BATCH)
+            if isinstance(t, nn.Parameter):
+                self.reads.setdefault(t, []).append(self.time)
+                depends = True
+            elif t.is_meta or _depends(t):
+                if not _depends(t):  # PyTorch does not show what an autograd Function returns
+                    setattr(t, _BORN, self.time - 1)
+                    of_batch = True
+                self._uses.append((self.time, getattr(t, _BORN), t))
+                depends = True
+            elif (late := self._late.get(storage_of(t))) is not None:
+                self._uses.append((self.time, *late))
+        return depends, of_batch
+
+    def _note_change(self, t: torch.Tensor, depends: bool) -> None:
+        number = storage_of(t)
+        self._changes.append((self.time, number))
+        if number in self._buffer_at:
+            self.writes[self._buffer_at[number]] = self.time
+        if depends and not t.is_meta:
+            self._late[number] = self.time, t
+
+    def begin_with(self, tree: Any) -> None:
+        """Note that the forward has got these tensors."""
+        for t in tensors_in(tree):
+            setattr(t, _OF_BATCH, True)
+
+    def end_with(self, tree: Any) -> None:
+        """Note that the forward has returned these tensors: they are used after the end."""
+        for t in filter(_depends, tensors_in(tree)):
+            self._uses.append((self.time + 1, getattr(t, _BORN), t))
 
     def look(self, error: Exception) -> None:
         """Note that the forward looks at a value now."""
-        self._flow.looks.append(self._flow.time)
+        self.looks.append(self.time)
         self.lookers[self._inside[-1] if self._inside else ""] = None
         self.looked = self.looked or error
 
-    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    @staticmethod
+    def is_result(t: torch.Tensor) -> bool:
+        """Whether it depends on weights, and is a single number or depends on the batch."""
+        return _depends(t) and (not t.dim() or hasattr(t, _OF_BATCH))
+
+    def calls_followed(self) -> Any:
+        """A context in which calls of modules are noted."""
+        return calls_watched(self._modules, self._begin, self._end, before_hooks=False)
+
+    def _begin(self, name: str, args: Any, kwargs: Any) -> None:
+        if not name:
+            return
         self._inside.append(name)
-        self.begun.setdefault(name, self._flow.time)
-        self.count[name] = self.count.get(name, 0) + 1
+        self.begun.setdefault(name, self.time)
+        self._count[name] = self._count.get(name, 0) + 1
+        before = self._kept.changeable(self._modules[name], args, kwargs)
         given = tree_leaves((args, kwargs))
-        before = _changeable(module, args, kwargs, self._kept), _numbers(module)
-        self._running.setdefault(name, []).append((len(self.ended), given, before))
+        self._running.setdefault(name, []).append((len(self._ended), given, before))
 
-    def _end_of_all(self, model: nn.Module, args: Any, output: Any) -> None:
-        for name, module in model.named_modules():
-            self._note_new_buffers(name, module)
-
-    def _note_new_buffers(self, name: str, module: nn.Module) -> None:
-        """Note when buffers of a module have got other tensors."""
-        for own, buffer in module.named_buffers(recurse=False):
-            whole = f"{name}.{own}" if name else own
-            if whole in self._buffers and storage_of(buffer) != storage_of(self._buffers[whole]):
-                self._flow.writes.setdefault(whole, self._flow.time)
-
-    def _end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _end(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        if not name:
+            for each, module in self._modules.items():
+                self._note_new_buffers(each, module)
+            return
+        module = self._modules[name]
         while self._inside and self._inside.pop() != name:
             pass  # an error has ended the call of one inside
         earlier, given, before = self._running[name].pop()
         self._note_new_buffers(name, module)
-        changes_others = _changeable(module, args, kwargs, self._kept) != before[0]
-        if self._flow.looks and _numbers(module) != before[1]:
-            changes_others = True  # perhaps by a value that other ranks do not have
+        now = self._kept.changeable(module, args, kwargs)
+        # A number has perhaps changed by a value that other ranks do not have.
+        changes_others = now != before if self.looks else now[0] != before[0]
         flops = self._flops.get_total_flops()
         if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
             return  # a number, say, that may be another one in the next call
-        if not _recomputed_from_within(module):
-            tensors, structure = tensors_in(output), structure_of(output)
-            with torch._C.DisableTorchFunction():  # a look is no use
-                trained = [t.requires_grad for t in tensors]
-            for t in tensors:
-                self.first.setdefault(id(t), len(self.ended))
-            self.ended.append(
-                _Ended(
-                    name,
-                    earlier,
-                    self._flow.time,
-                    flops,
-                    tensors,
-                    structure,
-                    trained,
-                    given,
-                    changes_others,
-                    *self._kept.tensors(),
-                )
+        if is_recomputed_within(module):
+            return
+        tensors, structure = tensors_in(output), structure_of(output)
+        with torch._C.DisableTorchFunction():  # a look is no use
+            trained = [t.requires_grad for t in tensors]
+        for t in tensors:
+            self._first.setdefault(id(t), len(self._ended))
+        self._ended.append(
+            _Ended(
+                name,
+                earlier,
+                self.time,
+                flops,
+                tensors,
+                structure,
+                trained,
+                given,
+                changes_others,
+                *self._kept.tensors(),
             )
-
-
-def _changeable(module: nn.Module, args: Any, kwargs: Any, passed_on: KeptResults) -> Any:
-    """What the call of a module may change beside its result; equal if it has not.
-
-    Lists and dicts that it is given, tensors, and attributes in which it keeps tensors, unless
-    stages pass these on.
-    """
-    # Not to be seen by the modes that look at operations.
-    with torch._C.DisableTorchFunction():
-        leaves, spec = tree_flatten((args, kwargs))
-        kept = [
-            [id(t) for t in tensors_in(value)]
-            for each in module.modules()
-            for name, value in vars(each).items()
-            if not name.startswith("_") and isinstance(value, torch.Tensor | list | dict | tuple)
-            if not passed_on.includes(each, name)
-        ]
-        versions = [_version_of(each) for each in leaves if isinstance(each, torch.Tensor)]
-        return spec, list(map(id, leaves)), versions, kept
-
-
-def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
-    return [
-        (name, value)
-        for each in module.modules()
-        for name, value in vars(each).items()
-        if isinstance(value, bool | int | float)
-    ]
-
-
-def _version_of(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
-def _recomputed_from_within(module: nn.Module) -> bool:
-    """Whether the call of a module that ends now is a part of what a checkpoint computes again.
-
-    It is none if the checkpoint computes this module and nothing else.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            function = frame.f_locals.get("function")
-            while isinstance(function, functools.partial):
-                function = function.func
-            if function is not None:
-                return getattr(function, "__self__", function) is not module
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def is_in_place(function: Any) -> bool:
-    """Whether a function changes its first argument."""
-    name = getattr(function, "__name__", "")
-    own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return own or name == "__setitem__"
-
-
-def places_in(
-    flow: TensorUses, calls: ModuleCalls, kept: Sequence[torch.Tensor] = ()
-) -> list[CutPlace]:
-    """Where all that is used later and depends on a parameter is what modules return.
-
-    Or what follows from that by a few operations, or what the forward keeps for the script.
-
-    Args:
-        flow, calls: of a dry run.
-        kept: what the forward has kept at its end.
-    """
-    found: list[CutPlace] = []
-    once = [each for each in calls.ended if calls.count[each.module] == 1]
-    ended = [each for each in once if not each.is_inside_a_function]
-    for i, each in enumerate(ended):
-        crossing = flow.crossing(each.time)
-        new = [t for t in each.tensors if _is_new(t, each, calls)]
-        numbers = set(map(id, new))
-        if each.changes_others or numbers.isdisjoint(crossing) or each.time >= flow.time:
-            continue
-        # What it has been given and returns is sent as a result of the module that has made it.
-        crossing |= {id(t): t for t in kept if _is_born(t, each.time) and not _is_in(t, each.kept)}
-        others = {n: t for n, t in crossing.items() if n not in numbers}
-        find = functools.partial(_sources, ended=ended[:i], call=each, uses=flow, calls=calls)
-        known = [find(t) for t in others.values()]
-        beside = tuple(dict.fromkeys(result for results in known for result in results or ()))
-        own = {id(t): _result(t, ended[:i], each.time, flow, calls) for t in others.values()}
-        sent = [t for n, t in others.items() if own[n]]
-        if None in known or _share_memory([*new, *sent], len(sent)):
-            continue
-        returned = [own.get(id(t)) for t in each.tensors]
-        slots = [None if result is None else beside.index(result) for result in returned]
-        place = CutPlace(
-            each.module,
-            each.time,
-            each.flops,
-            bytes_of([*new, *others.values()]),
-            each.structure,
-            calls.begun[each.module],
-            beside,
-            tuple(slots),
         )
-        # Of those that end together the outermost.
-        if found and found[-1].time == each.time:
-            found[-1] = place
-        else:
+
+    def _note_new_buffers(self, name: str, module: nn.Module) -> None:
+        """Note when buffers of a module have got other tensors."""
+        for own, buffer in module.named_buffers(recurse=False):
+            full = f"{name}.{own}" if name else own
+            if full in self._buffers and storage_of(buffer) != storage_of(self._buffers[full]):
+                self.writes.setdefault(full, self.time)
+
+    def closed(self) -> Iterator[Closed]:
+        """The modules that later stages need not call."""
+        for each in self._ended:
+            depends = [_depends(t) and self._is_new(t, each) for t in each.tensors]
+            once = self._count[each.module] == 1 and not each.changes_others
+            if once and depends and all(depends):
+                begun = self.begun[each.module]
+                made = self._crossing(each.time, begun)
+                if made.keys() <= set(map(id, [*each.tensors, *each.kept])):
+                    shapes = tuple(t.shape for t in each.tensors)
+                    yield Closed(each.module, begun, each.time, shapes)
+
+    def places(self, kept: Sequence[torch.Tensor]) -> list[CutPlace]:
+        """Where all that is used later and depends on a parameter is what modules return.
+
+        Or what follows from that by a few operations, or what the forward keeps for the script.
+        """
+        found: list[CutPlace] = []
+        once = [each for each in self._ended if self._count[each.module] == 1]
+        ended = [each for each in once if not each.is_inside_a_function]
+        for i, each in enumerate(ended):
+            crossing = self._crossing(each.time)
+            new = [t for t in each.tensors if self._is_new(t, each)]
+            numbers = set(map(id, new))
+            if each.changes_others or numbers.isdisjoint(crossing) or each.time >= self.time:
+                continue
+            # What it has been given and returns is sent as a result of the module that has made it.
+            crossing |= {
+                id(t): t
+                for t in kept
+                if getattr(t, _BORN, sys.maxsize) <= each.time and not _is_in(t, each.kept)
+            }
+            others = {n: t for n, t in crossing.items() if n not in numbers}
+            known = [self._sources(t, ended[:i], each) for t in others.values()]
+            beside = tuple(dict.fromkeys(result for results in known for result in results or ()))
+            own = {id(t): self._result(t, ended[:i], each.time) for t in others.values()}
+            sent = [t for n, t in others.items() if own[n]]
+            if None in known or _share_memory([*new, *sent], len(sent)):
+                continue
+            returned = [own.get(id(t)) for t in each.tensors]
+            slots = [None if result is None else beside.index(result) for result in returned]
+            place = CutPlace(
+                each.module,
+                each.time,
+                each.flops,
+                bytes_of([*new, *others.values()]),
+                each.structure,
+                self.begun[each.module],
+                beside,
+                tuple(slots),
+            )
+            # Of those that end together the outermost.
+            if found and found[-1].time == each.time:
+                found.pop()
             found.append(place)
-    return found
+        return found
 
+    def _crossing(self, time: int, since: int = -1) -> dict[int, torch.Tensor]:
+        """What was made after ``since`` and up to a time, and is used after it, by its id."""
+        return {id(t): t for used, born, t in self._uses if since < born <= time < used}
 
-def _is_born(t: torch.Tensor, time: int) -> bool:
-    return getattr(t, _BORN, sys.maxsize) <= time
+    def _is_changed(self, t: torch.Tensor, begin: int, end: int) -> bool:
+        """Whether its memory is changed in place after one time, and up to another."""
+        own = storage_of(t)
+        return any(begin < time <= end and storage == own for time, storage in self._changes)
 
+    def _is_new(self, t: torch.Tensor, call: _Ended) -> bool:
+        """Whether no one has had a result of a call before, but modules inside of it."""
+        return self._first[id(t)] >= call.earlier and not _is_in(t, call.given)
 
-def _is_in(t: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    return any(each is t for each in tensors)
-
-
-def _sources(
-    t: torch.Tensor,
-    ended: Sequence[_Ended],
-    call: _Ended,
-    uses: TensorUses,
-    calls: ModuleCalls,
-) -> list[Result] | None:
-    """The results of modules from which a later stage has a tensor; None if they are not enough.
-
-    Args:
-        t: made before the end of a call.
-        ended: the calls that have ended before.
-        call: this one; what is kept then is passed on anyway.
-    """
-    if (result := _result(t, ended, call.time, uses, calls)) is not None:
-        return [result]
-    if _is_in(t, call.kept):
-        return []
-    found: list[Result] = []
-    if t.dim() > 1 or not hasattr(t, _FROM) or uses.is_changed(t, getattr(t, _BORN), call.time):
-        return None
-    for each in getattr(t, _FROM):
-        if isinstance(each, nn.Parameter):
+    def _sources(
+        self, t: torch.Tensor, ended: Sequence[_Ended], call: _Ended
+    ) -> list[Result] | None:
+        """The results of modules from which a later stage has a tensor; None if not all."""
+        if (result := self._result(t, ended, call.time)) is not None:
+            return [result]
+        if _is_in(t, call.kept):
+            return []
+        found: list[Result] = []
+        if t.dim() > 1 or not hasattr(t, _FROM):
             return None
-        if hasattr(each, _BORN):
-            theirs = _sources(each, ended, call, uses, calls)
-            # What modules that are not called again have kept in lists comes too late.
-            if theirs is None or (not theirs and not _is_in(each, call.alone)):
+        if self._is_changed(t, getattr(t, _BORN), call.time):
+            return None
+        for each in getattr(t, _FROM):
+            if isinstance(each, nn.Parameter):
                 return None
-            found += theirs
-    return found
+            if _depends(each):
+                its = self._sources(each, ended, call)
+                # What modules that are not called again have kept in lists comes too late.
+                if its is None or (not its and not _is_in(each, call.alone)):
+                    return None
+                found += its
+        return found
+
+    def _result(self, t: torch.Tensor, ended: Sequence[_Ended], time: int) -> Result | None:
+        """The module that returns a tensor first as it is, of those that have ended.
+
+        None if there is none, or if the tensor is changed before ``time``: a later stage would
+        change it again. A module that was given the tensor, or changes something else, does not
+        count.
+        """
+        for each in ended:
+            numbers = [number for number, own in enumerate(each.tensors) if own is t]
+            if not numbers or each.changes_others or not self._is_new(t, each):
+                continue
+            if not self._is_changed(t, each.time, time):
+                return Result(each.module, numbers[0])
+        return None
 
 
-def _result(
-    t: torch.Tensor, ended: Sequence[_Ended], time: int, uses: TensorUses, calls: ModuleCalls
-) -> Result | None:
-    """The module that returns a tensor first as it is, of those that have ended; others keep it.
-
-    None if there is none, or if the tensor is changed before ``time``: a later stage would change
-    it again. A module that was given the tensor, or changes something else, does not count.
-    """
-    for each in ended:
-        numbers = [number for number, own in enumerate(each.tensors) if own is t]
-        if not numbers or each.changes_others or not _is_new(t, each, calls):
-            continue
-        if not uses.is_changed(t, each.time, time):
-            return Result(each.module, numbers[0])
-    return None
+def _depends(t: torch.Tensor) -> bool:
+    return hasattr(t, _BORN)
 
 
-def _is_new(t: torch.Tensor, call: _Ended, calls: ModuleCalls) -> bool:
-    """Whether no one has had a result of a call before, but modules inside of it."""
-    return calls.first[id(t)] >= call.earlier and not any(each is t for each in call.given)
+def _is_in(t: torch.Tensor, things: Sequence[Any]) -> bool:
+    return any(each is t for each in things)
 
 
 def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
@@ -500,35 +445,3 @@ def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
     """
     storages = [storage_of(t) for t in tensors]
     return any(storages.count(each) > 1 for each in storages[len(storages) - others :])
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A module of whose call later stages need to know no more than the shapes of its output.
-
-    Attributes:
-        module: its name.
-        begun, ended: when, in operations.
-        shapes: of its output.
-    """
-
-    module: str
-    begun: int
-    ended: int
-    shapes: tuple[torch.Size, ...]
-
-    def includes(self, time: int) -> bool:
-        """Whether an operation was in the call."""
-        return self.begun < time <= self.ended
-
-
-def closed_in(flow: TensorUses, calls: ModuleCalls) -> Iterator[Closed]:
-    """The modules that later stages need not call."""
-    for each in calls.ended:
-        depends = [hasattr(t, _BORN) and _is_new(t, each, calls) for t in each.tensors]
-        once = calls.count[each.module] == 1 and not each.changes_others
-        if once and depends and all(depends):
-            made = flow.crossing(each.time, calls.begun[each.module])
-            if made.keys() <= set(map(id, [*each.tensors, *each.kept])):
-                shapes = tuple(t.shape for t in each.tensors)
-                yield Closed(each.module, calls.begun[each.module], each.time, shapes)

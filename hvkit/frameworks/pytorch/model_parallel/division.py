@@ -1,31 +1,21 @@
-"""Decides from a model's first batch how the ranks of a mesh divide it, and logs that."""
+"""Decides from a model's first batch how the ranks of a mesh divide it."""
 
 from __future__ import annotations
 
 import bisect
 import functools
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, Kept, dry_run
-from hvkit.frameworks.pytorch.model_parallel.forecast import (
-    Memory,
-    bubble,
-    divided_memory,
-    forecast,
-    memory_of_rank,
-    parameter_bytes,
-    table,
-    too_large,
-)
 from hvkit.frameworks.pytorch.model_parallel.kept_results import Path
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
@@ -36,11 +26,10 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
     ranks_of_stages,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
-    SPLIT_BACKWARD,
     STAGES_PER_RANK,
     V_SHAPED,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
+from hvkit.frameworks.pytorch.model_parallel.rank_groups import hash_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     TensorPlan,
     agreed,
@@ -48,7 +37,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     with_layers_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
-from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
 from hvkit.wording import shortened
@@ -76,17 +64,14 @@ def decide(
     first: MicroBatch,
     args: Any,
     kwargs: Any,
-    on_all_ranks: Callable[[Sequence[Path]], list[Path]],
+    together: StageLinks,
 ) -> ModelDivision:
     """How to divide a model; a collective.
 
     Args:
-        model: whole, or made without memory.
-        options: about the mesh.
-        device: for this rank's part.
         first: the first micro-batch of the first batch.
         args, kwargs: of the call with the whole batch.
-        on_all_ranks: gives those places where the forward of all ranks keeps something.
+        together: the ranks that compute on the same batch.
 
     Raises:
         ValueError: it cannot be divided; says why.
@@ -99,11 +84,11 @@ def decide(
         return found
 
     found = look()
-    kept = on_all_ranks(found.kept)
+    kept = _on_all_ranks(found.kept, together)
     if kept and options.mesh.pipeline > 1:
         found = look(kept)
     found = replace(found, kept=tuple(kept))
-    plan = _proven(model, options, first)
+    plan = _same_on_all(_proven(model, options, first), together)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
     if not chosen and (largest := max(stages.flops)) > UNEVEN / len(stages):
@@ -120,6 +105,27 @@ def decide(
             "axis, so its ranks all compute the same: use the data, shard or pipeline axis",
         )
     return ModelDivision(found, plan, stages)
+
+
+def _on_all_ranks(kept: Sequence[Path], together: StageLinks) -> list[Path]:
+    """Those places where the forward of every rank keeps something, not hooks of rank 0."""
+    named = {repr(path): path for path in kept}
+    names = together.object_from_rank(0, list(named))
+    if not names:
+        return []
+    by_rank = together.gather_numbers([name in named for name in names]).all(0)
+    return [named[name] for name, held in zip(names, by_rank.tolist(), strict=True) if held]
+
+
+def _same_on_all(plan: TensorPlan, together: StageLinks) -> TensorPlan:
+    """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
+    if plan.ways == 1:
+        return plan
+    own = hash_of([(each.begins, each.ends, each.others) for each in plan.streams])
+    if len(set(together.gather_numbers([own]).flatten().tolist())) == 1:
+        return plan
+    why = "stay whole: a forward on one rank does more than on another, perhaps in a hook"
+    return replace(plan, streams=(), whole_streams=(*plan.whole_streams, why))
 
 
 def _dry_run(
@@ -169,12 +175,12 @@ def _with_other_mode(
             other = dry_run(model, first.args, first.kwargs, device, passed_on)
         except Exception:  # of any type: in training it may want targets, which are not there
             return found
-    theirs = {place.module: place for place in other.places}
+    other_places = {place.module: place for place in other.places}
     places = tuple(
         place
         for place in found.places
-        if (its := theirs.get(place.module))
-        and (its.beside, its.slots) == (place.beside, place.slots)
+        if (other_place := other_places.get(place.module))
+        and (other_place.beside, other_place.slots) == (place.beside, place.slots)
     )
     names = {place.module for place in places}
     chosen = isinstance(options.stages, str) or names.issuperset(options.stages)
@@ -184,7 +190,11 @@ def _with_other_mode(
 
     def here(time: int) -> int:
         """A time between the same places in the mode of the first call."""
-        before = [p.time for p in places if p.module in theirs and theirs[p.module].time < time]
+        before = [
+            p.time
+            for p in places
+            if p.module in other_places and other_places[p.module].time < time
+        ]
         return max(before, default=0) + 1
 
     more = {n: tuple(map(here, t)) for n, t in other.reads.items() if n not in found.reads}
@@ -265,61 +275,43 @@ def _stages_of(model: nn.Module, options: MeshOptions, found: DryRun) -> Stages:
     return plan_stages(model, found, rank_of, options.stages)
 
 
-def log_division(
-    division: ModelDivision,
+def warn_of_microbatches(
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    options: MeshOptions,
-    device: torch.device,
-    links: StageLinks,
+    found: DryRun,
+    norms: nn.ModuleList,
     microbatches: int,
+    first: MicroBatch,
 ) -> None:
-    """Log how a model is divided, and what a training step will need; a collective.
-
-    Args:
-        division: of the model.
-        model: before it is divided.
-        optimizers: of it.
-        options: about the mesh.
-        device: for this rank's part.
-        links: to the ranks that compute on the same batch.
-        microbatches: of a batch.
-    """
-    stages, plan = division.stages, division.plan
-    mine = memory_of_rank(device, model)
-    found = links.gather_numbers([mine.place, mine.nbytes, mine.divided])
-    if options.position.rank:
-        return
-    if len(stages) > 1:
-        logger.info(f"{stages.described()}")
-    if plan.ways > 1:
-        logger.info(f"{plan}")
-    placements = placements_of(model, plan)
-
-    def shape_of(name: str, p: nn.Parameter) -> list[int]:
-        shape = list(p.shape)
-        if name in placements:
-            shape[placements[name].dim] //= plan.ways
-        if shape and len(stages.holders(name)) == 1:  # others stay whole
-            shape[0] = math.ceil(shape[0] / options.mesh.shard)
-        return shape
-
-    parameters = parameter_bytes(model, optimizers, shape_of)
-    ranks = forecast(stages, parameters, options.schedule, microbatches)
-    memories = divided_memory([Memory(*numbers) for numbers in found.tolist()])
-    names = " and ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
-    lines = table(ranks, memories, links.ranks, names)
-    if len(ranks) > 1:
-        share = bubble(len(ranks), len(ranks[0].stages), microbatches)
-        less = "at most " if options.schedule in SPLIT_BACKWARD else ""
-        lines += (
-            f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
-            f"forward and backward passes: {options.schedule}, {microbatches} "
-            "micro-batches"
+    """Warn of what a pipeline computes in another way than one process."""
+    if microbatches > 1 and len(norms):
+        warn_once(
+            "batch norm in micro-batches",
+            f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
+            f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
+            "or use group norm, which does not depend on the batch",
         )
-    logger.info(f"a training step needs\n    {lines}")
-    if text := too_large(ranks, memories, links.ranks):
-        logger.warning(text)
+    if found.floats:
+        warn_once(
+            "floats in a pipeline",
+            f"the forward keeps a Python number in {found.floats[0]}, which each rank of the "
+            "pipeline computes for its own stage, and in each micro-batch: other ranks hold "
+            "another one. Keep a tensor, as in a buffer or an attribute, or compute it from "
+            "what the model returns",
+        )
+    if microbatches > 1 and _iterates(model):
+        warn_once(
+            "spectral norm in micro-batches",
+            "spectral norm in a pipeline takes a step of its power iteration for each "
+            f"micro-batch, here {microbatches} a batch, so that weights differ slightly from those "
+            "of one process: pass microbatches=1, or leave out the pipeline axis, if that matters",
+        )
+
+
+def _iterates(model: nn.Module) -> bool:
+    """Whether a layer has spectral norm, of PyTorch's new or old kind, which counts its calls."""
+    modules = [each for each in model.modules() if each.training]
+    hooks = [hook for each in modules for hook in each._forward_pre_hooks.values()]
+    return any(isinstance(each, _SpectralNorm | SpectralNorm) for each in [*modules, *hooks])
 
 
 def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
@@ -364,8 +356,6 @@ def _divided_when(
     """What says whether ranks have parts of what autograd keeps.
 
     Args:
-        found: by the dry run of the whole model.
-        plan: of its layers.
         inside: when the calls begin of each column layer and its row layer.
     """
     # A model that is a single layer calls no other.
@@ -395,14 +385,17 @@ def _divided_when(
     return divided
 
 
-def of_parameters(
-    model: nn.Module, plan: TensorPlan, own: Mapping[str, nn.Parameter]
-) -> TensorPlan:
-    """The part of a plan for the layers whose parameters a rank holds."""
-    held = set(own.values())
-    divisions = {
-        name: each
-        for name, each in plan.divisions.items()
-        if not held.isdisjoint(model.get_submodule(name).parameters(recurse=False))
-    }
-    return replace(plan, divisions=divisions)
+def require_one_stage_for_each(model: nn.Module, stages: Stages) -> None:
+    """Raise if several stages would round the same weights differently.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    for name, _ in model.named_parameters():
+        if len(stages.holders(name)) > 1:
+            raise ValueError(
+                f"stages {' and '.join(map(str, stages.of_parameter[name]))} of the pipeline use "
+                f"{name}, and would round it differently when ranks of the data axis agree on "
+                "compressed weights: leave out compression=, or choose stages=[...] so that one "
+                "stage uses it"
+            )

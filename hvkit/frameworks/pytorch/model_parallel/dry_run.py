@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,23 +19,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvkit.frameworks.pytorch.model_parallel.cut_places import (
-    CutPlace,
-    ModuleCalls,
-    TensorUses,
-    closed_in,
-    places_in,
-)
-from hvkit.frameworks.pytorch.model_parallel.kept_results import (
-    KeptResults,
-    Path,
-    left_as_before,
-)
+from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace, ForwardTrace
+from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, Path
 from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     OnMeta,
     explaining_meta,
+    forward_on_meta,
     on_meta,
-    uncompiled,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     bytes_of,
@@ -108,23 +98,19 @@ def dry_run(
     Random generators, buffers and gradients stay as they are.
 
     Args:
-        model: with its own forward.
-        args, kwargs: of a call with some samples.
-        device: of the model.
         passed_on: where the forward keeps results that stages pass on.
 
     Raises:
         ValueError: the forward looks at a value that depends on weights.
     """
-    flow, calls, found = _followed(model, args, kwargs, device, passed_on, 1)
-    if not flow.looks:
+    trace, found = _followed(model, args, kwargs, device, passed_on, 1)
+    if not trace.looks:
         return found
     # Where it looks at values, shapes must not depend on them, if later stages know shapes alone.
-    inside = [each for each in closed_in(flow, calls) if any(map(each.includes, flow.looks))]
+    inside = [each for each in trace.closed() if any(map(each.includes, trace.looks))]
     try:
-        of_zeros = _followed(model, args, kwargs, device, passed_on, 0)
-        same = set(closed_in(*of_zeros[:2]))
-        shapes = {each.module: each.shapes for each in same}
+        of_zeros, _ = _followed(model, args, kwargs, device, passed_on, 0)
+        shapes = {each.module: each.shapes for each in of_zeros.closed()}
     except Exception:  # of any type: the model's, which gets no samples
         shapes = {}
     safe = [
@@ -134,7 +120,7 @@ def dry_run(
     # From when until when each look may not be repeated.
     spans = [
         (time, min((each.ended for each in safe if each.includes(time)), default=sys.maxsize))
-        for time in flow.looks
+        for time in trace.looks
     ]
     places = [place for place in found.places if not any(a <= place.time < b for a, b in spans)]
     return replace(
@@ -142,8 +128,8 @@ def dry_run(
         places=tuple(places),
         closed=tuple(name for name in found.closed if name not in unsafe),
         looking=tuple(each.module for each in safe),
-        lookers=tuple(calls.lookers),
-        looked=calls.looked,
+        lookers=tuple(trace.lookers),
+        looked=trace.looked,
     )
 
 
@@ -154,71 +140,58 @@ def _followed(
     device: torch.device,
     passed_on: Sequence[Path],
     value: int,
-) -> tuple[TensorUses, ModuleCalls, DryRun]:
+) -> tuple[ForwardTrace, DryRun]:
     """A dry run in which the forward sees ``value`` wherever it looks at values."""
-    flow, flops = TensorUses(), FlopCounterMode(display=False)
+    flops, kept = FlopCounterMode(display=False), KeptResults(model, passed_on)
     meta, names = on_meta(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    flow.buffers = {storage_of(b): name for name, b in buffers.items()}
-    its = KeptResults(model, passed_on)
-    calls, saved = ModuleCalls(flow, flops, buffers, its), _Saved(flow, meta.values())
-    hooks = calls.follow(model)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            anywhere = stack.enter_context(left_as_before(model))
-            its.begin()
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is))
-            stack.enter_context(_fused_attention(saved, device))
-            for mode in (uncompiled(), OnMeta(device, calls.look, value), flow, flops):
-                stack.enter_context(mode)
-            with explaining_meta():
-                args, kwargs = copied_call(args, kwargs)
-                flow.begin_with((args, kwargs))
-                out = torch.func.functional_call(
-                    model, {**meta, **buffers}, args, kwargs, tie_weights=False
-                )
-            with torch._C.DisableTorchFunction():
-                changes = anywhere.changes()
-                floats = anywhere.floats()
-            kept, _ = its.tensors()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    flow.use_all(out)
-    return (
-        flow,
-        calls,
-        DryRun(
-            places=tuple(places_in(flow, calls, kept)),
-            closed=tuple(each.module for each in closed_in(flow, calls)),
-            reads={names[p]: tuple(times) for p, times in flow.reads.items() if p in names},
-            calls=calls.begun,
-            writes=flow.writes,
+    trace = ForwardTrace(model, buffers, flops, kept)
+    saved = _Saved(trace, meta.values())
+    args, kwargs = copied_call(args, kwargs)
+    trace.begin_with((args, kwargs))
+    kept.begin()
+    modes = [
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is),
+        _fused_attention(saved, device),
+        trace.calls_followed(),
+        OnMeta(device, trace.look, value),
+        trace,
+        flops,
+    ]
+    run = forward_on_meta(model, {**meta, **buffers}, args, kwargs, device, modes)
+    with explaining_meta(), run as (out, anywhere):
+        trace.end_with(out)
+        kept_at_end, _ = kept.tensors()
+        found = DryRun(
+            places=tuple(trace.places(kept_at_end)),
+            closed=tuple(each.module for each in trace.closed()),
+            reads={names[p]: tuple(times) for p, times in trace.reads.items() if p in names},
+            calls=trace.begun,
+            writes=trace.writes,
             saved=tuple(saved.found),
             flops=flops.get_total_flops(),
             nbytes=bytes_of(tensors_in(out)),
             kept=tuple(
                 path
-                for path, each in changes.items()
-                if any(map(flow.is_result, tensors_in(each.value)))
+                for path, each in anywhere.changes().items()
+                if any(map(trace.is_result, tensors_in(each.value)))
             ),
-            floats=floats,
-        ),
-    )
+            floats=anywhere.floats(),
+        )
+    return trace, found
 
 
 class _Saved:
     """What autograd keeps for backward.
 
     Args:
-        flow: its clock.
+        trace: its clock.
         parameters: which are in memory anyway, also where a view of one is kept.
     """
 
-    def __init__(self, flow: TensorUses, parameters: Iterable[nn.Parameter]) -> None:
-        self._flow = flow
+    def __init__(self, trace: ForwardTrace, parameters: Iterable[nn.Parameter]) -> None:
+        self._trace = trace
         self._parameters = set(map(storage_of, parameters))
         self.found: list[Kept] = []
         # The number of a storage is used again when nobody holds it.
@@ -227,7 +200,7 @@ class _Saved:
     def keep(self, t: torch.Tensor) -> torch.Tensor:
         storage, number = t.untyped_storage(), storage_of(t)
         if t.is_meta and number not in self._parameters:
-            self.found.append(Kept(self._flow.time, number, storage.nbytes()))
+            self.found.append(Kept(self._trace.time, number, storage.nbytes()))
             self._alive.append(storage)
         return t
 

@@ -1,4 +1,4 @@
-"""What each rank of a divided model will hold in a training step, and how long it will wait.
+"""Logs what each rank of a divided model will hold in a training step, and how long it will wait.
 
 Arithmetic on what a dry run has found; only ``state_bytes`` and ``memory_of_rank`` look at
 optimizers and at the machine. Not counted: what libraries hold, what the script computes from the
@@ -16,7 +16,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,10 +24,15 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state.trials import copied
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
+from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.host.cpus import free_memory
+from hvkit.log import logger
+from hvkit.mesh import MeshOptions
 from hvkit.pipeline.stages import megabytes
 
 # Elements along each dimension of a parameter in a trial of an optimizer.
@@ -36,15 +41,8 @@ _LENGTH = 4
 _KERNELS = ("fused", "foreach", "capturable")
 
 
-@dataclass(frozen=True)
-class ParameterBytes:
-    """What a rank holds for a parameter, in bytes.
-
-    Attributes:
-        weights: of its part of the parameter.
-        gradients: of this part; 0 if it is frozen.
-        state: of the optimizers.
-    """
+class ParameterBytes(NamedTuple):
+    """What a rank holds for a parameter, in bytes: of its part, of gradients, of optimizers."""
 
     weights: int
     gradients: int
@@ -76,11 +74,7 @@ class RankForecast:
         return self.weights + self.gradients + self.state + self.activations + self.outputs
 
     def described(self, optimizer: str) -> str:
-        """A sum as text.
-
-        Args:
-            optimizer: the name of what holds the state.
-        """
+        """A sum as text."""
         parts = {
             "gradients": self.gradients,
             optimizer: self.state,
@@ -92,19 +86,63 @@ class RankForecast:
         return f"{' + '.join(terms)} = {in_words(self.total)}"
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory that a rank may use.
-
-    Attributes:
-        place: a number for the host or the GPU that it belongs to.
-        nbytes: of it.
-        divided: whether these are this rank's share among those that use it.
-    """
+class Memory(NamedTuple):
+    """The memory that a rank may use, in bytes, and a number for the host or GPU that has it."""
 
     place: int
     nbytes: int
-    divided: bool = True
+
+
+def log_division(
+    stages: Stages,
+    plan: TensorPlan,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: MeshOptions,
+    device: torch.device,
+    links: StageLinks,
+    microbatches: int,
+) -> None:
+    """Log how a model is divided, and what a training step will need; a collective.
+
+    Args:
+        links: to the ranks that compute on the same batch.
+    """
+    found = links.gather_numbers(memory_of_rank(device, model))
+    if options.position.rank:
+        return
+    if len(stages) > 1:
+        logger.info(stages.described())
+    if plan.ways > 1:
+        logger.info(f"{plan}")
+    placements = placements_of(model, plan)
+
+    def shape_of(name: str, p: nn.Parameter) -> list[int]:
+        shape = list(p.shape)
+        if name in placements:
+            shape[placements[name].dim] //= plan.ways
+        if shape and len(stages.holders(name)) == 1:  # others stay whole
+            shape[0] = math.ceil(shape[0] / options.mesh.shard)
+        return shape
+
+    parameters = parameter_bytes(model, optimizers, shape_of)
+    ranks = forecast(stages, parameters, options.schedule, microbatches)
+    memories = [Memory(*numbers) for numbers in found.tolist()]
+    if device.type == "cuda":
+        memories = divided_memory(memories)
+    names = " and ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
+    lines = table(ranks, memories, links.ranks, names)
+    if len(ranks) > 1:
+        share = bubble(len(ranks), len(ranks[0].stages), microbatches)
+        less = "at most " if options.schedule in SPLIT_BACKWARD else ""
+        lines += (
+            f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
+            f"forward and backward passes: {options.schedule}, {microbatches} "
+            "micro-batches"
+        )
+    logger.info(f"a training step needs\n    {lines}")
+    if text := too_large(ranks, memories, links.ranks):
+        logger.warning(text)
 
 
 def in_words(nbytes: int) -> str:
@@ -117,11 +155,6 @@ def bubble(ranks: int, per_rank: int, microbatches: int) -> float:
 
     Zero-bubble schedules wait less.
 
-    Args:
-        ranks: of the pipeline.
-        per_rank: stages of each.
-        microbatches: of a batch.
-
     Returns:
         From 0 to 1.
     """
@@ -133,13 +166,6 @@ def kept_at_once(schedule: str, ranks: int, rank: int, per_rank: int, microbatch
 
     The first batch of each shape takes GPipe, which keeps all; there is no gradient or optimizer
     state then, but what that batch makes.
-
-    Args:
-        schedule: its name.
-        ranks: of the pipeline.
-        rank: along it.
-        per_rank: stages of each.
-        microbatches: of a batch.
     """
     everything = per_rank * microbatches
     if schedule == "1F1B":
@@ -158,39 +184,37 @@ def forecast(
     """What each rank of the pipeline axis will hold, at most.
 
     Args:
-        stages: of the model.
         parameters: by name, what a rank holds that has it.
-        schedule: its name.
-        microbatches: of a batch.
     """
     ranks = max(stages.rank_of) + 1
     found = []
     for rank in range(ranks):
-        mine = stages.of_rank(rank)
+        own_stages = stages.of_rank(rank)
         own = [each for name, each in parameters.items() if rank in stages.holders(name)]
-        kept = kept_at_once(schedule, ranks, rank, len(mine), microbatches)
+        kept = kept_at_once(schedule, ranks, rank, len(own_stages), microbatches)
+        weights, gradients, state = (sum(each[i] for each in own) for i in range(3))
         found.append(
             RankForecast(
-                tuple(mine),
-                sum(each.weights for each in own),
-                sum(each.gradients for each in own),
-                sum(each.state for each in own),
-                _largest([stages.saved[stage] for stage in mine], kept, microbatches),
-                0 if ranks == 1 else _outputs(stages, mine, kept, schedule, microbatches),
+                tuple(own_stages),
+                weights,
+                gradients,
+                state,
+                _largest([stages.saved[stage] for stage in own_stages], kept, microbatches),
+                0 if ranks == 1 else _outputs(stages, own_stages, kept, schedule, microbatches),
             )
         )
     return found
 
 
 def _outputs(
-    stages: Stages, mine: Sequence[int], kept: int, schedule: str, microbatches: int
+    stages: Stages, own_stages: Sequence[int], kept: int, schedule: str, microbatches: int
 ) -> int:
     """Bytes of outputs, and of their gradients, that a rank holds at once."""
     last = len(stages) - 1
     # The last stage's gradients are parts of those of the whole result.
-    of_stages = [stages.given[stage] * (1 if stage == last else 2) for stage in mine]
+    of_stages = [stages.given[stage] * (1 if stage == last else 2) for stage in own_stages]
     # GPipe gives the result of the whole batch to every rank.
-    whole = microbatches if schedule == "GPipe" else int(last in mine)
+    whole = microbatches if schedule == "GPipe" else int(last in own_stages)
     return _largest(of_stages, kept, microbatches) + 2 * whole * stages.given[last]
 
 
@@ -212,7 +236,6 @@ def parameter_bytes(
 
     Args:
         model: with its whole parameters, also on the meta device.
-        optimizers: of it.
         shape_of: the shape of a rank's part of a parameter, by its name.
     """
     shapes: dict[torch.Tensor, Sequence[int]] = {
@@ -235,10 +258,6 @@ def state_bytes(
     """The bytes of what an optimizer keeps for parameters after a step.
 
     A copy of it makes a step on parameters without memory; if it looks at values, on small ones.
-
-    Args:
-        optimizer: stays as it is.
-        shapes: of its parameters, or of parts of them.
     """
     groups = [[p for p in group["params"] if p in shapes] for group in optimizer.param_groups]
     whole = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
@@ -281,12 +300,11 @@ def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
 
     Args:
         device: on which this rank trains. All ranks of a host have equal shares of its memory.
-        model: before it is divided.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         gpu = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
-        return Memory(gpu, free + torch.cuda.memory_reserved(device), divided=False)
+        return Memory(gpu, free + torch.cuda.memory_reserved(device))
     held = bytes_of(p for p in model.parameters() if p.device == device)
     host = zlib.crc32(socket.gethostname().encode())
     return Memory(host, free_memory() // runtime.local_size() + held)
@@ -294,13 +312,8 @@ def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
 
 def divided_memory(memories: Sequence[Memory]) -> list[Memory]:
     """The same, with equal shares of a GPU for those of the ranks that use it."""
-    places = [memory.place for memory in memories]
-    return [
-        memory
-        if memory.divided
-        else Memory(memory.place, memory.nbytes // places.count(memory.place))
-        for memory in memories
-    ]
+    places = [place for place, _ in memories]
+    return [Memory(place, nbytes // places.count(place)) for place, nbytes in memories]
 
 
 def table(
@@ -330,11 +343,7 @@ def table(
 def too_large(
     ranks: Sequence[RankForecast], memories: Sequence[Memory], members: Sequence[int]
 ) -> str:
-    """What will not fit where, as a sentence; empty if all fits.
-
-    Args:
-        ranks, memories, members: as for ``table``.
-    """
+    """What will not fit where, as a sentence; empty if all fits."""
     each = len(members) // len(ranks)
     for place in dict.fromkeys(memory.place for memory in memories):
         there = [i for i, memory in enumerate(memories) if memory.place == place]

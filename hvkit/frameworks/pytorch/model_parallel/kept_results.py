@@ -18,9 +18,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 Path = tuple[str, Hashable]
 """Where something is kept: the name of what holds it, and the key there. Equal on all ranks."""
@@ -306,9 +306,30 @@ class KeptResults:
             if place.get() is not before:
                 place.set(before)
 
-    def includes(self, module: nn.Module, attribute: str) -> bool:
-        """Whether an attribute of a module is among the places."""
-        return (id(module), attribute) in self._attributes
+    def changeable(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the call of a module may change beside its result; equal if it has not.
+
+        First lists and dicts that it is given, tensors, and attributes in which it keeps tensors,
+        unless they are among the places; then the numbers in its attributes.
+        """
+        attributes = [
+            (each, name, value) for each in module.modules() for name, value in vars(each).items()
+        ]
+        # Not to be seen by the modes that look at operations.
+        with torch._C.DisableTorchFunction():
+            leaves, spec = tree_flatten((args, kwargs))
+            kept = [
+                [id(t) for t in tensors_in(value)]
+                for each, name, value in attributes
+                if not name.startswith("_")
+                and isinstance(value, torch.Tensor | list | dict | tuple)
+                if (id(each), name) not in self._attributes
+            ]
+            versions = [version_of(each) for each in leaves if isinstance(each, torch.Tensor)]
+        numbers = [
+            (n, value) for _, n, value in attributes if isinstance(value, bool | int | float)
+        ]
+        return (spec, list(map(id, leaves)), versions, kept), numbers
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those that have come since ``begin``, and those among them that are in no list."""

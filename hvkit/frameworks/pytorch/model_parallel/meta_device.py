@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, left_as_before
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
@@ -111,6 +113,15 @@ def _to_meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
+def holders_in(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """By parameter, the names of the modules that hold it themselves."""
+    found: dict[torch.Tensor, list[str]] = {}
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            found.setdefault(p, []).append(name)
+    return found
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Runs compiled modules as they were before, since there is nothing to compute."""
     # Importing the compiler takes a second.
@@ -134,6 +145,87 @@ def on_meta(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[torch.Tenso
                 first[made[p]] = name
             by_name[name] = made[p]
     return by_name, first
+
+
+@contextmanager
+def forward_on_meta(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    modes: Sequence[AbstractContextManager[Any]],
+) -> Iterator[tuple[Any, KeptResults]]:
+    """Runs the model's forward; afterwards random numbers, and all that it sets, are as before.
+
+    Args:
+        tensors: its parameters on the meta device, by all of their names, and buffers.
+        args, kwargs: of the call, which it may change.
+        modes: in which it runs, the outermost first.
+
+    Yields:
+        What it returns; and what it keeps beside that, while that is still there.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), left_as_before(model) as kept:
+        with uncompiled(), ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            call = torch.func.functional_call
+            output = call(model, dict(tensors), args, kwargs, tie_weights=False)
+        yield output, kept
+
+
+@contextmanager
+def calls_watched(
+    modules: Mapping[str, nn.Module],
+    enter: Callable[[str, Any, Any], None],
+    leave: Callable[[str, Any, Any, Any], None],
+    *,
+    before_hooks: bool = True,
+    after_hooks: bool = True,
+) -> Iterator[None]:
+    """Sees the calls of modules.
+
+    Args:
+        enter: called with the name of a module and its arguments.
+        leave: called also with what it returns.
+        before_hooks, after_hooks: whether they see the arguments before the script's hooks have
+            changed these, and the result afterwards.
+    """
+
+    def watch(name: str, module: nn.Module) -> Iterator[Any]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            enter(name, args, kwargs)
+
+        def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            leave(name, args, kwargs, output)
+
+        yield module.register_forward_pre_hook(begin, prepend=before_hooks, with_kwargs=True)
+        yield module.register_forward_hook(end, prepend=not after_hooks, with_kwargs=True)
+
+    with ExitStack() as stack:
+        for each in modules.items():
+            for hook in watch(*each):
+                stack.callback(hook.remove)
+        yield
+
+
+def is_recomputed_within(module: nn.Module) -> bool:
+    """Whether the call of a module that ends now is a part of what a checkpoint computes again.
+
+    It is none if the checkpoint computes this module and nothing else.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            function = frame.f_locals.get("function")
+            while isinstance(function, functools.partial):
+                function = function.func
+            if function is not None:
+                return getattr(function, "__self__", function) is not module
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def is_about(error: Exception) -> bool:

@@ -7,9 +7,8 @@ what makes it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -17,64 +16,58 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.divided_state.fully_shard import follow
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import LoadedBefore
 from hvkit.frameworks.pytorch.model_parallel.division import (
     ModelDivision,
     decide,
-    log_division,
-    of_parameters,
+    require_one_stage_for_each,
+    warn_of_microbatches,
 )
-from hvkit.frameworks.pytorch.model_parallel.gradient_norm import (
+from hvkit.frameworks.pytorch.model_parallel.forecast import log_division
+from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
+from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import (
     GradientsOfAllRanks,
     watch_overflows,
 )
-from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, Path
-from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole
-from hvkit.frameworks.pytorch.model_parallel.parts import (
-    LoadedBefore,
-    ModelParts,
-    PartsOfParameters,
-    drop,
-    gathered,
-)
+from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, drop
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
     ScheduledPipeline,
 )
-from hvkit.frameworks.pytorch.model_parallel.same_batches import (
+from hvkit.frameworks.pytorch.model_parallel.rank_groups import (
+    RankGroups,
+    SharedGradients,
     hash_of,
     require_same_batch,
     require_same_weights,
 )
-from hvkit.frameworks.pytorch.model_parallel.shard_axis import follow, shard
-from hvkit.frameworks.pytorch.model_parallel.shared_gradients import SharedGradients
+from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe
+from hvkit.frameworks.pytorch.model_parallel.shard_axis import shard
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered as gathered_activations,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
-from hvkit.main_rank import warn_once
-from hvkit.mesh import AXES, Axis, MeshOptions, rows
+from hvkit.mesh import MeshOptions
 
 # The first pass also prepares the others.
 _TIMED_FROM, _TIMED_TO = 2, 22
@@ -96,6 +89,11 @@ class ParallelModel:
             and before later ones. Ranks hold the same weights until then.
         recipe: what makes the parameters; None if they are there.
         rounded: what means along the data axis round in another way on each stage.
+
+    Attributes:
+        state: of this rank's part; None before the model is divided.
+        layout: the same number on all ranks, and another if they hold other parts.
+        whole: the divided parameters, which show the script the full ones.
     """
 
     def __init__(
@@ -113,49 +111,28 @@ class ParallelModel:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
         self._train, self._compared, self._rounded = train, compared, rounded
-        if options.mesh.shard > 1 or options.schedule != GPIPE:
-            process_group.require_gpus_of_their_own()
-        self._axes = process_group.device_mesh(
-            device.type, tuple(getattr(options.mesh, axis) for axis in AXES), AXES
-        )
-        self._links = self._links_of("pipeline")
-        # The ranks that compute on the same batch, and those that compute at the same time.
-        self._together = self._links_of("pipeline", "tensor")
-        shards = options.mesh.shard > 1
-        self._at_once = self._links_of(*AXES) if shards else self._together
+        self._recipe = recipe
+        self._groups = RankGroups(options, device, name)
+        self._rank = options.position.along("pipeline")
         # Of the pass before; along the data axis alone, whoever averages gradients compares losses.
         self._losses = LossCounts()
-        if shards:
+        if options.mesh.shard > 1:
             watch_passes()
             self._losses.look(wanted=True)
-        # The ranks that hold parts of the same weights, which are no copies.
-        self._holders = self._links_of("shard", "pipeline", "tensor")
-        self._copies = self._links_of("data", "shard")
-        self._kept: list[nn.Parameter] = []
-        # What the script may still hold, by the new parameter.
-        self._replaced: dict[torch.Tensor, nn.Parameter] = {}
-        self._run: Callable[[Any, Any], Any] | None = None
-        self.parts: ModelParts | None = None
-        # The same number on all ranks, and another if they hold other parts.
-        self.layout = 0
-        # What is loaded as soon as there is a part to load.
-        self._waiting: list[Callable[[], None]] = []
-        # The parameters that several ranks of the pipeline hold, with these ranks.
-        self._shared: dict[nn.Parameter, dist.ProcessGroup] = {}
-        self._pipeline: Pipeline | None = None
-        # Of the current pass, the same on all ranks that compute on the same batch.
-        self._seed = 0
         self._passes = 0
         self._divider = Divider()
-        # Of the tensor axis, and what was loaded of it before the model is divided.
+        self._run: Callable[[Any, Any], Any] | None = None
+        self._pipeline: Pipeline | None = None
         self._random: SameRandomNumbers | None = None
-        self._numbers: list[np.ndarray[Any, Any]] = []
+        self.state: ModelState | None = None
+        self.layout = 0
         self.whole = WholeParameters()
-        self._recipe = recipe
-        self._loaded = None if recipe is None else LoadedBefore(model, optimizers)
-        for p in model.parameters():
-            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
-        self._whole = WholeModel(model)
+        # What is loaded as soon as there is a part to load.
+        self._waiting: list[Callable[[], None]] = []
+        if recipe is not None:
+            self._waiting.append(LoadedBefore(model, optimizers).load)
+        self._mark_in_mesh(model.parameters())
+        self._plain = WholeModel(model)
         # A script may have replaced the forward of the instance itself.
         self._of_instance = vars(model).get("forward")
         vars(model)["forward"] = self._forward
@@ -163,11 +140,9 @@ class ParallelModel:
         # PyTorch runs hooks that come during a call only if there was one when it began.
         model.register_forward_hook(_nothing)
 
-    def _links_of(self, *axes: Axis) -> StageLinks:
-        group = process_group.group_of(rows(self._options.mesh, *axes))
-        ranks = self._options.position.members(*axes)
-        through_host = process_group.ranks_share_gpus()
-        return StageLinks(group, ranks, self._device, self._name, through_host=through_host)
+    def _mark_in_mesh(self, parameters: Iterable[torch.Tensor]) -> None:
+        for p in parameters:
+            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
 
     def _refuse_copy(self, memo: Any) -> Any:
         raise ValueError(
@@ -180,20 +155,20 @@ class ParallelModel:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._passes += 1
-        if self._passes & (self._passes - 1) == 0:
+        if self._passes.bit_count() == 1:
             self._refuse_replaced_parameters()
-        self._links.step = self._at_once.step = self._passes
+        links = self._groups.pipeline
+        links.step = self._groups.at_once.step = self._passes
         self._losses.keep()
-        with self._links.in_call(), self._links.times.passing():
-            self._seed = require_same_batch(
+        with links.in_call(), links.times.passing():
+            seed = require_same_batch(
                 self._model,
                 self._passes,
                 args,
                 kwargs,
                 self._optimizers,
                 self._losses,
-                self._at_once,
-                self._together,
+                self._groups,
             )
             self._losses.begin()
             if self._run is None:
@@ -210,16 +185,12 @@ class ParallelModel:
             self._gradients.used()
             self._say_waits()
             if self._pipeline is not None:
-                self._pipeline.seed = self._seed
-            with self.whole.as_parts():
+                self._pipeline.seed = seed
+            with self.whole.as_slices():
                 return self._run(args, kwargs)
 
     def _refuse_replaced_parameters(self) -> None:
-        """Raise in the forward of ``torch.func.functional_call``, whose parameters would be lost.
-
-        Raises:
-            ValueError: names a parameter.
-        """
+        """Raise in a forward of ``torch.func.functional_call``, whose parameters would be lost."""
         for name, p in self._model.named_parameters():
             if not isinstance(p, nn.Parameter):
                 raise ValueError(
@@ -236,91 +207,68 @@ class ParallelModel:
 
     def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
         """Keep this rank's part of the model, give up the rest, and return what runs it."""
-        model, options = self._model, self._options
+        model, options, groups, rank = self._model, self._options, self._groups, self._rank
         if self._recipe is None:
-            require_same_weights(self._model, self._holders)
+            require_same_weights(model, groups.holders)
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
-        division = self._same_on_all(
-            decide(model, options, self._device, first, args, kwargs, self._on_all_ranks)
-        )
+        division = decide(model, options, self._device, first, args, kwargs, groups.together)
         found, plan, stages = division.found, division.plan, division.stages
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             log_division(
-                division,
+                stages,
+                plan,
                 model,
                 self._optimizers,
                 options,
                 self._device,
-                self._together,
+                groups.together,
                 len(batches),
             )
         if self._rounded == "weights":
-            self._require_one_stage_for_each(stages)
-        rank = options.position.along("pipeline")
+            require_one_stage_for_each(model, stages)
         expected = None
         if self._recipe is None and rank == stages.rank_of[-1] and len(stages) > 1:
             expected = plain_result(model, args, kwargs, found.kept)
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
         self.layout = hash_of([holders, placements_of(model, plan)])
-        own = self._take_part(stages, rank)
+        own, of_stages = self._take_part(stages)
         placements: Mapping[str, Placement] = {}
+        tensor = groups.axes["tensor"]
         if options.mesh.tensor > 1:
-            tensor = self._axes["tensor"]
             self._random = SameRandomNumbers(tensor.get_group(), self._device)
-            placements = divide(model, of_parameters(model, plan, own), tensor, self._random)
-            self.numbers = self._numbers
+            placements = divide(model, plan, tensor, self._random)
+        before = own
         if options.mesh.shard > 1:
-            own = self._shard(own, division)
-        self._keep_state(stages, rank, own, placements)
-        self._answer_for_whole(own, placements)
-        norms = self._norms_of(stages, rank)
+            own = self._shard(own, of_stages, division)
+        slicings = {n: Slicing.of(p, placements.get(n), tensor) for n, p in own.items()}
+        self._keep_state(stages, before, own, slicings)
+        norms = nn.ModuleList(
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, _NormBase)
+            and stages.rank_of[stages.of_module.get(name, 0)] == rank
+        )
         if options.mesh.pipeline == 1:
             self._train(own, norms)
             self._compared()
             return functools.partial(_whole, model.forward, KeptResults(model, found.kept))
-        if options.microbatches > 1 and len(norms):
-            warn_once(
-                "batch norm in micro-batches",
-                f"batch norm in a pipeline uses the statistics of each micro-batch, here of "
-                f"{first.samples} samples, not of the whole batch: pass a smaller microbatches=, "
-                "or use group norm, which does not depend on the batch",
-            )
-        if found.floats:
-            warn_once(
-                "floats in a pipeline",
-                f"the forward keeps a Python number in {found.floats[0]}, which each rank of the "
-                "pipeline computes for its own stage, and in each micro-batch: other ranks hold "
-                "another one. Keep a tensor, as in a buffer or an attribute, or compute it from "
-                "what the model returns",
-            )
-        if count > 1 and _iterates(model):
-            warn_once(
-                "spectral norm in micro-batches",
-                "spectral norm in a pipeline takes a step of its power iteration for each "
-                f"micro-batch, here {count} a batch, so that weights differ slightly from those of "
-                "one process: pass microbatches=1, or leave out the pipeline axis, if that matters",
-            )
-        staged = StagedForward(model, stages, found, self._device, self._begin_numbers)
+        warn_of_microbatches(model, found, norms, count, first)
+        begin = _nothing if self._random is None else self._random.begin
+        staged = StagedForward(model, stages, found, self._device, begin)
         train = self._train(own, norms)
-        shared = SharedGradients(
-            self._shared,
-            self._kept,
-            self._links,
-            self._copies,
-            self._device,
-            equalised=self._rounded == "gradients",
-        )
-        around = functools.partial(shared.before_backward, train)
+        kept = [p for p in own.values() if options.mesh.shard > 1 and not is_divided(p)]
+        equalised = self._rounded == "gradients"
+        shared = SharedGradients(of_stages, kept, groups, equalised=equalised)
         pipeline = self._pipeline = Pipeline(
             model,
             staged,
             stages,
-            self._links,
+            groups.pipeline,
             count,
             self._divider,
-            around,
+            functools.partial(shared.before_backward, train),
             expected,
             self._compared,
         )
@@ -328,31 +276,9 @@ class ParallelModel:
             return pipeline
         return ScheduledPipeline(pipeline, options.schedule, own)
 
-    def _on_all_ranks(self, kept: Sequence[Path]) -> list[Path]:
-        """Those places where the forward of every rank keeps something, not hooks of rank 0."""
-        named = {repr(path): path for path in kept}
-        names = self._together.object_from_rank(0, list(named))
-        if not names:
-            return []
-        on_ranks = self._together.gather_numbers([name in named for name in names]).tolist()
-        return [named[name] for name, *found in zip(names, *on_ranks, strict=True) if all(found)]
-
-    def _same_on_all(self, division: ModelDivision) -> ModelDivision:
-        """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
-        plan = division.plan
-        if plan.ways == 1:
-            return division
-        mine = hash_of([(each.begins, each.ends, each.others) for each in plan.streams])
-        everyone = self._together.gather_numbers([mine]).flatten().tolist()
-        if len(set(everyone)) == 1:
-            return division
-        why = "stay whole: a forward on one rank does more than on another, perhaps in a hook"
-        plan = replace(plan, streams=(), whole_streams=(*plan.whole_streams, why))
-        return replace(division, plan=plan)
-
     def _say_waits(self) -> None:
         """Log once how long the first rank of a pipeline has waited for others."""
-        times, mesh = self._links.times, self._options.mesh
+        times, mesh = self._groups.pipeline.times, self._options.mesh
         if self._passes == _TIMED_FROM:
             times.begin()
         # With a GPU the host runs ahead, and waits elsewhere.
@@ -363,17 +289,20 @@ class ParallelModel:
                 f"backward passes {_TIMED_FROM} to {_TIMED_TO - 1}"
             )
 
-    def _take_part(self, stages: Stages, rank: int) -> dict[str, nn.Parameter]:
-        """Give up what other stages hold, and return this rank's parameters by name."""
-        named = dict(self._model.named_parameters())
-        own = {name: p for name, p in named.items() if rank in stages.holders(name)}
+    def _take_part(
+        self, stages: Stages
+    ) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, dist.ProcessGroup]]:
+        """Give up other stages' parameters; return this rank's, and the ranks that share some."""
+        named, links = dict(self._model.named_parameters()), self._groups.pipeline
+        own = {name: p for name, p in named.items() if self._rank in stages.holders(name)}
+        of_stages = {}
         for name, p in named.items():
             holders = stages.holders(name)
             if len(holders) > 1:
-                ranks = tuple(self._links.ranks[each] for each in holders)
-                group = process_group.subgroup_of(self._links.ranks, ranks)
-                if rank in holders:
-                    self._shared[p] = group
+                ranks = tuple(links.ranks[each] for each in holders)
+                group = process_group.subgroup_of(links.ranks, ranks)
+                if name in own:
+                    of_stages[p] = group
         # Recurrent layers hold weak references, for which PyTorch exchanges no tensors.
         recurrent = [m for m in self._model.modules() if isinstance(m, nn.RNNBase)]
         for module in recurrent:
@@ -385,121 +314,77 @@ class ParallelModel:
             p.data = p.data.to(self._device)
         for module in recurrent:
             cast(Any, module)._init_flat_weights()
-        for p in named.values():
-            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
-        return own
+        self._mark_in_mesh(named.values())
+        return own, of_stages
 
     def _shard(
-        self, own: dict[str, nn.Parameter], division: ModelDivision
+        self,
+        own: Mapping[str, nn.Parameter],
+        of_stages: Collection[nn.Parameter],
+        division: ModelDivision,
     ) -> dict[str, nn.Parameter]:
-        """Divide this rank's parameters along the shard axis."""
-        copies = self._options.mesh.data > 1
-        mesh = self._axes["data", "shard"] if copies else self._axes["shard"]
-        shared = list(self._shared)
+        """Divide this rank's parameters along the shard axis; return the new ones."""
+        axes = self._groups.axes
+        mesh = axes["data", "shard"] if self._options.mesh.data > 1 else axes["shard"]
         cuts = [cut.module for cut in division.stages.cuts]
-        called = division.found.calls.keys()
-        lookers = division.found.lookers
-        after = shard(self._model, own, shared, cuts, called, lookers, mesh, self._name)
-        follow(self._optimizers, own, after)
-        self._replaced = {p: after[name] for name, p in own.items()}
-        for p in after.values():
-            mark_in_mesh(p, pipeline=self._options.mesh.pipeline > 1)
+        called, lookers = division.found.calls.keys(), division.found.lookers
+        after = shard(self._model, own, of_stages, cuts, called, lookers, mesh, self._name)
+        for optimizer in self._optimizers:
+            follow(optimizer, own, after)
+        self._mark_in_mesh(after.values())
         names: dict[torch.Tensor, str] = {p: name for name, p in after.items()}
         self._script_hooks = HooksOnShards(
             {after[name]: p for name, p in own.items() if is_divided(after[name])},
             lambda p: f"parameter {names[p]}",
-            lambda p, own: self._held.whole_gradient(p, own),
-            lambda p, whole: self._held.own_gradient(p, whole),
+            lambda p, own: cast(ModelState, self.state).full_gradient(p, own),
+            lambda p, full: cast(ModelState, self.state).own_gradient(p, full),
         )
-        self._kept = [p for p in after.values() if not is_divided(p)]
         return after
 
     def _keep_state(
         self,
         stages: Stages,
-        rank: int,
+        before: Mapping[str, nn.Parameter],
         own: Mapping[str, nn.Parameter],
-        placements: Mapping[str, Placement],
+        slicings: Mapping[str, Slicing],
     ) -> None:
-        """See to it that norms, scalers, saving and loading know of the parts of other ranks."""
+        """Let norms, scalers, scripts, saving and loading know of other ranks' parts."""
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
-        buffers = {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
-        shares = PartsOfParameters(placements, self._axes["tensor"])
-        self._whole.divided(shares, holder | buffers, self._links)
-        first = position.along("tensor") == 0
-        first_shard = position.along("shard") == 0
+        holder |= {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
+        first_slice, first_shard = (position.along(axis) == 0 for axis in ("tensor", "shard"))
         counted = [
             p
             for name, p in own.items()
-            if holder[name] == rank
-            and (first or name in placements)
-            and (first_shard or is_divided(p))
+            if holder[name] == self._rank
+            and (first_slice or slicings[name].placement)
+            and (first_shard or slicings[name].shards)
         ]
-        everyone = self._holders.group
         # The model keeps it: a norm is looked for by the parameters.
         self._gradients = GradientsOfAllRanks(
-            model.parameters(), counted, everyone, self._name, self._device, self._replaced
+            model.parameters(),
+            counted,
+            self._groups.holders,
+            # What the script may still hold.
+            {p: own[name] for name, p in before.items() if own[name] is not p},
         )
-        self.parts = ModelParts(
+        self.state = ModelState(
             model,
-            holder | buffers,
-            self._links.group,
-            shares,
+            holder,
+            self._groups.pipeline,
+            slicings,
             collects=position.along("data") == 0,
+            first_slice=first_slice,
             first_shard=first_shard,
         )
+        self._plain.divided(self.state)
         for optimizer in self._optimizers:
-            self.parts.attach(optimizer)
+            self.state.attach(optimizer)
             watch_overflows(self._gradients, optimizer)
-        if self._loaded is not None:
-            self._loaded.load()
         for load in self._waiting:
             load()
         self._waiting.clear()
-
-    def _answer_for_whole(
-        self, own: Mapping[str, nn.Parameter], placements: Mapping[str, Placement]
-    ) -> None:
-        """Let the script see whole parameters outside of forward and update."""
-        tensor = self._axes["tensor"] if placements else None
-        self.whole.add(
-            self._model,
-            {
-                p: PartOfWhole.of(p, placements.get(name), tensor)
-                for name, p in own.items()
-                if name in placements or is_divided(p)
-            },
-        )
-
-    def _require_one_stage_for_each(self, stages: Stages) -> None:
-        """Raise if several stages would round the same weights differently.
-
-        Raises:
-            ValueError: names the parameter.
-        """
-        for name, _ in self._model.named_parameters():
-            if len(stages.holders(name)) > 1:
-                raise ValueError(
-                    f"stages {' and '.join(map(str, stages.of_parameter[name]))} of the pipeline "
-                    f"use {name}, and would round it differently when ranks of the data axis agree "
-                    "on compressed weights: leave out compression=, or choose stages=[...] so that "
-                    "one stage uses it"
-                )
-
-    def _norms_of(self, stages: Stages, rank: int) -> nn.ModuleList:
-        """The normalisation layers of this rank's stages."""
-        return nn.ModuleList(
-            module
-            for name, module in self._model.named_modules()
-            if isinstance(module, _NormBase)
-            and stages.rank_of[stages.of_module.get(name, 0)] == rank
-        )
-
-    def _begin_numbers(self) -> None:
-        """Let ranks of the tensor axis go on from the numbers that all stages share."""
-        if self._random is not None:
-            self._random.begin()
+        self.whole.add(model, {own[n]: each for n, each in slicings.items() if each})
 
     @property
     def numbers(self) -> list[np.ndarray[Any, Any]]:
@@ -508,16 +393,14 @@ class ParallelModel:
 
     @numbers.setter
     def numbers(self, states: list[np.ndarray[Any, Any]]) -> None:
-        self._numbers = states
+        self.when_divided(functools.partial(self._set_numbers, states))
+
+    def _set_numbers(self, states: list[np.ndarray[Any, Any]]) -> None:
         if self._random and len(states) == len(self._random.state):
             self._random.state = [torch.from_numpy(state.copy()) for state in states]
 
     def require_division(self, optimizer: Optimizer, _: Any) -> None:
-        """Before an update: raise if it would train the whole model, without the other ranks.
-
-        Raises:
-            ValueError: there are gradients, but no call of the model has divided it.
-        """
+        """Before an update: raise if it would train the whole model, without the other ranks."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self._run is None and any(p.grad is not None for p in parameters):
             kind = type(self._model).__name__
@@ -529,34 +412,23 @@ class ParallelModel:
             )
 
     @property
-    def _held(self) -> ModelParts:
-        assert self.parts is not None
-        return self.parts
-
-    @property
     def is_deferred(self) -> bool:
         """Whether no rank has weights before the model is divided."""
         return self._recipe is not None
 
     def when_divided(self, load: Callable[[], None]) -> None:
         """Load something as soon as there is a part of the model to load."""
-        if self.parts is None:
+        if self.state is None:
             self._waiting.append(load)
         else:
             load()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which rank 0 has the whole state dict of the model; a collective."""
-        with ExitStack() as stack:
-            stack.enter_context(self._whole.settled())
-            if self.parts is not None:
-                stack.enter_context(self.parts.gathered(self._model))
+        """A context in which rank 0 has the full state dict of the model; a collective."""
+        state = nullcontext() if self.state is None else self.state.gathered(self._model)
+        with self._plain.settled(), state:
             yield
-
-    def optimizer_gathered(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """A context in which rank 0 holds an optimizer's whole state; a collective."""
-        return nullcontext() if self.parts is None else gathered(optimizer)
 
 
 def _whole(forward: Callable[..., Any], kept: KeptResults, args: Any, kwargs: Any) -> Any:
@@ -572,11 +444,4 @@ def _whole(forward: Callable[..., Any], kept: KeptResults, args: Any, kwargs: An
 
 
 def _nothing(*_: Any) -> None:
-    """A hook that is there."""
-
-
-def _iterates(model: nn.Module) -> bool:
-    """Whether a layer has spectral norm, of PyTorch's new or old kind, which counts its calls."""
-    modules = [each for each in model.modules() if each.training]
-    hooks = [hook for each in modules for hook in each._forward_pre_hooks.values()]
-    return any(isinstance(each, _SpectralNorm | SpectralNorm) for each in [*modules, *hooks])
+    """A hook, or what begins nothing."""

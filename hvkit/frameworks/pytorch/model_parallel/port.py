@@ -18,11 +18,14 @@ from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import Recipe, recipe_of
-from hvkit.frameworks.pytorch.model_parallel.mesh_keeper import MeshKeeper
-from hvkit.frameworks.pytorch.model_parallel.nonfinite import NonFiniteInMesh
+from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
+    MeshKeeper,
+    ModelInParts,
+    OptimizerInParts,
+)
+from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
-from hvkit.frameworks.pytorch.model_parallel.saved_parts import ModelInParts, OptimizerInParts
+from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -93,20 +96,20 @@ class MeshPort(PyTorchPort):
         return self._recipe is not None and tensor.is_meta
 
     def synchronise(self) -> None:
-        everyone = all_ranks()
+        group = all_ranks()
         if self._recipe is not None:
             self._recipe.start_from(
                 torch.from_numpy(
-                    collectives.broadcast_state(self._recipe.random_state.numpy(), everyone).copy()
+                    collectives.broadcast_state(self._recipe.random_state.numpy(), group).copy()
                 )
             )
             self._recipe.make(
                 [t for t in self._recipe.tensors() if not isinstance(t, nn.Parameter)]
             )
             return
-        broadcast_tensors([*self.parameters.values(), *self.model.buffers()], everyone)
+        broadcast_tensors([*self.parameters.values(), *self.model.buffers()], group)
         for optimizer in self.optimizers:
-            broadcast_optimizer(optimizer, everyone)
+            broadcast_optimizer(optimizer, group)
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         self._synchronise_batch_norm()
@@ -148,9 +151,8 @@ class MeshPort(PyTorchPort):
             in_parts=ModelInParts(held, self._keeper, model),
             keeper_in_parts=self._keeper,
         )
-        whole = functools.partial(ParallelModel.optimizer_gathered, held)
         of_optimizers: list[tuple[Any, Record]] = []
-        for optimizer, found in self._attach(hooks, whole):
+        for optimizer, found in self._attach(hooks, divided=True):
             its: Any = weakref.proxy(optimizer)
             in_parts = OptimizerInParts(held, self._keeper, its)
             of_optimizers.append((optimizer, replace(found, in_parts=in_parts)))
@@ -201,7 +203,12 @@ class MeshPort(PyTorchPort):
             What to call before each backward pass, and what that returns after it.
         """
         if self.mesh.mesh.shard > 1:  # PyTorch averages the gradients
-            self._refuse_averages(norms)
+            if len(norms) and self.options.batch_norm == "average":
+                raise ValueError(
+                    "batch norm keeps statistics of each rank's own batches, which "
+                    f"{self.mesh.mesh} does not average along its shard axis: use group norm, or "
+                    'batch_norm="local", and evaluate on all ranks'
+                )
         elif self.options.group.size > 1:
             self.parameters = own
             keeper = self._keep_weights_in_step(
@@ -213,15 +220,15 @@ class MeshPort(PyTorchPort):
             if self._keeper is not None:
                 parallel = self._parallel
                 assert keeper is not None
-                assert parallel.parts is not None
-                self._keeper.divided(keeper, parallel.parts, list(own), parallel.layout)
+                assert parallel.state is not None
+                self._keeper.divided(keeper, parallel.state, list(own), parallel.layout)
         self._let_hooks_wait(own)
         return self._begin_pass
 
     def _let_hooks_wait(self, own: dict[str, nn.Parameter]) -> None:
         """Call the script's hooks on parameters with whole gradients of the whole batch."""
-        parts = self._parallel.parts
-        assert parts is not None
+        state = self._parallel.state
+        assert state is not None
         if self.reducer is not None:
             hooks = self._script_hooks = self.reducer.script_hooks
         else:
@@ -232,16 +239,7 @@ class MeshPort(PyTorchPort):
             hooks = self._script_hooks = ScriptHooks(names.__getitem__, lambda: "")
             hooks.add(names)
         if self.mesh.mesh.tensor > 1:
-            hooks.divide(parts.whole_gradient, parts.own_gradient)
-
-    def _refuse_averages(self, norms: nn.ModuleList) -> None:
-        """Raise if statistics of batch norm would have to be averaged."""
-        if len(norms) and self.options.batch_norm == "average":
-            raise ValueError(
-                f"batch norm keeps statistics of each rank's own batches, which {self.mesh.mesh} "
-                'does not average along its shard axis: use group norm, or batch_norm="local", '
-                "and evaluate on all ranks"
-            )
+            hooks.divide(state.full_gradient, state.own_gradient)
 
     def _begin_pass(self) -> Callable[[], None]:
         if self.reducer is None:

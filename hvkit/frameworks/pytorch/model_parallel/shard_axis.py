@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.divided_state.fully_shard import (
-    CountedGather,
-    CountedScatter,
-    parts_of,
-    units_of,
-)
+from hvkit.frameworks.pytorch.divided_state.fully_shard import shard_parts, units_of
 
 
 def shard(
@@ -41,13 +34,10 @@ def shard(
 
     Args:
         model: PyTorch replaces its parameters by new ones.
-        own: this rank's, by name.
         kept: those of them that stay whole.
         cuts: modules after which stages end; none without a pipeline.
-        called: modules that the model's forward calls.
         lookers: those that look at values, by which they may call what is inside of them.
         mesh: of the shard axis, or of the data and the shard axis.
-        name: of the model, for waits.
 
     Returns:
         This rank's parameters by name, some of them new.
@@ -58,18 +48,12 @@ def shard(
     parts = [*units, model]
     if cuts:
         parts = _parts_within(model, units, inside, held, cuts, called, lookers)
-    for part in parts:
-        each: Any = fully_shard(part, mesh=mesh)
-        each.set_custom_all_gather(CountedGather(name, _not_noted))
-        each.set_custom_reduce_scatter(CountedScatter(name))
-        if lookers:
-            _agree_on_gradients(each, mesh)
+    # Each forward pass of a mesh compares more than the order of layers.
+    shard_parts(parts, mesh, name, lambda number: None)
+    for part in parts if lookers else ():
+        _agree_on_gradients(part, mesh)
     now = dict(model.named_parameters())
     return {name: now[name] for name in own}
-
-
-def _not_noted() -> None:
-    """In place of a note of the order of layers, which each forward pass of a mesh compares."""
 
 
 def _agree_on_gradients(part: Any, mesh: DeviceMesh) -> None:
@@ -136,17 +120,3 @@ def _parts_within(
         if own and alone and name in called and name not in outer and module not in inside:
             found.append(module)
     return found
-
-
-def follow(
-    optimizers: Sequence[Optimizer],
-    before: Mapping[str, nn.Parameter],
-    after: Mapping[str, nn.Parameter],
-) -> None:
-    """Let optimizers update new parameters in place of old ones of the same names."""
-    new: dict[torch.Tensor, nn.Parameter] = {p: after[name] for name, p in before.items()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new.get(p, p) for p in group["params"]]
-        for p in [p for p in optimizer.state if p in new and new[p] is not p]:
-            optimizer.state[new[p]] = parts_of(optimizer.state.pop(p), new[p])

@@ -13,6 +13,7 @@ slice in the middle; and its list of contents is a pickle, which runs code when 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.sync.rounds import SENT
 
 New = Callable[[torch.Size, torch.dtype], torch.Tensor]
 """Makes a tensor that is filled afterwards."""
@@ -65,28 +67,25 @@ def blocks_of(
         index: of the rank in its tensor group.
         ways: ranks of the group.
     """
-    first, last = rows or (0, shape[0] if len(shape) else 0)
-    size = [last - first, *shape[1:]] if len(shape) else []
-    start = [first] + [0] * (len(shape) - 1) if len(shape) else []
-    if placement is None:
-        return [Block(tuple(start), (0,) * len(shape), tuple(size))]
-    dim = placement.dim
-    length = shape[dim] // placement.parts
-    found = []
-    for part in range(placement.parts):
-        begin, end = part * length, (part + 1) * length
-        if dim == 0:
-            begin, end = max(begin, first), min(end, last)
-        if begin >= end:
-            continue
-        # Before this part are those of all ranks, and within it those of earlier ranks.
-        moved = part * length * (ways - 1) + index * length
-        own, mine, extent = list(start), [0] * len(shape), list(size)
-        own[dim] = begin + moved
-        mine[dim] = begin - (first if dim == 0 else 0)
-        extent[dim] = end - begin
-        found.append(Block(tuple(own), tuple(mine), tuple(extent)))
-    return found
+    # Along each dimension: where in the whole tensor, where in the rank's own, and how much.
+    along = [[(0, 0, length)] for length in shape]
+    if placement is not None:
+        length = shape[placement.dim] // placement.parts
+        # Before a part are those of all ranks, and within it those of earlier ranks.
+        along[placement.dim] = [
+            ((part * ways + index) * length, part * length, length)
+            for part in range(placement.parts)
+        ]
+    if rows is not None:
+        first, last = rows
+        cut = [(start - at, max(at, first), min(at + n, last)) for start, at, n in along[0]]
+        along[0] = [
+            (by + begin, begin - first, end - begin) for by, begin, end in cut if begin < end
+        ]
+    return [
+        Block(*(tuple(each[i] for each in chosen) for i in range(3)))
+        for chosen in itertools.product(*along)
+    ]
 
 
 def _in_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -106,7 +105,11 @@ class SavedTensor:
     ) -> None:
         self.shape = torch.Size(shape)
         self.pieces = list(pieces)
-        self.dtype = self.pieces[0][1].dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.pieces[0][1].dtype  # a rank that has none of the rows writes no piece
 
     def add(self, other: SavedTensor) -> None:
         """Take over the pieces that another rank has written."""
@@ -128,10 +131,6 @@ class SavedTensor:
 
     def fill(self, own: torch.Tensor, blocks: Sequence[Block]) -> None:
         """Copy what belongs into a rank's own tensor.
-
-        Args:
-            own: in host memory, or on a GPU.
-            blocks: of the whole tensor, which make up ``own``.
 
         Raises:
             HvkitError: the pieces do not make up the blocks.
@@ -169,13 +168,7 @@ def _shared(
 
 
 def described(own: torch.Tensor, shape: Sequence[int], blocks: Sequence[Block]) -> dict[str, Any]:
-    """A rank's own tensor as its file holds it.
-
-    Args:
-        own: in host memory, or on a GPU.
-        shape: of the whole tensor.
-        blocks: of the whole, which make up ``own``.
-    """
+    """A rank's own tensor as its file holds it."""
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
         own = own.clone()  # torch.save would write what lies around it, too
     pieces = [
@@ -185,12 +178,7 @@ def described(own: torch.Tensor, shape: Sequence[int], blocks: Sequence[Block]) 
 
 
 def described_state(thing: Any, tensor: Callable[[torch.Tensor], Any]) -> dict[str, Any] | None:
-    """A tensor, the state of a parameter, or what else it holds, as a file holds it.
-
-    Args:
-        thing: that.
-        tensor: describes a tensor; returns None if another rank writes it.
-    """
+    """A tensor, the state of a parameter, or what else it holds, as a file holds it."""
     if isinstance(thing, torch.Tensor):
         found: dict[str, Any] | None = tensor(thing)
         return found
@@ -223,22 +211,13 @@ class SavedState:
                 self.values[name] = _merged(self.values.get(name), value)
 
     def plain(self, new: New = _in_memory, *, alias: bool = False) -> Any:
-        """What one process would have saved: a state dict, or a strategy's arrays.
-
-        Args:
-            new, alias: as for ``SavedTensor.whole``.
-        """
+        """What one process would have saved: a state dict, or a strategy's arrays."""
         whole = functools.partial(SavedTensor.whole, new=new, alias=alias)
         return _PLAIN_FORMS[self.plan["kind"]](self, whole)
 
 
 def part(value: Any, tensor: Callable[[SavedTensor], torch.Tensor]) -> Any:
-    """A value of a ``SavedState`` with tensors in place of those that are saved.
-
-    Args:
-        value: one of ``values``.
-        tensor: reads a tensor, or a part of it.
-    """
+    """A value of a ``SavedState`` with tensors in place of those that are saved."""
     if isinstance(value, SavedTensor):
         return tensor(value)
     if isinstance(value, dict):
@@ -264,7 +243,6 @@ def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
     """What rank 0 adds to the parts of a model.
 
     Args:
-        state: the state dict, whose tensors do not count.
         names: by its keys, the names of parameters and buffers; the same for tied ones.
     """
     for key in names:
@@ -273,24 +251,14 @@ def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def optimizer_plan(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 adds to the parts of an optimizer.
-
-    Args:
-        state: the state dict, whose states of parameters do not count.
-        names: of the parameters, in its order.
-    """
+    """What rank 0 adds to the parts of an optimizer."""
     other = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
     rest = {key: value for key, value in state.items() if key != "state"}
     return {"kind": "optimizer", "other": other, "rest": rest, "names": list(names)}
 
 
 def strategy_plan(counts: np.ndarray[Any, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 adds to the parts of a strategy's state.
-
-    Args:
-        counts: the state that belongs to no parameter.
-        names: of all parameters, in the order in which one process numbers them.
-    """
+    """What rank 0 adds to the parts of a strategy's state."""
     return {"kind": "strategy", "counts": torch.from_numpy(counts), "names": list(names)}
 
 
@@ -354,3 +322,27 @@ def strategy_arrays(
     }
     trained = sorted(number[name] for name, state in whole.items() if state[TRAINED])
     return arrays | {COUNTS: counts, TRAINED: np.array(trained, np.int64)}
+
+
+def strategy_values(
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    number: Mapping[str, int],
+    shape_of: Callable[[str], Sequence[int]],
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What a strategy keeps of parameters: ``whole``, of which ``strategy_arrays`` makes arrays.
+
+    Args:
+        arrays: of these parameters, and perhaps of others.
+        number: of each parameter.
+        shape_of: of a parameter.
+    """
+    trained = set(arrays[TRAINED].tolist())
+    found = {name: {TRAINED: torch.tensor(i in trained)} for name, i in number.items()}
+    names = {str(i): name for name, i in number.items()}
+    for key, vector in arrays.items():
+        kept, _, i = key.partition(".")
+        if i in names and not key.startswith(SENT):
+            # A complex number travels as two.
+            t = torch.from_numpy(vector).reshape(*shape_of(names[i]), -1)
+            found[names[i]][kept] = t
+    return found

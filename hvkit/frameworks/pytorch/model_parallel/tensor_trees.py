@@ -24,6 +24,11 @@ def storage_of(t: torch.Tensor) -> int:
     return int(t.untyped_storage()._cdata) if t.layout is torch.strided else id(t)
 
 
+def version_of(t: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 in inference mode, which does not count."""
+    return 0 if t.is_inference() else t._version
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of nested lists, dicts and the like, in order."""
     found: list[torch.Tensor] = []

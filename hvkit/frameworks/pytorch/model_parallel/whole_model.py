@@ -6,21 +6,14 @@ from call to call. Ranks that hold parts of layers, or some of them, cannot do t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.kept_results import HOOKS
-from hvkit.frameworks.pytorch.model_parallel.parts import PartsOfParameters
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
-from hvkit.transport.traffic import count
-from hvkit.watch.calls import call
-
-_GENERATE = "generate"
+from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
 
 
 class WholeModel:
@@ -34,23 +27,15 @@ class WholeModel:
         self._model = model
         self._plain = [(m, type(m), vars(m).get("forward")) for m in model.modules()]
         self._settled = False
-        self._parts: tuple[PartsOfParameters, Mapping[str, int], StageLinks] | None = None
-        if callable(getattr(type(model), _GENERATE, None)) and _GENERATE not in vars(model):
-            vars(model)[_GENERATE] = self._generate
+        self._state: ModelState | None = None
+        if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
+            vars(model)["generate"] = self._generate
 
-    def divided(
-        self, shares: PartsOfParameters, holder: Mapping[str, int], links: StageLinks
-    ) -> None:
-        """Note who holds what.
-
-        Args:
-            shares: of what this rank holds.
-            holder: by parameter and buffer, the rank along the pipeline that holds it.
-            links: to the ranks of the pipeline.
-        """
-        self._parts = shares, holder, links
-        self._tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        names = {id(t): name for name, t in self._tensors.items()}
+    def divided(self, state: ModelState) -> None:
+        """Note who holds what."""
+        self._state = state
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        names = {id(t): name for name, t in tensors}
         self._slots = [
             (module, kind, key, names[id(t)])
             for module in self._model.modules()
@@ -69,8 +54,8 @@ class WholeModel:
             self._settled = False
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        run: Any = getattr(type(self._model), _GENERATE)
-        if self._settled and self._parts is not None:
+        run = cast(Any, type(self._model)).generate
+        if self._settled and self._state is not None:
             with self._whole():
                 return run(self._model, *args, **kwargs)
         return run(self._model, *args, **kwargs)
@@ -78,13 +63,8 @@ class WholeModel:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Be the plain model with all of its weights for a while; a collective."""
-        weights = self._weights()
-        whole = {
-            name: nn.Parameter(weights[name], t.requires_grad)
-            if isinstance(t, nn.Parameter)
-            else weights[name]
-            for name, t in self._tensors.items()
-        }
+        assert self._state is not None
+        full = self._state.full_everywhere(self._model)
         before = [(m, type(m), dict(vars(m))) for m in self._model.modules()]
         try:
             for module, kind, forward in self._plain:
@@ -99,7 +79,7 @@ class WholeModel:
                         (key, hook) for key, hook in own[name].items() if not _is_of_mesh(hook)
                     )
             for module, which, key, name in self._slots:
-                vars(module)[which][key] = whole[name]
+                vars(module)[which][key] = full[name]
             for module in self._model.modules():
                 if isinstance(module, nn.RNNBase):
                     module._init_flat_weights()
@@ -109,25 +89,6 @@ class WholeModel:
                 module.__class__ = kind
                 vars(module).clear()
                 vars(module).update(attributes)
-
-    @torch.no_grad()
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """All tensors of the model, by name; a collective."""
-        assert self._parts is not None
-        shares, holder, links = self._parts
-        rank, found = dist.get_rank(links.group), {}
-        with call("generate()"), links.waiting():
-            for name, source in holder.items():
-                t = self._tensors[name].detach()
-                if source == rank:
-                    t = shares.whole(name, t).clone()
-                else:
-                    t = torch.empty(t.shape, dtype=t.dtype, device=links.device)
-                if len(links.ranks) > 1:
-                    count("weights", t.nbytes if source == rank else 0)
-                    dist.broadcast(t, links.ranks[source], group=links.group)
-                found[name] = t
-        return found
 
 
 def _is_of_mesh(hook: Any) -> bool:

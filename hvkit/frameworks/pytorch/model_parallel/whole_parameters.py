@@ -1,16 +1,15 @@
-"""Parameters of which a rank holds a part, and which answer a script for their whole.
+"""Parameters of which a rank holds a slice, and which answer a script for the full tensor.
 
 A script's own lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)``, ``p.norm()`` in
 a loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
 update of its optimizers, a divided parameter, its gradient, and what is computed of them element by
 element are of classes that PyTorch asks first (``__torch_function__``). An operation on each
-element by itself computes with this rank's part, and what it returns is a part, too. Before any
-other operation the ranks join their parts, and all compute with the whole: a collective. What it
-writes into the whole, or later into a view of it, goes back into the part.
+element by itself computes with this rank's slice, and returns one. Before any other operation the
+ranks join their slices, and all compute with the full tensor: a collective. What it writes into
+that, or later into a view of it, goes back into the slice.
 
-The memory is that of the part throughout, in the same objects. During a forward and an update they
-are of PyTorch's own classes, so these are as fast as without hvkit. Code of hvkit, and of PyTorch's
-``fully_shard``, knows of parts and always gets them.
+During a forward and an update the same objects are of PyTorch's own classes, as fast as without
+hvkit. Code of hvkit, and of PyTorch's ``fully_shard``, always gets slices.
 """
 
 from __future__ import annotations
@@ -28,9 +27,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvkit.frameworks.pytorch.model_parallel.part_of_whole import PartOfWhole, parts_alone
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import ELEMENTWISE, Operation, writes
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, as_plain
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    EACH_ELEMENT,
+    LENGTHS,
+    OF_SLICES,
+    VIEW_ATTRIBUTES,
+    Operation,
+    writes,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 
@@ -43,21 +48,24 @@ class _Answers:
     ) -> Any:
         # What zero_grad() does to each parameter.
         if func == _GET_GRADIENT:
-            with parts_alone():
+            with as_plain():
                 gradient = args[0].grad
-            return gradient if gradient is None else _as_asked(args[0], gradient)
+            slicing = slicing_of(args[0])
+            if gradient is None or slicing is None or _calls_for_slices(sys._getframe(1)):
+                return gradient
+            return gradient if type(gradient) in _PLAIN else show(gradient, slicing)
         if func == _SET_GRADIENT and args[1] is None:
             return _raw(func, args, {})
-        return _answer(func, args, kwargs or {}, parts_wanted=_calls_for_parts(sys._getframe(1)))
+        return _answer(func, args, kwargs or {}, slices_wanted=_calls_for_slices(sys._getframe(1)))
 
     # Those of PyTorch take the attributes along, and do not all go through __torch_function__.
     def __deepcopy__(self: Any, memo: Any) -> Any:
-        copied, division = _like(self, self.detach().clone()), division_of(self)
-        return memo.setdefault(id(self), copied if division is None else show(copied, division))
+        copied, slicing = _like(self, self.detach().clone()), slicing_of(self)
+        return memo.setdefault(id(self), copied if slicing is None else show(copied, slicing))
 
     def __reduce_ex__(self: Any, proto: Any) -> Any:
-        own, division = self.detach(), division_of(self)
-        return _like(self, own if division is None else division.whole(own)).__reduce_ex__(proto)
+        own, slicing = self.detach(), slicing_of(self)
+        return _like(self, own if slicing is None else slicing.full(own)).__reduce_ex__(proto)
 
 
 def _like(t: torch.Tensor, value: torch.Tensor) -> Any:
@@ -67,142 +75,125 @@ def _like(t: torch.Tensor, value: torch.Tensor) -> Any:
     return value.requires_grad_(t.requires_grad)
 
 
-class _WholeTensor(_Answers, torch.Tensor):
-    """A tensor of which this rank has a part."""
-
-
-class _WholeParameter(_Answers, nn.Parameter):
-    """A parameter of which this rank has a part."""
-
-
-class _WholeDTensor(_Answers, DTensor):
-    """A tensor that ``fully_shard`` divides."""
-
-
 class _ViewOfWhole(_Answers, torch.Tensor):
-    """A view of a whole that was joined: what is written into it goes back into the part."""
+    """A view of a full tensor that was joined: what is written into it goes back into the slice."""
 
 
-_SHOWN: dict[type, type] = {
-    torch.Tensor: _WholeTensor,
-    nn.Parameter: _WholeParameter,
-    DTensor: _WholeDTensor,
+# Classes of slices, by those that they stand for.
+_SHOWN: dict[Any, Any] = {
+    plain: type(plain)(f"_Whole{plain.__name__}", (_Answers, plain), {})
+    for plain in cast(Sequence[Any], (torch.Tensor, nn.Parameter, DTensor))
 }
 _PLAIN = {shown: plain for plain, shown in _SHOWN.items()}
-_DIVISION, _VIEWED = "_hvkit_division", "_hvkit_viewed"
+_SLICING, _VIEWED = "_hvkit_slicing", "_hvkit_viewed"
 
 
 @dataclass(eq=False)
 class _Viewed:
-    """A whole that was joined, and what it was joined of.
+    """A full tensor that was joined, and what it was joined of.
 
     Attributes:
-        part: this rank's.
-        whole: the memory of the views; None if nothing may be written into them.
+        own: this rank's slice.
+        full: the memory of the views; None if nothing may be written into them.
         at: when they were equal, as ``_now`` says.
     """
 
-    part: torch.Tensor
-    whole: torch.Tensor | None
+    own: torch.Tensor
+    full: torch.Tensor | None
     at: tuple[int, int]
 
 
-# Counts what may have changed parts.
+# Counts what may have changed slices.
 _changes = 0
 
 
-def show(t: Any, division: PartOfWhole) -> Any:
-    """Let a part answer for its whole from now on."""
+def show(t: Any, slicing: Slicing) -> Any:
+    """Let a slice answer for the full tensor from now on."""
     if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
-        setattr(t, _DIVISION, division)
+        setattr(t, _SLICING, slicing)
         t.__class__ = _SHOWN[type(t)]
     return t
 
 
-def division_of(t: Any) -> PartOfWhole | None:
-    """How what answers for its whole is divided; None if it does not."""
-    return getattr(t, _DIVISION) if type(t) in _PLAIN and hasattr(t, _DIVISION) else None
+def slicing_of(t: Any) -> Slicing | None:
+    """How what answers for a full tensor is divided; None if it does not."""
+    return getattr(t, _SLICING) if type(t) in _PLAIN and hasattr(t, _SLICING) else None
 
 
 def undivided(obj: Any) -> Any:
-    """An object with the whole of each part that answers for it, a collective if there are any."""
-    if all(division_of(each) is None for each in tree_leaves(obj)):
+    """An object with the full tensor of each slice that answers for it; then a collective."""
+    if all(slicing_of(each) is None for each in tree_leaves(obj)):
         return obj
-    return tree_map(lambda t: t if division_of(t) is None else _of(t).whole(t), obj)
+    return tree_map(lambda t: t if slicing_of(t) is None else _of(t).full(t), obj)
 
 
-def _of(t: torch.Tensor) -> PartOfWhole:
-    division = division_of(t)
-    assert division is not None
-    return division
+def _of(t: torch.Tensor) -> Slicing:
+    return cast(Slicing, slicing_of(t))
 
 
 class WholeParameters:
-    """The divided parameters of a model, which answer a script for their whole."""
+    """The divided parameters of a model, which answer a script for the full tensors."""
 
     def __init__(self) -> None:
-        self._divisions: dict[torch.Tensor, PartOfWhole] = {}
+        self._slicings: dict[torch.Tensor, Slicing] = {}
         # Where fully_shard puts what it has gathered of parameters that other axes divide, too.
-        self._places: list[tuple[dict[str, Any], str, PartOfWhole]] = []
+        self._places: list[tuple[dict[str, Any], str, Slicing]] = []
         self._forwards = 0
         self._updates = False
         # What a script may hold of gradients and gathered parameters.
-        self._others: list[tuple[torch.Tensor, PartOfWhole]] = []
+        self._others: list[tuple[torch.Tensor, Slicing]] = []
 
-    def add(self, model: nn.Module, divisions: Mapping[torch.Tensor, PartOfWhole]) -> None:
+    def add(self, model: nn.Module, slicings: Mapping[torch.Tensor, Slicing]) -> None:
         """Let these parameters of a model answer, each divided as it says."""
-        self._divisions |= divisions
+        self._slicings |= slicings
         self._places += [
-            (module._parameters, name, replace(division, shards=None, gathered=True))
+            (module._parameters, name, replace(slicing, shards=None, gathered=True))
             for module in model.modules()
             for name, p in module.named_parameters(recurse=False)
-            if (division := divisions.get(p)) and division.placement and division.shards
+            if (slicing := slicings.get(p)) and slicing.placement and slicing.shards
         ]
-        for p, division in divisions.items():
-            show(p, division)
+        for p, slicing in slicings.items():
+            show(p, slicing)
 
     @contextmanager
-    def as_parts(self) -> Iterator[None]:
-        """Let the parameters be plain parts for a while."""
-        self._change(forwards=1)
+    def as_slices(self) -> Iterator[None]:
+        """Let the parameters be plain slices during a forward."""
+        self._change(self._forwards + 1, self._updates)
         try:
             yield
         finally:
-            self._change(forwards=-1)
+            self._change(self._forwards - 1, self._updates)
 
     def begin_update(self, optimizer: Any) -> None:
-        """Let them be plain parts during an update."""
-        self._change(updates=True)
+        """Let them be plain slices until ``end_update``."""
+        self._change(self._forwards, True)
 
     def end_update(self) -> None:
-        """Let them answer for their whole again."""
-        self._change(updates=False)
+        """Let them answer for the full tensors again."""
+        self._change(self._forwards, False)
 
-    def _change(self, forwards: int = 0, updates: bool | None = None) -> None:
-        before = self._forwards, self._updates
-        self._forwards += forwards
-        self._updates = self._updates if updates is None else updates
-        if (bool(before[0]), before[1]) == (bool(self._forwards), self._updates):
+    def _change(self, forwards: int, updates: bool) -> None:
+        before = bool(self._forwards), self._updates
+        self._forwards, self._updates = forwards, updates
+        if before == (bool(forwards), updates):
             return
         note_change()
-        with parts_alone():
-            gradients = [(p.grad, division) for p, division in self._divisions.items()]
-        self._others += [(g, division) for g, division in gradients if g is not None]
-        for t, division in (*self._divisions.items(), *self._others):
+        with as_plain():
+            gradients = [(p.grad, slicing) for p, slicing in self._slicings.items()]
+        self._others += [(g, slicing) for g, slicing in gradients if g is not None]
+        for t, slicing in (*self._slicings.items(), *self._others):
             # During a forward fully_shard puts whole tensors in place of its own.
-            if self._updates or (self._forwards and division.shards is None):
+            if self._updates or (self._forwards and slicing.shards is None):
                 t.__class__ = _PLAIN.get(type(t), type(t))
             else:
-                show(t, division)
+                show(t, slicing)
         if not self._forwards and not self._updates:
-            now = [(parameters[name], division) for parameters, name, division in self._places]
-            self._others = [
-                (show(*each), each[1]) for each in now if each[0] not in self._divisions
-            ]
+            now = [(parameters[name], slicing) for parameters, name, slicing in self._places]
+            self._others = [(show(*each), each[1]) for each in now if each[0] not in self._slicings]
 
 
-def _calls_for_parts(frame: FrameType | None) -> bool:
-    """Whether code that knows of parts has called an operation, perhaps through PyTorch's own."""
+def _calls_for_slices(frame: FrameType | None) -> bool:
+    """Whether code that knows of slices has called an operation, perhaps through PyTorch."""
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         if name.startswith(("hvkit.", "torch.distributed.")):
@@ -215,15 +206,8 @@ def _calls_for_parts(frame: FrameType | None) -> bool:
 
 
 def _raw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with parts_alone():
+    with as_plain():
         return func(*args, **kwargs)
-
-
-def _as_asked(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter for the code that has asked for it."""
-    if type(gradient) in _PLAIN or _calls_for_parts(sys._getframe(2)):
-        return gradient
-    return gradient if (division := division_of(p)) is None else show(gradient, division)
 
 
 _TENSOR: Any = torch.Tensor
@@ -232,29 +216,29 @@ _SET_DATA = _TENSOR.data.__set__
 
 
 def _answer(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, parts_wanted: bool
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, slices_wanted: bool
 ) -> Any:
     """What an operation returns."""
     name: str = getattr(func, "__name__", "")
     if name in ("register_hook", "register_post_accumulate_grad_hook"):
         return _register_hook(func, *args, **kwargs)
-    if not parts_wanted and name.startswith("new_"):  # a tensor that is no part of one
+    if not slices_wanted and name.startswith("new_"):  # a tensor that is no part of one
         return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
-    if parts_wanted or name in _OF_PARTS:
+    if slices_wanted or name in OF_SLICES:
         return _raw(func, args, kwargs)
     if name == "__set__":
         return _set(func, *args)
     if name == "__get__":
         name = func.__self__.__name__
-        if name not in _VIEWS:
+        if name not in VIEW_ATTRIBUTES:
             return _attribute(name, func, args)
     if func is torch.autograd.grad:
         return _gradients(func, args, kwargs)
     if "foreach" in name and isinstance(args[0], list | tuple) and len(args[0]) > 1:
         return _for_each(func, args, kwargs)
     operation = Operation(func, name, args, dict(kwargs), tensors_in((args, kwargs)))
-    divided = [t for t in operation.inputs if division_of(t) is not None]
-    if divided and name in _LENGTHS:
+    divided = [t for t in operation.inputs if slicing_of(t) is not None]
+    if divided and name in LENGTHS:
         shape = _of(divided[0]).shape(divided[0])
         return operation.run(lambda t: torch.empty(shape, dtype=t.dtype, device="meta"))
     for t in operation.inputs:
@@ -265,35 +249,35 @@ def _answer(
             return result
         if name == "sum" and len(args) == 1 and not kwargs and _of(divided[0]).shards is None:
             return _of(divided[0]).total(_raw(func, args, kwargs))
-    return _of_whole(operation, divided)
+    return _of_full(operation, divided)
 
 
 def _attribute(name: str, func: Any, args: Sequence[Any]) -> Any:
     t = args[0]
-    division, value = division_of(t), _raw(func, args, {})
-    if division is None:
+    slicing, value = slicing_of(t), _raw(func, args, {})
+    if slicing is None:
         return _as_view(value, getattr(t, _VIEWED)) if name == "data" else value
     if name == "data":
-        return show(value, division)
+        return show(value, slicing)
     if name == "shape":
-        return division.shape(t)
-    return division.shape(t).numel() * t.itemsize if name == "nbytes" else value
+        return slicing.shape(t)
+    return slicing.shape(t).numel() * t.itemsize if name == "nbytes" else value
 
 
 def _set(func: Any, t: Any, value: Any) -> None:
     """Set ``data``, ``grad`` or another attribute."""
-    division = division_of(t)
+    slicing = slicing_of(t)
     if isinstance(value, torch.Tensor):
         _refresh(value)
-        if division is None:
-            of_value = division_of(value)
-            value = value if of_value is None else of_value.whole(value)
-        elif division_of(value) is None and value.shape == division.shape(t):
+        if slicing is None:
+            of_value = slicing_of(value)
+            value = value if of_value is None else of_value.full(value)
+        elif slicing_of(value) is None and value.shape == slicing.shape(t):
             with torch.no_grad():
-                value = division.part(value)
+                value = slicing.own(value)
     if isinstance(t, DTensor) and func == _SET_DATA:
         # Another tensor would not come to where fully_shard keeps the part.
-        with torch.no_grad(), parts_alone():
+        with torch.no_grad(), as_plain():
             t.copy_(value)
     else:
         _raw(func, (t, value), {})
@@ -305,8 +289,8 @@ def _gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     found = _raw(func, args, kwargs)
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     for gradient, p in zip(found, tensors_in(inputs), strict=True):
-        if (division := division_of(p)) is not None:
-            show(gradient, division)
+        if (slicing := slicing_of(p)) is not None:
+            show(gradient, slicing)
     return found
 
 
@@ -321,7 +305,7 @@ def _for_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     found: list[Any] = []
     for i in range(length):
         own, named = [at(i, a) for a in args], {k: at(i, v) for k, v in kwargs.items()}
-        result = _answer(func, own, named, parts_wanted=False)
+        result = _answer(func, own, named, slices_wanted=False)
         found += result or ()
     return tuple(found) or None
 
@@ -330,89 +314,79 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     """The result of an operation on each element by itself; else ``NotImplemented``."""
     name = operation.name.removeprefix("_foreach_")
     one_argument = name == "where" and len(operation.args) == 1
-    if name not in _EACH_ELEMENT or one_argument or "out" in operation.kwargs:
+    if name not in EACH_ELEMENT or one_argument or "out" in operation.kwargs:
         return NotImplemented
     first = divided[0]
-    division = _of(first)
+    slicing = _of(first)
     if writes(operation) and operation.inputs[0] is not first:
         return NotImplemented
-    if any(not _of(t).is_like(division) or t.shape != first.shape for t in divided):
+    if any(not _of(t).is_like(slicing) or t.shape != first.shape for t in divided):
         return NotImplemented
     graph = torch.is_grad_enabled()
     operands: dict[int, Any] = {}
     for t in operation.inputs:
-        if division_of(t) is None:
-            # Its gradient would be that of this rank's part alone.
-            operand = None if graph and t.requires_grad else division.operand(t, first)
+        if slicing_of(t) is None:
+            # Its gradient would be that of this rank's slice alone.
+            operand = None if graph and t.requires_grad else slicing.operand(t, first)
             if operand is None:
                 return NotImplemented
             operands[id(t)] = operand
-    with parts_alone():
+    with as_plain():
         try:
             result = operation.run(lambda t: operands.get(id(t), t))
         except NotImplementedError:  # a DTensor's
-            if division.shards is None or writes(operation):
+            if slicing.shards is None or writes(operation):
                 raise
             return NotImplemented
     for t in tensors_in(result):
-        show(t, division)
+        show(t, slicing)
     if writes(operation):
         note_change()
     return result
 
 
-def _of_whole(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
-    """The result of an operation on whole tensors."""
-    target = operation.kwargs.get("out", operation.inputs[0]) if _any_writes(operation) else None
+def _of_full(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
+    """The result of an operation on full tensors."""
+    target = None
+    if operation.inputs and ("out" in operation.kwargs or writes(operation)):
+        target = operation.kwargs.get("out", operation.inputs[0])
     viewed: _Viewed | None = getattr(target, _VIEWED, None)
-    if viewed is not None and viewed.whole is None:
+    if viewed is not None and viewed.full is None:
         raise RuntimeError(
             f"{operation.name}() would write into a view of a divided parameter that autograd "
             "follows: write into a clone() of it, or under torch.no_grad()"
         )
-    wholes: dict[int, torch.Tensor] = {}
+    full: dict[int, torch.Tensor] = {}
     for t in divided:
         leaf = t is target and t.is_leaf
-        if leaf and t.requires_grad and torch.is_grad_enabled() and not _initialises(operation):
+        # Those of torch.nn.init write without autograd.
+        initialises = getattr(operation.function, "__module__", "") == nn.init.__name__
+        if leaf and t.requires_grad and torch.is_grad_enabled() and not initialises:
             raise RuntimeError(
                 "a leaf Variable that requires grad is being used in an in-place operation."
             )
-        wholes[id(t)] = _of(t).whole(t.detach() if leaf else t)
-    with parts_alone():
-        result = operation.run(lambda t: wholes.get(id(t), t))
-        if target is not None and id(target) in wholes:
+        full[id(t)] = _of(t).full(t.detach() if leaf else t)
+    with as_plain():
+        result = operation.run(lambda t: full.get(id(t), t))
+        if target is not None and id(target) in full:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
-                target.copy_(_of(target).part(wholes[id(target)]))
+                target.copy_(_of(target).own(full[id(target)]))
             note_change()
-            return target if result is wholes[id(target)] else result
+            return target if result is full[id(target)] else result
         if viewed is not None:
             with torch.no_grad():
-                viewed.part.copy_(_of(viewed.part).part(cast(torch.Tensor, viewed.whole)))
+                viewed.own.copy_(_of(viewed.own).own(cast(torch.Tensor, viewed.full)))
             note_change()
-            viewed.at = _now(viewed.part)
+            viewed.at = _now(viewed.own)
             return result
-    for t in divided:
-        whole = wholes[id(t)]
-        _mark_views(result, _Viewed(t, None if whole.requires_grad else whole, _now(t)), whole)
-    for t in operation.inputs:
-        if (known := getattr(t, _VIEWED, None)) is not None:
-            _mark_views(result, known, t)
+    joined = [(t, full[id(t)]) for t in divided]
+    views = [(_Viewed(t, None if f.requires_grad else f, _now(t)), f) for t, f in joined]
+    views += [(getattr(t, _VIEWED), t) for t in operation.inputs if hasattr(t, _VIEWED)]
+    for view, memory in views:
+        for t in tensors_in(result):
+            if type(t) is torch.Tensor and storage_of(t) == storage_of(memory):
+                _as_view(t, view)
     return result
-
-
-def _any_writes(operation: Operation) -> bool:
-    return bool(operation.inputs) and ("out" in operation.kwargs or writes(operation))
-
-
-def _initialises(operation: Operation) -> bool:
-    """Whether it is one of ``torch.nn.init``, which write without autograd."""
-    return getattr(operation.function, "__module__", "") == nn.init.__name__
-
-
-def _mark_views(result: Any, viewed: _Viewed, whole: torch.Tensor) -> None:
-    for t in tensors_in(result):
-        if type(t) is torch.Tensor and storage_of(t) == storage_of(whole):
-            _as_view(t, viewed)
 
 
 def _as_view(t: Any, viewed: _Viewed) -> Any:
@@ -422,22 +396,22 @@ def _as_view(t: Any, viewed: _Viewed) -> Any:
 
 
 def _refresh(t: torch.Tensor) -> None:
-    """Bring a view of a whole up to date, if parts have changed since it was joined; collective."""
+    """Bring a view up to date, if slices have changed since they were joined; a collective."""
     viewed: _Viewed | None = getattr(t, _VIEWED, None)
-    if viewed is None or viewed.whole is None or viewed.at == _now(viewed.part):
+    if viewed is None or viewed.full is None or viewed.at == _now(viewed.own):
         return
-    with torch.no_grad(), parts_alone():
-        viewed.whole.copy_(_of(viewed.part).whole(viewed.part.detach()))
-    viewed.at = _now(viewed.part)
+    with torch.no_grad(), as_plain():
+        viewed.full.copy_(_of(viewed.own).full(viewed.own.detach()))
+    viewed.at = _now(viewed.own)
 
 
-def _now(part: torch.Tensor) -> tuple[int, int]:
-    """Another value if the part may have changed, the same on all ranks."""
-    return _changes, part._version
+def _now(own: torch.Tensor) -> tuple[int, int]:
+    """Another value if the slice may have changed, the same on all ranks."""
+    return _changes, own._version
 
 
 def note_change() -> None:
-    """Let views of wholes be brought up to date before they are used: parts may have changed."""
+    """Let views of full be brought up to date before they are used: parts may have changed."""
     global _changes
     _changes += 1
 
@@ -448,60 +422,29 @@ def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
     Raises:
         ValueError: the gradient never comes to this parameter, which ``fully_shard`` has gathered.
     """
-    division = division_of(t)
-    if division is not None and division.gathered:
+    slicing = slicing_of(t)
+    if slicing is not None and slicing.gathered:
         raise ValueError(
             f"{register.__name__}() on a parameter that a shard axis and another one divide must "
             "come before the forward pass: or change p.grad after backward()"
         )
-    if division is not None and not t.is_leaf:
-        hook = _shown_to(hook, division)
+    if slicing is not None and not t.is_leaf:
+        hook = _shown_to(hook, slicing)
     return _raw(register, (t, hook), {})
 
 
-def _shown_to(hook: Callable[..., Any], division: PartOfWhole) -> Callable[..., Any]:
+def _shown_to(hook: Callable[..., Any], slicing: Slicing) -> Callable[..., Any]:
     """A hook on a gradient of what the script has computed, which sees the whole."""
 
     @functools.wraps(hook)
     def with_whole(gradient: torch.Tensor) -> torch.Tensor | None:
-        found = hook(show(gradient.view_as(gradient), division))
+        found = hook(show(gradient.view_as(gradient), slicing))
         if found is None:
             return None
-        with parts_alone():
-            if division_of(found) is None and found.shape == division.shape(gradient):
-                return division.part(found)
+        with as_plain():
+            if slicing_of(found) is None and found.shape == slicing.shape(gradient):
+                return slicing.own(found)
             # Of PyTorch's own class.
             return found.view_as(found)  # type: ignore[no-any-return]
 
     return with_whole
-
-
-# Views that are attributes.
-_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
-_LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
-# What is as it is for a part, and says nothing of values.
-_OF_PARTS = {
-    *HARMLESS,
-    *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
-    *("requires_grad_", "retain_grad", "backward"),
-    # Whether gradients have overflowed on any rank, a scaler learns otherwise.
-    "_amp_foreach_non_finite_check_and_unscale_",
-    *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
-} - {"__repr__"}
-_MORE = """
-    absolute acos acosh addcdiv arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
-    atan atan2 atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp_max
-    clamp_min conj conj_physical copy copysign cosh deg2rad digamma divide empty_like erfc erfinv
-    exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac frexp heaviside
-    hypot int isfinite isinf isnan isneginf isposinf isreal ldexp lgamma log log10 log2
-    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit long negative
-    nextafter positive rad2deg remainder resolve_conj resolve_neg round sgn short sign signbit
-    sinh special_expit tan threshold trunc xlogy zero
-"""
-_MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
-_EACH_ELEMENT = {
-    *ELEMENTWISE,
-    *(each for name in _MORE.split() for each in (name, f"{name}_")),
-    *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _MORE_OPERATORS),
-    *("__pos__", "__abs__", "__invert__", "__eq__", "__ne__"),
-} - {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}

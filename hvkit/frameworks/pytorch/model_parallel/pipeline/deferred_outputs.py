@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.cut_places import is_in_place
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     autocast_as,
     autocast_state,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor.rules import is_in_place
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 ::
 
     plan              which layers can be divided, and why the others cannot
-    ├── plan_in_words     those that a user names
-    ├── vocabulary    embeddings, and what projects onto a vocabulary
+    ├── chosen_layers those of a vocabulary, and those that a user names
     ├── experts       those in parameters of three dimensions, tried with random numbers
     ├── streams       activations between pairs, and where the sequence can be divided
     └── flow          one forward on the meta device, followed operation by operation
@@ -12,8 +11,5 @@
     layers            parts of weights, and a forward that uses them
     ├── placements    which part of a parameter each rank holds
     ├── activations   what the user's code does between a column and a row layer
-    │   └── divided_loss  the cross entropy of logits that are divided
-    ├── exchanges     sums and gathers, with their gradients
-    ├── attention     nn.MultiheadAttention with this rank's heads
-    └── random_numbers    the same dropout on all ranks that hold the same activations
+    └── tensor_group  sums, gathers and a loss, with their gradients; and the same dropout
 """

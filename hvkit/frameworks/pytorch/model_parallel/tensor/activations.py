@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,20 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.tensor.divided_loss import cross_entropy
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import (
-    added_once,
-    joined,
-    joined_for_all,
-    own_part,
-    own_part_summed,
-    summed,
-    used_by_all,
-)
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS, SIZES, is_cache
-from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     ELEMENTWISE,
+    HARMLESS,
+    SIZES,
     SPLITS,
     VIEWS,
     WRITES,
@@ -46,7 +37,18 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     viewed,
     writes,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import (
+    SameRandomNumbers,
+    added_once,
+    cross_entropy,
+    joined,
+    joined_for_all,
+    own_part,
+    own_part_summed,
+    summed,
+    used_by_all,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 _active = threading.local()
 _ON_PARTS = {
@@ -55,14 +57,6 @@ _ON_PARTS = {
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
 }
 _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
-
-
-class _Copied(NamedTuple):
-    """The last activation that ``for_all`` was called with, and what it returned."""
-
-    whole: torch.Tensor
-    state: tuple[bool, int | None]
-    copy: torch.Tensor
 
 
 class DividedActivations(EachOperation):
@@ -280,17 +274,18 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     Its gradient is the sum of the ranks' gradients. Layers that take the same activation one after
     the other, as those of queries, keys and values, get the same tensor: one sum serves them all.
     """
-    state = torch.is_grad_enabled(), None if x.is_inference() else x._version
-    last: _Copied | None = getattr(_active, "last", None)
-    if last is not None and last.whole is x and last.state == state:
-        return last.copy
+    state = torch.is_grad_enabled(), version_of(x)
+    # The last activation, and what was returned for it.
+    last, last_state, copy = getattr(_active, "last", None) or (None, state, x)
+    if last is x and last_state == state:
+        return copy
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim is not None:
         copy = joined_for_all(x.to_local(), mesh, dim)
     else:
         copy = used_by_all(x, mesh)
     if DividedActivations.active():
-        _active.last = _Copied(x, state, copy)
+        _active.last = x, state, copy
     return copy
 
 
@@ -308,7 +303,6 @@ def total_for_all(
     """The sum of the ranks' products with their parts of a weight, and a bias.
 
     Args:
-        y: this rank's.
         along_sequence: whether each rank goes on with its part of the last dimension but one, if
             there are parts of equal length.
     """
@@ -324,10 +318,6 @@ def total_for_all(
 
 def gathered(value: Any, use: str = "the model returns it") -> Any:
     """A value in which divided activations have become whole; a cache stays divided.
-
-    Args:
-        value: any tree.
-        use: for the error.
 
     Raises:
         HvkitError: a fused product is among them, whose parts are not in their order.

@@ -15,8 +15,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
-from hvkit.frameworks.pytorch.model_parallel.meta_device import uncompiled
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Experts
+from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Division,
     Placement,
@@ -43,17 +43,24 @@ _NUMBERS = 65537
 _SCALES = (1.0, 1e4)
 
 
-def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, Experts]:
-    """The modules of a model that hold experts, by name: two weights of several, at least.
+@dataclass
+class Experts:
+    """What the dry run has seen of a module with experts in parameters of three dimensions.
 
-    Args:
-        model: the whole one.
-        meta: its parameters on the meta device, by name.
+    Attributes:
+        parameters: its own, on the meta device.
+        calls: the arguments of the first call of each structure.
+        unusable: why they cannot be divided at all.
     """
-    users: dict[torch.Tensor, set[str]] = {}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            users.setdefault(p, set()).add(name)
+
+    parameters: Sequence[nn.Parameter]
+    calls: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
+    unusable: str = ""
+
+
+def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, Experts]:
+    """The modules of a model that hold experts, by name: two weights of several, at least."""
+    holders = holders_in(model)
     found = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -67,7 +74,7 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
             for n, p in module.named_parameters()
             if n not in own or p.dim() not in (2, 3) or len(p) != counts[0]
         ]
-        shared = set().union(*(users[p] for p in own.values())) - {name}
+        shared = {each for p in own.values() for each in holders[p]} - {name}
         if others:
             seen.unusable = f"it computes with its experts and with {others[0]}"
         elif shared:
@@ -80,13 +87,7 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
 def divisions_of_experts(
     model: nn.Module, found: Mapping[str, Experts], ways: int, device: torch.device
 ) -> dict[str, Division | str]:
-    """How ``ways`` ranks divide the experts of each module, else why they stay whole.
-
-    Args:
-        model: the whole one; its parameters may be on the meta device.
-        found: as a dry run has seen them.
-        device: where the model computes.
-    """
+    """How ``ways`` ranks divide the experts of each module, else why they stay whole."""
     divisions: dict[str, Division | str] = {}
     alike: dict[Any, Division | str] = {}
     for name, seen in found.items():
@@ -217,14 +218,14 @@ class _ExpertsTrial:
                 for name, w in self._weights.items()
             }
             try:
-                mine = self._run(parts)
+                of_parts = self._run(parts)
             except Exception:  # of any type: these parts do not fit
                 return False
             # Numbers drawn for features would be others in parts.
             same = torch.equal(self._random_state(), self._drawn)
-            if not same or [t.shape for t in mine] != [t.shape for t in self._expected]:
+            if not same or [t.shape for t in of_parts] != [t.shape for t in self._expected]:
                 return False
-            total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+            total = [a + b for a, b in zip(total, of_parts, strict=True)] if total else of_parts
         return all(
             bool((found - t).abs().max() <= _ROUNDING * t.abs().max())
             for found, t in zip(total, self._expected, strict=True)

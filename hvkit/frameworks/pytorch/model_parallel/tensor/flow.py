@@ -9,7 +9,7 @@ operation or use stands in the way.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
+from hvkit.frameworks.pytorch.model_parallel.tensor.experts import experts_in
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+    HARMLESS,
+    SIZES,
     WRITES,
     EachOperation,
     Operation,
@@ -26,15 +30,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 _MARK = "_hvkit_divided"
-# What may be read of a weight or of a divided activation: nothing of its size is in it.
-HARMLESS = {
-    *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
-    *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
-    *("grad_fn", "is_mkldnn", "element_size", "is_inference", "__hash__", "__repr__"),
-}
-SIZES = {
-    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
-}
 _LAYOUTS = {*SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
 # Names that lead to a tensor in what a model returns, at most.
 _DEEPEST = 8
@@ -62,7 +57,6 @@ class Linear:
 
     Attributes:
         transposed: its weight has the shape (in, out).
-        divisible: its output is a multiple of the number of ranks.
         parts: of its output, as its users need them; more than one number is a contradiction.
         taken_from: for each call the columns that its input is computed from; empty for an input
             that is whole.
@@ -74,7 +68,6 @@ class Linear:
     """
 
     transposed: bool = False
-    divisible: bool = True
     parts: set[int] = field(default_factory=set)
     taken_from: list[frozenset[str]] = field(default_factory=list)
     together: set[str] = field(default_factory=set)
@@ -105,53 +98,42 @@ class Linear:
         return "it takes whole activations"
 
 
-@dataclass
-class Experts:
-    """What the dry run has seen of a module with experts in parameters of three dimensions.
-
-    Attributes:
-        parameters: its own, on the meta device.
-        calls: the arguments of the first call of each structure.
-        unusable: why they cannot be divided at all.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    calls: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
-    unusable: str = ""
-
-
 class Flow(EachOperation):
     """Follows the output of each linear layer.
 
     Args:
-        layers: the modules that may be linear layers or embeddings, by name, with their weight and
-            bias on the meta device.
-        heads: names of ``nn.MultiheadAttention`` modules, with their parameters.
+        model: the whole one.
+        meta: its parameters on the meta device, by name.
         ways: among how many ranks.
-        experts: by the names of their modules; completed by what is seen of them.
+
+    Attributes:
+        linears: what is seen of linear layers and embeddings, by name.
+        heads: the attention layers seen, with why they cannot be divided, or an empty text.
+        experts: what is seen of modules with experts.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, Sequence[nn.Parameter]],
-        heads: Mapping[str, nn.MultiheadAttention],
-        ways: int,
-        experts: Mapping[str, Experts] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, meta: Mapping[str, nn.Parameter], ways: int) -> None:
         super().__init__()
-        self.experts = experts or {}
-        self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
+        self.ways = ways
         self.linears: dict[str, Linear] = {}
         self.heads: dict[str, str] = {}
-        """The attention layers seen, with why they cannot be divided, or an empty text."""
-        self._layers = layers
-        self._heads = heads
-        self._ways = ways
+        self.experts = experts_in(model, meta)
+        self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
+        self._modules = modules = dict(model.named_modules())
+        twins = {p: meta[name] for name, p in model.named_parameters()}
+        # Those that may be linear layers or embeddings, with their weight and bias.
+        self._layers = {
+            n: [twins[p] for p in m.parameters(recurse=False)]
+            for n, m in modules.items()
+            if _may_be_linear(m)
+        }
+        self._heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
+        # Of no other class: an embedding that does more may pass other options.
+        self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
         self._owners: dict[int, list[str]] = {}
-        for name, held in layers.items():
+        for name, held in self._layers.items():
             for p in held:
                 self._owners.setdefault(id(p), []).append(name)
-        self._embeddings: set[str] = set()
         self._inside: list[str] = []
 
     def operation(self, call: Operation) -> Any:
@@ -182,40 +164,31 @@ class Flow(EachOperation):
         return output
 
     @contextmanager
-    def entered(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
         """Know in which layer an operation happens, while the context lasts."""
-        # Of no other class: an embedding that does more may pass other options.
-        self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
-        with ExitStack() as stack:
-            for name, module in modules.items():
-                if name in self._layers or name in self._heads:
-                    enter = module.register_forward_pre_hook(
-                        lambda *_, name=name: self._inside.append(name), prepend=True
-                    )
-                    leave = module.register_forward_hook(self._left)
-                    stack.callback(enter.remove)
-                    stack.callback(leave.remove)
-                if name in self.experts:
-                    # After the hooks of a script, which may change what the experts get.
-                    enter = module.register_forward_pre_hook(
-                        lambda _, *given, name=name: self._call_experts(name, *given),
-                        with_kwargs=True,
-                    )
-                    leave = module.register_forward_hook(self._left, prepend=True)
-                    stack.callback(enter.remove)
-                    stack.callback(leave.remove)
+        modules = self._modules
+        layers = {name: modules[name] for name in (*self._layers, *self._heads)}
+        # After the hooks of a script, which may change what the experts get.
+        experts = {name: modules[name] for name in self.experts}
+        inside = {"before_hooks": False, "after_hooks": False}
+        with (
+            calls_watched(layers, self._enter, self._leave),
+            calls_watched(experts, self._enter, self._leave, **inside),
+        ):
             yield
 
-    def _call_experts(self, name: str, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._inside.append(name)
-        self.experts[name].calls.setdefault(structure(args, kwargs), (args, kwargs))
-        for mark in filter(None, map(mark_of, tensors_in((args, kwargs)))):
-            self._spoil(mark.columns, f"{name} takes it, which divides its own experts")
+        if name in self.experts:
+            self.experts[name].calls.setdefault(structure(args, kwargs), (args, kwargs))
+            for mark in filter(None, map(mark_of, tensors_in((args, kwargs)))):
+                self._spoil(mark.columns, f"{name} takes it, which divides its own experts")
 
-    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, name: str, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         """A layer of a class of its own must return the product of its one input, as it is."""
-        seen = self.linears.get(self._inside.pop())
-        if seen is None or not seen.taken_from or type(module) in (nn.Linear, nn.Embedding):
+        self._inside.pop()
+        seen, kind = self.linears.get(name), type(self._modules[name])
+        if seen is None or not seen.taken_from or kind in (nn.Linear, nn.Embedding):
             return
         tensors = (*args, output)
         if len(args) != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):
@@ -269,12 +242,11 @@ class Flow(EachOperation):
         elif mark:
             self._decide(mark, 1)
             seen.taken_from[-1] = mark.columns
-            if factor.shape[-1] % self._ways:
+            if factor.shape[-1] % self.ways:
                 self._spoil(mark.columns, f"{layer} takes {factor.shape[-1]} features")
-        if output.shape[-1] % self._ways:
-            seen.divisible = False
+        if output.shape[-1] % self.ways:
             seen.problem = (
-                f"its {output.shape[-1]} outputs are no multiple of the {self._ways} ranks"
+                f"its {output.shape[-1]} outputs are no multiple of the {self.ways} ranks"
             )
         else:
             _set_mark(output, Mark(frozenset([layer]), output.dim() - 1))
@@ -286,7 +258,7 @@ class Flow(EachOperation):
         if not outputs:
             self._spoil(columns, WRITES if name == "__setitem__" else f"{name}() takes it")
             return
-        step = follow(replace(call, dims=dims, outputs=outputs, ways=self._ways))
+        step = follow(replace(call, dims=dims, outputs=outputs, ways=self.ways))
         if isinstance(step, str):
             self._spoil(columns, step)
             return
@@ -331,13 +303,18 @@ class Flow(EachOperation):
     def _attend(self, layer: str, marks: Sequence[Mark | None]) -> None:
         module = self._heads[layer]
         problem = self.heads.get(layer, "")
-        if module.num_heads % self._ways:
-            problem = f"its {module.num_heads} heads are no multiple of the {self._ways} ranks"
+        if module.num_heads % self.ways:
+            problem = f"its {module.num_heads} heads are no multiple of the {self.ways} ranks"
         elif module.bias_k is not None or module.add_zero_attn:
             problem = "add_bias_kv and add_zero_attn add a key that belongs to no rank"
         for mark in filter(None, marks):
             self._spoil(mark.columns, f"{layer} takes it, which divides its own heads")
         self.heads[layer] = problem
+
+
+def _may_be_linear(module: nn.Module) -> bool:
+    held = dict(module.named_parameters(recurse=False))
+    return [*held] in (["weight"], ["weight", "bias"]) and held["weight"].dim() == 2
 
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:

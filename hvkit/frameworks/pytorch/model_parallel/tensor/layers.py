@@ -8,8 +8,10 @@ row layer has summed over the ranks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -30,8 +32,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     part_for_this_rank,
     total_for_all,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.attention import DividedHeads
-from hvkit.frameworks.pytorch.model_parallel.tensor.exchanges import added_once, joined
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import structure
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Division,
@@ -40,14 +40,16 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     place_in_part,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
-from hvkit.frameworks.pytorch.model_parallel.tensor.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import (
+    SameRandomNumbers,
+    added_once,
+    joined,
+    summed,
+)
 
 
 def divide(
-    model: nn.Module,
-    plan: TensorPlan,
-    mesh: DeviceMesh,
-    random: SameRandomNumbers | None = None,
+    model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, random: SameRandomNumbers
 ) -> dict[str, Placement]:
     """Leave each rank its part of a model's weights, and make the forward use the parts.
 
@@ -59,20 +61,19 @@ def divide(
         model: changed in place; its parameters stay the same objects.
         plan: of ``prove``, the same on all ranks of the group.
         mesh: the tensor group, of one dimension.
-        random: the random numbers of the group; by default new ones, from its first rank's.
+        random: the random numbers of the group.
 
     Returns:
         How each parameter that is divided is divided, by its name.
-
-    Raises:
-        ValueError: the mesh has not the ranks that the plan was made for.
     """
-    if mesh.ndim != 1 or mesh.size() != plan.ways:
-        raise ValueError(
-            f"the plan divides a model among {plan.ways} ranks, and the mesh has the shape "
-            f"{tuple(mesh.shape)}: pass a mesh of one dimension with {plan.ways} ranks"
-        )
     _follow_checkpoints()
+    here = {
+        name: each
+        for name, each in plan.divisions.items()
+        # Other stages of a pipeline have those on the meta device.
+        if not all(p.is_meta for p in model.get_submodule(name).parameters(recurse=False))
+    }
+    plan = replace(plan, divisions=here)
     placements = placements_of(model, plan)
     index, ways = mesh.get_local_rank(), mesh.size()
     for name, placement in placements.items():
@@ -80,9 +81,6 @@ def divide(
         p.data = part_of(p.data, placement, index, ways)
         if p.grad is not None:
             p.grad = part_of(p.grad, placement, index, ways)
-    if random is None:
-        held = (p.device for p in model.parameters() if not p.is_meta)
-        random = SameRandomNumbers(mesh.get_group(), next(held, torch.device("cpu")))
     attentions = {
         n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)
     }
@@ -106,7 +104,7 @@ def divide(
     of_streams = {name for stream in plan.streams for name in stream.modules}
     # A block between two layers of a pair may be computed again in backward.
     around = {name[:i] for name in plan.divisions for i, c in enumerate(name) if c == "."}
-    for name in {*plan.regions, *of_streams, *around, ""}:
+    for name in {*of_streams, *around, ""}:
         region: Any = model.get_submodule(name)
         wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
         region.forward = MethodType(wrapped, region)
@@ -215,6 +213,121 @@ def _heads(divided: DividedHeads) -> Callable[..., Any]:
         return divided(self, *args, **kwargs)
 
     return forward
+
+
+class DividedHeads:
+    """The forward of an ``nn.MultiheadAttention`` whose parameters are this rank's parts.
+
+    ``torch.nn.functional.multi_head_attention_forward`` takes whole weights only.
+
+    Args:
+        mesh: the tensor group.
+        random: the random numbers of the group.
+        along_sequence: whether each rank goes on with its part of the sequence.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, random: SameRandomNumbers, *, along_sequence: bool = False
+    ) -> None:
+        self._mesh = mesh
+        self._random = random
+        self._along_sequence = along_sequence
+
+    def __call__(
+        self,
+        module: nn.MultiheadAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``nn.MultiheadAttention.forward``, with its shapes."""
+        batched = query.dim() == 3
+        q, k, v = self._projected(module, (query, key, value), batched)
+        mask = self._mask(module.num_heads, attn_mask, key_padding_mask, q)
+        drop = module.dropout if module.training else 0.0
+        weights = None
+        with self._random.different(q.device) if drop else nullcontext():
+            if need_weights:
+                scores = q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)
+                weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+                weights = F.dropout(weights, drop)
+                y = weights @ v
+            else:
+                y = F.scaled_dot_product_attention(q, k, v, mask, drop)
+        y = F.linear(y.transpose(1, 2).flatten(2), module.out_proj.weight)
+        if not batched:
+            y = y.squeeze(0)
+        elif not module.batch_first:
+            y = y.transpose(0, 1)
+        bias, along = module.out_proj.bias, self._along_sequence
+        y = total_for_all(y, bias, self._mesh, along_sequence=along)
+        if weights is None:
+            return y, None
+        weights = self._of_all_heads(weights, module.num_heads, average_attn_weights)
+        return y, weights if batched else weights.squeeze(0)
+
+    def _projected(
+        self, module: nn.MultiheadAttention, inputs: tuple[torch.Tensor, ...], batched: bool
+    ) -> list[torch.Tensor]:
+        """Queries, keys and values of this rank's heads: (batch, heads, length, head size)."""
+        if module.in_proj_weight is not None:
+            weights = module.in_proj_weight.chunk(3)
+        else:
+            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        bias = module.in_proj_bias
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        # One sum of gradients for each tensor, not for each use.
+        copies = {id(x): for_all(x, self._mesh) for x in inputs}
+        projected = []
+        for x, weight, b in zip(inputs, weights, biases, strict=True):
+            each = F.linear(copies[id(x)], weight, b)
+            if not batched:
+                each = each.unsqueeze(0)
+            elif not module.batch_first:
+                each = each.transpose(0, 1)
+            projected.append(each.view(*each.shape[:2], -1, module.head_dim).transpose(1, 2))
+        return projected
+
+    def _mask(
+        self,
+        heads: int,
+        attn_mask: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+        query: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Both masks as one that is added to the scores: (batch or 1, heads or 1, 1 or T, S)."""
+        masks = []
+        if attn_mask is not None:
+            mask = _added(attn_mask, query.dtype)
+            if mask.dim() == 3:
+                mask = mask.view(-1, heads, *mask.shape[1:])
+                mask = mask.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()]
+            else:
+                mask = mask[None, None]
+            masks.append(mask)
+        if key_padding_mask is not None:
+            padding = _added(key_padding_mask, query.dtype)
+            masks.append(padding.reshape(query.shape[0], 1, 1, padding.shape[-1]))
+        return sum(masks[1:], masks[0]) if masks else None
+
+    def _of_all_heads(self, weights: torch.Tensor, heads: int, average: bool) -> torch.Tensor:
+        """The attention weights that ``nn.MultiheadAttention`` returns, on every rank."""
+        if average:
+            return summed(weights.sum(1) / heads, self._mesh)
+        parts = DTensor.from_local(weights, self._mesh, [Shard(1)], run_check=False)
+        return parts.full_tensor()
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as numbers to add: where a boolean one is true, attention is not allowed."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
 @functools.cache

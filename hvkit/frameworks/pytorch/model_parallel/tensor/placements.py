@@ -67,8 +67,6 @@ def part_of(whole: torch.Tensor, placement: Placement, index: int, ways: int) ->
 
     Args:
         whole: a multiple of ``parts * ways`` long along ``placement.dim``.
-        index: of the rank in its tensor group.
-        ways: ranks of the group.
 
     Returns:
         A new tensor, contiguous, ``1 / ways`` as long.
@@ -101,8 +99,6 @@ def place_in_part(
     Args:
         places: from 0 to ``length * ways - 1``.
         length: of each part.
-        index: of the rank in its tensor group.
-        ways: ranks of the group.
 
     Returns:
         The places in this part, 0 for those in the parts of others; and which are there. A place

@@ -8,7 +8,7 @@ vocabulary are divided without a partner. All else stays whole, with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,18 +16,22 @@ import torch
 from torch import nn
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
-from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, on_meta, uncompiled
-from hvkit.frameworks.pytorch.model_parallel.tensor.experts import (
-    divisions_of_experts,
-    experts_in,
+from hvkit.frameworks.pytorch.model_parallel.meta_device import (
+    OnMeta,
+    forward_on_meta,
+    holders_in,
+    on_meta,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
+    Vocabulary,
+    Words,
+    divisions_in_words,
+    vocabularies,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.experts import divisions_of_experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan_in_words import Words, divisions_in_words
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import EachOperation
 from hvkit.frameworks.pytorch.model_parallel.tensor.streams import Stream, Streams
-from hvkit.frameworks.pytorch.model_parallel.tensor.vocabulary import vocabularies
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call, tensors_in
 
 _CPU = torch.device("cpu")
@@ -43,7 +47,6 @@ class TensorPlan:
             for its input projections, and its ``out_proj`` is a row layer.
         whole: the reason why it stays whole, for each linear layer and embedding that does.
         share: of the bytes of all parameters, those that are divided.
-        regions: modules inside whose forward activations are divided; "" is the model.
         vocabularies: names of the layers that have one weight, for each.
         streams: activations between pairs that are divided along the sequence.
         whole_streams: why others are not.
@@ -55,7 +58,6 @@ class TensorPlan:
     divisions: Mapping[str, Division] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     share: float = 0.0
-    regions: tuple[str, ...] = ()
     vocabularies: tuple[frozenset[str], ...] = ()
     streams: tuple[Stream, ...] = ()
     whole_streams: tuple[str, ...] = ()
@@ -100,8 +102,6 @@ def prove(
 
     Args:
         model: unchanged afterwards; its parameters may be on the meta device.
-        args, kwargs: of a call of the model.
-        ways: ranks, at least 1.
         words: replaces what the proof would choose, in the words of ``parallelize_module``: names
             of linear layers and embeddings, with ``*`` for any text, and "colwise" or "rowwise" (or
             ``ColwiseParallel()``, ``RowwiseParallel()``).
@@ -114,63 +114,62 @@ def prove(
     """
     if ways == 1 or words == {}:
         return TensorPlan(ways)
-    flow = _dry_run(model, args, kwargs, ways)
+    meta, _ = on_meta(model)
+    flow = Flow(model, meta, ways)
+    _watch_forward(flow, model, meta, args, kwargs)
     found = vocabularies(model, flow.linears)
     linears = _linears(model, flow)
-    called = frozenset(
-        [name for name, seen in flow.linears.items() if seen.taken_from]
-        + [each for name in flow.heads for each in (name, _child(name, "out_proj"))]
-        + [name for name, seen in flow.experts.items() if seen.calls]
-    )
-    every = frozenset(flow.experts)
-    found_layers = tuple(frozenset(each.layers) for each in found)
-    order = [n for n, _ in model.named_modules()]
-    if words is not None:
+    if words is None:
+        device = next((t.device for t in tensors_in((args, kwargs)) if not t.is_meta), _CPU)
+        divisions, whole = _chosen(model, flow, linears, found, left, device)
+    else:
         divisions = divisions_in_words(model, words, linears, found, ways)
-        names = [*linears, *flow.experts]
-        whole = {n: "plan= does not name it" for n in names if n not in divisions}
-        share = _share(model, divisions)
-        plan = TensorPlan(
-            ways, divisions, whole, share, ("",), found_layers, called=called, experts=every
-        )
-        return _with_streams(plan, model, args, kwargs)
-    divisions = {}
-    regions = set()
-    for group in _largest_first(model, _groups(linears, flow)):
-        taken = {*left, *divisions}
-        if taken & (group.columns | group.rows) or group.columns & group.rows:
-            continue
-        divisions |= {name: _column(name, linears) for name in group.columns}
-        divisions |= {name: _row(name, linears) for name in group.rows}
-        regions.add(_common(group.columns | group.rows))
-    whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
-    whole |= {n: why for n, why in flow.heads.items() if why}
-    for vocabulary in found:
-        if {*left, *divisions}.isdisjoint(vocabulary.layers):
-            for name, chosen in vocabulary.chosen(ways).items():
-                if isinstance(chosen, Division):
-                    divisions[name] = chosen
-                else:
-                    whole[name] = chosen
-    device = next((t.device for t in tensors_in((args, kwargs)) if not t.is_meta), _CPU)
-    kept = {name: each for name, each in flow.experts.items() if name not in left}
-    for name, tried in divisions_of_experts(model, kept, ways, device).items():
-        if isinstance(tried, Division):
-            divisions[name] = tried
-        else:
-            whole[name] = tried
-    whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
+        whole = dict.fromkeys([*linears, *flow.experts], "plan= does not name it")
+    order = [name for name, _ in model.named_modules()]
+    called = (
+        *(name for name, seen in flow.linears.items() if seen.taken_from),
+        *(each for name in flow.heads for each in (name, _child(name, "out_proj"))),
+        *(name for name, seen in flow.experts.items() if seen.calls),
+    )
     plan = TensorPlan(
         ways,
         {n: divisions[n] for n in order if n in divisions},
         {n: whole[n] for n in order if n in whole and n not in divisions},
         _share(model, divisions),
-        tuple(n for n in order if n in regions),
-        found_layers,
-        called=called,
-        experts=every,
+        tuple(frozenset(each.layers) for each in found),
+        called=frozenset(called),
+        experts=frozenset(flow.experts),
     )
     return _with_streams(plan, model, args, kwargs)
+
+
+def _chosen(
+    model: nn.Module,
+    flow: Flow,
+    linears: Mapping[str, Linear],
+    found: Sequence[Vocabulary],
+    left: Set[str],
+    device: torch.device,
+) -> tuple[dict[str, Division], dict[str, str]]:
+    """How layers are divided, and why others stay whole."""
+    divisions: dict[str, Division] = {}
+    for group in _largest_first(model, _groups(linears, flow)):
+        taken = {*left, *divisions}
+        if not taken & (group.columns | group.rows) and not group.columns & group.rows:
+            divisions |= {name: _column(name, linears) for name in group.columns}
+            divisions |= {name: _row(name, linears) for name in group.rows}
+    whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
+    whole |= {n: why for n, why in flow.heads.items() if why}
+    tried: dict[str, Division | str] = {}
+    for vocabulary in found:
+        if {*left, *divisions, *tried}.isdisjoint(vocabulary.layers):
+            tried |= vocabulary.chosen(flow.ways)
+    kept = {name: each for name, each in flow.experts.items() if name not in left}
+    tried |= divisions_of_experts(model, kept, flow.ways, device)
+    divisions |= {name: each for name, each in tried.items() if isinstance(each, Division)}
+    whole |= {name: why for name, why in tried.items() if isinstance(why, str)}
+    whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
+    return divisions, whole
 
 
 def _with_streams(
@@ -179,9 +178,7 @@ def _with_streams(
     """A plan with the activations between pairs that can be divided along the sequence."""
     streams = Streams(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
-    with uncompiled(), streams.entered():
-        for each in _forward_on_meta(model, meta, args, kwargs, streams):
-            streams.returned(each)
+    _watch_forward(streams, model, meta, args, kwargs)
     found, problems = streams.found()
     return replace(plan, streams=tuple(found), whole_streams=tuple(problems))
 
@@ -196,9 +193,9 @@ def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
     divisions, whole = dict(plan.divisions), dict(plan.whole)
     for layers in {*plan.vocabularies, *other.vocabularies}:
         pairs = {name: (plan.divisions.get(name), other.divisions.get(name)) for name in layers}
-        for name, (mine, its) in pairs.items():
-            if mine and its and all(a and b and a.kind == b.kind for a, b in pairs.values()):
-                divisions[name] = replace(mine, by_itself=mine.by_itself or its.by_itself)
+        for name, (own, others) in pairs.items():
+            if own and others and all(a and b and a.kind == b.kind for a, b in pairs.values()):
+                divisions[name] = replace(own, by_itself=own.by_itself or others.by_itself)
             elif any(a or b for a, b in pairs.values()):
                 divisions.pop(name, None)
                 whole[name] = "training and evaluation use its weight in different ways"
@@ -214,62 +211,31 @@ def with_layers_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> Ten
     more = other.divisions.keys() - plan.called
     found = {**plan.divisions, **{name: other.divisions[name] for name in more}}
     divisions = {name: found[name] for name in names if name in found}
-    regions = {*plan.regions, *other.regions}
     return replace(
         plan,
         divisions=divisions,
         whole={name: why for name, why in plan.whole.items() if name not in more},
         share=_share(model, divisions),
-        regions=tuple(name for name in names if name in regions),
     )
 
 
-def _dry_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ways: int) -> Flow:
-    """Follow what could be divided through one forward."""
-    meta, _ = on_meta(model)
-    twins = {p: meta[name] for name, p in model.named_parameters()}
-    modules = dict(model.named_modules())
-    layers = {
-        n: [twins[p] for p in m.parameters(recurse=False)]
-        for n, m in modules.items()
-        if _may_be_linear(m)
-    }
-    heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
-    flow = Flow(layers, heads, ways, experts_in(model, meta))
-    with flow.entered(modules):
-        for each in _forward_on_meta(model, meta, args, kwargs, flow):
-            flow.returned(each)
-    return flow
-
-
-def _forward_on_meta(
+def _watch_forward(
+    watcher: Flow | Streams,
     model: nn.Module,
     meta: Mapping[str, nn.Parameter],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    mode: EachOperation,
-) -> tuple[Any, list[Any]]:
-    """What the model's forward returns, and what it keeps beside that.
-
-    Parameters are ``meta``, inputs and buffers as they are.
-    """
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    devices = [device] if device.type == "cuda" else []
+) -> None:
+    """Let this see what the model's forward does, with ``meta`` in place of its parameters."""
+    tensors = {**meta, **{n: b.clone() for n, b in model.named_buffers()}}
+    device = next((p.device for p in model.parameters() if not p.is_meta), _CPU)
+    args, kwargs = copied_call(tuple(args), dict(kwargs))
+    modes: Sequence[Any] = watcher.entered(), torch.no_grad(), OnMeta(device, _nothing), watcher
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            left_as_before(model) as kept,
-            OnMeta(device, _nothing),
-            mode,
-        ):
-            args, kwargs = copied_call(tuple(args), dict(kwargs))
-            out = torch.func.functional_call(
-                model, {**meta, **buffers}, tuple(args), dict(kwargs), tie_weights=False
-            )
+        with forward_on_meta(model, tensors, args, kwargs, device, modes) as (out, kept):
             # The script may compute with what is kept as with what is returned.
-            return out, [each.value for each in kept.changes().values()]
+            for each in (out, [change.value for change in kept.changes().values()]):
+                watcher.returned(each)
     except Exception as error:
         raise HvkitError(
             "the forward cannot be followed on the meta device, where tensors have shapes and no "
@@ -282,17 +248,9 @@ def _nothing(error: Exception) -> None:
     """Ranks of the tensor axis look at the same values, which are those of the whole model."""
 
 
-def _may_be_linear(module: nn.Module) -> bool:
-    held = dict(module.named_parameters(recurse=False))
-    return [*held] in (["weight"], ["weight", "bias"]) and held["weight"].dim() == 2
-
-
 def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
     """The linear layers and embeddings of a model, also those that the forward has not called."""
-    users: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            users.setdefault(id(p), []).append(name)
+    holders = holders_in(model)
     inside_heads = {_child(n, "out_proj") for n in flow.heads}
     found = {}
     for name, module in model.named_modules():
@@ -302,13 +260,13 @@ def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
         ):
             continue
         found[name] = seen
-        others = {n for p in module.parameters(recurse=False) for n in users[id(p)]} - {name}
+        others = {n for p in module.parameters(recurse=False) for n in holders[p]} - {name}
         if others:
             seen.unusable = f"it shares a parameter with {', '.join(sorted(others))}"
         elif not seen.taken_from:
             seen.unusable = seen.unusable or "the forward does not call it"
     for name in flow.heads:
-        if any(len(users[id(p)]) > 1 for p in model.get_submodule(name).parameters()):
+        if any(len(holders[p]) > 1 for p in model.get_submodule(name).parameters()):
             flow.heads[name] = "it shares a weight with another layer"
     return found
 
@@ -377,15 +335,6 @@ def _column(name: str, linears: Mapping[str, Linear]) -> Division:
 
 def _row(name: str, linears: Mapping[str, Linear]) -> Division:
     return Division("row", transposed=name in linears and linears[name].transposed)
-
-
-def _common(names: Iterable[str]) -> str:
-    """The module that holds all of these."""
-    first, *others = (name.split(".")[:-1] for name in names)
-    for i, part in enumerate(first):
-        if any(other[i : i + 1] != [part] for other in others):
-            return ".".join(first[:i])
-    return ".".join(first)
 
 
 def _share(model: nn.Module, divisions: Mapping[str, Division]) -> float:

@@ -60,11 +60,7 @@ class Operation:
     ways: int = 1
 
     def run(self, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        """What it returns.
-
-        Args:
-            change: what to take in place of each tensor among the arguments.
-        """
+        """What it returns."""
         args, kwargs = tuple(self.args), self.kwargs
         if change is not None:
             args, kwargs = tree_map_only(torch.Tensor, change, (args, kwargs))
@@ -138,8 +134,13 @@ def writes(call: Operation) -> bool:
     """
     if call.name in _IN_PLACE_OPTION:
         return bool(call.argument(_IN_PLACE_OPTION[call.name], "inplace"))
-    by_name = call.name.endswith("_") and not call.name.endswith("__")
-    return by_name or call.name in _IN_PLACE
+    return is_in_place(call.function)
+
+
+def is_in_place(function: Any) -> bool:
+    """Whether a function changes its first argument."""
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> Followed | None:
@@ -307,6 +308,27 @@ def _keeps_shape(call: Operation) -> Followed | str:
     return _takes_apart(call)
 
 
+# What may be read of a weight or of a divided activation: nothing of its size is in it.
+HARMLESS = {
+    *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
+    *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
+    *("grad_fn", "is_mkldnn", "element_size", "is_inference", "__hash__", "__repr__"),
+}
+SIZES = {
+    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "storage_offset", "__len__"),
+}
+# Views that are attributes.
+VIEW_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
+LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
+# What is as it is for a part, and says nothing of values.
+OF_SLICES = {
+    *HARMLESS,
+    *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
+    *("requires_grad_", "retain_grad", "backward"),
+    # Whether gradients have overflowed on any rank, a scaler learns otherwise.
+    "_amp_foreach_non_finite_check_and_unscale_",
+    *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
+} - {"__repr__"}
 WRITES = (
     "x[...] = value writes into it: write x = torch.where(mask, value, x), or "
     "x = x.masked_fill(mask, number), which make a new tensor"
@@ -328,7 +350,8 @@ _IN_PLACE_OPTION = {
     **dict.fromkeys(("dropout", "alpha_dropout", "hardtanh"), 3),
 }
 _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
-_IN_PLACE = {*_IN_PLACE_OPERATORS, "__setitem__"}
+_OTHERS = ("floordiv", "mod", "and", "or", "xor", "div", "lshift", "rshift", "matmul")
+_IN_PLACE = {*_IN_PLACE_OPERATORS, *(f"__i{name}__" for name in _OTHERS), "__setitem__"}
 ELEMENTWISE = [
     *(each for name in _NAMES.split() for each in (name, f"{name}_")),
     *(f"__{kind}{name}__" for kind in ("", "r") for name in _OPERATORS),
@@ -337,6 +360,24 @@ ELEMENTWISE = [
     *("alpha_dropout", "cuda", "cpu", "detach", "eq", "ne", "lt", "le", "gt", "ge"),
     *("__lt__", "__gt__", "__le__", "__ge__"),
 ]
+_MORE = """
+    absolute acos acosh addcdiv arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
+    atan atan2 atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp_max
+    clamp_min conj conj_physical copy copysign cosh deg2rad digamma divide empty_like erfc erfinv
+    exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac frexp heaviside
+    hypot int isfinite isinf isnan isneginf isposinf isreal ldexp lgamma log log10 log2
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit long negative
+    nextafter positive rad2deg remainder resolve_conj resolve_neg round sgn short sign signbit
+    sinh special_expit tan threshold trunc xlogy zero
+"""
+_MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
+EACH_ELEMENT = {
+    *ELEMENTWISE,
+    *(each for name in _MORE.split() for each in (name, f"{name}_")),
+    *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _MORE_OPERATORS),
+    *("__pos__", "__abs__", "__invert__", "__eq__", "__ne__"),
+} - {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
+"""All that compute each element by itself, also those without a rule here."""
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(VIEWS, _view),

@@ -15,8 +15,8 @@ the meta device with the pairs known, and counts these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import HARMLESS, SIZES
+from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
 from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     ELEMENTWISE,
+    HARMLESS,
+    SIZES,
     EachOperation,
     Followed,
     Operation,
@@ -187,21 +189,9 @@ class Streams(EachOperation):
                 amount = t.numel() / max(first.numel(), 1)
                 self._of(begins).exchange(amount, f"{call.name}() takes parts of what is whole")
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Know in which module an operation happens, while the context lasts."""
-        with ExitStack() as stack:
-            for name, module in self._modules.items():
-                enter = module.register_forward_pre_hook(
-                    self._hook(self._enter, name), prepend=True, with_kwargs=True
-                )
-                leave = module.register_forward_hook(self._hook(self._leave, name))
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
-            yield
-
-    def _hook(self, do: Callable[..., None], name: str) -> Callable[..., None]:
-        return lambda module, *values: do(name, *values)
+    def entered(self) -> AbstractContextManager[None]:
+        """A context in which it is known in which module an operation happens."""
+        return calls_watched(self._modules, self._enter, self._leave)
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._called.append(name)
@@ -223,7 +213,7 @@ class Streams(EachOperation):
                 self._taken = t
         self._depth += 1
 
-    def _leave(self, name: str, args: Any, output: Any) -> None:
+    def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         self._called.pop()
         if name not in self._divisions:
             return

@@ -1,7 +1,8 @@
-"""Numbers of all gradients of a model whose ranks have some each: their norm, and any overflow.
+"""Gradients of a model of which ranks of a mesh hold parts: what they are over all ranks.
 
-``torch.nn.utils.clip_grad_norm_`` computes the norm of the gradients that it gets, and a
-``GradScaler`` skips a step if one of them is not finite. Both must see those of all ranks.
+``torch.nn.utils.clip_grad_norm_`` computes the norm of the gradients that it gets, a ``GradScaler``
+skips a step if one of them is not finite, and so does ``on_nonfinite``. All of them must see those
+of all ranks.
 """
 
 from __future__ import annotations
@@ -11,24 +12,34 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.model_parallel.part_of_whole import parts_alone
+from hvkit import runtime
+from hvkit.communication import collectives
+from hvkit.frameworks.pytorch.batch_norm import LastStatistics
+from hvkit.frameworks.pytorch.gradients.nonfinite import skip_steps
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.slices import as_plain, local_part
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
-    division_of,
     note_change,
+    slicing_of,
     undivided,
 )
-from hvkit.frameworks.pytorch.optimizers import share_overflows
+from hvkit.frameworks.pytorch.optimizers import share_overflows, stepping_in
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.log import logger
+from hvkit.sync.nonfinite import describe, skipped_steps
 from hvkit.transport.traffic import count, of_allreduce
-from hvkit.watch.calls import call, translated, waiting
+from hvkit.watch.calls import call, of_run, translated, waiting
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 # In the order in which they were made, which is the same on every rank.
 _living: WeakValueDictionary[int, GradientsOfAllRanks] = WeakValueDictionary()
@@ -36,16 +47,8 @@ _made = itertools.count()
 # The one whose model has computed last.
 _latest: weakref.ref[GradientsOfAllRanks] | None = None
 
-
-class ClippingObserver(Protocol):
-    """Sees gradients before clipping changes them."""
-
-    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Look at the gradients of these."""
-
-
-clipping_observers: WeakSet[ClippingObserver] = WeakSet()
-"""Of all models in meshes."""
+# What looks at gradients before clipping changes them.
+_before_clipping: WeakSet[NonFiniteInMesh] = WeakSet()
 
 
 class GradientsOfAllRanks:
@@ -54,9 +57,7 @@ class GradientsOfAllRanks:
     Args:
         parameters: all of the model's, in its order.
         counted: this rank's, without those that another rank counts.
-        group: the ranks that hold the model together.
-        name: of the model, for waits.
-        device: of the model.
+        links: to the ranks that hold the model together.
         replaced: by a parameter that a script may still hold, the one in its place.
     """
 
@@ -64,16 +65,12 @@ class GradientsOfAllRanks:
         self,
         parameters: Iterable[torch.Tensor],
         counted: Iterable[torch.Tensor],
-        group: dist.ProcessGroup,
-        name: str,
-        device: torch.device,
+        links: StageLinks,
         replaced: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
-        self._device, self._replaced = device, dict(replaced)
-        self._all = set(parameters) | self._replaced.keys()
+        self._links, self._replaced = links, replaced
+        self._all = {*parameters, *replaced}
         self._counted = set(counted)
-        self._group = group
-        self._name = name
         _living[next(_made)] = self
         see_all_ranks()
 
@@ -98,8 +95,8 @@ class GradientsOfAllRanks:
     @torch.no_grad()
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm of the gradients of parameters on all ranks, in float64; a collective."""
-        mine = self.own_norm(parameters, norm_type)
-        return _norm_of_ranks(mine, norm_type, self._group, self._name)
+        own = self.own_norm(parameters, norm_type)
+        return _norm_of_ranks(own, norm_type, self._links.group, self._links.name)
 
     @torch.no_grad()
     def own_norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -109,22 +106,17 @@ class GradientsOfAllRanks:
         norm of all gradients.
         """
         held = [p for p in dict.fromkeys(parameters) if p in self._counted]
-        return _own_norm([p.grad for p in held if p.grad is not None], norm_type, self._device)
+        gradients = [p.grad for p in held if p.grad is not None]
+        return _own_norm(gradients, norm_type, self._links.device)
 
     def any_overflow(self, optimizer: int, scaler: Any) -> None:
-        """Let a ``GradScaler`` know of overflows on all ranks; a collective.
-
-        Args:
-            optimizer: its id.
-            scaler: has unscaled this rank's gradients.
-        """
+        """Let a ``GradScaler`` that has unscaled know of overflows on all ranks; a collective."""
         state = scaler._per_optimizer_states[optimizer]
-        found = list(state["found_inf_per_device"].values())
         device = scaler._scale.device
-        mine = torch.zeros((), dtype=torch.float32, device=device)
-        for each in found:
-            mine = torch.maximum(mine, each.to(device))
-        anywhere = _reduce(mine, dist.ReduceOp.MAX, self._group, self._name)
+        found = [torch.zeros((), dtype=torch.float32, device=device)]
+        found += [each.to(device) for each in state["found_inf_per_device"].values()]
+        own, links = torch.stack(found).max(), self._links
+        anywhere = _reduce(own, dist.ReduceOp.MAX, links.group, links.name)
         state["found_inf_per_device"] = {device: anywhere}
 
 
@@ -141,11 +133,11 @@ def _own_norm(
 
 
 def _norm_of_ranks(
-    mine: torch.Tensor, norm_type: float, group: dist.ProcessGroup, name: str
+    own: torch.Tensor, norm_type: float, group: dist.ProcessGroup, name: str
 ) -> torch.Tensor:
     if math.isinf(norm_type):
-        return _reduce(mine, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group, name)
-    return _reduce(mine**norm_type, dist.ReduceOp.SUM, group, name) ** (1 / norm_type)
+        return _reduce(own, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group, name)
+    return _reduce(own**norm_type, dist.ReduceOp.SUM, group, name) ** (1 / norm_type)
 
 
 def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup, name: str) -> torch.Tensor:
@@ -154,11 +146,6 @@ def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup, name: str) -
     with call("the norm of all gradients", key=name), translated(), waiting(ranks):
         dist.all_reduce(value, op, group=group)
     return value
-
-
-def local_part(t: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that ``fully_shard`` divides."""
-    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def of(parameters: Sequence[torch.Tensor]) -> GradientsOfAllRanks | None:
@@ -185,8 +172,8 @@ def _of_all(
     rest = [each for each in others if id(each) not in known]
     for mesh in dict.fromkeys(each.device_mesh for each in shards):
         of_mesh = [each for each in shards if each.device_mesh == mesh]
-        mine = _own_norm(of_mesh, norm_type, of_mesh[0].device)
-        found.append(_norm_of_ranks(mine, norm_type, mesh.get_group(), "shards"))
+        own = _own_norm(of_mesh, norm_type, of_mesh[0].device)
+        found.append(_norm_of_ranks(own, norm_type, mesh.get_group(), "shards"))
     if rest:
         found.append(get_total_norm(undivided(rest), norm_type))
     if len(found) == 1:
@@ -199,8 +186,8 @@ def _of_all(
 
 def _is_only_sharded(t: DTensor) -> bool:
     """Whether the shards of a mesh make up a tensor, and no other axis divides it."""
-    division = division_of(t)
-    alone = division is None or division.placement is None
+    slicing = slicing_of(t)
+    alone = slicing is None or slicing.placement is None
     return alone and all(each.is_shard() for each in t.placements)
 
 
@@ -235,7 +222,7 @@ def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
             if parameters or (not held and _latest is not None and _latest() is model):
                 norms.append(model.norm(parameters, float(norm_type)))
                 known |= {id(p.grad) for p in parameters}
-        if not norms and all(division_of(each) is None for each in held):
+        if not norms and all(slicing_of(each) is None for each in held):
             return plain(held, norm_type, error_if_nonfinite, foreach)
         others = [each for each in held if id(each) not in known]
         return _checked(_of_all(norms, others, float(norm_type)), held, error_if_nonfinite)
@@ -270,7 +257,7 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         foreach: bool | None = None,
     ) -> torch.Tensor:
         held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with parts_alone():
+        with as_plain():
             own = _clipped(held, max_norm, float(norm_type), error_if_nonfinite, foreach)
         return plain(held, max_norm, norm_type, error_if_nonfinite, foreach) if own is None else own
 
@@ -292,7 +279,7 @@ def _clipped(
     divided = any(isinstance(each, DTensor) for each in gradients)
     if not models and not divided:
         return None
-    for each in clipping_observers:
+    for each in _before_clipping:
         each.before_clipping(held)
     norms = [model.norm(held, norm_type) for model in models]
     rest = [p for p in held if not any(model.holds([p]) for model in models)]
@@ -320,3 +307,71 @@ def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Ten
 def watch_overflows(gradients: GradientsOfAllRanks, optimizer: Optimizer) -> None:
     """Let scalers of an optimizer know of overflows on all ranks."""
     share_overflows(optimizer, functools.partial(gradients.any_overflow, id(optimizer)))
+
+
+class NonFiniteInMesh:
+    """Gradients that are NaN or infinite: steps are skipped, or training stops.
+
+    No rank has all gradients of a model, so the ranks agree when an optimizer's step begins.
+    Clipping spreads a NaN to all gradients before that: the ranks look at them then, too, for their
+    names.
+
+    Args:
+        action: ``"skip"`` or ``"stop"``.
+        model: of which the ranks of a mesh have parts.
+    """
+
+    def __init__(self, action: str, model: nn.Module) -> None:
+        self._action, self._model = action, model
+        self._statistics = LastStatistics(model) if action == "skip" else None
+        # The names of this rank's parameters that clipping has found.
+        self._clipped: list[str] = []
+        self._steps = 0
+        _before_clipping.add(self)
+
+    def attach(self, optimizer: Optimizer, hooks: UpdateHooks) -> None:
+        """Look at the gradients before each step of an optimizer; a collective of all ranks."""
+        skip_steps(self._action, stepping_in(optimizer), hooks, self._skips_step)
+
+    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Look at the gradients of these parameters, which clipping is about to change."""
+        self._clipped = self._found(parameters)
+
+    def _found(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """The names of those of the parameters whose gradient is NaN or infinite on this rank."""
+        wanted = set(parameters)
+        return [
+            name
+            for name, p in self._model.named_parameters()
+            if p in wanted and p.grad is not None and not _is_finite(local_part(p.grad))
+        ]
+
+    def _skips_step(self, optimizer: Optimizer) -> bool:
+        """Whether the step that begins now changes nothing.
+
+        Raises:
+            FloatingPointError: on every rank, with ``"stop"``.
+        """
+        self._steps += 1
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = self._found(parameters), self._clipped
+        self._clipped = []
+        now, clipped = zip(*collectives.gather("optimizer.step()", own), strict=True)
+        if not any(now):
+            if self._statistics is not None:
+                self._statistics.keep()
+            return False
+        found = describe(clipped if any(clipped) else now)
+        text = f"step {of_run(self._steps)}: {found}"
+        if self._statistics is None:
+            raise mark_as_shown_by(FloatingPointError(f"in {text}"), 0)
+        self._statistics.put_back()
+        skipped_steps.add()
+        if not runtime.rank():
+            logger.warning("skipped %s", text)
+        return True
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(torch.isfinite(values).all())

@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import (
+from hvkit.frameworks.pytorch.model_parallel.recipe import (
+    Call,
+    Given,
     Recipe,
+    Seeding,
+    View,
     digest,
     previous,
     set_tag,
     tag_of,
 )
-from hvkit.frameworks.pytorch.model_parallel.deferred.recipe import recipe_of as recipe_of
-from hvkit.frameworks.pytorch.model_parallel.deferred.recorded_calls import (
-    Call,
-    Given,
-    Seeding,
-    View,
-    version_of,
-)
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _aten = torch.ops.aten
@@ -94,7 +93,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         deferred = any(t.is_meta for t in tensors)
         random = torch.Tag.nondeterministic_seeded in func.tags
         makes = not tensors and "device" in _arguments(func)
@@ -164,11 +163,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "hvkit.deferred_init() cannot record it: use another function, or call it "
                     "before the block"
                 ) from error
-            if not (missing or _reads_values(func)):
+            if not missing and torch.Tag.data_dependent_output not in func.tags:
                 raise
             args, kwargs = self.computed((args, kwargs), _name(func))
             return func(*args, **kwargs)
-        returned = _tensors(result)
+        returned = tensors_in(result)
         # Empty tensors cost nothing, and torch.load lets them take over a storage of its file.
         if makes and all(t.numel() == 0 for t in returned):
             return func(*args, **kwargs)
@@ -308,6 +307,52 @@ def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = plain
 
 
+class LoadedBefore:
+    """What a script loads into a model without weights: kept until this rank has its part.
+
+    Args:
+        model: built under ``hvkit.deferred_init``.
+        optimizers: of it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._state: dict[str, Any] = {}
+        self._strict = True
+        self._states: dict[Optimizer, dict[str, Any]] = {}
+        self._model = model
+        vars(model)["load_state_dict"] = self._keep
+        self._hooks = [
+            each.register_load_state_dict_pre_hook(self._keep_state) for each in optimizers
+        ]
+
+    def _keep(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """In place of ``load_state_dict``, which would copy values into tensors without memory."""
+        self._state, self._strict = dict(state_dict), strict
+        own = self._model.state_dict().keys()
+        missing, unexpected = own - state_dict.keys(), state_dict.keys() - own
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._model).__name__}: missing keys "
+                f"{sorted(missing)}, unexpected keys {sorted(unexpected)}"
+            )
+        return _IncompatibleKeys(sorted(missing), sorted(unexpected))
+
+    def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        self._states[optimizer] = {**state, "state": dict(state["state"])}
+        return {**state, "state": {}}
+
+    def load(self) -> None:
+        """Load it now."""
+        for hook in self._hooks:
+            hook.remove()
+        del vars(self._model)["load_state_dict"]
+        if self._state:
+            self._model.load_state_dict(self._state, self._strict)
+        for optimizer, state in self._states.items():
+            optimizer.load_state_dict(state)
+        self._state, self._states = {}, {}
+
+
 def _refuse(
     func: Any, args: tuple[Any, ...], kwargs: Any, *, makes: bool, written: list[torch.Tensor]
 ) -> None:
@@ -332,10 +377,6 @@ def _refuse(
             )
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-
-
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_META)
 
@@ -349,7 +390,7 @@ def _arguments(func: Any) -> dict[str, bool]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     values = {**dict(zip(_arguments(func), args, strict=False)), **kwargs}
-    return _tensors([values.get(name) for name, changed in _arguments(func).items() if changed])
+    return tensors_in([values.get(name) for name, changed in _arguments(func).items() if changed])
 
 
 def _overwritten(func: Any, args: tuple[Any, ...], views: list[View]) -> dict[int, int]:
@@ -368,12 +409,8 @@ def _whole_storage(tensor: torch.Tensor) -> int | None:
     return size if whole else None
 
 
-def _reads_values(func: Any) -> bool:
-    return torch.Tag.data_dependent_output in func.tags
-
-
 def _lists_deferred(args: tuple[Any, ...]) -> bool:
-    return isinstance(args[0], list | tuple) and any(t.is_meta for t in _tensors(args[0]))
+    return isinstance(args[0], list | tuple) and any(t.is_meta for t in tensors_in(args[0]))
 
 
 def _name(func: Any) -> str:

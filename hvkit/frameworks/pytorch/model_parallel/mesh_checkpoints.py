@@ -1,29 +1,35 @@
-"""What a strategy or a compression keeps of a model in a mesh, for checkpoints.
+"""What checkpoints save and load of a model in a mesh, its optimizers, and its strategy.
 
 Each rank keeps state of its own part. A checkpoint holds what the strategy keeps of each parameter
-whole, as without a mesh, so that ranks of another mesh find it. What the compression keeps, and
+in full, as without a mesh, so that ranks of another mesh find it. What the compression keeps, and
 what an agreement will still add, is saved for each rank, which finds it in the same mesh only.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from hvkit.compression import Compression
-from hvkit.frameworks.pytorch.model_parallel.parts import ModelParts
+from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, own_state
+from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
 from hvkit.frameworks.pytorch.model_parallel.shares import (
     COUNTS,
-    TRAINED,
     SavedState,
+    model_plan,
+    optimizer_plan,
     part,
     strategy_arrays,
     strategy_plan,
+    strategy_values,
 )
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
@@ -64,10 +70,10 @@ class MeshKeeper:
         self.saved_layout: int | None = None
         self._rank = options.position.rank
         self._number = {name: i for i, name in enumerate(names)}
-        # By the number that the keeper of this rank's part gives them.
-        self._own: list[str] = []
+        # This rank's parameters, with the numbers that the keeper of its part gives them.
+        self._own: dict[str, int] = {}
         self._keeper: Keeper | None = None
-        self._parts: ModelParts | None = None
+        self._model: ModelState | None = None
         self._in_round = False
         # What a checkpoint has loaded before the model is divided.
         self._waiting: list[Callable[[], None]] = []
@@ -76,16 +82,15 @@ class MeshKeeper:
         # The whole state, on rank 0 inside ``gathered``.
         self._whole: _Arrays = {}
 
-    def divided(self, keeper: Keeper, parts: ModelParts, own: Sequence[str], layout: int) -> None:
+    def divided(self, keeper: Keeper, model: ModelState, own: Sequence[str], layout: int) -> None:
         """Begin with this rank's part.
 
         Args:
-            keeper: of it.
-            parts: who holds which parameter.
             own: the names of this rank's parameters, in the keeper's order.
             layout: the same number on all ranks, and another if they hold other parts.
         """
-        self._keeper, self._parts, self._own, self.layout = keeper, parts, list(own), layout
+        self._keeper, self._model, self.layout = keeper, model, layout
+        self._own = {name: i for i, name in enumerate(own)}
 
     def load_waiting(self) -> None:
         """Load what a checkpoint has read before the model was divided.
@@ -141,31 +146,20 @@ class MeshKeeper:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Have the whole state on rank 0 for a while; a collective."""
-        if self._keeper is not None and self._parts is not None and self.local:
+        if self._keeper is not None and self._model is not None and self.local:
             state = self._keeper.state()
-            found = self._parts.collected(self._by_parameter(state), self._parts.of_parameters)
-            if self._parts.keeps_whole:
+            found = self._model.collected(self._by_parameter(state), self._number)
+            if self._model.keeps_whole:
                 self._whole = strategy_arrays(state[COUNTS], found, self._number)
         try:
             yield
         finally:
             self._whole = {}
 
-    def _by_parameter(self, state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-        """What the strategy keeps of this rank's parameters, in the shape of its parts of them."""
-        assert self._parts is not None
-        trained = set(state[TRAINED].tolist())
-        found: dict[str, dict[str, torch.Tensor]] = {
-            name: {TRAINED: torch.tensor(i in trained)} for i, name in enumerate(self._own)
-        }
-        for key, vector in state.items():
-            if _is_of_parameter(key):
-                kept, _, i = key.partition(".")
-                name = self._own[int(i)]
-                shape = self._parts.shape_of(name)
-                # A complex number travels as two.
-                found[name][kept] = torch.from_numpy(vector).reshape(*shape, -1)
-        return found
+    def _by_parameter(self, state: _Arrays) -> dict[str, dict[str, torch.Tensor]]:
+        """What the strategy keeps of this rank's parameters, in the shape of its slices of them."""
+        assert self._model is not None
+        return strategy_values(state, self._own, self._model.shape_of)
 
     @property
     def is_divided(self) -> bool:
@@ -180,8 +174,8 @@ class MeshKeeper:
     def shares(self) -> dict[str, Any]:
         """What this rank writes into a sharded checkpoint."""
         assert self._keeper is not None
-        assert self._parts is not None
-        return self._parts.shares_of(self._by_parameter(self._keeper.state()))
+        assert self._model is not None
+        return self._model.shares_of(self._by_parameter(self._keeper.state()))
 
     def state(self) -> _Arrays:
         """What a checkpoint saves, on rank 0 inside ``gathered``."""
@@ -199,7 +193,6 @@ class MeshKeeper:
         """Set the state of this rank's part when the model is divided.
 
         Args:
-            own: returns it; nothing if there was none.
             in_round: whether each rank will hold its own weights again.
         """
         self._waiting.clear()
@@ -222,35 +215,27 @@ class MeshKeeper:
 
         self._when_divided(load)
 
-    def _own_of(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> _Arrays:
-        """This rank's part of the whole state."""
-        assert self._parts is not None
+    def _own_of(self, arrays: _Arrays) -> _Arrays:
+        """This rank's part of the full state."""
+        assert self._model is not None
         if COUNTS not in arrays:
             return {}
-        own: dict[str, dict[str, torch.Tensor]] = {}
-        trained = set(arrays[TRAINED].tolist())
-        for name in self._own:
-            number = self._number[name]
-            shape = self._parts.whole_shape_of(name)
-            own[name] = {TRAINED: torch.tensor(number in trained)}
-            for key in (k for k in arrays if k.endswith(f".{number}") and _is_of_parameter(k)):
-                whole = torch.from_numpy(arrays[key]).reshape(*shape, -1)
-                own[name][key.partition(".")[0]] = self._parts.cut(name, whole)
-        return self._by_own_number(arrays[COUNTS], own)
+        number = {name: self._number[name] for name in self._own}
+        full = strategy_values(arrays, number, self._model.full_shape_of)
+        own = {
+            name: {key: self._model.slicing(name).along_tensor(t) for key, t in kept.items()}
+            for name, kept in full.items()
+        }
+        return strategy_arrays(arrays[COUNTS], own, self._own)
 
     def _own_of_saved(self, saved: SavedState) -> _Arrays:
         """This rank's part of the state in a sharded checkpoint."""
-        assert self._parts is not None
+        assert self._model is not None
         own = {
-            name: part(saved.values[name], functools.partial(self._parts.part_of_saved, name))
+            name: part(saved.values[name], functools.partial(self._model.part_of_saved, name))
             for name in self._own
         }
-        return self._by_own_number(saved.plan[COUNTS].numpy(), own)
-
-    def _by_own_number(
-        self, counts: np.ndarray[Any, Any], own: Mapping[str, Mapping[str, torch.Tensor]]
-    ) -> _Arrays:
-        return strategy_arrays(counts, own, {name: i for i, name in enumerate(self._own)})
+        return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def own_state(self) -> _Arrays:
         """What a checkpoint saves for each rank, for the same mesh only."""
@@ -278,6 +263,110 @@ class MeshKeeper:
         self.in_saved_round(load)
 
 
-def _is_of_parameter(key: str) -> bool:
-    """Whether an array of ``RoundKeeper.state`` is what the strategy keeps of a parameter."""
-    return key not in (COUNTS, TRAINED) and not key.startswith(SENT)
+class _InParts:
+    """Implements ``hvkit.sync.port.InParts``.
+
+    Args:
+        parallel: divides the model.
+        keeper: of the model; None if its strategy keeps nothing.
+    """
+
+    def __init__(self, parallel: ParallelModel, keeper: MeshKeeper | None) -> None:
+        self._parallel, self._keeper = parallel, keeper
+
+    @property
+    def is_divided(self) -> bool:
+        return self._parallel.state is not None
+
+    @property
+    def reads_shares(self) -> bool:
+        return self.is_divided or self._parallel.is_deferred
+
+    @property
+    def _state(self) -> ModelState:
+        assert self._parallel.state is not None
+        return self._parallel.state
+
+    def load_own(self, load: Callable[[], None]) -> None:
+        if self._keeper is not None:
+            self._keeper.in_saved_round(load)
+
+    def load_shares(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
+        self._parallel.when_divided(functools.partial(self._load, saved, load))
+
+    @abstractmethod
+    def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
+        """Read this rank's part."""
+
+
+class ModelInParts(_InParts):
+    """A model."""
+
+    def __init__(
+        self, parallel: ParallelModel, keeper: MeshKeeper | None, model: nn.Module
+    ) -> None:
+        super().__init__(parallel, keeper)
+        self._model = model
+
+    def own(self) -> dict[str, Any]:
+        return self._state.own_of(self._model) if self.is_divided else {}
+
+    def shares(self) -> dict[str, Any]:
+        names = set(self.plan()["names"].values())  # without buffers that are not saved
+        own = self._state.own_of(self._model)
+        return self._state.shares_of({n: t for n, t in own.items() if n in names})
+
+    def plan(self) -> dict[str, Any]:
+        return model_plan(*self._state.named_state(self._model))
+
+    @torch.no_grad()
+    def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
+        expected = set(self.plan()["names"].values())
+        if expected != saved.values.keys():
+            missing, unknown = expected - saved.values.keys(), saved.values.keys() - expected
+            raise ValueError(f"it lacks {sorted(missing)}, and has unknown {sorted(unknown)}")
+        for name, own in self._state.own_of(self._model).items():
+            if name in expected:
+                found = self._state.part_of_saved(name, saved.values[name])
+                if found.shape != own.shape:
+                    raise ValueError(
+                        f"{name} has the shape {tuple(own.shape)} on this rank, the saved part "
+                        f"{tuple(found.shape)}"
+                    )
+                own.copy_(found)
+        names = saved.plan["names"]
+        if rest := {k: v for k, v in saved.plan["state"].items() if k not in names}:
+            load(rest)
+
+
+class OptimizerInParts(_InParts):
+    """An optimizer of it."""
+
+    def __init__(
+        self, parallel: ParallelModel, keeper: MeshKeeper | None, optimizer: Optimizer
+    ) -> None:
+        super().__init__(parallel, keeper)
+        self._optimizer = optimizer
+
+    def own(self) -> dict[str, Any]:
+        return own_state(self._optimizer)
+
+    def shares(self) -> dict[str, Any]:
+        state = self._optimizer.state
+        return self._state.shares_of({n: state.get(p) for n, p in self._named().items()})
+
+    def plan(self) -> dict[str, Any]:
+        return optimizer_plan(own_state(self._optimizer), list(self._named()))
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return self._state.named(self._optimizer)
+
+    def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
+        state = {
+            i: part(saved.values[name], functools.partial(self._state.part_of_saved, name))
+            for i, (name, p) in enumerate(self._named().items())
+            if name in saved.values and not p.is_meta
+        }
+        # Rates, which a scheduler may have changed meanwhile, stay as they are.
+        groups = own_state(self._optimizer)["param_groups"]
+        load({"state": state | saved.plan["other"], "param_groups": groups})

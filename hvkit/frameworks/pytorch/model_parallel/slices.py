@@ -1,0 +1,232 @@
+"""This rank's slice of a parameter: how it becomes the full tensor, and the full tensor a slice.
+
+The tensor axis and the shard axis divide a parameter, and with it its gradient and its state in an
+optimizer. Also for autograd: a full tensor is the same on all ranks, and so is its gradient, of
+which each slice gets its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.shares import Block, blocks_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+    Placement,
+    part_of,
+    whole_of,
+)
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import summed
+from hvkit.transport.traffic import count, of_allgather
+from hvkit.watch.calls import call, translated, waiting
+
+as_plain: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which tensors of classes that PyTorch would ask are plain."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slicing:
+    """How a parameter, and what has its shape, is divided.
+
+    Attributes:
+        placement: along the tensor axis; None if it is not.
+        tensor: the mesh of that axis.
+        shards: of a ``DTensor``, its mesh and its placements; None if it is none.
+        gathered: whether ``fully_shard`` has joined its shards, between forward and backward.
+    """
+
+    placement: Placement | None = None
+    tensor: DeviceMesh | None = None
+    shards: tuple[DeviceMesh, Sequence[Any]] | None = None
+    gathered: bool = False
+
+    @classmethod
+    def of(
+        cls, p: torch.Tensor, placement: Placement | None = None, tensor: DeviceMesh | None = None
+    ) -> Self:
+        """That of a parameter, divided like this along the tensor axis."""
+        shards = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        return cls(placement, tensor if placement else None, shards)
+
+    def __bool__(self) -> bool:
+        return self.placement is not None or self.shards is not None
+
+    def full(self, own: torch.Tensor) -> torch.Tensor:
+        """The full tensor, whose gradient is the same on all ranks; a collective."""
+        name = "the whole of a divided parameter"
+        with as_plain(), call(name), translated(), waiting(self._ranks()):
+            return _exchange(own, self, True)
+
+    def joined(self, own: torch.Tensor, purpose: str) -> torch.Tensor:
+        """The full tensor, without autograd; a collective.
+
+        Args:
+            purpose: for which its bytes are counted.
+        """
+        if isinstance(own, DTensor):
+            count(purpose, of_allgather(own.to_local().nbytes, own.device_mesh.size()))
+            own = own.full_tensor()
+        if self.tensor is None or self.placement is None:
+            return own
+        slices = [own.new_empty(own.shape) for _ in range(self.tensor.size())]
+        count(purpose, of_allgather(own.nbytes, self.tensor.size()))
+        dist.all_gather(slices, own.contiguous(), group=self.tensor.get_group())
+        return whole_of(slices, self.placement)
+
+    def own(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice, also for autograd."""
+        with as_plain():
+            return _exchange(full, self, False)
+
+    def own_like(self, full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a full tensor, on the device of what it has; others as they are."""
+        if full.shape == self.shape(like):
+            full = self.along_tensor(full)
+        return divided_like(full, like) if full.shape == like.shape else full
+
+    def along_tensor(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice along the tensor axis, of the parameter's shape, or of more dimensions.
+
+        The shard axis does not divide it, and nothing divides numbers.
+        """
+        if self.tensor is None or self.placement is None or not full.dim():
+            return full
+        return part_of(full, self.placement, self.tensor.get_local_rank(), self.tensor.size())
+
+    def blocks(self, shape: Sequence[int], p: torch.Tensor) -> list[Block]:
+        """Which blocks of a full tensor this rank's slice is made of.
+
+        Args:
+            shape: as this rank has it of the parameter, and perhaps more dimensions.
+            p: the parameter.
+        """
+        if self.tensor is None:
+            return blocks_of(shape, _rows_of(p))
+        index, ways = self.tensor.get_local_rank(), self.tensor.size()
+        return blocks_of(shape, _rows_of(p), self.placement, index, ways)
+
+    def everywhere(self, t: torch.Tensor) -> Any:
+        """A tensor that all ranks hold, for use with a ``DTensor``."""
+        assert self.shards is not None
+        mesh = self.shards[0]
+        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def total(self, sum_of_own: torch.Tensor) -> torch.Tensor:
+        """The sum of all elements, from that of this rank's; a collective of the tensor axis."""
+        name = "the sum of a divided parameter"
+        with as_plain(), call(name), translated(), waiting(self._ranks()):
+            assert self.tensor is not None
+            return summed(sum_of_own, self.tensor)
+
+    def shape(self, own: torch.Tensor) -> torch.Size:
+        """Of the full tensor."""
+        shape = list(own.shape)
+        if self.placement is not None and self.tensor is not None:
+            shape[self.placement.dim] *= self.tensor.size()
+        return torch.Size(shape)
+
+    def operand(self, t: torch.Tensor, own: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that meets this rank's slice element by element; None if it does not.
+
+        Args:
+            t: of the full shape, or one that PyTorch broadcasts to it; or of the slice's.
+        """
+        if not t.dim() or isinstance(t, DTensor):
+            return t
+        if t.dim() > own.dim():
+            return None
+        if self.placement is not None and self.tensor is not None:
+            dim = self.placement.dim - own.dim() + t.dim()
+            length = own.shape[self.placement.dim]
+            if dim >= 0 and t.shape[dim] == length * self.tensor.size():
+                along = Placement(dim, self.placement.parts)
+                t = part_of(t, along, self.tensor.get_local_rank(), self.tensor.size())
+            elif dim >= 0 and t.shape[dim] not in (1, length):
+                return None
+        return t if self.shards is None else self.everywhere(t)
+
+    def is_like(self, other: Slicing) -> bool:
+        """Whether tensors of one shape have the same elements on this rank."""
+        shards, others = (each.shards and tuple(each.shards[1]) for each in (self, other))
+        return self.placement == other.placement and shards == others
+
+    def _ranks(self) -> tuple[int, ...]:
+        meshes = [each for each in (self.tensor, self.shards and self.shards[0]) if each]
+        if len(meshes) != 1 or meshes[0].ndim != 1:
+            return ()
+        return tuple(dist.get_process_group_ranks(meshes[0].get_group()))
+
+
+class _Exchange(torch.autograd.Function):
+    """Joins the slices of all ranks, or takes this rank's; in backward the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, slicing: Slicing, joins: bool) -> torch.Tensor:
+        ctx.slicing, ctx.joins = slicing, joins
+        if joins:
+            return slicing.joined(x, "objects")
+        x = slicing.along_tensor(x)
+        if slicing.shards is None:
+            return x
+        # Not a view, which would keep the memory of the full tensor.
+        return slicing.everywhere(x).redistribute(*slicing.shards).clone()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _exchange(gradient, ctx.slicing, not ctx.joins), None, None
+
+
+_exchange: Callable[..., torch.Tensor] = _Exchange.apply
+
+
+def divided_like(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A full tensor divided as ``fully_shard`` divides another, and on its device."""
+    full = full.to(own.device)
+    if not isinstance(own, DTensor) or isinstance(full, DTensor):
+        return full
+    # Every rank has the full tensor, and takes its own slice without a message.
+    return distribute_tensor(full.detach(), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def state_divided_like(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """The state of a parameter, with what has its shape divided like it."""
+    return {
+        key: divided_like(value, parameter)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _rows_of(own: torch.Tensor) -> tuple[int, int] | None:
+    """Which rows of the first dimension of a full tensor this rank has; None for all.
+
+    Raises:
+        HvkitError: it is divided in another way than by ``fully_shard``.
+    """
+    if not isinstance(own, DTensor):
+        return None
+    axes = [axis for axis, each in enumerate(own.placements) if not each.is_replicate()]
+    length = own.shape[0] if own.dim() else 0
+    if len(axes) == 1 and own.placements[axes[0]].is_shard(0):
+        each = -(-length // own.device_mesh.size(axes[0]))
+        first = min(each * own.device_mesh.get_local_rank(axes[0]), length)
+        last = min(first + each, length)
+        if last - first == own.to_local().shape[0]:
+            return first, last
+    raise HvkitError(
+        f"a tensor of shape {tuple(own.shape)} is divided as {own.placements}, of which this rank "
+        f"has {tuple(own.to_local().shape)}: hvkit knows equal rows only"
+    )
+
+
+def local_part(t: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that ``fully_shard`` divides."""
+    return t.to_local() if isinstance(t, DTensor) else t
