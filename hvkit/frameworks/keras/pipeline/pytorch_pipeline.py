@@ -39,7 +39,7 @@ class PyTorchTensors(Tensors):
 
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
         return StageLinks(
-            process_group.group_of(rows(mesh.mesh, "pipeline")),
+            process_group.group_of(tuple(rows(mesh.mesh, "pipeline"))),
             mesh.position.members("pipeline"),
             torch.device(get_device()),
             name,

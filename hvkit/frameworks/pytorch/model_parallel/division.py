@@ -113,8 +113,8 @@ def _on_all_ranks(kept: Sequence[Path], together: StageLinks) -> list[Path]:
     names = together.object_from_rank(0, list(named))
     if not names:
         return []
-    by_rank = together.gather_numbers([name in named for name in names]).all(0)
-    return [named[name] for name, held in zip(names, by_rank.tolist(), strict=True) if held]
+    on_ranks = together.gather_numbers([name in named for name in names]).tolist()
+    return [named[name] for name, *found in zip(names, *on_ranks, strict=True) if all(found)]
 
 
 def _same_on_all(plan: TensorPlan, together: StageLinks) -> TensorPlan:

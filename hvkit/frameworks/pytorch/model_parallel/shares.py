@@ -25,7 +25,7 @@ import torch
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
-from hvkit.sync.rounds import SENT
+from hvkit.sync.agreements import SENT
 
 New = Callable[[torch.Size, torch.dtype], torch.Tensor]
 """Makes a tensor that is filled afterwards."""
