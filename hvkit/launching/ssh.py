@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from hvkit.host.network import is_local
@@ -24,6 +24,8 @@ from hvkit.launching.hosts import Host
 AT_ONCE = 32
 # Seconds to connect to a host, even if its command has more time.
 _CONNECT = 10.0
+# Seconds until a signal is handled, at most.
+_SIGNALS_WAIT = 0.2
 
 # By default srun exports the whole environment, secrets included.
 _SRUN_EXPORTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME")
@@ -142,7 +144,12 @@ def run_on_hosts(
     commands = _Commands(command, timeout, shell or SSH)
     with ThreadPoolExecutor(AT_ONCE) as threads:
         try:
-            return list(threads.map(commands.run, hosts))
+            answers = [threads.submit(commands.run, host) for host in hosts]
+            # The system may give a signal to any thread, but its handler runs in this one, and not
+            # while this one waits.
+            while wait(answers, timeout=_SIGNALS_WAIT).not_done:
+                pass
+            return [answer.result() for answer in answers]
         except BaseException:  # a signal
             commands.end()
             raise
