@@ -182,7 +182,7 @@ _KERAS_IN_LOOP = Support(
     "device needs PyTorch, whose fully_shard this uses",
     ("data", "pipeline"),
     "run Keras on JAX (KERAS_BACKEND=jax), write the model as a torch.nn.Module, or use the "
-    "pipeline axis",
+    "pipeline axis, or hvkit.ShardedOptimizer() without a mesh",
     (
         _NO_SYNC_IN_MESH,
         Refusal("schedule", "is for models of PyTorch: leave it out", axis="any"),

@@ -71,9 +71,7 @@ def with_synchronised(**_):
         (residual, {"stages": ["branch"]}, "cannot be cut after 'branch', only after first, skip"),
         (residual, {"stages": ["first", "skip"]}, "names 2 cuts, but a pipeline of 2 stages has 1"),
         (residual, {"stages": "layers"}, "stages must be 'flops' or 'bytes', or a list of"),
-        (residual, {"schedule": "1F1B"}, 'a pipeline of a Keras model has "GPipe"'),
-        (residual, {"plan": {"last": "colwise"}}, "which Mesh(data="),
-        (residual, {"strategy": hvkit.LocalSGD(2)}, "or write the model as a torch.nn.Module"),
+        (residual, {"strategy": hvkit.LocalSGD(2)}, "along the data axis of Mesh(data="),
     ],
 )
 def test_what_cannot_be_in_a_pipeline_is_refused_with_the_reason(make, options, message):
