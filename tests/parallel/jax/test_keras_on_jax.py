@@ -340,7 +340,7 @@ def test_a_keras_that_is_too_old_is_refused(monkeypatch):
 
 
 def test_strategies_of_models_apart_are_refused_with_what_to_take():
-    with pytest.raises(TypeError, match=r"not for Keras on JAX.*KERAS_BACKEND=torch"):
+    with pytest.raises(ValueError, match=r"not for Keras on JAX.*KERAS_BACKEND=torch"):
         hvkit.distribute(mlp(), keras.optimizers.SGD(0.1), strategy=hvkit.LocalSGD(every=2))
 
 
