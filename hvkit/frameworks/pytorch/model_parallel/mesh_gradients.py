@@ -33,7 +33,7 @@ from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     slicing_of,
     undivided,
 )
-from hvkit.frameworks.pytorch.optimizers import share_overflows, stepping_in
+from hvkit.frameworks.pytorch.optimizers import stepping_in
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
@@ -302,11 +302,6 @@ def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Ten
             own = local_part(gradient)
             own.mul_(factor.to(own.device, own.dtype))
     note_change()
-
-
-def watch_overflows(gradients: GradientsOfAllRanks, optimizer: Optimizer) -> None:
-    """Let scalers of an optimizer know of overflows on all ranks."""
-    share_overflows(optimizer, functools.partial(gradients.any_overflow, id(optimizer)))
 
 
 class NonFiniteInMesh:

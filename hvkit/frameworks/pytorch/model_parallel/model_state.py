@@ -325,7 +325,7 @@ class _OwnState(PartOfState):
         parameters = self._parameters()
         own = {
             i: values
-            if not isinstance(i, int) or parameters[i].is_meta
+            if not isinstance(i, int) or i >= len(parameters) or parameters[i].is_meta
             else self._model.share_of_state(parameters[i], values)
             for i, values in state["state"].items()
         }

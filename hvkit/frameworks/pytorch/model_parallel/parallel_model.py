@@ -32,10 +32,7 @@ from hvkit.frameworks.pytorch.model_parallel.division import (
 )
 from hvkit.frameworks.pytorch.model_parallel.forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
-from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import (
-    GradientsOfAllRanks,
-    watch_overflows,
-)
+from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, drop
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
@@ -65,6 +62,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import SameRand
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
+from hvkit.frameworks.pytorch.optimizers import share_overflows
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
@@ -380,7 +378,8 @@ class ParallelModel:
         self._plain.divided(self.state)
         for optimizer in self._optimizers:
             self.state.attach(optimizer)
-            watch_overflows(self._gradients, optimizer)
+            overflows = functools.partial(self._gradients.any_overflow, id(optimizer))
+            share_overflows(optimizer, overflows)
         for load in self._waiting:
             load()
         self._waiting.clear()
