@@ -284,7 +284,7 @@ def refused(text, make=adamw, **options):
 
 def test_contradictions_are_refused():
     assert refused("leave compression out", compression="int8")
-    assert refused('batch_norm="sync"', batch_norm="sync")
+    assert refused("batch_norm='sync'", batch_norm="sync")
     assert refused("check_every=5", check_every=5)
     assert refused("leave accumulate out", accumulate=2)
     assert refused("LBFGS computes its step", torch.optim.LBFGS)
