@@ -53,7 +53,7 @@ def test_a_pipeline_of_keras_trains_the_model_of_one_process(backend, monkeypatc
     of_frequencies = float(re.search(r"frequency: (\S+)$", alone.out, re.MULTILINE)[1])
     assert held_out(alone) < of_frequencies - 0.1
     assert held_out(together) == pytest.approx(held_out(alone), abs=2e-3)
-    assert "stage 1 (rank 1 of the pipeline)" in together.err
+    assert "stage 1: " in together.err
     assert together.said_more_than_once == []
     shutil.rmtree(tmp_path / "step-000000030")
     resumed = keras(ALONE, "--batch-size", "16", *fewer, *saved)
