@@ -6,7 +6,7 @@ instead. What depends on the model or the optimizer, the framework's port refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,8 +89,9 @@ class Support:
     """What a framework supports.
 
     Attributes:
-        strategies: all that it has, by themselves and along the data axis of a mesh.
-        other_strategies: why not, and what to use.
+        strategies: all that it has; a script may have some of its own.
+        in_mesh: those that work along the data axis of a mesh.
+        other_strategies: why it does not have others, and what to use.
         axes: of a mesh.
         other_axes: what to use.
         refused: values of options that it does not have.
@@ -102,6 +103,7 @@ class Support:
     axes: tuple[str, ...]
     other_axes: str
     refused: tuple[Refusal, ...]
+    without: Strategies = ()
 
 
 STRATEGIES = tuple(strategies_in(strategies).values())
@@ -138,7 +140,7 @@ _BY_PYTORCH = (
     "or use the data axis instead"
 )
 _PYTORCH = Support(
-    STRATEGIES,
+    (Strategy,),
     (Synchronous, LocalSGD, DiLoCo),
     "",
     AXES,
@@ -176,7 +178,7 @@ _PYTORCH = Support(
     ),
 )
 _KERAS_IN_LOOP = Support(
-    tuple(each for each in STRATEGIES if each is not FullyShard),
+    (Strategy,),
     (Synchronous,),
     "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large for one "
     "device needs PyTorch, whose fully_shard this uses",
@@ -193,6 +195,7 @@ _KERAS_IN_LOOP = Support(
             axis="any",
         ),
     ),
+    (FullyShard,),
 )
 _ACCUMULATED = Refusal(
     "accumulate",
@@ -290,10 +293,10 @@ def refuse_unsupported(framework: Framework, options: Options) -> None:
     support, strategy, name = SUPPORT[framework], options.strategy, framework.name
     strategy.check(options.compression)
     _refuse_residuals_of_nan(options)
-    if not isinstance(strategy, support.strategies):
+    if not isinstance(strategy, support.strategies) or isinstance(strategy, support.without):
+        known = [each for each in STRATEGIES if has(support, each)]
         raise ValueError(
-            f"{strategy} is not for {name}, which has {_names(support.strategies)}: "
-            f"{support.other_strategies}"
+            f"{strategy} is not for {name}, which has {_names(known)}: {support.other_strategies}"
         )
     if options.mesh:
         mesh = options.mesh.mesh
@@ -359,5 +362,10 @@ def checked_strategy(strategy: object) -> Strategy:
     )
 
 
-def _names(found: Strategies) -> str:
+def has(support: Support, strategy: type[Strategy]) -> bool:
+    """Whether a framework has a strategy."""
+    return issubclass(strategy, support.strategies) and strategy not in support.without
+
+
+def _names(found: Iterable[type[Strategy]]) -> str:
     return ", ".join(each.__name__ for each in found)

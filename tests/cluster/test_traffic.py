@@ -216,7 +216,7 @@ def rows(sender, receiver, count):
 def right(counts):  # by rank, how many rows it sends to each
     sent = torch.cat([rows(rank, to, count) for to, count in enumerate(counts[rank])])
     messages = Messages(sent, counts[rank], [each[rank] for each in counts])
-    got = wire.wait(wire.start(messages, "exchange"))
+    got = wire.start(messages, "exchange")()
     expected = [rows(sender, rank, each[rank]) for sender, each in enumerate(counts)]
     gathered = wire.gather(sent, "gather")
     all_rows = [
