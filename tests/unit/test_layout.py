@@ -57,7 +57,9 @@ def test_a_class_name_means_one_thing():
     assert [n for n, of in several.items() if None in of or len(set(of)) < len(of)] == []
 
 
-@pytest.mark.parametrize("folder", ["sync", "parameter_server", "pipeline", "strategies", "compression"])
+@pytest.mark.parametrize(
+    "folder", ["sync", "parameter_server", "pipeline", "strategies", "compression"]
+)
 def test_what_all_frameworks_share_imports_none(folder):
     for file in (ROOT / "hvkit" / folder).glob("*.py"):
         for node in imports_in(file):
