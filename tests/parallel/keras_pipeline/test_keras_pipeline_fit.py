@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import MORE, cases
 from keras import ops
-from keras_models import on_tensorflow
+from keras_models import on_pytorch, on_tensorflow
 from ranks import error_of, identical, largest_difference
 from stages import (
     MESH,
@@ -36,6 +36,17 @@ from hvkit.communication.collectives import gather
 @pytest.mark.parametrize("make", cases([cnn, residual]))
 def test_fit_trains_the_model_of_one_process(make, precision):
     fit_equals_one_process(make, bound=precision)
+
+
+@MORE
+@on_pytorch
+def test_tensors_may_go_by_torch_distributed(float64, monkeypatch):
+    """As from GPUs; here they are in the host's memory."""
+    from hvkit.frameworks.keras.pipeline import pytorch_pipeline
+
+    monkeypatch.setattr(pytorch_pipeline, "sends_from_host", lambda device: False)
+    l2 = keras.regularizers.L2(0.05)
+    fit_equals_one_process(residual, bound=1e-12, regularizer=l2)
 
 
 def held_of(variables):

@@ -1,7 +1,7 @@
 """A Keras model on PyTorch in a pipeline; averages in backward passes.
 
-Gradients go to the ``grad`` of variables, as ``backward()`` leaves them. Messages are those of
-PyTorch's pipelines.
+Gradients go to the ``grad`` of variables, as ``backward()`` leaves them. Messages between GPUs are
+those of PyTorch's pipelines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.refusals import refuse_in_pipeline
-from hvkit.frameworks.keras.pipeline.tensors import Tensors
+from hvkit.frameworks.keras.pipeline.tensors import MailboxChannel, Tensors
 from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
 from hvkit.frameworks.pytorch import PyTorchPort
 from hvkit.frameworks.pytorch.divided_state import process_group
@@ -38,13 +38,12 @@ class PyTorchTensors(Tensors):
     """PyTorch, as the backend of Keras."""
 
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
-        return StageLinks(
-            process_group.group_of(tuple(rows(mesh.mesh, "pipeline"))),
-            mesh.position.members("pipeline"),
-            torch.device(get_device()),
-            name,
-            through_host=process_group.ranks_share_gpus(),
-        )
+        ranks, device = mesh.position.members("pipeline"), torch.device(get_device())
+        if sends_from_host(device):
+            return MailboxChannel(ranks, name)
+        group = process_group.group_of(tuple(rows(mesh.mesh, "pipeline")))
+        through_host = process_group.ranks_share_gpus()
+        return StageLinks(group, ranks, device, name, through_host=through_host)
 
     def tracer(self) -> str:
         return "torch.compile" if torch.compiler.is_compiling() else ""
@@ -126,6 +125,11 @@ class PyTorchTensors(Tensors):
         else:  # the parameter stays the same
             variable._value.data = values
             variable._value.grad = None
+
+
+def sends_from_host(device: torch.device) -> bool:
+    """Whether tensors are in the host's memory: MPI sends small ones sooner than Gloo."""
+    return device.type == "cpu"
 
 
 class _Operation(torch.autograd.Function):

@@ -1,29 +1,20 @@
 """A Keras model on TensorFlow in a pipeline; averages in updates.
 
-Tapes record what stages compute, and gradients are what ``tape.gradient`` returns. Messages go
-through the host's memory.
+Tapes record what stages compute, and gradients are what ``tape.gradient`` returns.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
-from keras import ops
-from keras.src import backend
-from numpy.typing import NDArray
 from tensorflow.python.eager import record
 
-from hvkit import runtime
-from hvkit.communication.mailboxes import open_mailbox
 from hvkit.frameworks.keras.averaged_updates import average_in_apply, finite_in
-from hvkit.frameworks.keras.backends import backend_variable, numpy_dtype
+from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.initial_state import Together
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.loss_scale import Agree, skip_together
@@ -31,57 +22,13 @@ from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.refusals import refuse_in_pipeline
-from hvkit.frameworks.keras.pipeline.tensors import Tensors
+from hvkit.frameworks.keras.pipeline.tensors import MailboxChannel, Tensors
 from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.keras.traced_steps import marks
 from hvkit.mesh import MeshOptions
-from hvkit.pipeline.channel import Channel, TensorSpec
+from hvkit.pipeline.channel import Channel
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Options, Record
-from hvkit.transport.mailbox import Mailbox
-
-_tags = itertools.count()
-
-
-@functools.cache
-def _mailbox() -> Mailbox:
-    """One for all models; the first call is a collective of all ranks."""
-    return open_mailbox("a pipeline of Keras models")
-
-
-class MailboxChannel(Channel):
-    """Sends through hvkit's mailbox, which Keras on TensorFlow has no better way than.
-
-    Args:
-        ranks: of the pipeline, in its order.
-        name: of the model.
-    """
-
-    def __init__(self, ranks: Sequence[int], name: str) -> None:
-        super().__init__(ranks, runtime.rank(), name)
-        self._mailbox, self._tag = _mailbox(), next(_tags)
-
-    def start(self, data: Any, to: int) -> Callable[[], object]:
-        array = np.ascontiguousarray(ops.convert_to_numpy(data)).reshape(-1).view(np.uint8)
-        sending = self._mailbox.start_to_send(array, self.ranks[to], self._tag, "activations")
-        return functools.partial(self._mailbox.finish, sending)
-
-    def expect(self, spec: TensorSpec, source: int) -> Callable[[], Any]:
-        dtype = numpy_dtype(spec.dtype)
-
-        def wait() -> Any:
-            data = self.bytes_from(source, math.prod(spec.shape) * dtype.itemsize)
-            return ops.convert_to_tensor(data.view(dtype).reshape(spec.shape), spec.dtype)
-
-        return wait
-
-    def bytes_from(self, source: int, size: int) -> NDArray[np.uint8]:
-        data = np.empty(size, np.uint8)
-        self._mailbox.receive(data, self.ranks[source], self._tag)
-        return data
-
-    def spec_of(self, tensor: Any) -> TensorSpec:
-        return TensorSpec(tuple(tensor.shape), backend.standardize_dtype(tensor.dtype))
 
 
 class TensorFlowTensors(Tensors):

@@ -2,12 +2,67 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from keras import ops
+from keras.src import backend
+from numpy.typing import NDArray
+
+from hvkit import runtime
+from hvkit.communication.mailboxes import open_mailbox
+from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.mesh import MeshOptions
-from hvkit.pipeline.channel import Channel
+from hvkit.pipeline.channel import Channel, TensorSpec
+from hvkit.transport.mailbox import Mailbox
+
+_tags = itertools.count()
+
+
+@functools.cache
+def _mailbox() -> Mailbox:
+    """One for all models; the first call is a collective of all ranks."""
+    return open_mailbox("a pipeline of Keras models")
+
+
+class MailboxChannel(Channel):
+    """Sends through the host's memory, by hvkit's mailbox.
+
+    Args:
+        ranks: of the pipeline, in its order.
+        name: of the model.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
+        super().__init__(ranks, runtime.rank(), name)
+        self._mailbox, self._tag = _mailbox(), next(_tags)
+
+    def start(self, data: Any, to: int) -> Callable[[], object]:
+        array = np.ascontiguousarray(ops.convert_to_numpy(data)).reshape(-1).view(np.uint8)
+        sending = self._mailbox.start_to_send(array, self.ranks[to], self._tag, "activations")
+        return functools.partial(self._mailbox.finish, sending)
+
+    def expect(self, spec: TensorSpec, source: int) -> Callable[[], Any]:
+        dtype = numpy_dtype(spec.dtype)
+
+        def wait() -> Any:
+            data = self.bytes_from(source, math.prod(spec.shape) * dtype.itemsize)
+            return ops.convert_to_tensor(data.view(dtype).reshape(spec.shape), spec.dtype)
+
+        return wait
+
+    def bytes_from(self, source: int, size: int) -> NDArray[np.uint8]:
+        data = np.empty(size, np.uint8)
+        self._mailbox.receive(data, self.ranks[source], self._tag)
+        return data
+
+    def spec_of(self, tensor: Any) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), backend.standardize_dtype(tensor.dtype))
 
 
 class Tensors(ABC):
