@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hvkit.compression import PowerSGD as PowerSGD
     from hvkit.compression import TopK as TopK
     from hvkit.data.shard import shard as shard
-    from hvkit.deferred import deferred_init as deferred_init
     from hvkit.errors import BuildError as BuildError
     from hvkit.errors import HorovodNotFoundError as HorovodNotFoundError
     from hvkit.errors import HostfileError as HostfileError
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from hvkit.main_rank import is_main as is_main
     from hvkit.main_rank import main_first as main_first
     from hvkit.mesh import Mesh as Mesh
+    from hvkit.mesh import deferred_init as deferred_init
     from hvkit.metrics import EarlyStopping as EarlyStopping
     from hvkit.metrics import any_rank as any_rank
     from hvkit.metrics import average as average
@@ -62,7 +62,6 @@ _NAMES_BY_MODULE = {
     "transport.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",
-    "deferred": "deferred_init",
     "errors": (
         "BuildError HorovodNotFoundError HostfileError HvkitError LaunchError RankLostError "
         "RanksDisagreeError"
@@ -70,7 +69,7 @@ _NAMES_BY_MODULE = {
     "frameworks.jax.batches": "batch",
     "functions.launch": "launch",
     "main_rank": "is_main main_first",
-    "mesh": "Mesh",
+    "mesh": "Mesh deferred_init",
     "metrics": "EarlyStopping any_rank average",
     "monitor": "Monitor",
     "runtime": "init local_rank local_size rank size",

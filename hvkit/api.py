@@ -21,14 +21,13 @@ from hvkit.capabilities import (
 )
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.division import divide
 from hvkit.communication.group import Group, all_ranks, refuse_in_group
 from hvkit.compression import Compression, CompressionName
 from hvkit.errors import ranks_text
 from hvkit.learning_rate import LRScaling, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.mesh import Mesh, mesh_options, picture, rows
+from hvkit.mesh import Mesh, divide, mesh_options, picture, rows
 from hvkit.monitor.monitor import Monitor
 from hvkit.registry import JAX, framework_of, framework_of_all
 from hvkit.strategies.parameter_server import ParameterServer

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from hvkit.communication.collectives import share
-from hvkit.communication.graph_values import in_graph
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
+from hvkit.registry import in_graph
 from hvkit.watch.calls import named
 
 

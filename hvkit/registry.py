@@ -1,4 +1,4 @@
-"""Which frameworks there are, how their models are recognised, and which port serves them.
+"""Which frameworks there are, their ports, and how their models and tensors are recognised.
 
 Nothing here imports a framework: a model can only be of one that the script has imported.
 """
@@ -169,6 +169,41 @@ def tensor_in(value: Any) -> tuple[str, Any]:
         if any(isinstance(value, getattr(module, name, ())) for name in names):
             return package, value
     return "", value
+
+
+script_calls = 0
+"""How often the script has called a function of hvkit that a loss may contain."""
+
+
+def note_script_call() -> None:
+    """Count such a call, which all ranks must make."""
+    global script_calls
+    script_calls += 1
+
+
+def in_graph(call: str, *values: Any) -> bool:
+    """Whether TensorFlow is tracing a graph, with one of these as a tensor or variable.
+
+    Args:
+        call: the user's call, which is counted.
+        values: the arguments of the call.
+
+    Raises:
+        TypeError: one of them is an array that JAX is tracing.
+    """
+    note_script_call()
+    jax, tf = map(sys.modules.get, ("jax", "tensorflow"))
+    # TensorFlow looks for JAX, and may find a folder of that name.
+    tracer = getattr(getattr(jax, "core", None), "Tracer", ())
+    if any(isinstance(v, tracer) for v in values):
+        raise TypeError(
+            f"{call} needs the values of an array, which has none inside a compiled function of "
+            "JAX, where arrays belong to all ranks, as do sums and means of them: leave the call "
+            "out there, or make it outside, on the function's result"
+        )
+    if tf is None or not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
+        return False
+    return any(tensor_in(value)[0] == "tensorflow" for value in values)
 
 
 def are_of_pytorch(optimizers: Sequence[Any]) -> bool:

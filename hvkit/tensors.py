@@ -25,9 +25,8 @@ from hvkit.communication.collectives import (
     undivided,
     unpickled,
 )
-from hvkit.communication.graph_values import in_graph
 from hvkit.errors import RanksDisagreeError
-from hvkit.registry import KERAS_ON_PYTORCH, framework_of, keras_here, tensor_in
+from hvkit.registry import KERAS_ON_PYTORCH, framework_of, in_graph, keras_here, tensor_in
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
 from hvkit.watch.calls import named, uncompiled

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from hvkit import runtime
 from hvkit.communication.collectives import share
-from hvkit.communication.graph_values import in_graph
 from hvkit.errors import RanksDisagreeError
-from hvkit.registry import tensor_in
+from hvkit.registry import in_graph, tensor_in
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 

@@ -11,7 +11,7 @@ pytestmark = MORE
 
 TORCH = """
 import time, torch, hvkit
-from hvkit.communication.division import divide
+from hvkit.mesh import divide
 group = divide([[0, 1], [2, 3]])
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,7 +29,7 @@ if rank == 0:
 
 KERAS = """
 import time, keras, numpy as np, hvkit
-from hvkit.communication.division import divide
+from hvkit.mesh import divide
 group = divide([[0, 1], [2, 3]], "tensorflow")
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 optimizer = keras.optimizers.SGD(0.1)

@@ -16,8 +16,8 @@ from ranks import error_of
 import hvkit
 from hvkit import runtime
 from hvkit.communication import collectives, large_objects
-from hvkit.communication.division import divide
 from hvkit.communication.encoding import sendable
+from hvkit.mesh import divide
 from hvkit.transport import engines, mailbox
 from hvkit.transport.mailbox import MpiMailbox
 

@@ -44,9 +44,7 @@ from keras import ops
 from keras.src.losses import loss as keras_losses
 from keras.src.trainers import compile_utils
 
-from hvkit import runtime
-from hvkit.communication import graph_values
-from hvkit.communication.graph_values import note_call
+from hvkit import registry, runtime
 from hvkit.frameworks.keras.backends import may_be_differentiated
 from hvkit.main_rank import warn_once
 
@@ -270,7 +268,7 @@ def rows_for_each() -> Any:
     A collective. A gradient that is to be that of one process must be so many times as large as a
     rank's own, since gradients count as often as the rank has rows.
     """
-    note_call()
+    registry.note_script_call()
     step = _step.get()
     if step is None or not step.trains:
         return None
@@ -468,7 +466,7 @@ def _follow_losses() -> None:
         if step is None:
             return call(self, y_true, y_pred, sample_weight)
         step.called.append((self, y_pred))
-        calls = graph_values.calls
+        calls = registry.script_calls
         try:
             loss = call(self, y_true, y_pred, sample_weight)
         finally:
@@ -476,7 +474,7 @@ def _follow_losses() -> None:
         outermost = not step.called
         if outermost and step.position is not None:
             step.position += 1
-        own = outermost and step.trains and calls == graph_values.calls
+        own = outermost and step.trains and calls == registry.script_calls
         if own and not _is_mean_over_samples(self):
             data = y_true, y_pred
             values = [ops.convert_to_tensor(each) for each in keras.tree.flatten(data)]

@@ -8,7 +8,7 @@ from group_frameworks import Keras, PyTorch
 from ranks import keras_in_float64
 
 import hvkit
-from hvkit.communication.division import divide
+from hvkit.mesh import divide
 
 
 def pytest_collection_modifyitems(config, items):

@@ -20,7 +20,7 @@ from ranks import same_on_all_ranks
 from torch import nn
 
 import hvkit
-from hvkit.communication.division import divide
+from hvkit.mesh import divide
 
 pytestmark = [MORE, pytest.mark.skipif(hvkit.size() < 4, reason="two pipelines are four ranks")]
 
