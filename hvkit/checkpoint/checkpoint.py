@@ -21,14 +21,13 @@ from hvkit.checkpoint.saved_object import (
 )
 from hvkit.checkpoint.saving import Writer
 from hvkit.checkpoint.store import Manifest
-from hvkit.communication import collectives, large_objects
+from hvkit.communication import collectives, messages
 from hvkit.communication.collectives import require_equal, share
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.random_states import Arrays
-from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.distributed_objects import refuse_groups
-from hvkit.sync.fingerprints import require_same
+from hvkit.sync.fingerprints import require_same, warn_of_unlike
 from hvkit.watch.calls import last_step, named, resume_at
 from hvkit.watch.preemption import PREEMPTION
 
@@ -241,7 +240,7 @@ class Checkpoint:
             if self.sharded:
                 self._writer.save_shares(_SAVE, manifest, parts, own)
             else:
-                states = large_objects.collect(_SAVE, own)
+                states = messages.collect(_SAVE, own)
                 del own
                 self._writer.save(_SAVE, manifest, parts, states)
         folder = self.directory / store.name_of(manifest.step)

@@ -24,7 +24,7 @@ from hvkit.checkpoint.saved_object import (
 )
 from hvkit.checkpoint.saving import is_sharded, states_file
 from hvkit.checkpoint.store import Manifest
-from hvkit.communication import collectives, large_objects
+from hvkit.communication import collectives, messages
 from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.log import logger
@@ -221,7 +221,7 @@ def _own_states(found: FoundCheckpoint, *, in_round: bool) -> dict[str, Arrays]:
         def saved() -> SavedStates:  # on the rank that reads
             return stack.enter_context(saved_states(folder / RANKS_FILE))
 
-        return large_objects.scatter(_CALL, lambda rank: saved().of(rank, **wanted), found.rank)
+        return messages.scatter(_CALL, lambda rank: saved().of(rank, **wanted), found.rank)
 
 
 def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:

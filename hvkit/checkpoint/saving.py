@@ -7,7 +7,7 @@ files are on disk, with their sha256 in the manifest.
 
 In place of ``model.pt`` a sharded one holds ``model-of-rank-00000.pt`` and so on, of the ranks that
 have a part that no earlier one has. What these files look like, and why, is in
-``frameworks/pytorch/model_parallel/shares.py``. ``join`` makes ``model.pt`` of them.
+``frameworks/pytorch/model_parallel/sharded_tensors.py``. ``join`` makes ``model.pt`` of them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Writer:
             call: the user's call.
             manifest: where training continues; rank 0 adds the rest.
             parts: what to save.
-            states: what differs between ranks, from ``large_objects.collect``.
+            states: what differs between ranks, from ``messages.collect``.
         """
         problem: Exception | None = None
         with all_of(part.gathered() for part in parts):
@@ -424,7 +424,7 @@ def _join_shares(files: list[Path], path: Path) -> None:
     """Write the plain file of a part of which each rank has written its share."""
     import torch
 
-    from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
+    from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState
 
     numbers = itertools.count()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

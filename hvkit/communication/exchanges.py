@@ -2,12 +2,18 @@
 
 Every rank yields the same ones. ``RunningExchanges`` has a framework carry them out, and sends the
 results back into the generator.
+
+``chunks`` decides how many messages carry gradients or weights. A few are enough to send the first
+while backward computes the rest; each further one costs another negotiation between the ranks.
+Large models get more messages, because nothing is left to compute behind the last one: it has to
+stay short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
 Tensor = Any
@@ -141,3 +147,62 @@ def circle(offsets: Sequence[int], place: Place) -> tuple[list[int], list[int]]:
 def by_rank(length: int, ranks: Sequence[int], size: int) -> tuple[int, ...]:
     """For ``Messages``: ``length`` rows for each of these ranks, none for the others."""
     return tuple(length if rank in ranks else 0 for rank in range(size))
+
+
+# Sizes in bytes.
+_MOST_CHUNKS_OF_SMALL_MODELS = 4
+_SMALLEST = 1 << 20
+# A GPU computes the rest before the host has sent a small one.
+_SMALLEST_ON_GPU = 8 << 20
+_LARGEST = 32 << 20
+
+
+def chunks(sizes: Sequence[int], *, on_gpu: bool = False) -> list[list[int]]:
+    """Cut a sequence of gradients into runs that travel together.
+
+    Args:
+        sizes: bytes of each gradient, in the order in which backward makes them ready.
+        on_gpu: whether a GPU computes them.
+
+    Returns:
+        Lists of positions in ``sizes``: every position once, in order, no list empty.
+    """
+    smallest = _SMALLEST_ON_GPU if on_gpu else _SMALLEST
+    target = min(max(-(-sum(sizes) // _MOST_CHUNKS_OF_SMALL_MODELS), smallest), _LARGEST)
+    return _cut(range(len(sizes)), sizes, target)
+
+
+def chunks_by_owner(
+    sizes: Sequence[int], owners: Sequence[int], ranks: int
+) -> list[list[list[int]]]:
+    """Divide parameters that each belong to a rank into the chunks in which their owners send them.
+
+    A chunk holds up to 32 MiB of all ranks together, which bounds the memory for copies.
+
+    Args:
+        sizes: bytes of each parameter.
+        owners: the rank that owns each.
+        ranks: how many ranks there are.
+
+    Returns:
+        For each chunk a list of positions in ``sizes`` for each rank: what it sends. Every position
+        comes once.
+    """
+    runs = []
+    for rank in range(ranks):
+        owned = [position for position, owner in enumerate(owners) if owner == rank]
+        runs.append(_cut(owned, sizes, _LARGEST // ranks))
+    return [[run or [] for run in chunk] for chunk in zip_longest(*runs)]
+
+
+def _cut(positions: Iterable[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Cut positions into runs, each of at most ``most`` bytes in all or of one position."""
+    runs: list[list[int]] = []
+    filled = 0
+    for position in positions:
+        if not runs or filled + sizes[position] > most:
+            runs.append([])
+            filled = 0
+        runs[-1].append(position)
+        filled += sizes[position]
+    return runs

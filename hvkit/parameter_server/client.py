@@ -20,7 +20,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.communication import collectives
-from hvkit.communication.mailboxes import open_mailbox
+from hvkit.communication.messages import open_mailbox
 from hvkit.errors import RankLostError
 from hvkit.log import logger
 from hvkit.parameter_server.server import (

@@ -13,10 +13,8 @@ in ``hvkit.frameworks.keras.port``. Keras on PyTorch has that of PyTorch.
     └── agreements         what ranks exchange to agree, and what a strategy keeps of each weight
     compression_state      what a compression keeps: residuals
     local_weights          local weights, as a port shows them, around each step; hvkit.settled
-    fingerprints           whether all ranks hold the same tensors
-    buffers                what forward passes learn: do ranks differ, and is it averaged?
+    fingerprints           whether all ranks hold the same weights and buffers
     nonfinite              the sentence about gradients that are NaN or infinite
-    chunking               how many messages carry gradients or weights
 
 Scaling and warm-up of the learning rate are computed in ``hvkit.learning_rate``; the ports apply
 them.

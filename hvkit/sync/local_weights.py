@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from hvkit.communication import collectives
+from hvkit.communication.exchanges import chunks
 from hvkit.communication.group import Group
 from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Vector
-from hvkit.sync.chunking import chunks
 from hvkit.sync.fingerprints import first_unlike
 
 

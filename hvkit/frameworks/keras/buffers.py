@@ -16,8 +16,7 @@ from hvkit.frameworks.keras.backends import (
 )
 from hvkit.frameworks.keras.refusals import weights_of_models
 from hvkit.sync import fingerprints
-from hvkit.sync.buffers import require_same_buffers, warn_of_integers
-from hvkit.sync.fingerprints import Compared, Rows
+from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
 
 if ON_TENSORFLOW:
     import tensorflow as tf

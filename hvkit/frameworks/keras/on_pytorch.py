@@ -67,8 +67,8 @@ from hvkit.learning_rate import Multiplier
 from hvkit.main_rank import warn_once
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
-from hvkit.sync.buffers import warn_of_unlike
 from hvkit.sync.distributed_objects import begin_with_weights, record
+from hvkit.sync.fingerprints import warn_of_unlike
 from hvkit.sync.local_weights import LocalWeightsKeeper
 from hvkit.sync.port import Keeper, Options, Record
 from hvkit.watch.calls import call

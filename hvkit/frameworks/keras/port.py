@@ -97,7 +97,7 @@ from hvkit.frameworks.keras.weights.rounds import TensorFlowRoundKeeper
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
-from hvkit.sync.buffers import warn_of_unlike
+from hvkit.sync.fingerprints import warn_of_unlike
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
 
 _KEEPER = "_hvkit_keeper"

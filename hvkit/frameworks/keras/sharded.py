@@ -15,7 +15,8 @@ import keras
 import numpy as np
 
 from hvkit import runtime
-from hvkit.communication import large_objects
+from hvkit.communication import messages
+from hvkit.communication.exchanges import chunks_by_owner
 from hvkit.communication.group import Group, refuse_in_group
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
@@ -26,7 +27,6 @@ from hvkit.frameworks.keras.divided_state import remember
 from hvkit.frameworks.keras.partial_state import PartialState
 from hvkit.frameworks.keras.trials import why_not_by_variable
 from hvkit.strategies import ShardedOptimizer
-from hvkit.sync.chunking import pieces
 
 
 class ShareExchange(Protocol):
@@ -118,7 +118,7 @@ class OptimizerShards:
 
     def _send(self, variables: Sequence[Any], owners: Sequence[int]) -> None:
         """Send the variables that this rank owns, and take over the others; a collective."""
-        plan = pieces([_bytes(v) for v in variables], owners, self._group.size)
+        plan = chunks_by_owner([_bytes(v) for v in variables], owners, self._group.size)
         for number, piece in enumerate(plan):
             self._shares.send(number, piece, variables)
 
@@ -143,7 +143,7 @@ class OptimizerShards:
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 stack.enter_context(self.unfolded())
-            for theirs in large_objects.collect("hvkit.settled", own):  # on rank 0
+            for theirs in messages.collect("hvkit.settled", own):  # on rank 0
                 for i, array in theirs.items():
                     self._state.slots[i][0].assign(array)
             yield

@@ -13,8 +13,7 @@ from hvkit.frameworks.pytorch.fingerprints import fingerprints_of
 from hvkit.frameworks.pytorch.initial_state import own_elements
 from hvkit.frameworks.pytorch.local_weights import flat_copy, set_flat
 from hvkit.frameworks.pytorch.modules import named_in
-from hvkit.sync.buffers import require_same_buffers, warn_of_integers
-from hvkit.sync.fingerprints import Compared, Rows
+from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
 
 
 @torch.no_grad()

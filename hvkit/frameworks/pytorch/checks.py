@@ -29,8 +29,7 @@ from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.step_report import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
-from hvkit.sync.buffers import warn_of_unlike
-from hvkit.sync.fingerprints import WIDTH, Compared, Rows
+from hvkit.sync.fingerprints import WIDTH, Compared, Rows, warn_of_unlike
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 _CHANGED = (

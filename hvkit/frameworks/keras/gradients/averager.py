@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvkit.communication.exchanges import chunks
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
@@ -33,7 +34,6 @@ from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.chunking import chunks
 from hvkit.sync.compression_state import CompressionKeeper
 from hvkit.watch.calls import call, waiting_for_all_ranks
 from hvkit.watch.rank_errors import for_graph

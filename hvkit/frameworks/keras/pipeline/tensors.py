@@ -1,4 +1,4 @@
-"""What a pipeline does with tensors that is not the same on all of Keras's backends."""
+"""What a pipeline needs of a backend of Keras, and messages through the host's memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras.src import backend
 from numpy.typing import NDArray
 
 from hvkit import runtime
-from hvkit.communication.mailboxes import open_mailbox
+from hvkit.communication.messages import open_mailbox
 from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.channel import Channel, TensorSpec
@@ -26,7 +26,7 @@ _tags = itertools.count()
 
 @functools.cache
 def _mailbox() -> Mailbox:
-    """One for all models; the first call is a collective of all ranks."""
+    """The mailbox of all models; the first call is a collective of all ranks."""
     return open_mailbox("a pipeline of Keras models")
 
 
@@ -66,11 +66,11 @@ class MailboxChannel(Channel):
 
 
 class Tensors(ABC):
-    """A backend of Keras."""
+    """Does with tensors, tapes and variables what differs between the backends of Keras."""
 
     @abstractmethod
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
-        """To the other ranks of this pipeline; a collective of all ranks.
+        """A channel to the other ranks of this pipeline; a collective of all ranks.
 
         Raises:
             LaunchError: a rank cannot send messages; on every rank, with the fix.
@@ -78,7 +78,7 @@ class Tensors(ABC):
 
     @abstractmethod
     def tracer(self) -> str:
-        """What traces the call for a graph, in which nothing can be sent; empty if nothing does."""
+        """What traces this call into a graph, which cannot send; empty if nothing does."""
 
     @abstractmethod
     def is_recording(self) -> bool:
@@ -90,19 +90,19 @@ class Tensors(ABC):
 
     @abstractmethod
     def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
-        """A stage that uses these variables: faster where the backend can, and not recorded.
+        """Compile a stage that uses these variables if the backend can; tapes of the script skip it.
 
-        It has a recording of its own, beside which the script's would take time.
+        The stage has a tape of its own: a second one would only take time.
         """
 
     @abstractmethod
     def recorded(
         self, run: Callable[[], Any], watched: Sequence[Any]
     ) -> tuple[Any, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
-        """What a function returns, and what gives gradients of it.
+        """Call a function; return its results, and a function that computes gradients.
 
-        That is called with some of the tensors that the function has computed and their gradients.
-        It returns those of the variables and tensors that are watched, None for what has none.
+        This second function takes some tensors of the results, and the gradients of these. It
+        returns the gradients of what is watched, variables and tensors, None where there is none.
         """
 
     @abstractmethod
@@ -112,15 +112,15 @@ class Tensors(ABC):
         variables: Sequence[Any],
         backward: Callable[[Sequence[Any]], list[Any]],
     ) -> list[Any]:
-        """Tensors that were computed apart, as results of an operation on variables of Keras.
+        """Let autograd see tensors as the results of one operation on variables of Keras.
 
         Args:
-            backward: gives the gradients of the variables, from those of the results.
+            backward: returns the gradients of the variables from the gradients of the results.
         """
 
     @abstractmethod
     def sum_of(self, a: Any, b: Any) -> Any:
-        """The sum of two gradients, either of which may be of a few rows."""
+        """The sum of two gradients, each of which may be row-sparse."""
 
     @abstractmethod
     def norm_of(self, gradient: Any) -> float:
@@ -133,21 +133,21 @@ class Tensors(ABC):
         gradients: Sequence[Any],
         begin: Callable[[], Callable[[], None]],
     ) -> list[Any]:
-        """Add gradients to those that variables of Keras hold, and return what they hold then.
+        """Add gradients to those that variables of Keras hold, and return the sums.
 
         Args:
-            gradients: None for what has none.
-            begin: called before, and what it returns afterwards: it may average what they hold.
+            gradients: of the variables; None where there is none.
+            begin: called first; returns what to call at the end, which may average gradients.
         """
 
     @abstractmethod
     def remainder(self, variable: Any, total: Any) -> Any:
-        """What a backward pass returns for a variable, so that the script finds the total."""
+        """The gradient to return to autograd for a variable, so that the script gets the total."""
 
     @abstractmethod
     def placeholder_of(self, variable: Any) -> Any:
-        """What stands for the values of a variable that other ranks hold."""
+        """Stands for the values of a variable that another rank holds."""
 
     @abstractmethod
-    def hold(self, variable: Any, values: Any) -> None:
-        """Let a variable of Keras hold a placeholder, or an array."""
+    def set_value(self, variable: Any, values: Any) -> None:
+        """Give a variable of Keras an array, or a placeholder."""

@@ -16,8 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit import runtime
-from hvkit.communication import large_objects
+from hvkit.communication import messages
 from hvkit.communication.encoding import bytes_of
+from hvkit.communication.exchanges import chunks_by_owner
 from hvkit.communication.group import Group, refuse_in_group
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
@@ -28,7 +29,6 @@ from hvkit.frameworks.pytorch.optimizers import (
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
-from hvkit.sync.chunking import pieces
 from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call
 
@@ -76,7 +76,7 @@ class OptimizerShards:
             step: the call that the script made.
         """
         owners = self.owner_of(parameters)
-        plan = pieces([p.nbytes for p in parameters], owners, self.group.size)
+        plan = chunks_by_owner([p.nbytes for p in parameters], owners, self.group.size)
         with call(step, next(self._steps), self._name):
             started: list[tuple[int, list[list[int]]]] = []
             for number, piece in enumerate(plan):
@@ -222,7 +222,7 @@ class _Shards(PartOfState):
             if owner == runtime.rank() != 0 and p in state
         }
         everything = dict(state)
-        for theirs in large_objects.collect("hvkit.settled", own):
+        for theirs in messages.collect("hvkit.settled", own):
             everything.update({parameters[i]: values for i, values in theirs.items()})
         if runtime.rank():
             return None

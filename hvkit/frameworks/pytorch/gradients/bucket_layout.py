@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from hvkit.communication.exchanges import chunks
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Extra, wire_dtype
 from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket
 from hvkit.frameworks.pytorch.gradients.step_report import StepReport
-from hvkit.sync.chunking import chunks
 from hvkit.sync.compression_state import CompressionState
 
 Kind = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]

@@ -1,7 +1,11 @@
-"""Large objects of all ranks, one after the other, to rank 0 and from any: checkpoints' states."""
+"""What goes from one rank to another, and not to all: large objects, and the mailbox of a run.
+
+Checkpoints send the states of all ranks to rank 0 and back, one after the other.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -9,12 +13,37 @@ import numpy as np
 
 from hvkit.communication.collectives import from_rank, gather, raise_together
 from hvkit.communication.encoding import decode, encode
-from hvkit.errors import HvkitError
-from hvkit.runtime import any_engine, rank, size
+from hvkit.errors import HvkitError, LaunchError
+from hvkit.runtime import any_engine, local_size, rank, size
 from hvkit.transport import engines, mailbox
+from hvkit.transport.tcp_mailbox import TcpMailbox
 from hvkit.watch.calls import waiting_for_all_ranks
 
 T = TypeVar("T")
+
+
+def open_mailbox(user: str) -> mailbox.Mailbox:
+    """A mailbox for this run, by MPI, or over TCP where Horovod runs on Gloo; a collective.
+
+    Args:
+        user: what needs it, for errors.
+
+    Raises:
+        LaunchError: a rank cannot send messages; on every rank, with the fix.
+    """
+    engine = any_engine()
+    if not engine.hvd.mpi_enabled():
+        opened = TcpMailbox(
+            rank(),
+            from_rank(0, secrets.token_bytes(32)),
+            local_size() == size(),
+            lambda: not engine.hvd.is_initialized(),
+        )
+        opened.addresses = gather("distribute", opened.address)
+        return opened
+    why = mailbox.obstacle(engine)
+    raise_together(LaunchError(f"{user} needs messages by MPI: {why}") if why else None)
+    return mailbox.mpi_mailbox()
 
 
 def collect(call: str, obj: T) -> Iterator[T]:

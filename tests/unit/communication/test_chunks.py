@@ -2,7 +2,7 @@ from itertools import chain
 
 import pytest
 
-from hvkit.sync.chunking import chunks
+from hvkit.communication.exchanges import chunks
 
 MIB = 1 << 20
 
