@@ -171,10 +171,10 @@ class StrategyPart(Part):
         return self._in_parts.gathered() if self._in_parts else nullcontext()
 
     def own(self) -> Arrays:
-        return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.own_state().items()}
+        return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.rank_state().items()}
 
     def load_own(self, arrays: Arrays) -> None:
-        self.keeper.load_own_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
+        self.keeper.load_rank_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
 
     def may_go_on(self, facts: Mapping[str, Any]) -> bool:
         """Whether as many ranks can go on in the saved round: also their mesh is the same."""
@@ -195,7 +195,7 @@ class StrategyPart(Part):
             self.keeper.load_state(arrays, in_round=self.in_round)
 
     def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
-        from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
+        from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState
 
         if not self._begins_with(facts):
             return
@@ -208,7 +208,7 @@ class StrategyPart(Part):
     def _begins_with(self, facts: Mapping[str, Any]) -> bool:
         """Whether to load what was saved; if not, begin anew."""
         if not facts.items() >= self._identity.items():
-            self.begin_anew(f"saved with {facts['strategy']}, compression {facts['compression']}")
+            self.start_over(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return False
         if not self.in_round:
             self._log("begins a new round: other ranks or mesh, or another model's strategy")
@@ -216,9 +216,9 @@ class StrategyPart(Part):
             self._in_parts.saved_layout = facts.get("layout")
         return True
 
-    def begin_anew(self, reason: str) -> None:
+    def start_over(self, reason: str) -> None:
         """Begin with the weights that all ranks have loaded."""
-        self.keeper.begin_anew()
+        self.keeper.start_over()
         self._log(f"begins anew with the loaded weights: {reason}")
 
     def _log(self, text: str) -> None:

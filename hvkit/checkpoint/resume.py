@@ -198,7 +198,7 @@ def load(
         _log_resumed(found, parts)
     for each in of_strategies:
         if each.name not in manifest.parts:
-            each.begin_anew("the checkpoint has no state of theirs")
+            each.start_over("the checkpoint has no state of theirs")
     return epoch_random
 
 

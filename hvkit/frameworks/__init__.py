@@ -11,7 +11,7 @@ Each of them is imported only when the script's model is its own.
 A new framework offers:
 
 1. a ``Port`` (``hvkit.sync.port``), which averages gradients for the strategies that do;
-2. for strategies that exchange weights: the model's ``Weights``, and a ``SteppedOptimizer`` for
+2. for strategies that exchange weights: the model's ``Weights``, and a ``CountedOptimizer`` for
    each optimizer, or a ``HookedOptimizer`` if its steps are plain calls of Python
    (``hvkit.sync.local_weights``);
 3. for strategies that agree on weights in rounds: ``Agreements`` (``hvkit.sync.rounds``);

@@ -38,7 +38,7 @@ class _Vector(NamedTuple):
     read: Array
 
 
-class ServedModel(LocalWeightsKeeper):
+class ServerKeeper(LocalWeightsKeeper):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -168,7 +168,7 @@ class ServedModel(LocalWeightsKeeper):
         super().put_back()
         self._shown = {}
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all."""
         self._exchange.close()
         self._exchange = Exchange(self.strategy)
@@ -188,13 +188,13 @@ class ServedModel(LocalWeightsKeeper):
             in_round: whether each rank holds its own weights again. If not, the server begins with
                 the weights that all hold now.
         """
-        self.begin_anew()
+        self.start_over()
         if in_round:
             self._resumed = {int(key.removeprefix(_SERVED)): a for key, a in arrays.items()}
 
-    def own_state(self) -> dict[str, Array]:
+    def rank_state(self) -> dict[str, Array]:
         """What a checkpoint saves for each rank besides the model: nothing."""
         return {}
 
-    def load_own_state(self, arrays: dict[str, Array]) -> None:
-        """Set what ``own_state`` returned."""
+    def load_rank_state(self, arrays: dict[str, Array]) -> None:
+        """Set what ``rank_state`` returned."""

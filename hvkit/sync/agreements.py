@@ -123,7 +123,7 @@ class Agreements:
         self.pending.clear()
         self._kept.clear()
         if self._compression:
-            self._compression.begin_anew()
+            self._compression.start_over()
 
     def start(
         self, numbers: list[int], name: str, flow: Callable[..., Flow[Any]] | None = None

@@ -91,7 +91,7 @@ class CompressionState:
             if key in self.pending:
                 self.kept[key] = self.pending.pop(key)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forget everything."""
         self.kept.clear()
         self.pending.clear()
@@ -111,7 +111,7 @@ class CompressionState:
         return found
 
     def load(self, arrays: Arrays, keys: Sequence[Hashable]) -> None:
-        """Set what ``arrays`` returned, after ``begin_anew``."""
+        """Set what ``arrays`` returned, after ``start_over``."""
         for text, array in arrays.items():
             name, _, i = text.partition(".")
             self._loaded.setdefault(keys[int(i)], {})[name] = array.copy()
@@ -151,10 +151,10 @@ class CompressionKeeper:
 
     unsettled = settled
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forget what the compression keeps."""
         for each in self._states.values():
-            each.begin_anew()
+            each.start_over()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank."""
@@ -162,15 +162,15 @@ class CompressionKeeper:
 
     def load_state(self, arrays: Arrays, *, in_round: bool) -> None:
         """Set what ``state`` returned."""
-        self.begin_anew()
-        self.load_own_state(arrays)
+        self.start_over()
+        self.load_rank_state(arrays)
 
-    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+    def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""
         return self._arrays(lambda compression: compression.own)
 
-    def load_own_state(self, arrays: Arrays) -> None:
-        """Set what ``own_state`` returned on this rank."""
+    def load_rank_state(self, arrays: Arrays) -> None:
+        """Set what ``rank_state`` returned on this rank."""
         for begins, each in self._states.items():
             own = {k.removeprefix(begins): a for k, a in arrays.items() if k.startswith(begins)}
             each.load(own, self._keys())

@@ -1,7 +1,7 @@
 """What ranks do with local weights around each step of their optimizers.
 
 A framework's port shows the weights as vectors by number (``Weights``), and the optimizers that
-change them (``SteppedOptimizer``).
+change them (``CountedOptimizer``).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Weights(Protocol):
         """
 
 
-class SteppedOptimizer(Protocol):
+class CountedOptimizer(Protocol):
     """An optimizer that updates some of the weights, as long as the script has it."""
 
     call: str
@@ -159,7 +159,7 @@ class SteppedOptimizer(Protocol):
         """
 
 
-class HookedOptimizer(SteppedOptimizer, Protocol):
+class HookedOptimizer(CountedOptimizer, Protocol):
     """An optimizer whose steps are plain calls of Python."""
 
     def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -190,7 +190,7 @@ class LocalWeightsKeeper(ABC):
         self._name = name
         # What callbacks see, in the order of ``Weights.values``; they may set others.
         self._for_callbacks: list[tuple[Any, Any]] = []
-        self._optimizers: list[SteppedOptimizer] = []
+        self._optimizers: list[CountedOptimizer] = []
         self._steps_ended = 0
         # This rank's own, in the order of ``Weights.values``, while the agreed ones are shown.
         self._own: list[tuple[Any, Any]] | None = None
@@ -355,7 +355,7 @@ class LocalWeightsKeeper(ABC):
 
         optimizer.attach(before, after)
 
-    def _add_optimizer(self, optimizer: SteppedOptimizer) -> int:
+    def _add_optimizer(self, optimizer: CountedOptimizer) -> int:
         """Know another optimizer; return its number."""
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1

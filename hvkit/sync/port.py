@@ -156,7 +156,7 @@ class Keeper(Protocol):
     def unsettled(self) -> AbstractContextManager[None]:
         """Hold this rank's own weights for a while, inside ``settled``."""
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forget the state; begin with the weights that the ranks hold now, the same on all."""
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -171,11 +171,11 @@ class Keeper(Protocol):
                 with the weights that all hold now.
         """
 
-    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+    def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""
 
-    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``own_state`` returned on this rank."""
+    def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``rank_state`` returned on this rank."""
 
 
 class Port(Protocol):

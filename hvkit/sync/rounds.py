@@ -147,7 +147,7 @@ class RoundKeeper(LocalWeightsKeeper):
         with call(point, 1, self._name):
             self.weights.require_equal()
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         self.arrive()
         self._agreements.clear()
@@ -372,7 +372,7 @@ class RoundKeeper(LocalWeightsKeeper):
             in_round: whether each rank holds its own weights again. If not, a new round begins,
                 with the weights that all hold now.
         """
-        self.begin_anew()
+        self.start_over()
         steps, rounds = arrays["counts"].tolist()
         if len(steps) != len(self._optimizers):
             raise ValueError(f"it has {len(steps)} optimizers, here are {len(self._optimizers)}")
@@ -392,12 +392,12 @@ class RoundKeeper(LocalWeightsKeeper):
             for i in range(len(self.weights)):
                 self._agreements.begin(i)
 
-    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+    def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""
         return self._agreements.own_arrays()
 
-    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``own_state`` returned on this rank."""
+    def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``rank_state`` returned on this rank."""
         self._agreements.load_own(arrays)
 
 

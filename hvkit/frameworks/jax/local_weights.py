@@ -194,10 +194,10 @@ class NnxRounds(RoundKeeper):
             self._count_steps()
         super().arrive(numbers)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         for optimizer in self._counted():
             optimizer.forget_steps()  # a checkpoint has set the optimizer's own count
-        super().begin_anew()
+        super().start_over()
 
     def _count_steps(self) -> None:
         for optimizer in self._counted():

@@ -60,7 +60,7 @@ from hvkit.frameworks.pytorch.step_hooks import (
 from hvkit.frameworks.pytorch.traced_steps import trace_steps
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
-from hvkit.parameter_server.worker import ServedModel
+from hvkit.parameter_server.worker import ServerKeeper
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
@@ -245,13 +245,13 @@ class PyTorchPort:
         group = self.options.group
         checks = Checks(self.parameters, self.optimizers, every, name, learnt, group)
         compression = self.options.compression
-        keeper: GradientReducer | RoundKeeper | ServedModel
+        keeper: GradientReducer | RoundKeeper | ServerKeeper
         if isinstance(strategy := self.options.strategy, Rounds):
             weights = Parameters(self.parameters.values(), checks, statistics)
             keeper = RoundKeeper(strategy, weights, name, *exchanges_of_weights(group, compression))
         elif isinstance(strategy, ParameterServer):
             weights = Parameters(self.parameters.values(), checks, statistics)
-            keeper = ServedModel(strategy, weights, name)
+            keeper = ServerKeeper(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
             keeper = self.reducer = GradientReducer(

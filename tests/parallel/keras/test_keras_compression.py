@@ -109,6 +109,6 @@ def test_agreements_on_parts_of_a_model_each_keep_what_they_have_not_sent():
         x, y = (random.normal(size=(16, n)).astype(np.float32) for n in (512, 8))
         LOOPS["eager"](model, optimizer, [(x, y)])
     (keeper,) = keepers_of(model)
-    kept = {key: array for key, array in keeper.own_state().items() if "residual" in key}
+    kept = {key: array for key, array in keeper.rank_state().items() if "residual" in key}
     assert len(kept) == 3
     assert all(np.abs(array).sum() > 1 for array in kept.values())

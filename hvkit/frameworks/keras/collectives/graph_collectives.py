@@ -182,7 +182,7 @@ class CompressedMeans(CompressionState):
         for name, value in values.items():
             self.kept[key][name].assign(value)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         self._loaded.clear()
         for key in self.kept:
             self._assign(key, self.compression.begin(self._shapes[key]))

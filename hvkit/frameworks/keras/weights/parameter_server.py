@@ -26,7 +26,7 @@ from hvkit.strategies.parameter_server import ParameterServer
 _CALLS = "calls."
 
 
-class ServedModel(UpdatesKeeper, worker.ServedModel):
+class ServedModel(UpdatesKeeper, worker.ServerKeeper):
     """Exchanges the weights of one model with the server. Making it is a collective.
 
     Args:
@@ -42,7 +42,7 @@ class ServedModel(UpdatesKeeper, worker.ServedModel):
     ) -> None:
         variables = Variables(model, name, with_statistics, all_ranks())
         UpdatesKeeper.__init__(self, variables)
-        worker.ServedModel.__init__(self, strategy, variables, name)
+        worker.ServerKeeper.__init__(self, strategy, variables, name)
 
     def watch_updates(
         self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
@@ -67,9 +67,9 @@ class ServedModel(UpdatesKeeper, worker.ServedModel):
     def accept_set_weights(self) -> None:
         """Nothing to do: what the script has changed travels with the next step."""
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all."""
-        super().begin_anew()
+        super().start_over()
         for updated in self.updated:  # graphs hold them
             updated.begun.assign(False)
         for updates in self._living():
@@ -94,13 +94,13 @@ class ServedModel(UpdatesKeeper, worker.ServedModel):
         for updates in self._living() if in_round and arrays else ():
             updates.checks.skip_weights()  # the ranks' weights need not be equal
 
-    def own_state(self) -> dict[str, Array]:
+    def rank_state(self) -> dict[str, Array]:
         """What a checkpoint saves for each rank besides the model: its calls of ``apply``."""
         living = enumerate(self._living())
         return {f"{_CALLS}{number}": updates.calls.numpy() for number, updates in living}
 
-    def load_own_state(self, arrays: dict[str, Array]) -> None:
-        """Set what ``own_state`` returned on this rank."""
+    def load_rank_state(self, arrays: dict[str, Array]) -> None:
+        """Set what ``rank_state`` returned on this rank."""
         living = self._living()
         for key, array in arrays.items():
             living[int(key.removeprefix(_CALLS))].calls.assign(array)

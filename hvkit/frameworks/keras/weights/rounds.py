@@ -126,12 +126,12 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
             self._end_round(updated.number, updated.step + 1)
         self._add_pending(updated.numbers)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         for updated in self.updated:
             updated.begun.assign(False)  # graphs hold it
             updated.rounds = 0
-        super().begin_anew()
+        super().start_over()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
@@ -152,7 +152,7 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
             in_round: whether each rank will hold its own weights again. If not, a new round begins,
                 with the weights that all hold now.
         """
-        self.begin_anew()
+        self.start_over()
         optimizers = [reference() for reference in self._updates]
         if (saved := int(arrays["optimizers"])) != len(optimizers):
             raise ValueError(f"it has {saved} optimizers, here are {len(optimizers)}")
@@ -176,13 +176,13 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         if not self.strategy.same_weights:  # the ranks' weights differ also between two rounds
             self._trained.update(i for updated in self.updated for i in updated.numbers)
 
-    def own_state(self) -> dict[str, np.ndarray[Any, Any]]:
+    def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""
-        return self.variables.by_place(super().own_state())
+        return self.variables.by_place(super().rank_state())
 
-    def load_own_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``own_state`` returned on this rank."""
-        super().load_own_state(self.variables.by_number(arrays))
+    def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``rank_state`` returned on this rank."""
+        super().load_rank_state(self.variables.by_number(arrays))
 
 
 class OptimizerRounds(Updates):

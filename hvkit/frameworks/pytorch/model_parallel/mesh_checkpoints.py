@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.compression import Compression
-from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, own_state
+from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, rank_state
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
-from hvkit.frameworks.pytorch.model_parallel.shares import (
+from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     COUNTS,
     SavedState,
     model_plan,
@@ -136,12 +136,12 @@ class MeshKeeper:
         """Hold this rank's own weights for a while, inside ``settled``."""
         return nullcontext() if self._keeper is None else self._keeper.unsettled()
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forget the state; begin with the weights that the ranks hold now."""
         self._waiting.clear()
         self._in_round = False
         if self._keeper is not None:
-            self._keeper.begin_anew()
+            self._keeper.start_over()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -211,7 +211,7 @@ class MeshKeeper:
             elif arrays := own():
                 self._keeper.load_state(arrays, in_round=self._in_round)
             else:  # saved before a first step
-                self._keeper.begin_anew()
+                self._keeper.start_over()
 
         self._when_divided(load)
 
@@ -237,7 +237,7 @@ class MeshKeeper:
         }
         return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
-    def own_state(self) -> _Arrays:
+    def rank_state(self) -> _Arrays:
         """What a checkpoint saves for each rank, for the same mesh only."""
         if self._waiting:
             raise ValueError(
@@ -251,14 +251,14 @@ class MeshKeeper:
             for key, array in self._keeper.state().items()
             if not self.local or key.startswith(SENT)
         }
-        return self._keeper.own_state() | common
+        return self._keeper.rank_state() | common
 
-    def load_own_state(self, arrays: _Arrays) -> None:
-        """Set what ``own_state`` returned on this rank."""
+    def load_rank_state(self, arrays: _Arrays) -> None:
+        """Set what ``rank_state`` returned on this rank."""
 
         def load() -> None:
             assert self._keeper is not None
-            self._keeper.load_own_state(arrays)
+            self._keeper.load_rank_state(arrays)
 
         self.in_saved_round(load)
 
@@ -349,14 +349,14 @@ class OptimizerInParts(_InParts):
         self._optimizer = optimizer
 
     def own(self) -> dict[str, Any]:
-        return own_state(self._optimizer)
+        return rank_state(self._optimizer)
 
     def shares(self) -> dict[str, Any]:
         state = self._optimizer.state
         return self._state.shares_of({n: state.get(p) for n, p in self._named().items()})
 
     def plan(self) -> dict[str, Any]:
-        return optimizer_plan(own_state(self._optimizer), list(self._named()))
+        return optimizer_plan(rank_state(self._optimizer), list(self._named()))
 
     def _named(self) -> dict[str, torch.Tensor]:
         return self._state.named(self._optimizer)
@@ -368,5 +368,5 @@ class OptimizerInParts(_InParts):
             if name in saved.values and not p.is_meta
         }
         # Rates, which a scheduler may have changed meanwhile, stay as they are.
-        groups = own_state(self._optimizer)["param_groups"]
+        groups = rank_state(self._optimizer)["param_groups"]
         load({"state": state | saved.plan["other"], "param_groups": groups})

@@ -23,7 +23,7 @@ from hvkit.frameworks.pytorch.divided_state.sharded import (
     partial_state,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
-from hvkit.frameworks.pytorch.model_parallel.shares import (
+from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     SavedTensor,
     blocks_of,
     described,
@@ -343,7 +343,7 @@ class _OwnState(PartOfState):
         return self._model.state_of(self._optimizer)
 
 
-def own_state(optimizer: Optimizer) -> dict[str, Any]:
+def rank_state(optimizer: Optimizer) -> dict[str, Any]:
     """The state dict with the state of this rank's parameters only; empty before there are any."""
     part = part_of_state(optimizer)
     return part.own() if isinstance(part, _OwnState) else {}
