@@ -103,7 +103,7 @@ def alone(model, optimizer):
 
 def alone_with_memory_kept(model, optimizer):
     """The limit for hvkit, whose ranks keep the memory that they free."""
-    from hvkit.host.rank_settings import keep_freed_memory, rank_settings
+    from hvkit.host.rank_variables import keep_freed_memory, rank_settings
 
     keep_freed_memory({each.variable: each.value for each in rank_settings({})})
     return alone(model, optimizer)

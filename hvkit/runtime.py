@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 from hvkit import watch
 from hvkit.errors import LaunchError
-from hvkit.host.launcher_variables import Launched, launch_id, launched, rank_id
-from hvkit.host.process_lock import claim
-from hvkit.host.rank_settings import rank_settings
+from hvkit.host.rank_variables import Launched, launch_id, launched, rank_id, rank_settings
 from hvkit.host.run_reports import report
+from hvkit.host.system import claim
 from hvkit.log import logger
 from hvkit.transport.engines import ENGINES, Engine, broadcast_message, built_for
 from hvkit.watch import heartbeat

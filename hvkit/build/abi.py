@@ -21,7 +21,7 @@ from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Mpi, Toolchain, rpath_of, run_time_paths, user_build_options
 from hvkit.build.wheel_cache import cpu_features
 from hvkit.errors import BuildError
-from hvkit.host.commands import run
+from hvkit.host.system import run
 
 FILE = "hvkit.json"
 """The file of the facts, in Horovod's package."""

@@ -19,8 +19,8 @@ from hvkit.build.toolchain import Toolchain, build_environment, find_cmake
 from hvkit.build.wheel_cache import Key, store_wheel
 from hvkit.build.wheel_file import with_facts
 from hvkit.errors import BuildError
-from hvkit.host.cache import cache_dir
-from hvkit.host.cpus import free_memory
+from hvkit.host.hardware import free_memory
+from hvkit.host.system import cache_dir
 
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 ARCHIVE = f"horovod-{VERSION}.tar.gz"

@@ -16,8 +16,7 @@ from pathlib import Path
 from hvkit.build.build_output import announce, run_pip
 from hvkit.build.frameworks import InstalledFramework
 from hvkit.errors import BuildError
-from hvkit.host.cache import cache_dir
-from hvkit.host.commands import run
+from hvkit.host.system import cache_dir, run
 
 CHOICES = ("auto", "none", "nccl")
 DEFAULT_HOME = "/usr/local/cuda"

@@ -26,7 +26,7 @@ from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
 from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock, require_writable_cache
 from hvkit.build.wheel_file import join
 from hvkit.errors import BuildError, is_of_full_disk
-from hvkit.host.process_lock import claim
+from hvkit.host.system import claim
 
 # Two wheels of one framework may fit: one for its version, one for a neighbour of it.
 _TRIES = 2

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from hvkit.build.cuda import has_nvidia_gpu
-from hvkit.host.commands import Output, run
+from hvkit.host.system import Output, run
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 

@@ -16,8 +16,7 @@ from hvkit.build.build_output import run_pip
 from hvkit.build.cuda import Toolkit
 from hvkit.build.frameworks import NAMES, InstalledFramework, distribution, find_frameworks
 from hvkit.errors import BuildError
-from hvkit.host.cache import cache_dir
-from hvkit.host.commands import program, run
+from hvkit.host.system import cache_dir, program, run
 from hvkit.launching.launchers import identify
 
 # Packages on PyPI that install a whole MPI into the environment.

@@ -23,7 +23,7 @@ from hvkit.build.frameworks import NAMES
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Toolchain, run_time_paths, user_build_options
 from hvkit.errors import BuildError, is_of_full_disk
-from hvkit.host.cache import cache_dir
+from hvkit.host.system import cache_dir
 
 
 @dataclass(frozen=True)

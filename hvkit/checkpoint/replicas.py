@@ -33,7 +33,7 @@ from hvkit import runtime, threads
 from hvkit.checkpoint import store
 from hvkit.communication import collectives
 from hvkit.errors import HvkitError
-from hvkit.host.cpus import free_memory
+from hvkit.host.hardware import free_memory
 from hvkit.host.run_reports import memory_folder, report
 from hvkit.log import logger
 from hvkit.watch import channel

@@ -34,12 +34,10 @@ from hvkit.build.installer import installed_abi, installed_version, serves, unme
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheel_cache import key_of, stored_ingredients
 from hvkit.errors import BuildError, LaunchError
-from hvkit.host.commands import Output, run
-from hvkit.host.cpus import allowance, free_memory, soft_limit
-from hvkit.host.gpus import gpus
-from hvkit.host.launcher_variables import launched
+from hvkit.host.hardware import cgroup_limits, free_memory, gpus, soft_limit
 from hvkit.host.network import addresses_of, interfaces
-from hvkit.host.rank_settings import rank_settings
+from hvkit.host.rank_variables import launched, rank_settings
+from hvkit.host.system import Output, run
 from hvkit.launching.launchers import identify
 from hvkit.transport.engines import built_for
 
@@ -85,7 +83,7 @@ def gather() -> dict[str, Any]:
     found["horovod"], cannot_build = found["horovod"]
     found_gpus = found["gpus"]
     usable = len(os.sched_getaffinity(0))
-    total, allowed = int(psutil.virtual_memory().total), allowance()
+    total, allowed = int(psutil.virtual_memory().total), cgroup_limits()
     return {
         "format": 1,
         "hostname": socket.gethostname(),

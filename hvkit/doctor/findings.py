@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from hvkit.host.cpus import within_limit
+from hvkit.host.hardware import within_limit
 from hvkit.host.network import Interface
 
 TABLE = tomllib.loads(resources.files("hvkit.doctor").joinpath("rules.toml").read_text("utf-8"))

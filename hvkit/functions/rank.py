@@ -23,7 +23,7 @@ from hvkit.errors import RankLostError
 from hvkit.functions.outcomes import from_function, save_error, save_result
 from hvkit.functions.pickling import read_call, read_main
 from hvkit.host import call_folder
-from hvkit.host.launcher_variables import place
+from hvkit.host.rank_variables import launched_rank
 
 
 def command_of_rank(
@@ -43,7 +43,7 @@ def command_of_rank(
 def main() -> None:
     """Call the function; raises what it raises."""
     sys.excepthook = _show
-    folder, here = Path(os.environ[call_folder.VARIABLE]), place(os.environ)
+    folder, here = Path(os.environ[call_folder.VARIABLE]), launched_rank(os.environ)
     assert here is not None, "the agent has checked that"
     outcome = call_folder.outcome_in(folder, here.rank)
     try:

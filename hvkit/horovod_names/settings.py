@@ -3,7 +3,7 @@
 import os
 import sys
 
-from hvkit.host.rank_settings import keep_freed_memory, rank_settings
+from hvkit.host.rank_variables import keep_freed_memory, rank_settings
 from hvkit.log import logger
 
 # Horovod's own check finds ranks that wait for each other: hvkit does not watch these scripts.

@@ -77,7 +77,7 @@ def without_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def place_set(setting: Setting, environ: Mapping[str, str], mpirun: str | None) -> str | None:
+def where_set(setting: Setting, environ: Mapping[str, str], mpirun: str | None) -> str | None:
     """The variable or file that makes a setting, in words; ``None`` if nothing does.
 
     Args:

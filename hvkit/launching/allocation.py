@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hvkit.errors import HostfileError, LaunchError
-from hvkit.host.commands import run
-from hvkit.host.gpus import gpus as gpus_here
+from hvkit.host.hardware import gpus as gpus_here
+from hvkit.host.system import run
 from hvkit.launching.hostfile import read_hostfile
 from hvkit.launching.hosts import Host, count, host_name, shown
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hvkit.errors import LaunchError, UsageError
 from hvkit.host import mca
-from hvkit.host.commands import program, run
+from hvkit.host.system import program, run
 from hvkit.launching.hosts import Host, hosts_option, slots_of
 
 # Seconds for a program to print its version, from a file system that may be slow.
@@ -202,7 +202,7 @@ def _network_option(
         return []
     if job.networks_asked_for:
         mca.refuse_exclusion(setting, job.environ, mpirun)
-    elif mca.place_set(setting, job.environ, mpirun):
+    elif mca.where_set(setting, job.environ, mpirun):
         return []
     if six := [network for network in networks if ":" in network]:
         raise LaunchError(
@@ -290,7 +290,7 @@ def _refuse_set_interfaces(job: Job) -> None:
     mpirun = program("mpirun")
     if job.networks_asked_for:
         mca.refuse_exclusion(mca.RANKS, job.environ, mpirun)
-    elif place := mca.place_set(mca.RANKS, job.environ, mpirun):
+    elif place := mca.where_set(mca.RANKS, job.environ, mpirun):
         raise LaunchError(
             f"{place} sets Open MPI's interfaces, but horovodrun sets them, too: name them with "
             "--interfaces instead, or use mpirun: remove --launcher"

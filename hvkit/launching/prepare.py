@@ -12,8 +12,8 @@ from dataclasses import replace
 import psutil
 
 from hvkit.errors import UsageError
-from hvkit.host.launcher_variables import without_place
 from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
+from hvkit.host.rank_variables import without_rank_variables
 from hvkit.host.run_reports import RUN_NAME
 from hvkit.launching.allocation import SLURM
 from hvkit.launching.forwarded_variables import (
@@ -179,7 +179,7 @@ def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str])
     for name, value in variables.items():
         if value is None and name not in os.environ:
             raise UsageError(f"-x {name}: it is not set here: write -x {name}=VALUE")
-    environ = without_place(os.environ)
+    environ = without_rank_variables(os.environ)
     for name in (*_SUPERVISION, RUN_NAME):
         # Set if this run was started inside another one.
         environ.pop(name, None)

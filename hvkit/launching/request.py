@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvkit.errors import UsageError
-from hvkit.host.cpus import usable_cores
-from hvkit.host.gpus import visible_gpus
+from hvkit.host.hardware import usable_cores, visible_gpus
 from hvkit.launching.hosts import Host
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger

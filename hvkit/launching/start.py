@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvkit.errors import LaunchError
-from hvkit.host.rank_settings import rank_settings
+from hvkit.host.rank_variables import rank_settings
 from hvkit.host.run_reports import RESTART, RUN_NAME, TIMELINE, memory_folder
 from hvkit.launching.allocation import SAGEMAKER
 from hvkit.launching.prepare import CONNECT_AGAIN, prepared, shown

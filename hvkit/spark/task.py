@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvkit.host.launcher_variables import without_place
 from hvkit.host.network import interface_of
+from hvkit.host.rank_variables import without_rank_variables
 from hvkit.launching.supervision.protocol import agent_command
 from hvkit.spark.rendezvous import Front, Store
 
@@ -98,7 +98,7 @@ class RankTask:
             subprocess.run(
                 agent_command((sys.executable, *self.command)),
                 env={
-                    **without_place(os.environ),
+                    **without_rank_variables(os.environ),
                     **_gpus(context),
                     **self.environ,
                     **_shipped({**os.environ, **self.environ}),

@@ -28,9 +28,8 @@ import numpy as np
 
 from hvkit import horovod_names
 from hvkit.errors import HorovodNotFoundError, LaunchError, ranks_text
-from hvkit.host.cpus import allowance, threads_of_rank
-from hvkit.host.gpus import gpu_of_rank
-from hvkit.host.rank_settings import keep_freed_memory
+from hvkit.host.hardware import cgroup_limits, gpu_of_rank, threads_of_rank
+from hvkit.host.rank_variables import keep_freed_memory
 from hvkit.log import logger
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import waiting_for_all_ranks
@@ -383,7 +382,7 @@ def _reduces_in_host_memory(hvd: ModuleType, shared_gpu: bool = False) -> bool:
 def cpu_threads(local_size: int) -> int:
     """How many threads this rank should compute with, one of ``local_size`` ranks on its host."""
     usable, host = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    return threads_of_rank(local_size, usable, host, allowance().cpus)
+    return threads_of_rank(local_size, usable, host, cgroup_limits().cpus)
 
 
 def _tensorflow_has_started() -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvkit.errors import HorovodNotFoundError, LaunchError
-from hvkit.host.launcher_variables import launched, place
+from hvkit.host.rank_variables import launched, launched_rank
 from hvkit.transport.mailbox import load_mpi
 from hvkit.transport.tcp_mailbox import TcpMailbox
 from hvkit.watch import calls, rank_errors
@@ -205,7 +205,7 @@ class TcpCollectives(HostCollectives):
     uses_mpi = False
 
     def __init__(self) -> None:
-        announced, here = launched(os.environ), place(os.environ)
+        announced, here = launched(os.environ), launched_rank(os.environ)
         if announced is None or here is None:
             raise LaunchError(
                 f"{' and '.join(_STORE)} are set, but HOROVOD_SIZE, HOROVOD_RANK, "

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hvkit.errors import LaunchError, RankLostError
-from hvkit.host.gpus import gpu_of_rank, visible_gpus
+from hvkit.host.hardware import gpu_of_rank, visible_gpus
 from hvkit.host.network import addresses_for_others
 from hvkit.transport import host_collectives
 from hvkit.transport.engines import Engine, ProcessSet, cpu_threads, in_collective

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.images import DataError, Dataset
-from hvkit.host.cache import cache_dir
+from hvkit.host.system import cache_dir
 
 TIMEOUT = 5.0
 """Seconds to wait for a mirror's connection, and for each piece of its answer."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvkit.host.cpus import within_limit
+from hvkit.host.hardware import within_limit
 from hvkit.host.network import Interface
 from hvkit.launching.host_checks.reachability import (
     ANOTHER_ANSWERS,

@@ -12,10 +12,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvkit.errors import CannotRunError, LaunchError, UsageError
-from hvkit.host.network import Interface, addresses_of, interfaces, is_local, within_host
+from hvkit.host.network import (
+    Interface,
+    addresses_of,
+    interfaces,
+    is_local,
+    joining,
+    named,
+    source_address,
+    spanning,
+    within_host,
+)
 from hvkit.launching.allocation import HOSTFILE
 from hvkit.launching.host_checks.probe import Facts
-from hvkit.launching.host_checks.routes import joining, named, source_address, spanning
 from hvkit.launching.hosts import Host
 from hvkit.launching.rank_command import RankCommand
 from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts

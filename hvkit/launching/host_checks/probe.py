@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hvkit
-from hvkit.host.cpus import soft_limit, usable_cpus
+from hvkit.host.hardware import soft_limit, usable_cpus
 from hvkit.host.network import Interface, interfaces
 from hvkit.launching.rank_command import RankCommand
 

@@ -36,8 +36,8 @@ from typing import IO, Any
 
 from hvkit import threads
 from hvkit.connections import ConnectionLost
-from hvkit.host import call_folder, cpus, run_reports
-from hvkit.host.launcher_variables import place
+from hvkit.host import call_folder, hardware, run_reports
+from hvkit.host.rank_variables import launched_rank
 from hvkit.launching.supervision.processes import (
     adopt_orphans,
     end_descendants,
@@ -94,7 +94,7 @@ def main(command: Sequence[str]) -> int:
     guard = _fork_below_guard(folder)
     if supervisor_is_here:
         os.environ.update(settings.variables)
-    here = place(os.environ)
+    here = launched_rank(os.environ)
     if here is None:
         print(
             "hvkit: the launcher set no rank variable (OMPI_*, PMI_*, HOROVOD_*): start the run "
@@ -104,7 +104,7 @@ def main(command: Sequence[str]) -> int:
         return 1
     if settings.bind:
         usable = os.sched_getaffinity(0)
-        share = cpus.share(cpus.cores(usable), here.local_rank, here.local_size)
+        share = hardware.cpus_of_rank(hardware.cores(usable), here.local_rank, here.local_size)
         os.sched_setaffinity(0, share or usable)
     try:
         wants_call = folder is not None

@@ -287,7 +287,7 @@ def test_saves_after_a_failed_write_are_newer_than_the_copy(disk, memory, monkey
         assert f"into {disk}: No space left on device; the run resumes from it" in caplog.text
     # The older copy stays where it is.
     monkeypatch.setattr(
-        "hvkit.host.cpus.psutil.virtual_memory", lambda: SimpleNamespace(available=1)
+        "hvkit.host.hardware.psutil.virtual_memory", lambda: SimpleNamespace(available=1)
     )
     train(model, optimizer, 4)
     checkpoint.save(epoch=0, step=4)

@@ -26,7 +26,7 @@ from hvkit.build.horovod_patches import (
 )
 from hvkit.build.toolchain import Compiler, Toolchain
 from hvkit.errors import BuildError
-from hvkit.host.cache import cache_dir
+from hvkit.host.system import cache_dir
 
 # Read before the tests' own cache replaces the user's.
 ARCHIVE = cache_dir() / "source" / builder.ARCHIVE

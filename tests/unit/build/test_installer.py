@@ -83,7 +83,7 @@ def test_what_changes_the_build_or_forces_it_rebuilds(computer):
 
 def test_it_waits_for_another_process_that_installs_into_this_python(computer, monkeypatch):
     holds = (
-        "import sys; from hvkit.host.process_lock import claim\n"
+        "import sys; from hvkit.host.system import claim\n"
         f"print(claim({installer.claim_of_environment()!r}), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", holds]

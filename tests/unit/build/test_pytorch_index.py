@@ -4,7 +4,7 @@ import pytest
 
 from hvkit.build import pytorch_index
 from hvkit.build.pytorch_index import CPU_INDEX, pip_options
-from hvkit.host.commands import Output
+from hvkit.host.system import Output
 
 CUDA_ONLY = Output(0, "torch (2.15.0)\nAvailable versions: 2.15.0, 2.13.0, 2.12.1\n")
 BOTH = Output(0, "torch (2.15.0)\nAvailable versions: 2.15.0+cpu, 2.15.0, 2.13.0+cpu, 2.13.0\n")

@@ -144,7 +144,7 @@ def test_a_checkpoint_arrives_and_a_damaged_one_leaves_the_one_before(folder, sa
     assert not ends.holder.is_alive()
 
 
-@pytest.mark.parametrize("of", ["hvkit.host.cpus.psutil.virtual_memory", "shutil.disk_usage"])
+@pytest.mark.parametrize("of", ["hvkit.host.hardware.psutil.virtual_memory", "shutil.disk_usage"])
 def test_a_host_without_room_is_sent_no_bytes_until_it_has_some(of, folder, saved, monkeypatch):
     ends = Ends(folder)
     with monkeypatch.context() as full:

@@ -28,9 +28,8 @@ from hvkit.doctor.facts import (
     unmet_requirements,
     versions,
 )
-from hvkit.host.commands import Output
-from hvkit.host.cpus import Allowance, allowance
-from hvkit.host.gpus import Gpu, gpus
+from hvkit.host.hardware import CgroupLimits, Gpu, cgroup_limits, gpus
+from hvkit.host.system import Output
 from hvkit.launching.launchers import MpiVersion, identify
 
 
@@ -59,20 +58,20 @@ def write(folder, **files):
 
 
 def test_the_tightest_limit_of_control_groups_counts(tmp_path):
-    assert allowance(tmp_path, tmp_path / "own") == Allowance(None, None)
+    assert cgroup_limits(tmp_path, tmp_path / "own") == CgroupLimits(None, None)
     write(tmp_path, own="0::/job/step")
     write(tmp_path / "job", cpu__max="150000 100000", memory__max="1073741824")
     write(tmp_path / "job" / "step", cpu__max="400000 100000", memory__max="max")
-    assert allowance(tmp_path, tmp_path / "own") == Allowance(1.5, 1024**3)
+    assert cgroup_limits(tmp_path, tmp_path / "own") == CgroupLimits(1.5, 1024**3)
 
 
 def test_limits_of_control_groups_of_version_1(tmp_path):
     write(tmp_path, own="4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n1:name=systemd:/")
     write(tmp_path / "cpu", cpu__cfs_quota_us="200000", cpu__cfs_period_us="100000")
     write(tmp_path / "memory", memory__limit_in_bytes="2048")
-    assert allowance(tmp_path, tmp_path / "own") == Allowance(2.0, 2048)
+    assert cgroup_limits(tmp_path, tmp_path / "own") == CgroupLimits(2.0, 2048)
     write(tmp_path / "cpu", cpu__cfs_quota_us="-1")
-    assert allowance(tmp_path, tmp_path / "own").cpus is None
+    assert cgroup_limits(tmp_path, tmp_path / "own").cpus is None
 
 
 def test_size_of_shared_memory(tmp_path):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hvkit.errors import LaunchError
-from hvkit.host.gpus import Gpu, Gpus
+from hvkit.host.hardware import Gpu, Gpus
 from hvkit.launching import allocation as batch_systems
 from hvkit.launching.allocation import Allocation, allocation
 from hvkit.launching.hosts import Host

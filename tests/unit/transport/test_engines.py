@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from hvkit.errors import HorovodNotFoundError
 from hvkit.frameworks.pytorch.collectives import wire
-from hvkit.host.cpus import Allowance
+from hvkit.host.hardware import CgroupLimits
 from hvkit.transport import engines
 from hvkit.transport.engines import HostMemory
 
@@ -35,7 +35,7 @@ def test_the_frameworks_that_horovod_was_built_for_are_those_with_a_library(
 @pytest.fixture
 def container(monkeypatch):
     """A container with the time of 5 CPUs on a host with 64."""
-    monkeypatch.setattr(engines, "allowance", lambda: Allowance(5.0, None))
+    monkeypatch.setattr(engines, "cgroup_limits", lambda: CgroupLimits(5.0, None))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
