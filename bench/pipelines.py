@@ -34,8 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel import division
-from hvkit.frameworks.pytorch.model_parallel.forecast import bubble
+from hvkit.frameworks.pytorch.model_parallel import memory_forecast
 
 RANKS, MICROBATCHES = 2, 4
 LIMIT = 8_500_000_000
@@ -91,8 +90,8 @@ def in_pipeline(model, optimizer):
 def memory_on_ranks():
     """Train under the limit; rank 0 prints each rank's peak and what was predicted, in bytes."""
     predicted = []
-    predict = division.forecast
-    division.forecast = lambda *args: predicted.extend(predict(*args)) or predicted
+    predict = memory_forecast.forecast
+    memory_forecast.forecast = lambda *args: predicted.extend(predict(*args)) or predicted
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     hvkit.init("torch")
     # Libraries are loaded, and their buffers there, before the model that is measured.
@@ -141,7 +140,7 @@ def times_on_ranks(microbatches):
         if step >= 2:
             seconds.append(time.perf_counter() - begun)
     # The first passes are not in it.
-    waits = model.forward.__self__._links.times.bubble if hvkit.size() > 1 else 0.0
+    waits = model.forward.__self__._groups.pipeline.times.bubble if hvkit.size() > 1 else 0.0
     waits = hvkit.allgather(waits)
     if hvkit.is_main():
         print(json.dumps((statistics.quantiles(seconds, n=10)[0], waits)))
@@ -214,7 +213,7 @@ def show_time():
                 ratios = [each[name] / each[other] for each in rounds]
                 print(f"{name} / {other}: {spread(ratios)}")
     for rank, each in enumerate(zip(*waits, strict=True)):
-        predicted = bubble(RANKS, 1, MICROBATCHES)
+        predicted = memory_forecast.bubble(RANKS, 1, MICROBATCHES)
         print(f"rank {rank} waits {spread(each)} of its passes, predicted {predicted:.2f}")
 
 

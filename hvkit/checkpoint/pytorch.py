@@ -66,7 +66,7 @@ class TorchPart(Part):
         return parts if parts and parts.is_divided else None
 
     def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
-        from hvkit.frameworks.pytorch.model_parallel.shares import SavedState
+        from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState
 
         saved, parts = SavedState(files), self._in_parts
         if parts is None or not parts.reads_shares:

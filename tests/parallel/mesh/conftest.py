@@ -6,7 +6,7 @@ from on_ranks import leave_out_of_meshes
 from ranks import shared_folder
 
 from hvkit.frameworks.pytorch.divided_state import process_group
-from hvkit.frameworks.pytorch.model_parallel.tensor import streams
+from hvkit.frameworks.pytorch.model_parallel.tensor import sequence_parallel
 
 # The files in which two axes of two ranks each show what one axis does not.
 ON_FOUR = [
@@ -45,4 +45,4 @@ def _in_float64():
 @pytest.fixture(autouse=True)
 def _small_activations(monkeypatch):
     """Are divided along the sequence, too."""
-    monkeypatch.setattr(streams, "SMALLEST", 0)
+    monkeypatch.setattr(sequence_parallel, "SMALLEST", 0)

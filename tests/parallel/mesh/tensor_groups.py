@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import whole_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 
 
 def ids(batch=4, length=8):
@@ -28,7 +28,7 @@ def sequences(batch=3, length=5):
 def divided(model, *args, words=None, **kwargs):
     """A copy of a model that all ranks divide; the plan, and how its parameters are divided."""
     model = copy.deepcopy(model)
-    plan = prove(model, args, kwargs, hvkit.size(), words)
+    plan = plan_layers(model, args, kwargs, hvkit.size(), words)
     mesh = init_device_mesh("cpu", (hvkit.size(),))
     random = SameRandomNumbers(mesh.get_group(), torch.device("cpu"))
     return model, plan, divide(model, plan, mesh, random)

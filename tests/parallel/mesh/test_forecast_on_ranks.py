@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel import forecast as forecasts
+from hvkit.frameworks.pytorch.model_parallel import memory_forecast as forecasts
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.watch.spans import observe
 

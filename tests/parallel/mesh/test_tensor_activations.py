@@ -92,7 +92,7 @@ def _written(h):
 def test_what_a_later_call_does_between_pairs(use):
     reference, x = Between(), ids()
     model, plan, placements = divided(reference, x)
-    assert plan.streams
+    assert plan.sequence_regions
     assert_computes_alike(model, placements, reference, lambda m: m(x, use))
 
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hvkit
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.tensor import streams
+from hvkit.frameworks.pytorch.model_parallel.tensor import sequence_parallel
 
 
 class Scored(GPT):
@@ -197,7 +197,7 @@ class Recomputed(nn.Module):
 @MORE
 @pytest.mark.two_ranks
 def test_blocks_that_are_computed_again_between_the_layers_of_a_pair(monkeypatch):
-    monkeypatch.setattr(streams, "SMALLEST", 1 << 40)  # no stream: pairs reach over blocks
+    monkeypatch.setattr(sequence_parallel, "SMALLEST", 1 << 40)  # pairs reach over blocks
     assert max(differences(Recomputed, vectors(3), **TENSOR)) < 1e-11
 
 

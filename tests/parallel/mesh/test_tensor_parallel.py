@@ -199,7 +199,7 @@ def test_an_index_that_the_embedding_does_not_have(word, index):
 def test_evaluation(context):
     reference = Encoder(dropout=0.1).eval()
     model, plan, _ = divided(reference, sequences(length=8))
-    assert plan.streams
+    assert plan.sequence_regions
     for length in (8, 5):
         x, padding = sequences(length=length), torch.zeros(3, length, dtype=torch.bool)
         padding[1, -1] = True

@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 X = torch.ones(2, 20)
-COLUMN, ROW = Division("column"), Division("row")
+COLUMN, ROW = LayerDivision("column"), LayerDivision("row")
 
 
 def plan_of(model, x, words, ways=2):
-    return prove(model, (x,), {}, ways, words)
+    return plan_layers(model, (x,), {}, ways, words)
 
 
 def test_a_plan_in_words():
@@ -28,8 +28,8 @@ def test_a_plan_in_words():
         "h.0.mlp.0": COLUMN,
         "h.1.mlp.0": COLUMN,
         "h.0.mlp.2": ROW,
-        "h.0.attn.c_attn": Division("column", 3),
-        "h.1.attn.c_attn": Division("column", 3),
+        "h.0.attn.c_attn": LayerDivision("column", 3),
+        "h.1.attn.c_attn": LayerDivision("column", 3),
     }
     assert plan.whole["h.1.mlp.2"] == "plan= does not name it"
 
@@ -90,7 +90,7 @@ class Words(nn.Module):
 
 
 def test_words_for_embeddings():
-    rows, features = (Division(kind, 1, True, True) for kind in ("row", "column"))
+    rows, features = (LayerDivision(kind, 1, True, True) for kind in ("row", "column"))
     plan = plan_of(Words(tied=False), IDS, {"words": "rowwise"})
     assert plan.divisions == {"words": rows}
     both = {"words": "colwise", "project": "rowwise"}

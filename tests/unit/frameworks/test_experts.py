@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
 
 ROWS, WIDTH = 20, 16
 
@@ -33,7 +33,7 @@ class Routed(nn.Module):
 
 def plan_of(experts, ways=2, train=True, **options):
     model = Routed(experts, **options).train(train)
-    return prove(model, (torch.ones(ROWS, WIDTH),), {}, ways)
+    return plan_layers(model, (torch.ones(ROWS, WIDTH),), {}, ways)
 
 
 def placements(experts, **options):
@@ -99,11 +99,11 @@ def test_parameters_for_each_weight_and_as_many_rows_for_each_expert():
 
 
 def test_what_rank_0_says_of_experts():
-    plan = prove(MixtureNet("module"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
+    plan = plan_layers(MixtureNet("module"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
     text = "6 of 8 linear layers and embeddings, and 2 of 2 sets of experts divided, 98%"
     assert text in str(plan)
     # What these weights share their module with has gradients of its own.
-    plan = prove(MixtureNet("products"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
+    plan = plan_layers(MixtureNet("products"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
     assert "and 0 of 2 sets of experts divided" in str(plan)
     reason = "it computes with its experts and with gate.weight"
     assert plan.whole["blocks.0.mixture"] == reason
@@ -114,7 +114,7 @@ def test_a_trial_leaves_the_model_and_random_numbers_as_they_are():
     model.experts.register_forward_hook(lambda *_: calls.append(len(_[1][0])))
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    assert "experts" in prove(model, (torch.ones(ROWS, WIDTH),), {}, 2).divisions
+    assert "experts" in plan_layers(model, (torch.ones(ROWS, WIDTH),), {}, 2).divisions
     assert torch.equal(torch.get_rng_state(), state)
     assert {*calls} <= {ROWS}
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
@@ -186,7 +186,7 @@ def test_experts_that_are_used_otherwise():
     assert reason(counting) == "it has buffers beside its experts"
     model = nn.Sequential(Routed(Own()), Routed(Own()))
     model[1].experts.up = model[0].experts.up
-    plan = prove(model, (torch.ones(ROWS, WIDTH),), {}, 2)
+    plan = plan_layers(model, (torch.ones(ROWS, WIDTH),), {}, 2)
     assert plan.whole["0.experts"] == "it shares a parameter with 1.experts"
 
 
@@ -196,6 +196,6 @@ def test_what_experts_get_is_whole():
 
     model = Routed(Own(), use=use)
     model.first = nn.Linear(WIDTH, WIDTH)
-    plan = prove(model, (torch.ones(ROWS, WIDTH),), {}, 2)
+    plan = plan_layers(model, (torch.ones(ROWS, WIDTH),), {}, 2)
     assert "experts" in plan.divisions
     assert plan.whole["first"] == "experts takes it, which divides its own experts"

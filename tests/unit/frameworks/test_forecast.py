@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel import forecast as forecasts
+from hvkit.frameworks.pytorch.model_parallel import memory_forecast as forecasts
 from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run
-from hvkit.frameworks.pytorch.model_parallel.forecast import (
+from hvkit.frameworks.pytorch.model_parallel.memory_forecast import (
     Memory,
     ParameterBytes,
     RankForecast,

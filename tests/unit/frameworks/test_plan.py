@@ -18,24 +18,24 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.tensor import streams
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import agreed, prove
+from hvkit.frameworks.pytorch.model_parallel.tensor import sequence_parallel
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers, with_vocabularies_of
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 X, IMAGES = torch.ones(2, 20), torch.ones(2, 1, 16, 16)
 WORDS = torch.ones(2, 5, 20)
-COLUMN, ROW = Division("column"), Division("row")
+COLUMN, ROW = LayerDivision("column"), LayerDivision("row")
 
 
 @pytest.fixture(autouse=True)
 def _small_activations(monkeypatch):
     """Are divided along the sequence, too."""
-    monkeypatch.setattr(streams, "SMALLEST", 0)
+    monkeypatch.setattr(sequence_parallel, "SMALLEST", 0)
 
 
 def plan_of(model, x, ways=2, words=None):
-    return prove(model, (x,), {}, ways, words)
+    return plan_layers(model, (x,), {}, ways, words)
 
 
 class Net(nn.Module):
@@ -71,18 +71,18 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
         f"h.{i}.{name}": division
         for i in range(2)
         for name, division in {
-            "attn.c_attn": Division("column", 3),
+            "attn.c_attn": LayerDivision("column", 3),
             "attn.c_proj": ROW,
             "mlp.0": COLUMN,
             "mlp.2": ROW,
         }.items()
     }
-    rows, logits = Division("row", 1, True, True), Division("column", by_itself=True)
+    rows, logits = LayerDivision("row", 1, True, True), LayerDivision("column", by_itself=True)
     assert plan.divisions == of_blocks | {"wte": rows, "lm_head": logits}
     assert plan.whole == {"wpe": "its 16 rows are fewer than its 32 features"}
     assert plan.share == pytest.approx(0.97, abs=0.005)
     assert "10 of 11 linear layers and embeddings divided, 97% of all weights" in str(plan)
-    (stream,) = plan.streams
+    (stream,) = plan.sequence_regions
     assert set(stream.begins) == {n for n, d in plan.divisions.items() if d.kind == "row"}
     assert set(stream.ends) == {n for n, d in plan.divisions.items() if d.kind == "column"}
     assert "between wte and lm_head activations" in str(plan)
@@ -93,7 +93,7 @@ OUT = f"{LAYERS}.0.self_attn.out_proj"
 
 
 @pytest.mark.parametrize(
-    ("make", "x", "divided", "streams"),
+    ("make", "x", "divided", "regions"),
     [
         (Llama, IDS, 16, "layers.0.o_proj to lm_head"),
         (lambda: Llama(head_norm=True), IDS, 16, "layers.0.o_proj to lm_head"),
@@ -115,13 +115,16 @@ OUT = f"{LAYERS}.0.self_attn.out_proj"
         (ResNet, IMAGES, 0, ""),
     ],
 )
-def test_models_as_people_write_them(make, x, divided, streams):
+def test_models_as_people_write_them(make, x, divided, regions):
     model = make()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     plan = plan_of(model, x, 4)
     assert len(plan.divisions) == divided
-    assert ", ".join(f"{each.begins[0]} to {each.ends[-1]}" for each in plan.streams) == streams
-    assert not plan.whole_streams
+    assert (
+        ", ".join(f"{each.begins[0]} to {each.ends[-1]}" for each in plan.sequence_regions)
+        == regions
+    )
+    assert not plan.whole_regions
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
@@ -184,8 +187,8 @@ class BetweenBlocks(GPT):
 def test_what_ends_the_division_along_the_sequence(between, why):
     plan = plan_of(BetweenBlocks(between), IDS)
     assert len(plan.divisions) == 10
-    assert bool(plan.streams) == (not why)
-    assert why in "".join(plan.whole_streams)
+    assert bool(plan.sequence_regions) == (not why)
+    assert why in "".join(plan.whole_regions)
 
 
 def test_parts_of_small_activations_do_not_pay(monkeypatch):
@@ -201,15 +204,15 @@ def test_blocks_that_are_compiled_take_whole_activations():
         block.compile(backend="eager")
     with torch.compiler.set_stance("force_eager"):
         plan = plan_of(model, IDS)
-    assert not plan.streams
+    assert not plan.sequence_regions
     assert "h.0, which takes them, is compiled" in str(plan)
 
 
 def test_what_one_mode_alone_divides_along_the_sequence_stays_whole():
     model = BetweenBlocks(lambda block, x: block(x) if model.training else _zeroed(block(x)))
     plan, other = (plan_of(model.train(mode), IDS) for mode in (True, False))
-    assert (len(plan.streams), len(other.streams)) == (1, 0)
-    assert agreed(model, plan, other).streams == ()
+    assert (len(plan.sequence_regions), len(other.sequence_regions)) == (1, 0)
+    assert with_vocabularies_of(model, plan, other).streams == ()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def _attention_of_one_product(m, x):
     ],
 )
 def test_shares_of_a_product(between, width, shares):
-    assert plan_around(between, width=width).divisions["first"] == Division("column", shares)
+    assert plan_around(between, width=width).divisions["first"] == LayerDivision("column", shares)
 
 
 APART = "takes the divided dimension apart"
@@ -393,5 +396,5 @@ def test_lengths_that_the_ranks_do_not_divide():
 def test_a_forward_that_cannot_be_followed_needs_an_empty_plan():
     with pytest.raises(HvkitError, match=r"cannot be followed on the meta device.*plan=\{\}"):
         plan_around(lambda m, x: torch.from_numpy(x.detach().numpy()))
-    assert prove(around(None), (), {}, 2, {}).divisions == {}
-    assert prove(MLP(), (), {}, 1).divisions == {}
+    assert plan_layers(around(None), (), {}, 2, {}).divisions == {}
+    assert plan_layers(MLP(), (), {}, 1).divisions == {}

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import prove
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision, Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
 
-COLUMN, ROW = Division("column"), Division("row")
-LOGITS = Division("column", by_itself=True)
-ROWS, FEATURES = (Division(kind, 1, True, True) for kind in ("row", "column"))
+COLUMN, ROW = LayerDivision("column"), LayerDivision("row")
+LOGITS = LayerDivision("column", by_itself=True)
+ROWS, FEATURES = (LayerDivision(kind, 1, True, True) for kind in ("row", "column"))
 
 
 class Words(nn.Module):
@@ -31,7 +31,7 @@ class Words(nn.Module):
 
 
 def plan_of(model, words=None):
-    return prove(model, (torch.zeros(3, 5, dtype=torch.long),), {}, 2, words)
+    return plan_layers(model, (torch.zeros(3, 5, dtype=torch.long),), {}, 2, words)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_stays_whole_together_with_all_that_has_its_weight(model, layer, wh
 
 def test_products_that_are_no_lookups_or_projections():
     assert "is not a product alone" in plan_of(changed(doubled, tied=False)).whole["words"]
-    plan = prove(changed(projecting_by_the_transposed, 6), (torch.zeros(3, 4).long(),), {}, 2)
+    plan = plan_layers(changed(projecting_by_the_transposed, 6), (torch.zeros(3, 4).long(),), {}, 2)
     assert plan.whole["project"] == "it multiplies by the weight of an embedding, transposed"
 
 

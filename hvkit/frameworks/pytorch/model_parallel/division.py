@@ -32,9 +32,9 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
 from hvkit.frameworks.pytorch.model_parallel.rank_groups import hash_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     TensorPlan,
-    agreed,
-    prove,
+    plan_layers,
     with_layers_of,
+    with_vocabularies_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
 from hvkit.main_rank import warn_once
@@ -64,14 +64,14 @@ def decide(
     first: MicroBatch,
     args: Any,
     kwargs: Any,
-    together: StageLinks,
+    same_batch: StageLinks,
 ) -> ModelDivision:
     """How to divide a model; a collective.
 
     Args:
         first: the first micro-batch of the first batch.
         args, kwargs: of the call with the whole batch.
-        together: the ranks that compute on the same batch.
+        same_batch: the ranks that compute on the same batch.
 
     Raises:
         ValueError: it cannot be divided; says why.
@@ -84,11 +84,11 @@ def decide(
         return found
 
     found = look()
-    kept = _on_all_ranks(found.kept, together)
+    kept = _on_all_ranks(found.kept, same_batch)
     if kept and options.mesh.pipeline > 1:
         found = look(kept)
     found = replace(found, kept=tuple(kept))
-    plan = _same_on_all(_proven(model, options, first), together)
+    plan = _same_on_all(_tensor_plan(model, options, first), same_batch)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
     if not chosen and (largest := max(stages.flops)) > UNEVEN / len(stages):
@@ -107,25 +107,25 @@ def decide(
     return ModelDivision(found, plan, stages)
 
 
-def _on_all_ranks(kept: Sequence[Path], together: StageLinks) -> list[Path]:
+def _on_all_ranks(kept: Sequence[Path], same_batch: StageLinks) -> list[Path]:
     """Those places where the forward of every rank keeps something, not hooks of rank 0."""
     named = {repr(path): path for path in kept}
-    names = together.object_from_rank(0, list(named))
+    names = same_batch.object_from_rank(0, list(named))
     if not names:
         return []
-    on_ranks = together.gather_numbers([name in named for name in names]).tolist()
+    on_ranks = same_batch.gather_numbers([name in named for name in names]).tolist()
     return [named[name] for name, *found in zip(names, *on_ranks, strict=True) if all(found)]
 
 
-def _same_on_all(plan: TensorPlan, together: StageLinks) -> TensorPlan:
+def _same_on_all(plan: TensorPlan, same_batch: StageLinks) -> TensorPlan:
     """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
     if plan.ways == 1:
         return plan
-    own = hash_of([(each.begins, each.ends, each.others) for each in plan.streams])
-    if len(set(together.gather_numbers([own]).flatten().tolist())) == 1:
+    own = hash_of([(each.begins, each.ends, each.others) for each in plan.sequence_regions])
+    if len(set(same_batch.gather_numbers([own]).flatten().tolist())) == 1:
         return plan
     why = "stay whole: a forward on one rank does more than on another, perhaps in a hook"
-    return replace(plan, streams=(), whole_streams=(*plan.whole_streams, why))
+    return replace(plan, sequence_regions=(), whole_regions=(*plan.whole_regions, why))
 
 
 def _dry_run(
@@ -229,7 +229,7 @@ def _other_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _proven(model: nn.Module, options: MeshOptions, first: MicroBatch) -> TensorPlan:
+def _tensor_plan(model: nn.Module, options: MeshOptions, first: MicroBatch) -> TensorPlan:
     """Which layers ranks of the tensor axis divide, in training and in evaluation alike.
 
     Raises:
@@ -238,14 +238,17 @@ def _proven(model: nn.Module, options: MeshOptions, first: MicroBatch) -> Tensor
     left: frozenset[str] = frozenset()
     while True:
         find = functools.partial(
-            prove, model, first.args, first.kwargs, options.mesh.tensor, options.plan, left
+            plan_layers, model, first.args, first.kwargs, options.mesh.tensor, options.plan, left
         )
         plan = find()
         if plan.ways == 1 or not plan.divisions:
             return plan
         with _other_mode(model):
             other = find()
-        plan, other = agreed(model, plan, other), agreed(model, other, plan)
+        plan, other = (
+            with_vocabularies_of(model, plan, other),
+            with_vocabularies_of(model, other, plan),
+        )
         plan, other = with_layers_of(model, plan, other), with_layers_of(model, other, plan)
         names = plan.divisions.keys() | other.divisions.keys()
         apart = {n for n in names if plan.divisions.get(n) != other.divisions.get(n)}
@@ -360,14 +363,14 @@ def _divided_when(
     """
     # A model that is a single layer calls no other.
     calls = sorted((time, name) for name, time in found.calls.items()) or [(0, "")]
-    streams = []
-    for stream in plan.streams:
+    regions = []
+    for region in plan.sequence_regions:
         # What has no call of its own ends that of the layer that holds it.
         began = [
             found.calls.get(name, found.calls.get(name.rpartition(".")[0], 0))
-            for name in (*stream.begins, *stream.ends)
+            for name in (*region.begins, *region.ends)
         ]
-        streams.append((min(began), max(began[len(stream.begins) :])))
+        regions.append((min(began), max(began[len(region.begins) :])))
     # Of attention layers, what they take.
     taken: dict[str, int] = {}
 
@@ -380,7 +383,7 @@ def _divided_when(
         if division and f"{latest}.out_proj".removeprefix(".") in plan.divisions:
             return taken.setdefault(latest, each.storage) != each.storage
         takes_whole = division is not None and division.kind == "column"
-        return not takes_whole and any(begin + 1 < each.time <= end for begin, end in streams)
+        return not takes_whole and any(begin + 1 < each.time <= end for begin, end in regions)
 
     return divided
 

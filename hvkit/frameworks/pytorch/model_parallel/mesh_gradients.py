@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.communication import collectives
-from hvkit.frameworks.pytorch.batch_norm import LastStatistics
+from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.nonfinite import skip_steps
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.slices import as_plain, local_part

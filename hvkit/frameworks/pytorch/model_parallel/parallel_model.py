@@ -30,8 +30,8 @@ from hvkit.frameworks.pytorch.model_parallel.division import (
     require_one_stage_for_each,
     warn_of_microbatches,
 )
-from hvkit.frameworks.pytorch.model_parallel.forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
+from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, drop
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
@@ -56,9 +56,9 @@ from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered as gathered_activations,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import divide, placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
@@ -207,11 +207,11 @@ class ParallelModel:
         """Keep this rank's part of the model, give up the rest, and return what runs it."""
         model, options, groups, rank = self._model, self._options, self._groups, self._rank
         if self._recipe is None:
-            require_same_weights(model, groups.holders)
+            require_same_weights(model, groups.replica)
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
-        division = decide(model, options, self._device, first, args, kwargs, groups.together)
+        division = decide(model, options, self._device, first, args, kwargs, groups.same_batch)
         found, plan, stages = division.found, division.plan, division.stages
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             log_division(
@@ -221,7 +221,7 @@ class ParallelModel:
                 self._optimizers,
                 options,
                 self._device,
-                groups.together,
+                groups.same_batch,
                 len(batches),
             )
         if self._rounded == "weights":

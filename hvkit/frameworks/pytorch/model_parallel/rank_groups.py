@@ -1,4 +1,4 @@
-"""Groups of ranks of a mesh: whether they get the same batches, and sums of what they share."""
+"""Groups of ranks of a mesh; checks of their batches and weights; sums of shared gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.communication.group import all_ranks
-from hvkit.errors import RanksDisagreeError, ranks_text
+from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
-from hvkit.frameworks.pytorch.gradients.step_report import (
+from hvkit.frameworks.pytorch.learning_rate import (
     checksum_of_rates,
     rates_of,
     refuse_other_rates,
@@ -25,6 +25,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import new_
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import GPIPE
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
+from hvkit.pipeline.channel import refuse_other_batches
 from hvkit.transport.traffic import count, of_allreduce
 from hvkit.wording import shortened
 
@@ -33,12 +34,12 @@ class RankGroups:
     """The groups of this rank.
 
     Attributes:
-        axes: of the mesh.
+        axes: the ``DeviceMesh``.
         pipeline: the ranks of this rank's pipeline.
-        together: those that compute on the same batch.
-        at_once: those that compute at the same time.
-        holders: those that hold parts of the same weights, which are no copies.
-        copies: those along the data and shard axes, which have other batches.
+        same_batch: the ranks that compute on the same batch.
+        lockstep: the ranks whose forward passes wait for each other.
+        replica: the ranks that together hold the model once.
+        data_parallel: the ranks along the data and shard axes, with different batches.
     """
 
     def __init__(self, options: MeshOptions, device: torch.device, name: str) -> None:
@@ -54,10 +55,10 @@ class RankGroups:
             return StageLinks(group, ranks, device, name, through_host=through_host)
 
         self.pipeline = along("pipeline")
-        self.together = along("pipeline", "tensor")
-        self.at_once = along(*AXES) if options.mesh.shard > 1 else self.together
-        self.holders = along("shard", "pipeline", "tensor")
-        self.copies = along("data", "shard")
+        self.same_batch = along("pipeline", "tensor")
+        self.lockstep = along(*AXES) if options.mesh.shard > 1 else self.same_batch
+        self.replica = along("shard", "pipeline", "tensor")
+        self.data_parallel = along("data", "shard")
 
 
 def require_same_batch(
@@ -69,7 +70,7 @@ def require_same_batch(
     losses: LossCounts,
     groups: RankGroups,
 ) -> int:
-    """Raise on every rank unless all that compute together have the same batch; a collective.
+    """Raise on every rank unless the ranks of a model have the same batch; a collective.
 
     Args:
         losses: of the pass before: if they are means over different numbers, rank 0 warns.
@@ -81,7 +82,7 @@ def require_same_batch(
         RanksDisagreeError: names the rank, or the learning rates.
         ValueError: a gradient of an input would be needed.
     """
-    at_once, together, tensors = groups.at_once, groups.together, tensors_in((args, kwargs))
+    lockstep, same_batch, tensors = groups.lockstep, groups.same_batch, tensors_in((args, kwargs))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise ValueError(
             "an input of a model in a mesh requires a gradient, which only some ranks could "
@@ -94,44 +95,38 @@ def require_same_batch(
     content = [checksum(t) for t in tensors if often or not t.is_cuda]
     rates = checksum_of_rates(optimizers)
     numbers = hash_of(request), hash_of(content), new_seed(), rates, losses.checksum()
-    found = at_once.gather_numbers(numbers).tolist()
-    by_rank = dict(zip(at_once.ranks, found, strict=True))
-    for ranks, column, what in (
-        (at_once.ranks, 0, "makes another call"),
-        (together.ranks, 1, "gets another batch"),
-    ):
-        for rank in ranks:
-            if by_rank[rank][column] != by_rank[ranks[0]][column]:
-                raise RanksDisagreeError(
-                    f"forward pass {number} of {ranks_text(ranks)}, which train one "
-                    f"model together: rank {rank} {what} than rank {ranks[0]}. They must get "
-                    "the same batches in the same order: divide data with "
-                    "hvkit.shard(loader, mesh=mesh), and seed random transformations equally"
-                )
+    found = lockstep.gather_numbers(numbers).tolist()
+    by_rank = dict(zip(lockstep.ranks, found, strict=True))
+    refuse_other_batches(
+        number,
+        {rank: by_rank[rank][0] for rank in lockstep.ranks},
+        {rank: by_rank[rank][1] for rank in same_batch.ranks},
+        "hvkit.shard(loader, mesh=mesh), and seed random transformations equally",
+    )
     if len({each[3] for each in by_rank.values()}) > 1:
-        named: list[Any] = [None] * len(at_once.ranks)
-        dist.all_gather_object(named, rates_of(optimizers, fetch=False), group=at_once.group)
-        refuse_other_rates(dict(zip(at_once.ranks, named, strict=True)))
+        named: list[Any] = [None] * len(lockstep.ranks)
+        dist.all_gather_object(named, rates_of(optimizers, fetch=False), group=lockstep.group)
+        refuse_other_rates(dict(zip(lockstep.ranks, named, strict=True)))
     other_shapes = len({each[4] for each in by_rank.values()}) > 1
-    if (often or other_shapes) and len(at_once.ranks) > len(together.ranks):
-        counts = at_once.gather_numbers(losses.numbers())
+    if (often or other_shapes) and len(lockstep.ranks) > len(same_batch.ranks):
+        counts = lockstep.gather_numbers(losses.numbers())
         losses.compare(counts, all_ranks(), for_shapes=other_shapes)
-    return int(by_rank[together.ranks[0]][2])
+    return int(by_rank[same_batch.ranks[0]][2])
 
 
-def require_same_weights(model: nn.Module, holders: StageLinks) -> None:
-    """Raise on every rank unless all take parts of the same model; a collective.
+def require_same_weights(model: nn.Module, replica: StageLinks) -> None:
+    """Raise on every rank unless all have the same weights; a collective.
 
     A script may have loaded weights since ``distribute``.
 
     Raises:
         RanksDisagreeError: names the rank and the weights.
     """
-    named, ranks = dict(model.named_parameters()), holders.ranks
-    by_rank = holders.gather_numbers([checksum(p) for p in named.values()])
+    named, ranks = dict(model.named_parameters()), replica.ranks
+    by_rank = replica.gather_numbers([checksum(p) for p in named.values()])
     for rank, same in zip(ranks, (by_rank == by_rank[0]).tolist(), strict=True):
-        if apart := [name for name, equal in zip(named, same, strict=True) if not equal]:
-            names = shortened(", ".join(apart), 200)
+        if different := [name for name, equal in zip(named, same, strict=True) if not equal]:
+            names = shortened(", ".join(different), 200)
             raise RanksDisagreeError(
                 f"rank {rank} holds other weights than rank {ranks[0]} in {names}: load "
                 "weights before hvkit.distribute, or after it on every rank"
@@ -139,32 +134,34 @@ def require_same_weights(model: nn.Module, holders: StageLinks) -> None:
 
 
 class SharedGradients:
-    """Adds up what ranks have computed of the gradients of parameters that several hold in full.
+    """Sums the gradients of parameters that several ranks hold in full.
 
     Args:
-        of_stages: the parameters that several stages of a pipeline use, with the ranks that do.
-        kept: the parameters of this rank that the shard axis does not divide.
+        of_stages: parameters that several stages use, with the group of ranks that use each.
+        unsharded: this rank's parameters that the shard axis does not divide.
         groups: of this rank.
-        equalised: whether stages use one gradient although each has rounded its own.
+        equalised: whether the first stage's gradient replaces those of the others, whose
+            sums were rounded in another order.
     """
 
     def __init__(
         self,
         of_stages: Mapping[nn.Parameter, dist.ProcessGroup],
-        kept: Iterable[nn.Parameter],
+        unsharded: Iterable[nn.Parameter],
         groups: RankGroups,
         *,
         equalised: bool,
     ) -> None:
-        self._of_stages, self._kept = of_stages, dict.fromkeys(kept)
-        self._links, self._copies = groups.pipeline, groups.copies
+        self._of_stages, self._unsharded = of_stages, dict.fromkeys(unsharded)
+        self._links, self._data_parallel = groups.pipeline, groups.data_parallel
         self._equalised = equalised
 
     def before_backward(self, around: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Prepare for the gradients of a backward pass; return what to call when they are there."""
         end = around()
-        # What this pass contributes is added up apart from what earlier ones have.
-        before = {p: p.grad for p in {**self._of_stages, **self._kept} if p.requires_grad}
+        # Only the gradients of this pass are summed; those of earlier passes are added to the sum.
+        shared = {**self._of_stages, **self._unsharded}
+        before = {p: p.grad for p in shared if p.requires_grad}
         for p in before:
             p.grad = None
 
@@ -176,9 +173,9 @@ class SharedGradients:
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
                 if p in self._of_stages:
                     self._sum(gradient, self._of_stages[p])
-                if p in self._kept:
-                    self._sum(gradient, self._copies.group)
-                    gradient /= len(self._copies.ranks)
+                if p in self._unsharded:
+                    self._sum(gradient, self._data_parallel.group)
+                    gradient /= len(self._data_parallel.ranks)
                 p.grad = gradient if earlier is None else earlier.add_(gradient)
             end()
             if self._equalised:
@@ -187,7 +184,7 @@ class SharedGradients:
         return add_up
 
     def _equalise(self) -> None:
-        """Use the same gradient on all stages: each has rounded its own, among other gradients."""
+        """Give all stages of a parameter the first one's gradient."""
         for p, group in self._of_stages.items():
             if p.grad is not None:
                 source = dist.get_process_group_ranks(group)[0]
@@ -197,10 +194,10 @@ class SharedGradients:
                     dist.broadcast(p.grad, source, group=group)
 
     def _has_gradient(self, p: nn.Parameter) -> bool:
-        """Whether any rank that adds to the gradient of a parameter has one; a collective."""
+        """Whether any rank has a gradient to add for a parameter; a collective."""
         found = torch.tensor([float(p.grad is not None)], device=self._links.device)
         groups = [self._of_stages[p]] if p in self._of_stages else []
-        for group in [*groups, self._copies.group] if p in self._kept else groups:
+        for group in [*groups, self._data_parallel.group] if p in self._unsharded else groups:
             with self._links.waiting():
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return bool(found)
@@ -225,5 +222,5 @@ def checksum(t: torch.Tensor) -> int:
 
 
 def hash_of(things: Sequence[Any]) -> int:
-    """A number for some things, the same in every process."""
+    """A number for some objects, the same in every process."""
     return zlib.crc32(repr(things).encode())

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.shares import Block, blocks_of
+from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import Block, blocks_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     Placement,
     part_of,
     whole_of,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import summed
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import all_reduce
 from hvkit.transport.traffic import count, of_allgather
 from hvkit.watch.calls import call, translated, waiting
 
@@ -123,7 +123,7 @@ class Slicing:
         name = "the sum of a divided parameter"
         with as_plain(), call(name), translated(), waiting(self._ranks()):
             assert self.tensor is not None
-            return summed(sum_of_own, self.tensor)
+            return all_reduce(sum_of_own, self.tensor)
 
     def shape(self, own: torch.Tensor) -> torch.Size:
         """Of the full tensor."""

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, as_plain
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     EACH_ELEMENT,
     LENGTHS,
     OF_SLICES,

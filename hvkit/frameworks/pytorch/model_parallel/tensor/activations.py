@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
+from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     ELEMENTWISE,
     HARMLESS,
     SIZES,
@@ -37,16 +37,16 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
     viewed,
     writes,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import (
     SameRandomNumbers,
-    added_once,
+    all_gather,
+    all_gather_shared,
+    all_reduce,
+    copy_to_ranks,
     cross_entropy,
-    joined,
-    joined_for_all,
-    own_part,
-    own_part_summed,
-    summed,
-    used_by_all,
+    divide_by_ranks,
+    reduce_scatter,
+    scatter,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
@@ -218,13 +218,13 @@ class DividedActivations(EachOperation):
             return meets and t.dim() >= from_right and t.shape[t.dim() - from_right] > 1
 
         whole = [t for t in call.inputs if not isinstance(t, DTensor) and not has_dim(t)]
-        used = self._used_by_all([t for t in whole if t.requires_grad])
+        used = self._copy_to_ranks([t for t in whole if t.requires_grad])
 
         def local(t: torch.Tensor) -> torch.Tensor:
             if isinstance(t, DTensor):
                 return t.to_local()
             if has_dim(t):
-                return own_part(t, self._mesh, t.dim() - from_right)
+                return scatter(t, self._mesh, t.dim() - from_right)
             return used.get(t, t)
 
         draws = call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0
@@ -232,11 +232,11 @@ class DividedActivations(EachOperation):
             result = call.run(local)
         return tree_map_only(torch.Tensor, lambda t: self._divided(t, step.dim), result)
 
-    def _used_by_all(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def _copy_to_ranks(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Tensors for use with each rank's part; one sum of gradients for those of one dtype."""
         if len({t.dtype for t in tensors}) != 1 or len(tensors) == 1:
-            return {t: used_by_all(t, self._mesh) for t in tensors}
-        joint = used_by_all(torch.cat([t.flatten() for t in tensors]), self._mesh)
+            return {t: copy_to_ranks(t, self._mesh) for t in tensors}
+        joint = copy_to_ranks(torch.cat([t.flatten() for t in tensors]), self._mesh)
         pairs = zip(tensors, torch.split(joint, [t.numel() for t in tensors]), strict=True)
         return {t: each.view(t.shape) for t, each in pairs}
 
@@ -281,9 +281,9 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return copy
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim is not None:
-        copy = joined_for_all(x.to_local(), mesh, dim)
+        copy = all_gather_shared(x.to_local(), mesh, dim)
     else:
-        copy = used_by_all(x, mesh)
+        copy = copy_to_ranks(x, mesh)
     if DividedActivations.active():
         _active.last = x, state, copy
     return copy
@@ -294,7 +294,7 @@ def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim == x.dim() - 1:
         return x.to_local()
-    return own_part(gathered(x), mesh, x.dim() - 1)
+    return scatter(gathered(x), mesh, x.dim() - 1)
 
 
 def total_for_all(
@@ -308,11 +308,11 @@ def total_for_all(
     """
     dim = y.dim() - 2
     if not along_sequence or dim < 0 or y.shape[dim] % mesh.size() or y.is_meta:
-        y = summed(y, mesh)
+        y = all_reduce(y, mesh)
         return y if bias is None else y + bias.to(y.dtype)
     if bias is not None:  # all ranks have the gradient of the whole sum here
-        y = y + added_once(bias, mesh).to(y.dtype)
-    y = own_part_summed(y, mesh, dim)
+        y = y + divide_by_ranks(bias, mesh).to(y.dtype)
+    y = reduce_scatter(y, mesh, dim)
     return DTensor.from_local(y, mesh, [Shard(dim)], run_check=False)
 
 
@@ -327,7 +327,7 @@ def gathered(value: Any, use: str = "the model returns it") -> Any:
         if is_fused(t):
             raise _not_proven(use)
         dim = _divided_by(t)
-        return t.full_tensor() if dim is None else joined(t.to_local(), t.device_mesh, dim)
+        return t.full_tensor() if dim is None else all_gather(t.to_local(), t.device_mesh, dim)
 
     return tree_map_only(DTensor, whole, value, is_leaf=lambda v: is_cache(type(v).__name__))
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Linear
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division, Kind
+from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import LinearUse
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Kind, LayerDivision
 
 _NEED_WHOLE = ("max_norm", "scale_grad_by_freq", "sparse")
 
@@ -53,18 +53,18 @@ class Vocabulary:
         """All of them."""
         return *self.embeddings, *self.projections
 
-    def divided(self, dim: int) -> dict[str, Division]:
+    def divided(self, dim: int) -> dict[str, LayerDivision]:
         """How to divide the layers if the weight is divided along this dimension."""
         looked_up: Kind = "column" if dim else "row"
         projected: Kind = "row" if dim else "column"
         return {
-            **dict.fromkeys(self.embeddings, Division(looked_up, 1, True, True)),
+            **dict.fromkeys(self.embeddings, LayerDivision(looked_up, 1, True, True)),
             **dict.fromkeys(
-                self.projections, Division(projected, by_itself=not dim and not self.in_loss)
+                self.projections, LayerDivision(projected, by_itself=not dim and not self.in_loss)
             ),
         }
 
-    def chosen(self, ways: int) -> dict[str, Division] | dict[str, str]:
+    def chosen(self, ways: int) -> dict[str, LayerDivision] | dict[str, str]:
         """How ``ways`` ranks divide the layers, else by layer why they stay whole."""
         if self.problems:
             culprit, why = next(iter(self.problems.items()))
@@ -81,7 +81,7 @@ class Vocabulary:
         return dict.fromkeys(self.layers, why)
 
 
-def vocabularies(model: nn.Module, layers: Mapping[str, Linear]) -> list[Vocabulary]:
+def vocabularies(model: nn.Module, layers: Mapping[str, LinearUse]) -> list[Vocabulary]:
     """The vocabularies of a model.
 
     A linear layer is a projection if it has the weight of an embedding; or as many outputs as one
@@ -92,7 +92,7 @@ def vocabularies(model: nn.Module, layers: Mapping[str, Linear]) -> list[Vocabul
 
     def of_one_weight(weight: torch.Tensor, names: Sequence[str]) -> Vocabulary:
         held = {p for name in names for p in model.get_submodule(name).parameters(recurse=False)}
-        called = {n for p in held for n in holders[p] if layers.get(n, Linear()).taken_from}
+        called = {n for p in held for n in holders[p] if layers.get(n, LinearUse()).taken_from}
         return _vocabulary(model, layers, weight, names, called.difference(names))
 
     for weight, names in holders.items():
@@ -101,7 +101,7 @@ def vocabularies(model: nn.Module, layers: Mapping[str, Linear]) -> list[Vocabul
     rows = {each.shape[0] for each in found}
     taken = {name for seen in layers.values() for columns in seen.taken_from for name in columns}
     for weight, (name, *others) in holders.items():
-        seen = layers.get(name, Linear())
+        seen = layers.get(name, LinearUse())
         right = weight.dim() == 2 and weight.shape[0] in rows and not seen.transposed
         if right and seen.taken_from and not others and name not in taken:
             found.append(of_one_weight(weight, [name]))
@@ -114,7 +114,7 @@ def _is_embedding(model: nn.Module, name: str) -> bool:
 
 def _vocabulary(
     model: nn.Module,
-    layers: Mapping[str, Linear],
+    layers: Mapping[str, LinearUse],
     weight: torch.Tensor,
     names: Sequence[str],
     others: Collection[str],
@@ -124,7 +124,7 @@ def _vocabulary(
     projections = tuple(n for n in names if n not in embeddings)
     problems = {}
     for name in (*embeddings, *projections):
-        module, seen = model.get_submodule(name), layers.get(name, Linear())
+        module, seen = model.get_submodule(name), layers.get(name, LinearUse())
         option = next((o for o in _NEED_WHOLE if getattr(module, o, None)), None)
         if seen.unusable:
             problems[name] = seen.unusable
@@ -147,10 +147,10 @@ def _vocabulary(
 def divisions_in_words(
     model: nn.Module,
     words: Words,
-    layers: Mapping[str, Linear],
+    layers: Mapping[str, LinearUse],
     found: Sequence[Vocabulary],
     ways: int,
-) -> dict[str, Division]:
+) -> dict[str, LayerDivision]:
     """How the layers are divided that a user names.
 
     Raises:
@@ -169,7 +169,7 @@ def divisions_in_words(
             )
         kinds |= dict.fromkeys(matches, kind)
     of_vocabulary = {name: each for each in found for name in each.layers}
-    divisions: dict[str, Division] = {}
+    divisions: dict[str, LayerDivision] = {}
     for name, kind in kinds.items():
         vocabulary = of_vocabulary.get(name)
         _require_divisible(model, name, kind, known[name], ways, vocabulary)
@@ -177,7 +177,7 @@ def divisions_in_words(
             divisions[name] = _like_others(vocabulary, name, kinds)
         else:
             parts = min(known[name].parts or {1}) if kind == "column" else 1
-            divisions[name] = Division(kind, parts, known[name].transposed)
+            divisions[name] = LayerDivision(kind, parts, known[name].transposed)
     for name, division in divisions.items():
         missing = known[name].together - divisions.keys() if division.parts > 1 else None
         if missing:
@@ -215,7 +215,7 @@ def _require_divisible(
     model: nn.Module,
     name: str,
     kind: Kind,
-    seen: Linear,
+    seen: LinearUse,
     ways: int,
     vocabulary: Vocabulary | None,
 ) -> None:
@@ -230,7 +230,7 @@ def _require_divisible(
         raise ValueError(f"plan= cannot divide {name}: {problem}; leave it out of plan=")
 
 
-def _like_others(vocabulary: Vocabulary, name: str, kinds: Mapping[str, Kind]) -> Division:
+def _like_others(vocabulary: Vocabulary, name: str, kinds: Mapping[str, Kind]) -> LayerDivision:
     """How a layer is divided whose weight others may have, which must be divided alike."""
     dim = int((kinds[name] == "row") != (name in vocabulary.embeddings))
     alike = vocabulary.divided(dim)

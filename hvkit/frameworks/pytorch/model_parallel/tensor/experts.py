@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
-    Division,
+    LayerDivision,
     Placement,
     part_of,
 )
@@ -86,10 +86,10 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
 
 def divisions_of_experts(
     model: nn.Module, found: Mapping[str, Experts], ways: int, device: torch.device
-) -> dict[str, Division | str]:
+) -> dict[str, LayerDivision | str]:
     """How ``ways`` ranks divide the experts of each module, else why they stay whole."""
-    divisions: dict[str, Division | str] = {}
-    alike: dict[Any, Division | str] = {}
+    divisions: dict[str, LayerDivision | str] = {}
+    alike: dict[Any, LayerDivision | str] = {}
     for name, seen in found.items():
         module = model.get_submodule(name)
         if seen.unusable or not seen.calls:
@@ -113,7 +113,9 @@ _OF_MODULES = vars(nn.Module()).keys()
 _CPU = torch.device("cpu")
 
 
-def _tried(module: nn.Module, seen: Experts, ways: int, device: torch.device) -> Division | str:
+def _tried(
+    module: nn.Module, seen: Experts, ways: int, device: torch.device
+) -> LayerDivision | str:
     """How the experts of a module are divided, by a trial; else why they are not."""
     shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
     guesses = list(_guesses(shapes, ways))
@@ -144,7 +146,7 @@ def _tried(module: nn.Module, seen: Experts, ways: int, device: torch.device) ->
     if not guesses:
         return f"no parts of its experts for {ways} ranks add up to what it computes"
     experts, calls = tuple(guesses[0].items()), frozenset(seen.calls)
-    return Division("experts", by_itself=True, experts=experts, calls=calls)
+    return LayerDivision("experts", by_itself=True, experts=experts, calls=calls)
 
 
 def _guesses(shapes: Mapping[str, torch.Size], ways: int) -> Iterator[dict[str, Placement | None]]:

@@ -27,7 +27,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Division:
+class LayerDivision:
     """How a layer is divided.
 
     An embedding counts as a linear layer with a transposed weight: it takes one of its rows, and
@@ -91,7 +91,7 @@ def whole_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tenso
     return torch.cat([share[i] for i in range(placement.parts) for share in shares], placement.dim)
 
 
-def place_in_part(
+def index_in_part(
     places: torch.Tensor, length: int, index: int, ways: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where a rank's part has what has these places in the whole, and which are elsewhere.

@@ -1,7 +1,7 @@
 """Which layers of a model the ranks can divide, proven by following one forward.
 
 A column layer gives each rank a part of its outputs, a row layer takes them and sums (Megatron-LM,
-https://arxiv.org/abs/1909.08053). A pair is in the plan only if ``Flow`` saw that everything
+https://arxiv.org/abs/1909.08053). A pair is in the plan only if ``LinearTrace`` saw that everything
 between them treats the parts independently of each other. Embeddings and what projects onto a
 vocabulary are divided without a partner. All else stays whole, with a reason.
 """
@@ -29,9 +29,12 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
     vocabularies,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import divisions_of_experts
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import Flow, Linear
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
-from hvkit.frameworks.pytorch.model_parallel.tensor.streams import Stream, Streams
+from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import LinearTrace, LinearUse
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.sequence_parallel import (
+    SequenceRegion,
+    SequenceTrace,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call, tensors_in
 
 _CPU = torch.device("cpu")
@@ -48,19 +51,19 @@ class TensorPlan:
         whole: the reason why it stays whole, for each linear layer and embedding that does.
         share: of the bytes of all parameters, those that are divided.
         vocabularies: names of the layers that have one weight, for each.
-        streams: activations between pairs that are divided along the sequence.
-        whole_streams: why others are not.
+        sequence_regions: activations between pairs that are divided along the sequence.
+        whole_regions: why others are not.
         called: the layers that the forward has called.
         experts: modules with experts in parameters of three dimensions, divided or whole.
     """
 
     ways: int
-    divisions: Mapping[str, Division] = field(default_factory=dict)
+    divisions: Mapping[str, LayerDivision] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     share: float = 0.0
     vocabularies: tuple[frozenset[str], ...] = ()
-    streams: tuple[Stream, ...] = ()
-    whole_streams: tuple[str, ...] = ()
+    sequence_regions: tuple[SequenceRegion, ...] = ()
+    whole_regions: tuple[str, ...] = ()
     called: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
 
@@ -74,11 +77,11 @@ class TensorPlan:
         ]
         lines += [f"  {name} stays whole: {why}" for name, why in self.whole.items()]
         lines += [
-            f"  between {stream.begins[0]} and {stream.ends[-1]} activations that pairs of layers "
+            f"  between {region.begins[0]} and {region.ends[-1]} activations that pairs of layers "
             "leave whole are divided along the sequence"
-            for stream in self.streams
+            for region in self.sequence_regions
         ]
-        lines += [f"  activations between pairs {why}" for why in self.whole_streams]
+        lines += [f"  activations between pairs {why}" for why in self.whole_regions]
         return "\n".join(lines)
 
 
@@ -90,7 +93,7 @@ class _Group:
     rows: frozenset[str]
 
 
-def prove(
+def plan_layers(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -115,21 +118,21 @@ def prove(
     if ways == 1 or words == {}:
         return TensorPlan(ways)
     meta, _ = on_meta(model)
-    flow = Flow(model, meta, ways)
-    _watch_forward(flow, model, meta, args, kwargs)
-    found = vocabularies(model, flow.linears)
-    linears = _linears(model, flow)
+    trace = LinearTrace(model, meta, ways)
+    _watch_forward(trace, model, meta, args, kwargs)
+    found = vocabularies(model, trace.linears)
+    linears = _linears(model, trace)
     if words is None:
         device = next((t.device for t in tensors_in((args, kwargs)) if not t.is_meta), _CPU)
-        divisions, whole = _chosen(model, flow, linears, found, left, device)
+        divisions, whole = _chosen(model, trace, linears, found, left, device)
     else:
         divisions = divisions_in_words(model, words, linears, found, ways)
-        whole = dict.fromkeys([*linears, *flow.experts], "plan= does not name it")
+        whole = dict.fromkeys([*linears, *trace.experts], "plan= does not name it")
     order = [name for name, _ in model.named_modules()]
     called = (
-        *(name for name, seen in flow.linears.items() if seen.taken_from),
-        *(each for name in flow.heads for each in (name, _child(name, "out_proj"))),
-        *(name for name, seen in flow.experts.items() if seen.calls),
+        *(name for name, seen in trace.linears.items() if seen.taken_from),
+        *(each for name in trace.heads for each in (name, _child(name, "out_proj"))),
+        *(name for name, seen in trace.experts.items() if seen.calls),
     )
     plan = TensorPlan(
         ways,
@@ -138,58 +141,58 @@ def prove(
         _share(model, divisions),
         tuple(frozenset(each.layers) for each in found),
         called=frozenset(called),
-        experts=frozenset(flow.experts),
+        experts=frozenset(trace.experts),
     )
-    return _with_streams(plan, model, args, kwargs)
+    return _with_sequence_regions(plan, model, args, kwargs)
 
 
 def _chosen(
     model: nn.Module,
-    flow: Flow,
-    linears: Mapping[str, Linear],
+    trace: LinearTrace,
+    linears: Mapping[str, LinearUse],
     found: Sequence[Vocabulary],
     left: Set[str],
     device: torch.device,
-) -> tuple[dict[str, Division], dict[str, str]]:
+) -> tuple[dict[str, LayerDivision], dict[str, str]]:
     """How layers are divided, and why others stay whole."""
-    divisions: dict[str, Division] = {}
-    for group in _largest_first(model, _groups(linears, flow)):
+    divisions: dict[str, LayerDivision] = {}
+    for group in _largest_first(model, _groups(linears, trace)):
         taken = {*left, *divisions}
         if not taken & (group.columns | group.rows) and not group.columns & group.rows:
             divisions |= {name: _column(name, linears) for name in group.columns}
             divisions |= {name: _row(name, linears) for name in group.rows}
     whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
-    whole |= {n: why for n, why in flow.heads.items() if why}
-    tried: dict[str, Division | str] = {}
+    whole |= {n: why for n, why in trace.heads.items() if why}
+    tried: dict[str, LayerDivision | str] = {}
     for vocabulary in found:
         if {*left, *divisions, *tried}.isdisjoint(vocabulary.layers):
-            tried |= vocabulary.chosen(flow.ways)
-    kept = {name: each for name, each in flow.experts.items() if name not in left}
-    tried |= divisions_of_experts(model, kept, flow.ways, device)
-    divisions |= {name: each for name, each in tried.items() if isinstance(each, Division)}
+            tried |= vocabulary.chosen(trace.ways)
+    kept = {name: each for name, each in trace.experts.items() if name not in left}
+    tried |= divisions_of_experts(model, kept, trace.ways, device)
+    divisions |= {name: each for name, each in tried.items() if isinstance(each, LayerDivision)}
     whole |= {name: why for name, why in tried.items() if isinstance(why, str)}
     whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
     return divisions, whole
 
 
-def _with_streams(
+def _with_sequence_regions(
     plan: TensorPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TensorPlan:
     """A plan with the activations between pairs that can be divided along the sequence."""
-    streams = Streams(model, plan.divisions, plan.ways)
+    trace = SequenceTrace(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
-    _watch_forward(streams, model, meta, args, kwargs)
-    found, problems = streams.found()
-    return replace(plan, streams=tuple(found), whole_streams=tuple(problems))
+    _watch_forward(trace, model, meta, args, kwargs)
+    found, problems = trace.found()
+    return replace(plan, sequence_regions=tuple(found), whole_regions=tuple(problems))
 
 
-def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
+def with_vocabularies_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
     """A plan of one mode whose vocabularies suit that of the other, training or evaluation.
 
     Where one divides a vocabulary as the other does not, it stays whole. Logits that stay divided
     up to a loss in one alone are gathered. What is divided along the sequence is so in both.
     """
-    begun = {stream.begins for stream in other.streams}
+    begun = {region.begins for region in other.sequence_regions}
     divisions, whole = dict(plan.divisions), dict(plan.whole)
     for layers in {*plan.vocabularies, *other.vocabularies}:
         pairs = {name: (plan.divisions.get(name), other.divisions.get(name)) for name in layers}
@@ -199,9 +202,13 @@ def agreed(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
             elif any(a or b for a, b in pairs.values()):
                 divisions.pop(name, None)
                 whole[name] = "training and evaluation use its weight in different ways"
-    streams = tuple(each for each in plan.streams if each.begins in begun)
+    regions = tuple(each for each in plan.sequence_regions if each.begins in begun)
     return replace(
-        plan, divisions=divisions, whole=whole, share=_share(model, divisions), streams=streams
+        plan,
+        divisions=divisions,
+        whole=whole,
+        share=_share(model, divisions),
+        sequence_regions=regions,
     )
 
 
@@ -220,7 +227,7 @@ def with_layers_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> Ten
 
 
 def _watch_forward(
-    watcher: Flow | Streams,
+    trace: LinearTrace | SequenceTrace,
     model: nn.Module,
     meta: Mapping[str, nn.Parameter],
     args: Sequence[Any],
@@ -230,12 +237,12 @@ def _watch_forward(
     tensors = {**meta, **{n: b.clone() for n, b in model.named_buffers()}}
     device = next((p.device for p in model.parameters() if not p.is_meta), _CPU)
     args, kwargs = copied_call(tuple(args), dict(kwargs))
-    modes: Sequence[Any] = watcher.entered(), torch.no_grad(), OnMeta(device, _nothing), watcher
+    modes: Sequence[Any] = trace.entered(), torch.no_grad(), OnMeta(device, _nothing), trace
     try:
         with forward_on_meta(model, tensors, args, kwargs, device, modes) as (out, kept):
             # The script may compute with what is kept as with what is returned.
             for each in (out, [change.value for change in kept.changes().values()]):
-                watcher.returned(each)
+                trace.returned(each)
     except Exception as error:
         raise HvkitError(
             "the forward cannot be followed on the meta device, where tensors have shapes and no "
@@ -248,13 +255,13 @@ def _nothing(error: Exception) -> None:
     """Ranks of the tensor axis look at the same values, which are those of the whole model."""
 
 
-def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
+def _linears(model: nn.Module, trace: LinearTrace) -> dict[str, LinearUse]:
     """The linear layers and embeddings of a model, also those that the forward has not called."""
     holders = holders_in(model)
-    inside_heads = {_child(n, "out_proj") for n in flow.heads}
+    inside_heads = {_child(n, "out_proj") for n in trace.heads}
     found = {}
     for name, module in model.named_modules():
-        seen = flow.linears.get(name, Linear())
+        seen = trace.linears.get(name, LinearUse())
         if name in inside_heads or not (
             seen.taken_from or isinstance(module, nn.Linear | nn.Embedding)
         ):
@@ -265,13 +272,13 @@ def _linears(model: nn.Module, flow: Flow) -> dict[str, Linear]:
             seen.unusable = f"it shares a parameter with {', '.join(sorted(others))}"
         elif not seen.taken_from:
             seen.unusable = seen.unusable or "the forward does not call it"
-    for name in flow.heads:
+    for name in trace.heads:
         if any(len(holders[p]) > 1 for p in model.get_submodule(name).parameters()):
-            flow.heads[name] = "it shares a weight with another layer"
+            trace.heads[name] = "it shares a weight with another layer"
     return found
 
 
-def _groups(linears: Mapping[str, Linear], flow: Flow) -> list[_Group]:
+def _groups(linears: Mapping[str, LinearUse], trace: LinearTrace) -> list[_Group]:
     """The pairs, and larger groups, that can be divided."""
     parent: dict[tuple[str, str], tuple[str, str]] = {}
 
@@ -294,7 +301,7 @@ def _groups(linears: Mapping[str, Linear], flow: Flow) -> list[_Group]:
         if not any(linears[n].column_problem() for n in group["column"])
         and not any(linears[n].row_problem for n in group["row"])
     ]
-    heads = [name for name, problem in flow.heads.items() if not problem]
+    heads = [name for name, problem in trace.heads.items() if not problem]
     return [*found, *(_Group(frozenset([n]), frozenset([_child(n, "out_proj")])) for n in heads)]
 
 
@@ -310,7 +317,9 @@ def _largest_first(model: nn.Module, groups: Sequence[_Group]) -> list[_Group]:
     return sorted(groups, key=lambda g: -sum(size[name] for name in g.columns | g.rows))
 
 
-def _why(name: str, linears: Mapping[str, Linear], divisions: Mapping[str, Division]) -> str:
+def _why(
+    name: str, linears: Mapping[str, LinearUse], divisions: Mapping[str, LayerDivision]
+) -> str:
     """Why a layer is in no group that was chosen."""
     seen = linears[name]
     if problem := seen.column_problem():
@@ -326,18 +335,18 @@ def _why(name: str, linears: Mapping[str, Linear], divisions: Mapping[str, Divis
     return "a layer that would have to be divided with it stays whole"
 
 
-def _column(name: str, linears: Mapping[str, Linear]) -> Division:
+def _column(name: str, linears: Mapping[str, LinearUse]) -> LayerDivision:
     if name not in linears:  # nn.MultiheadAttention
-        return Division("column", 3)
+        return LayerDivision("column", 3)
     (parts,) = linears[name].parts or {1}
-    return Division("column", parts, linears[name].transposed)
+    return LayerDivision("column", parts, linears[name].transposed)
 
 
-def _row(name: str, linears: Mapping[str, Linear]) -> Division:
-    return Division("row", transposed=name in linears and linears[name].transposed)
+def _row(name: str, linears: Mapping[str, LinearUse]) -> LayerDivision:
+    return LayerDivision("row", transposed=name in linears and linears[name].transposed)
 
 
-def _share(model: nn.Module, divisions: Mapping[str, Division]) -> float:
+def _share(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> float:
     total = bytes_of(model.parameters())
     divided = {
         p

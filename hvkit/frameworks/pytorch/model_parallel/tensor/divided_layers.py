@@ -32,19 +32,19 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     part_for_this_rank,
     total_for_all,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import structure
+from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import structure
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
-    Division,
+    LayerDivision,
     Placement,
+    index_in_part,
     part_of,
-    place_in_part,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_group import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import (
     SameRandomNumbers,
-    added_once,
-    joined,
-    summed,
+    all_gather,
+    all_reduce,
+    divide_by_ranks,
 )
 
 
@@ -59,7 +59,7 @@ def divide(
 
     Args:
         model: changed in place; its parameters stay the same objects.
-        plan: of ``prove``, the same on all ranks of the group.
+        plan: of ``plan_layers``, the same on all ranks of the group.
         mesh: the tensor group, of one dimension.
         random: the random numbers of the group.
 
@@ -84,7 +84,7 @@ def divide(
     attentions = {
         n for n in plan.divisions if isinstance(model.get_submodule(n), nn.MultiheadAttention)
     }
-    along_sequence = {name for stream in plan.streams for name in stream.begins}
+    along_sequence = {name for region in plan.sequence_regions for name in region.begins}
     for name, division in plan.divisions.items():
         module: Any = model.get_submodule(name)
         if name in attentions:
@@ -101,10 +101,10 @@ def divide(
             else:
                 forward = _column(mesh, division)
             module.forward = MethodType(forward, module)
-    of_streams = {name for stream in plan.streams for name in stream.modules}
+    of_regions = {name for region in plan.sequence_regions for name in region.modules}
     # A block between two layers of a pair may be computed again in backward.
     around = {name[:i] for name in plan.divisions for i, c in enumerate(name) if c == "."}
-    for name in {*of_streams, *around, ""}:
+    for name in {*of_regions, *around, ""}:
         region: Any = model.get_submodule(name)
         wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
         region.forward = MethodType(wrapped, region)
@@ -128,7 +128,7 @@ def _product(
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
-def _column(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]:
+def _column(mesh: DeviceMesh, division: LayerDivision) -> Callable[..., torch.Tensor]:
     """The forward of a layer with this rank's part of the outputs."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
@@ -140,14 +140,16 @@ def _column(mesh: DeviceMesh, division: Division) -> Callable[..., torch.Tensor]
         bias = getattr(self, "bias", None)
         y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
         if division.by_itself:
-            return joined(y, mesh)
+            return all_gather(y, mesh)
         product = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
         return mark_fused(product) if division.parts > 1 else product
 
     return forward
 
 
-def _row(mesh: DeviceMesh, division: Division, along_sequence: bool) -> Callable[..., torch.Tensor]:
+def _row(
+    mesh: DeviceMesh, division: LayerDivision, along_sequence: bool
+) -> Callable[..., torch.Tensor]:
     """The forward of a layer with this rank's part of the inputs: the products are summed."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
@@ -158,7 +160,7 @@ def _row(mesh: DeviceMesh, division: Division, along_sequence: bool) -> Callable
 
 
 def _experts(
-    run: Callable[..., torch.Tensor], mesh: DeviceMesh, division: Division
+    run: Callable[..., torch.Tensor], mesh: DeviceMesh, division: LayerDivision
 ) -> Callable[..., torch.Tensor]:
     """The forward of experts with this rank's part of each: what they compute is summed."""
 
@@ -176,7 +178,9 @@ def _experts(
         args, kwargs = tree_map_only(torch.Tensor, for_parts, (args, kwargs))
         held = {name: self._parameters[name] for name, how in division.experts if how is None}
         try:
-            shares: Any = {name: added_once(p, mesh) for name, p in held.items() if p is not None}
+            shares: Any = {
+                name: divide_by_ranks(p, mesh) for name, p in held.items() if p is not None
+            }
             self._parameters.update(shares)
             y = run(self, *args, **kwargs)
         finally:
@@ -187,17 +191,17 @@ def _experts(
 
 
 def _lookup(
-    mesh: DeviceMesh, division: Division, along_sequence: bool
+    mesh: DeviceMesh, division: LayerDivision, along_sequence: bool
 ) -> Callable[..., torch.Tensor]:
     """The forward of an embedding with this rank's part of the features, or of the rows."""
 
     def features(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
-        return joined(F.embedding(input, self.weight, self.padding_idx), mesh)
+        return all_gather(F.embedding(input, self.weight, self.padding_idx), mesh)
 
     def rows(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         """Rows of other ranks are zeros, and the sum has them from there."""
         count, index = len(self.weight), mesh.get_local_rank()
-        place, elsewhere = place_in_part(input, count, index, mesh.size())
+        place, elsewhere = index_in_part(input, count, index, mesh.size())
         padding = None if self.padding_idx is None else self.padding_idx - count * index
         own_padding = padding if padding in range(count) else None
         found = F.embedding(place, self.weight, own_padding)
@@ -318,7 +322,7 @@ class DividedHeads:
     def _of_all_heads(self, weights: torch.Tensor, heads: int, average: bool) -> torch.Tensor:
         """The attention weights that ``nn.MultiheadAttention`` returns, on every rank."""
         if average:
-            return summed(weights.sum(1) / heads, self._mesh)
+            return all_reduce(weights.sum(1) / heads, self._mesh)
         parts = DTensor.from_local(weights, self._mesh, [Shard(1)], run_check=False)
         return parts.full_tensor()
 

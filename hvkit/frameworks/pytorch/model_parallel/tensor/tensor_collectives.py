@@ -1,7 +1,7 @@
-"""What the ranks of a tensor group send each other, and the random numbers that they draw.
+"""Collectives of a tensor group that autograd can follow, and the random numbers its ranks share.
 
-A tensor that all ranks hold has a gradient that is whole on each, since all go on alike with it.
-A rank's part of a tensor has its part of the gradient.
+A tensor that all ranks hold has the same full gradient on each of them, because all of them compute
+the same from it. A rank's part of a tensor has that part of the gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import place_in_part
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import index_in_part
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 
 _LARGEST_SEED = 2**62
@@ -22,44 +22,44 @@ _LARGEST_SEED = 2**62
 _Exchange = Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor]
 
 
-def used_by_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor that all ranks hold, and use for their parts: their gradients are summed."""
+def copy_to_ranks(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A tensor that all ranks hold, for use with their parts; backward: all-reduce."""
     return _both_ways(x, mesh, 0, _same, _total)
 
 
-def added_once(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """What each rank adds of a tensor that all hold, before a sum for which all get gradients."""
+def divide_by_ranks(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's share of a tensor that all hold, before an all-reduce; backward: unchanged."""
     return _both_ways(x, mesh, 0, _share, _same)
 
 
-def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' tensors, on every rank, which all go on alike with it."""
+def all_reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' tensors, on every rank; backward: unchanged."""
     return _both_ways(x, mesh, 0, _total, _same)
 
 
-def joined(x: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
-    """The ranks' parts along a dimension, on every rank, which all go on alike with them."""
+def all_gather(x: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
+    """The ranks' parts along a dimension, on every rank; backward: this rank's part."""
     return _both_ways(x, mesh, dim, _whole, _own)
 
 
-def own_part(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """This rank's part along a dimension of a tensor that all ranks hold."""
+def scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """This rank's part along a dimension of a tensor that all hold; backward: all-gather."""
     return _both_ways(x, mesh, dim, _own, _whole)
 
 
-def own_part_summed(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """This rank's part along a dimension of the sum of the ranks' tensors."""
+def reduce_scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """This rank's part along a dimension of the sum of tensors; backward: all-gather."""
     return _both_ways(x, mesh, dim, _own_total, _whole)
 
 
-def joined_for_all(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """The ranks' parts along a dimension, on every rank: the sum of their gradients comes back."""
+def all_gather_shared(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """The ranks' parts along a dimension, for use with their parts; backward: reduce-scatter."""
     return _both_ways(x, mesh, dim, _whole, _own_total)
 
 
 @torch.no_grad()
-def largest(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Of the ranks' elements at each place, on every rank; without a gradient."""
+def all_reduce_max(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The largest of the ranks' elements at each index, on every rank; without a gradient."""
     return _reduced(x, mesh, dist.ReduceOp.MAX)
 
 
@@ -100,7 +100,7 @@ def _own(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    if x.is_meta:  # only shapes are wanted
+    if x.is_meta:  # a dry run needs the shape alone
         return torch.cat([x] * mesh.size(), dim)
     parts = [x.new_empty(x.shape) for _ in range(mesh.size())]
     dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
@@ -109,7 +109,7 @@ def _whole(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
 
 
 def _own_total(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """Each rank adds up its part: gloo's reduce-scatter sends as much as a sum for all."""
+    """All-to-all and a local sum: gloo's reduce-scatter sends as much as an all-reduce."""
     if x.is_meta:
         return _own(x, mesh, dim)
     parts = torch.stack(x.chunk(mesh.size(), dim))
@@ -148,35 +148,34 @@ def cross_entropy(
     """
     dim = min(1, logits.dim() - 1)
     exact = torch.promote_types(logits.dtype, torch.float32)
-    kind = exact if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    dtype = exact if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     counted = target != ignore_index
-    place, elsewhere = place_in_part(
+    index, elsewhere = index_in_part(
         target.where(counted, 0), logits.shape[dim], mesh.get_local_rank(), mesh.size()
     )
     logits = logits.to(exact)
-    logits = logits - largest(logits.detach().amax(dim, keepdim=True), mesh)
-    own = logits.gather(dim, place.unsqueeze(dim)).squeeze(dim).masked_fill(elsewhere, 0)
-    losses = summed(logits.exp().sum(dim), mesh).log() - summed(own, mesh)
+    logits = logits - all_reduce_max(logits.detach().amax(dim, keepdim=True), mesh)
+    own = logits.gather(dim, index.unsqueeze(dim)).squeeze(dim).masked_fill(elsewhere, 0)
+    losses = all_reduce(logits.exp().sum(dim), mesh).log() - all_reduce(own, mesh)
     losses = losses.masked_fill(~counted, 0)
     if reduction != "none":
         losses = losses.sum()
-    return (losses / counted.sum() if reduction == "mean" else losses).to(kind)
+    return (losses / counted.sum() if reduction == "mean" else losses).to(dtype)
 
 
 class SameRandomNumbers:
     """A context in which all ranks of a group draw the same random numbers.
 
-    Scripts seed each rank by its rank, so that ranks shuffle and drop out differently. The ranks of
-    a tensor group compute on the same activations: with different dropout they would train
-    different models. Megatron-LM keeps two streams for the same reason
-    (https://arxiv.org/abs/1909.08053, appendix B.2).
+    Scripts seed each rank by its rank. But the ranks of a tensor group compute on the same
+    activations: with different dropout they would train different models. Megatron-LM keeps two
+    generators for the same reason (https://arxiv.org/abs/1909.08053, appendix B.2).
 
-    The numbers go on where the last context ended. Outside, each rank has its own generators as
-    before. They cover the CPU, and the current CUDA device.
+    The context continues the numbers of the last one, on the CPU and the current CUDA device.
+    Outside of it each rank draws from its own generators as before.
 
     Args:
-        group: of ``torch.distributed``; the numbers begin with the generators of its first rank.
-            A collective.
+        group: of ``torch.distributed``. All start from the generators of its first rank; a
+            collective.
         device: of the model.
     """
 
@@ -206,12 +205,12 @@ class SameRandomNumbers:
             self._set(self._own)
 
     def begin(self) -> None:
-        """Go on from where the generators are now, which must be the same on all ranks."""
+        """Continue from the generators' present states, which must be the same on all ranks."""
         self._common = [generator.get_state() for generator in self._generators]
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """Where the numbers go on: of the CPU, then of the CUDA device. May be set to resume."""
+        """States of the generators of the CPU and the CUDA device; may be set to resume."""
         return [state.clone() for state in self._common]
 
     @state.setter
@@ -220,10 +219,10 @@ class SameRandomNumbers:
 
     @contextmanager
     def different(self, device: torch.device) -> Iterator[None]:
-        """Inside, each rank draws other numbers on ``device``: for dropout of its own part.
+        """A context in which each rank draws other numbers on ``device``: dropout of its part.
 
-        They depend on the common generator alone, so that gradient checkpointing, which sets it
-        back before it computes a part of the forward again, gets the same ones.
+        They depend on the common generator alone. So gradient checkpointing, which sets that one
+        back before it recomputes, gets the same numbers.
         """
         seed = int(torch.randint(_LARGEST_SEED, (), device="cpu"))
         generator = _generator(device)

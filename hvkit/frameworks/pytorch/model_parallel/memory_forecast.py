@@ -27,10 +27,10 @@ from hvkit.frameworks.pytorch.divided_state.trials import copied
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
-from hvkit.frameworks.pytorch.model_parallel.tensor.layers import placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
-from hvkit.host.cpus import free_memory
+from hvkit.host.hardware import free_memory
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.stages import megabytes

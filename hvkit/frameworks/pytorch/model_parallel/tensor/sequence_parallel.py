@@ -8,7 +8,7 @@ as much as a sum for all, in forward and in backward, so the bytes are the same 
 "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2).
 
 Anything may be computed from such a part, since what has no rule gets the whole. But to join it
-there, or to take parts of what is whole, costs an exchange. So ``Streams`` follows one forward on
+there, or to take parts of what is whole, costs an exchange. So ``SequenceTrace`` follows one forward on
 the meta device with the pairs known, and counts these.
 """
 
@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Division
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     ELEMENTWISE,
     HARMLESS,
     SIZES,
@@ -38,8 +38,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
-_MARK = "_hvkit_stream"
-# Of the exchanges that a stream needs anyway, how many others may come to them.
+_MARK = "_hvkit_sequence"
+# Of the exchanges that a region needs anyway, how many others may come to them.
 _OTHERS = 1 / 4
 SMALLEST = 8_000_000
 """Bytes of an activation from which parts pay: they take more messages, for the same bytes."""
@@ -48,7 +48,7 @@ _BY_POSITION = {*ELEMENTWISE, "layer_norm", "rms_norm", "softmax", "mean", "sum"
 
 
 @dataclass(frozen=True)
-class Stream:
+class SequenceRegion:
     """Activations of which each rank has the same part of the sequence.
 
     Attributes:
@@ -65,11 +65,11 @@ class Stream:
 
 
 @dataclass
-class _SeenStream:
+class _SeenRegion:
     """What the dry run has seen of activations that begin at the same layers.
 
     Attributes:
-        ends, modules: as for ``Stream``.
+        ends, modules: as for ``SequenceRegion``.
         carried: exchanges of the layers where they begin and end.
         others: exchanges elsewhere, in those of an activation of the same size, by their reason.
         largest: bytes of an activation.
@@ -83,7 +83,7 @@ class _SeenStream:
     largest: int = 0
     problem: str = ""
 
-    def add(self, other: _SeenStream) -> None:
+    def add(self, other: _SeenRegion) -> None:
         """Take over what has been seen of activations that meet these."""
         self.ends |= other.ends
         self.modules |= other.modules
@@ -126,7 +126,7 @@ class _Part:
     dim: int
 
 
-class Streams(EachOperation):
+class SequenceTrace(EachOperation):
     """Follows what row layers return.
 
     Args:
@@ -135,11 +135,11 @@ class Streams(EachOperation):
         ways: among how many ranks.
     """
 
-    def __init__(self, model: nn.Module, divisions: Mapping[str, Division], ways: int) -> None:
+    def __init__(self, model: nn.Module, divisions: Mapping[str, LayerDivision], ways: int) -> None:
         super().__init__()
         self._divisions, self._ways = divisions, ways
         self._modules = dict(model.named_modules())
-        self._seen: dict[frozenset[str], _SeenStream] = {}
+        self._seen: dict[frozenset[str], _SeenRegion] = {}
         self._called: list[str] = []
         # Inside of how many divided layers.
         self._depth = 0
@@ -239,18 +239,18 @@ class Streams(EachOperation):
             if mark := _mark_of(t):
                 self._of(mark.begins).exchange(1, "the model returns them")
 
-    def found(self) -> tuple[list[Stream], list[str]]:
+    def found(self) -> tuple[list[SequenceRegion], list[str]]:
         """Those that can be divided for the bytes of what they replace; why others are not."""
-        together: dict[frozenset[str], _SeenStream] = {}
+        together: dict[frozenset[str], _SeenRegion] = {}
         for begins, seen in self._seen.items():
-            total = _SeenStream()
+            total = _SeenRegion()
             for others in [each for each in together if each & begins]:
                 total.add(together.pop(others))
                 begins |= others
             total.add(seen)
             together[begins] = total
         order = {name: i for i, name in enumerate(self._modules)}
-        streams, problems = [], []
+        regions, problems = [], []
         for begins, seen in together.items():
             names = sorted(begins, key=lambda name: order[name])
             if not seen.ends:
@@ -260,15 +260,15 @@ class Streams(EachOperation):
             else:
                 ends = sorted(seen.ends, key=lambda name: order[name])
                 modules, exchanges = frozenset(seen.modules), tuple(seen.others.items())
-                streams.append(Stream(tuple(names), tuple(ends), modules, exchanges))
-        return streams, problems
+                regions.append(SequenceRegion(tuple(names), tuple(ends), modules, exchanges))
+        return regions, problems
 
     def _mark(self, t: torch.Tensor, mark: _Part) -> None:
         setattr(t, _MARK, mark)
         self._memory[storage_of(t)] = t
 
-    def _of(self, begins: frozenset[str]) -> _SeenStream:
-        return self._seen.setdefault(begins, _SeenStream())
+    def _of(self, begins: frozenset[str]) -> _SeenRegion:
+        return self._seen.setdefault(begins, _SeenRegion())
 
 
 def _mark_of(t: torch.Tensor) -> _Part | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.shares import (
+from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     SavedState,
     SavedTensor,
     blocks_of,

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import experts_in
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     HARMLESS,
     SIZES,
     WRITES,
@@ -52,7 +52,7 @@ class Mark:
 
 
 @dataclass
-class Linear:
+class LinearUse:
     """What the dry run has seen of a layer that multiplies by a weight, or looks up its rows.
 
     Attributes:
@@ -98,7 +98,7 @@ class Linear:
         return "it takes whole activations"
 
 
-class Flow(EachOperation):
+class LinearTrace(EachOperation):
     """Follows the output of each linear layer.
 
     Args:
@@ -115,7 +115,7 @@ class Flow(EachOperation):
     def __init__(self, model: nn.Module, meta: Mapping[str, nn.Parameter], ways: int) -> None:
         super().__init__()
         self.ways = ways
-        self.linears: dict[str, Linear] = {}
+        self.linears: dict[str, LinearUse] = {}
         self.heads: dict[str, str] = {}
         self.experts = experts_in(model, meta)
         self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
@@ -209,8 +209,8 @@ class Flow(EachOperation):
                     seen = self._see(column)
                     seen.returned = f"the model returns what it computes from it{where}"
 
-    def _see(self, name: str) -> Linear:
-        return self.linears.setdefault(name, Linear())
+    def _see(self, name: str) -> LinearUse:
+        return self.linears.setdefault(name, LinearUse())
 
     def _product(self, call: Operation) -> str | None:
         """The layer whose product this is, if its weight and bias are where they belong."""
@@ -318,7 +318,7 @@ def _may_be_linear(module: nn.Module) -> bool:
 
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:
-    """What ``Flow`` knows of a tensor."""
+    """What ``LinearTrace`` knows of a tensor."""
     return getattr(tensor, _MARK, None)
 
 
