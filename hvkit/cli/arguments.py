@@ -9,7 +9,7 @@ from hvkit.errors import HostfileError
 from hvkit.launching.allocation import Allocation, allocation
 from hvkit.launching.hostfile import read_entries
 from hvkit.launching.hosts import Entry, Host, merged, read_hosts_option, repeated
-from hvkit.launching.request import NUMBER_OF_RANKS, Request
+from hvkit.launching.prepare import NUMBER_OF_RANKS, Request
 
 COMMAND_MISSING = (
     "COMMAND is missing: give the script or program that every rank runs, such as `script.py`"

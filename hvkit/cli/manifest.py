@@ -23,7 +23,7 @@ from hvkit.cli.arguments import (
 )
 from hvkit.cli.command_parser import CommandParser, checked
 from hvkit.cli.foreign_options import FOREIGN_IN_MANIFESTS
-from hvkit.launching.request import NUMBER_OF_RANKS
+from hvkit.launching.prepare import NUMBER_OF_RANKS
 from hvkit.manifest import fields, systems
 
 

@@ -19,9 +19,8 @@ from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN
 from hvkit.errors import UsageError
 from hvkit.launching.allocation import SAGEMAKER
-from hvkit.launching.prepare import prepared, shown
+from hvkit.launching.prepare import LAUNCHERS, Request, prepared, shown
 from hvkit.launching.rank_command import with_python
-from hvkit.launching.request import LAUNCHERS, Request
 from hvkit.launching.sagemaker import are_of_a_job, leave_to_first
 from hvkit.launching.start import start
 from hvkit.launching.supervision.rank_output import Style

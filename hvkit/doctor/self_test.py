@@ -99,7 +99,8 @@ def _test(
     launcher: Launcher, framework: str, cores: int, seconds: float, rounds: int, size: int
 ) -> dict[str, Any]:
     program = (sys.executable, "-m", "hvkit.doctor.self_test", framework, str(rounds), str(size))
-    job = Job((Host("localhost", RANKS),), program, crowded=cores < RANKS)
+    crowded = {"localhost": (RANKS, cores)} if cores < RANKS else {}
+    job = Job((Host("localhost", RANKS),), program, crowded=crowded)
     status, output = _run(launcher.command(job), seconds)
     timing = re.search(r"hvkit:(\{.*\})", output)
     time_of_one = json.loads(timing[1])["seconds"] if status == 0 and timing else None

@@ -24,7 +24,7 @@ from hvkit.functions.supervised import (
     results_of,
 )
 from hvkit.launching.host_checks.preflight import working_directory
-from hvkit.launching.request import Request
+from hvkit.launching.prepare import Request
 from hvkit.launching.sagemaker import leave_to_first
 from hvkit.log import logger
 

@@ -25,7 +25,7 @@ from hvkit.errors import HvkitError, LaunchError, RankLostError
 from hvkit.functions.outcomes import error_in, picklable, results_in
 from hvkit.host.call_folder import outcome_in, written
 from hvkit.host.rank_variables import launched
-from hvkit.launching.request import Request
+from hvkit.launching.prepare import Request
 from hvkit.launching.start import start
 from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.processes import ends_with_parent

@@ -3,20 +3,18 @@
 ``hvkit run``, from Enter to its last line::
 
     cli                         parses the arguments into a request, and finds the hosts:
-    ├── request                 what is to be started; how many ranks this host may have
     ├── rank_command            puts this Python before a script; whether a host can start it
     ├── hosts                   -H, host names and addresses
     ├── hostfile                a file of hosts
     └── allocation              the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes
     sagemaker                   on all hosts but the first of such a job: waits for its end
-    start                       from the request to an exit status, over all restarts:
+    start                       from the request to an exit status; decides about restarts
     ├── prepare                 from the request to a command line:
     │   ├── launchers           finds mpirun or horovodrun
     │   ├── host_checks/        chooses the hosts with ranks and checks each of them (preflight)
     │   │   └── ssh             runs a command on all hosts, over ssh or Slurm's srun
-    │   ├── forwarded_variables which environment variables ranks on other hosts get
+    │   ├── environment         which environment variables ranks on other hosts get
     │   └── launchers           makes the command line, with an agent before each rank's command
-    ├── restarts                decides whether to start the ranks again after a failure, and when
     └── supervision/            runs that command line to its end and reports the first failure
         ├── supervisor          in this process: the TCP connections of all agents
         └── agent               on each host, one per rank: runs the command and sends its output

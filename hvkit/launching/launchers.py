@@ -27,31 +27,37 @@ _FLAVOURS = (
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks to start, the same for every launcher.
+    """The ranks to start, on hosts that are ready; the same for every launcher.
 
     Attributes:
         hosts: the hosts in the order of ranks; ``slots`` is the number of ranks on each.
         command: the command of every rank.
-        forwarded: names of the launcher's environment variables that all ranks get.
+        environ: the launcher's environment.
+        forwarded: names of variables of ``environ`` that all ranks get.
         networks: the networks between the hosts, ``10.0.0.0/24``; empty to let the launcher
             choose, as on one host.
         interfaces: the names of the interfaces in these networks.
         daemon_networks: the networks for the launcher's own connections, which also lead to the
             host that it runs on.
         networks_asked_for: whether the user named the networks or interfaces.
-        environ: the launcher's environment.
-        crowded: whether a host has more ranks than logical CPUs.
+        addresses: addresses of this host that the hosts reach it at.
+        on_this_host: whether all ranks run on this host.
+        crowded: by name, the hosts with more ranks than logical CPUs, and how many of each.
+        left_out: why hosts are not ready, by name, if the run goes on without them.
     """
 
     hosts: tuple[Host, ...]
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
     forwarded: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
     interfaces: tuple[str, ...] = ()
     daemon_networks: tuple[str, ...] = ()
     networks_asked_for: bool = False
-    environ: Mapping[str, str] = field(default_factory=dict)
-    crowded: bool = False
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+    on_this_host: bool = True
+    crowded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

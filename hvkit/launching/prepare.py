@@ -1,5 +1,6 @@
-"""From the parsed request of ``hvkit run`` to a launcher's command line that is ready to run.
+"""Requests for ranks, and how one becomes a launcher's command line that is ready to run.
 
+``hvkit run`` reads a ``Request`` from its command line, ``hvkit.launch`` from its arguments.
 ``prepared`` checks the hosts, chooses the environment variables that go to other hosts, and makes
 the command line; ``shown`` makes the line of ``--dry-run`` from it.
 """
@@ -7,38 +8,134 @@ the command line; ``shown`` makes the line of ``--dry-run`` from it.
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-
-import psutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
 
 from hvkit.errors import UsageError
-from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
-from hvkit.host.rank_variables import without_rank_variables
-from hvkit.host.run_reports import RUN_NAME
+from hvkit.host.hardware import usable_cores, visible_gpus
+from hvkit.host.mca import without_interfaces
 from hvkit.launching.allocation import SLURM
-from hvkit.launching.forwarded_variables import (
+from hvkit.launching.environment import (
     GPU_LISTS,
+    SUPERVISION,
     forwarded,
+    given_environment,
     is_secret,
+    launcher_environment,
     name_absent_hyperparameters,
     sendable,
 )
 from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
-from hvkit.launching.launchers import Job, find_launcher, refuse_ipv6, refuse_users
+from hvkit.launching.launchers import find_launcher, refuse_ipv6, refuse_users
 from hvkit.launching.rank_command import RankCommand
-from hvkit.launching.request import Request
 from hvkit.launching.supervision.protocol import (
-    KEY_VARIABLE,
-    SUPERVISOR_VARIABLE,
     AgentSettings,
     agent_command,
 )
+from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 from hvkit.wording import counted
 
-_SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
+LAUNCHERS = ("mpirun", "horovodrun", "gloo")
+"""``mpirun`` of any known MPI; ``horovodrun`` over MPI; ``horovodrun`` with Gloo, without MPI."""
+
+NUMBER_OF_RANKS = ("-np", "--np", "-n", "--num-proc")
+"""All names of the option for the number of ranks."""
+
+# The most ranks on a host that -np starts without -H: a larger number is probably a typing error.
+_MOST_RANKS = 16
+_MOST_ON_A_CORE = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``hvkit run``, under their names there.
+
+    Attributes:
+        command: the command of every rank.
+        hosts: the hosts that may get ranks; empty for this host.
+        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
+        np: the number of ranks; ``None`` for one in each slot.
+        min_np: the fewest ranks to go on with; ``None`` for all of them.
+        launcher: one of ``LAUNCHERS``.
+        variables: environment variables for the ranks besides those of ``forwarded``; ``None``
+            for the value that the variable has here.
+        interfaces: interfaces or networks to use between hosts, instead of those found.
+        bind: whether each rank is bound to its share of its host's cores.
+        lost_after: seconds without an acknowledgement after which a host counts as lost.
+        grace: seconds that commands have to end, after a signal or the failure of another rank.
+        style: how to show output.
+        verbose: whether to print how ranks are started, what they set, and what TensorFlow and JAX
+            print though nothing is wrong.
+        stall: seconds after which a rank that others wait for ends the run; ``None`` for the value
+            of ``HVKIT_STALL_LIMIT_SECONDS``, or half an hour.
+        timeline: a file for the trace of all ranks; None for none.
+        max_restarts: how often to start the ranks again without progress between two failures.
+        call: the folder of the function that ``command`` runs; ``None`` for other commands.
+        from_python: whether the caller writes ``np=4``, and not ``-np 4``; for errors.
+    """
+
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...] = ()
+    system: str | None = None
+    np: int | None = None
+    min_np: int | None = None
+    launcher: str = "mpirun"
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    interfaces: tuple[str, ...] = ()
+    bind: Literal["cores", "none"] = "cores"
+    lost_after: float = 30.0
+    grace: float = 10.0
+    style: Style = field(default_factory=Style)
+    verbose: bool = False
+    stall: float | None = None
+    timeline: Path | None = None
+    max_restarts: int = 0
+    call: Path | None = None
+    from_python: bool = False
+
+    def checked(self) -> "Request":
+        """The request; for this host alone, with a number of ranks.
+
+        Raises:
+            UsageError: the number of ranks is missing, too large, or smaller than ``min_np``.
+        """
+        if self.min_np is not None and self.np is not None and self.min_np > self.np:
+            raise UsageError(f"--min-np {self.min_np} is more than {self._ranks(self.np)}")
+        return self if self.hosts else replace(self, np=self._number_here())
+
+    def _number_here(self) -> int:
+        """The number of ranks for this host: ``np``, or that of its GPUs."""
+        cores = usable_cores()
+        has = f"this host has {counted(cores, 'core')}"
+        if self.np is None:
+            given = {name: value for name, value in self.variables.items() if value is not None}
+            if gpus := visible_gpus({**os.environ, **given}):
+                logger.info("starts %s, one for each GPU", counted(gpus, "rank"))
+                return gpus
+            swallowed = any(word.partition("=")[0] in NUMBER_OF_RANKS for word in self.command)
+            place = ", before COMMAND, which gets all options after it" if swallowed else ""
+            raise UsageError(
+                f"{'np' if self.from_python else '-np'} is missing: {has} and no GPU; give the "
+                f"number of ranks{place}, such as {self._ranks(max(2, cores))}"
+            )
+        most = max(_MOST_RANKS, _MOST_ON_A_CORE * cores)
+        if self.np > most:
+            host = f"localhost:{self.np}"
+            raise UsageError(
+                f"{self._ranks(self.np)} is too many: {has}; start at most {self._ranks(most)}, or "
+                f"write {f'hosts={host!r}' if self.from_python else f'-H {host}'} if you mean it"
+            )
+        return self.np
+
+    def _ranks(self, number: int) -> str:
+        """A number of ranks as the caller writes it."""
+        return f"np={number}" if self.from_python else f"-np {number}"
+
+
 # Seconds to connect to each host, and to one that may just have been lost.
 _CONNECT = 10.0
 CONNECT_AGAIN = 4.0
@@ -70,7 +167,7 @@ def prepared(
         refuse_users(request.hosts, "horovodrun")
     hosts = request.hosts or (Host("localhost", slots=request.np),)
     path = request.variables.get("PATH") or os.environ.get("PATH", os.defpath)
-    site = choose_hosts(
+    job = choose_hosts(
         hosts,
         request.np,
         RankCommand.of(request.command, path),
@@ -80,10 +177,9 @@ def prepared(
         preempted=preempted,
         connect=_CONNECT if least is None else CONNECT_AGAIN,
     )
-    for name, problem in site.left_out.items():
+    for name, problem in job.left_out.items():
         logger.warning("goes on without %s: %s", name, problem)
-    interfaces = tuple(dict.fromkeys(interface.name for interface in site.joining))
-    environ = _environment(request.variables, interfaces)
+    environ = launcher_environment(request.variables, job.interfaces)
     if request.stall is not None:
         environ["HVKIT_STALL_LIMIT_SECONDS"] = f"{request.stall:g}"
         environ["HVKIT_STALL_SECONDS"] = f"{min(request.stall, _STALL_REPORTED):g}"
@@ -93,28 +189,18 @@ def prepared(
         # This shell is a step of srun's and holds the cores: mpirun's step would wait for them.
         environ.setdefault("SLURM_OVERLAP", "1")
     names: tuple[str, ...] = ()
-    here: dict[str, str] = {}
-    if not site.here:
+    for_this_host: dict[str, str] = {}
+    if not job.on_this_host:
         # If all ranks are on this host, they inherit the whole environment.
-        names = (*forwarded(environ, request.variables), *(_SUPERVISION if supervised else ()))
+        names = (*forwarded(environ, request.variables), *(SUPERVISION if supervised else ()))
         if least is None:
             name_absent_hyperparameters(environ, names)
-        here = {name: environ[name] for name in GPU_LISTS - {*names} if name in environ}
+        for_this_host = {n: environ[n] for n in GPU_LISTS - {*names} if n in environ}
         environ = sendable(environ, names, launcher, request.system)
-    job = Job(
-        hosts=site.hosts,
-        command=agent_command(request.command),
-        forwarded=names,
-        networks=tuple(dict.fromkeys(interface.network for interface in site.joining)),
-        interfaces=interfaces,
-        daemon_networks=site.daemon_networks,
-        networks_asked_for=bool(request.interfaces),
-        environ=environ,
-        crowded=bool(site.crowded),
-    )
+    job = replace(job, command=agent_command(request.command), environ=environ, forwarded=names)
     if least is None:
-        if site.crowded:
-            logger.warning("more ranks than cores, so they take turns: %s", _numbers(site.crowded))
+        if job.crowded:
+            logger.warning("more ranks than cores, so they take turns: %s", _numbers(job.crowded))
         if request.np is not None and job.size < request.np:
             logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.np)
         _refuse_absent_ranks(request.style.ranks or (), job.size)
@@ -124,11 +210,11 @@ def prepared(
         launcher=launcher.name,
         size=job.size,
         agents=AgentSettings(
-            addresses=site.addresses,
-            lost_after=None if site.here else request.lost_after,
+            addresses=job.addresses,
+            lost_after=None if job.on_this_host else request.lost_after,
             grace=request.grace,
             bind=request.bind == "cores",
-            variables=here,
+            variables=for_this_host,
             call=None if request.call is None else str(request.call),
         ),
         hosts=tuple(host.name for host in job.hosts for _ in range(host.slots or 0)),
@@ -155,7 +241,7 @@ def shown(run: SupervisedRun) -> str:
 
     Secrets are left out: ``NAME=...``.
     """
-    given = _given_environment()
+    given = given_environment()
     removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
     added = [
         f"{name}={'...' if is_secret(name) else shlex.quote(value)}"
@@ -172,29 +258,3 @@ def _refuse_absent_ranks(show: Sequence[range], size: int) -> None:
             raise UsageError(
                 f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {size - 1}"
             )
-
-
-def _environment(variables: Mapping[str, str | None], interfaces: Sequence[str]) -> dict[str, str]:
-    """The launcher's environment: this process's, the user's variables, and the interfaces."""
-    for name, value in variables.items():
-        if value is None and name not in os.environ:
-            raise UsageError(f"-x {name}: it is not set here: write -x {name}=VALUE")
-    environ = without_rank_variables(os.environ)
-    for name in (*_SUPERVISION, RUN_NAME):
-        # Set if this run was started inside another one.
-        environ.pop(name, None)
-    if interfaces:
-        # NCCL reads = as "exactly these names"; without it, eth1 would match eth10, too.
-        environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
-    environ.setdefault(*WITHOUT_TOOLS)
-    environ.update({name: value for name, value in variables.items() if value is not None})
-    return environ
-
-
-def _given_environment() -> dict[str, str]:
-    """The environment that this process was started with."""
-    environ = dict(os.environ)
-    # In the C locale Python sets this itself (PEP 538).
-    if "LC_CTYPE" not in psutil.Process().environ():
-        environ.pop("LC_CTYPE", None)
-    return environ

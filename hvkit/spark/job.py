@@ -34,7 +34,7 @@ from hvkit.functions.supervised import (
 )
 from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
-from hvkit.launching.request import Request
+from hvkit.launching.prepare import Request
 from hvkit.launching.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hvkit.errors import CannotRunError, LaunchError, UsageError
 from hvkit.host.network import (
@@ -26,6 +26,7 @@ from hvkit.host.network import (
 from hvkit.launching.allocation import HOSTFILE
 from hvkit.launching.host_checks.probe import Facts
 from hvkit.launching.hosts import Host
+from hvkit.launching.launchers import Job
 from hvkit.launching.rank_command import RankCommand
 from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.wording import counted
@@ -40,31 +41,6 @@ _OPEN_FILES = 24
 _OPEN_FILES_OF_RANK = 4
 
 
-@dataclass(frozen=True)
-class Site:
-    """The hosts of a job, ready for its ranks.
-
-    Attributes:
-        hosts: the hosts with ranks; ``slots`` is the number of ranks on each.
-        addresses: addresses of this host that the hosts reach it at.
-        joining: the interfaces for traffic between hosts: those that the user named, else the
-            interface of each host that the others reach it through; empty if unknown, or if the
-            job runs on this host only and the user named none.
-        daemon_networks: networks for connections between all of these hosts and this one.
-        crowded: by name, the hosts with more ranks than logical CPUs, and how many of each.
-        here: whether all ranks run on this host.
-        left_out: why hosts are not ready, by name, if the run goes on without them.
-    """
-
-    hosts: tuple[Host, ...]
-    addresses: tuple[str, ...]
-    joining: tuple[Interface, ...]
-    daemon_networks: tuple[str, ...]
-    crowded: Mapping[str, tuple[int, int]]
-    here: bool
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-
 def choose_hosts(
     hosts: Sequence[Host],
     size: int | None,
@@ -74,8 +50,11 @@ def choose_hosts(
     least: int | None = None,
     preempted: Collection[str] = (),
     connect: float = 10.0,
-) -> Site:
+) -> Job:
     """Choose the hosts for the ranks, and check that each is ready.
+
+    The interfaces for traffic between hosts are those that the user named, else the interface of
+    each host that the others reach it through.
 
     Args:
         hosts: the hosts that may get ranks; one without slots has a slot for each logical CPU.
@@ -87,6 +66,9 @@ def choose_hosts(
             with ranks must be ready.
         preempted: with ``least``, names of hosts that got SIGTERM: left out if the others suffice.
         connect: seconds to connect to each host.
+
+    Returns:
+        The hosts with ranks and the networks between them; the job's command is still to be set.
 
     Raises:
         CannotRunError: hosts cannot start the command, and all else is right.
@@ -127,19 +109,28 @@ def choose_hosts(
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
-    if not others:
-        networks = _networks(by_user)
-        return Site(hosts, ("127.0.0.1",), by_user, networks, crowded, True, left_out)
-    sources = _own_addresses(others)
-    reached_at = {
-        host.name: [str(address) for address in addresses_of(host.name)]
-        if host.name in others
-        else sources
-        for host in hosts
-    }
-    used = by_user or joining(of_hosts, reached_at)
-    daemon_networks = _daemon_networks(used, sources, list(of_hosts.values()), bool(by_user))
-    return Site(hosts, sources, used, daemon_networks, crowded, False, left_out)
+    used, addresses, daemon_networks = by_user, ("127.0.0.1",), _networks(by_user)
+    if others:
+        addresses = _addresses_towards(others)
+        reached_at = {
+            host.name: [str(address) for address in addresses_of(host.name)]
+            if host.name in others
+            else addresses
+            for host in hosts
+        }
+        used = by_user or joining(of_hosts, reached_at)
+        daemon_networks = _daemon_networks(used, addresses, list(of_hosts.values()), bool(by_user))
+    return Job(
+        hosts,
+        networks=_networks(used),
+        interfaces=tuple(dict.fromkeys(interface.name for interface in used)),
+        daemon_networks=daemon_networks,
+        networks_asked_for=bool(names),
+        addresses=addresses,
+        on_this_host=not others,
+        crowded=crowded,
+        left_out=left_out,
+    )
 
 
 def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
@@ -275,7 +266,7 @@ def _refuse_few_open_files(hosts: Sequence[Host], facts: Mapping[str, Facts]) ->
             )
 
 
-def _own_addresses(others: Sequence[str]) -> tuple[str, ...]:
+def _addresses_towards(others: Sequence[str]) -> tuple[str, ...]:
     """Addresses of this host that the others reach it at.
 
     If only ssh knows the names of the others, all addresses of this host are candidates.

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hvkit.cli import main, run
-from hvkit.launching import request
+from hvkit.launching import prepare
 from hvkit.launching.hosts import Host
 from hvkit.launching.supervision.supervised_run import Outcome
 
@@ -55,8 +55,8 @@ def started(monkeypatch):
     requests = []
     monkeypatch.setattr(run, "start", lambda found: requests.append(found) or Outcome(0))
     monkeypatch.setattr(run, "hosts_of", lambda args, refuse: ((), None))
-    monkeypatch.setattr(request, "usable_cores", lambda: 4)
-    monkeypatch.setattr(request, "visible_gpus", lambda environ: 0)
+    monkeypatch.setattr(prepare, "usable_cores", lambda: 4)
+    monkeypatch.setattr(prepare, "visible_gpus", lambda environ: 0)
     return requests
 
 
@@ -77,7 +77,7 @@ def test_the_number_of_ranks_has_the_names_of_other_launchers(started, words):
 
 def test_without_a_number_there_is_a_rank_for_each_gpu(started, monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(request, "visible_gpus", lambda environ: given.append(environ) or 8)
+    monkeypatch.setattr(prepare, "visible_gpus", lambda environ: given.append(environ) or 8)
     assert main(["run", "-x", "CUDA_VISIBLE_DEVICES=1", "train.py"]) == 0
     assert started[0].np == 8
     assert given[0]["CUDA_VISIBLE_DEVICES"] == "1"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from hvkit.functions.supervised import begin, follow
-from hvkit.launching.request import Request
+from hvkit.launching.prepare import Request
 
 
 def test_an_early_ctrl_c_ends_the_process_without_a_traceback(tmp_path):

@@ -15,8 +15,7 @@ from hvkit.launching import launchers, prepare
 from hvkit.launching.host_checks import preflight
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Launcher
-from hvkit.launching.prepare import prepared, shown
-from hvkit.launching.request import Request
+from hvkit.launching.prepare import Request, prepared, shown
 from hvkit.launching.supervision.rank_output import Style
 
 NODES = (Host("node1", slots=2), Host("node2", slots=2))

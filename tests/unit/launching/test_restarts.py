@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvkit.launching.restarts import Restarts
+from hvkit.launching.start import Restarts
 from hvkit.launching.supervision.supervised_run import Outcome
 from hvkit.launching.supervision.tracebacks import Raised
 

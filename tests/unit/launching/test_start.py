@@ -6,7 +6,7 @@ import pytest
 
 from hvkit.launching import start
 from hvkit.launching.hosts import Host
-from hvkit.launching.request import Request
+from hvkit.launching.prepare import Request
 from hvkit.launching.supervision.supervised_run import Outcome
 
 LEFT = Outcome(143, "got SIGTERM", restartable=True, preempted=True, saved=5, replicas=True)

@@ -18,9 +18,9 @@ from hvkit.launching.supervision import run_status
 RUN = """
 import os, signal, sys
 from hvkit.errors import LaunchError
-from hvkit.launching import restarts, start
+from hvkit.launching import start
 from hvkit.launching.hosts import Host
-from hvkit.launching.request import Request
+from hvkit.launching.prepare import Request
 from hvkit.launching.ssh import run_on_hosts
 from hvkit.launching.supervision.protocol import AgentSettings
 from hvkit.launching.supervision.supervised_run import SupervisedRun
@@ -50,7 +50,7 @@ free = start._free_memory
 if stage == "pause, and signals at the end":
     start._free_memory = freed_while_signals_come
 start.prepared = prepared
-restarts._FIRST_PAUSE = 60 if stage.startswith("pause") else 0.01
+start._FIRST_PAUSE = 60 if stage.startswith("pause") else 0.01
 start._BETWEEN_LOOKS = 600
 hosts = (Host("localhost"),)
 sys.exit(start.start(Request(command=(), hosts=hosts, max_restarts=1)).status)

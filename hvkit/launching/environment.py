@@ -1,14 +1,25 @@
-"""Which environment variables ranks on other hosts get, and which are secrets that stay here."""
+"""The launcher's environment: which variables ranks on other hosts get, and which stay here."""
 
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import psutil
+
+from hvkit.errors import UsageError
+from hvkit.host.mca import WITHOUT_TOOLS
+from hvkit.host.rank_variables import without_rank_variables
+from hvkit.host.run_reports import RUN_NAME
 from hvkit.launching.allocation import SLURM
 from hvkit.launching.launchers import Launcher
+from hvkit.launching.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.log import logger
 
+SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
+"""The variables from which an agent knows its supervisor."""
+
 # Variables that the launcher itself needs: kept also where it sends its whole environment.
-_SLURM = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
+_SLURM_PREFIXES = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
 _LOCAL = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
 
 # Variables that ranks on other hosts get: those that find programs and modules, and those of the
@@ -30,12 +41,40 @@ _FORWARDED_PREFIXES = (
 _SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
 _SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
 # Variables that are for this process only.
-_OWN = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
+_THIS_PROCESS = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
 # Lists of GPUs, which apply only to the host where they are set.
 GPU_LISTS = {
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
 }
+
+
+def launcher_environment(
+    variables: Mapping[str, str | None], interfaces: Sequence[str]
+) -> dict[str, str]:
+    """The launcher's environment: this process's, the user's variables, and the interfaces."""
+    for name, value in variables.items():
+        if value is None and name not in os.environ:
+            raise UsageError(f"-x {name}: it is not set here: write -x {name}=VALUE")
+    environ = without_rank_variables(os.environ)
+    for name in (*SUPERVISION, RUN_NAME):
+        # Set if this run was started inside another one.
+        environ.pop(name, None)
+    if interfaces:
+        # NCCL reads = as "exactly these names"; without it, eth1 would match eth10, too.
+        environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
+    environ.setdefault(*WITHOUT_TOOLS)
+    environ.update({name: value for name, value in variables.items() if value is not None})
+    return environ
+
+
+def given_environment() -> dict[str, str]:
+    """The environment that this process was started with."""
+    environ = dict(os.environ)
+    # In the C locale Python sets this itself (PEP 538).
+    if "LC_CTYPE" not in psutil.Process().environ():
+        environ.pop("LC_CTYPE", None)
+    return environ
 
 
 def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[str, ...]:
@@ -53,7 +92,7 @@ def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[s
 
 
 def _forwarded_by_default(name: str) -> bool:
-    if name in _OWN or name in GPU_LISTS or is_secret(name):
+    if name in _THIS_PROCESS or name in GPU_LISTS or is_secret(name):
         return False
     return name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
 
@@ -88,7 +127,7 @@ def sendable(
         kept: tuple[str, ...] = ()
     elif system == SLURM:
         # In Slurm, srun starts Open MPI's daemons and sends its whole environment.
-        kept = _SLURM
+        kept = _SLURM_PREFIXES
     else:
         return dict(environ)
     return {
