@@ -20,8 +20,8 @@ Tensor = Any
 """A tensor of PyTorch or TensorFlow: it has ``+ - * / @``, comparisons and slices."""
 
 
-class Place(Protocol):
-    """This rank's place among the ranks."""
+class RankGroup(Protocol):
+    """The ranks that exchange something, and this one's number among them; a ``Group`` is one."""
 
     @property
     def rank(self) -> int: ...
@@ -45,8 +45,8 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """This rank's share of every rank's rows, in rank order: an all-to-all of equal parts.
+class AllToAll:
+    """An all-to-all of equal parts: this rank's part of every rank's rows, in rank order.
 
     The number of rows is a multiple of the number of ranks.
     """
@@ -69,7 +69,7 @@ class Messages:
     received: tuple[int, ...]
 
 
-Exchange = Mean | Gather | Shares | Messages
+Exchange = Mean | Gather | AllToAll | Messages
 """A collective, or messages, with a tensor as its result."""
 
 
@@ -135,12 +135,12 @@ class Neighbours:
     offsets: tuple[int, ...]
 
 
-def circle(offsets: Sequence[int], place: Place) -> tuple[list[int], list[int]]:
+def circle(offsets: Sequence[int], group: RankGroup) -> tuple[list[int], list[int]]:
     """The ranks that this one sends to with ``Neighbours``, and those that it receives from.
 
     No offset is a multiple of the number of ranks.
     """
-    rank, size = place.rank, place.size
+    rank, size = group.rank, group.size
     return [(rank + o) % size for o in offsets], [(rank - o) % size for o in offsets]
 
 

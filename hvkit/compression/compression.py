@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.communication.exchanges import Exchange, Place, Tensor
+from hvkit.communication.exchanges import Exchange, RankGroup, Tensor
 
 Shape = tuple[int, ...]
 
@@ -119,7 +119,7 @@ class Compression(ABC):
 
     @abstractmethod
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
     ) -> Reduction:
         """Average tensors over ranks.
 
@@ -132,7 +132,7 @@ class Compression(ABC):
             shapes: of the tensors, the same ones on every rank.
             state: what ``begin`` or the mean before has returned.
             ops: the framework's functions on tensors.
-            place: of this rank.
+            group: the ranks that take part, and this one among them.
 
         Returns:
             The mean over ranks, up to what the compression loses, the same on every rank; and the

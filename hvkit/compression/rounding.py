@@ -2,7 +2,7 @@
 
 Horovod's allreduce would sum in 16 bits, where float16 overflows and every rank adds a rounding
 error, and it has neither bfloat16 nor 8-bit sums. So a mean takes two other collectives. An
-all-to-all gives each rank its share of every rank's values, and the rank averages that share in
+all-to-all gives each rank its part of every rank's values, and the rank averages that part in
 float32. An allgather then brings the means to all ranks. Each value is rounded twice, once on its
 way to the mean and once as part of the mean, however many ranks there are. With two bytes a value
 both together send half the bytes of a ring allreduce in float32.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvkit.communication.exchanges import Gather, Mean, Place, Shares, Tensor
+from hvkit.communication.exchanges import AllToAll, Gather, Mean, RankGroup, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
 
 
@@ -43,15 +43,15 @@ class Rounding(Compression):
         """The float32 vector of a result of ``encode``."""
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
     ) -> Reduction:
-        length, ranks = vector.shape[0], place.size
+        length, ranks = vector.shape[0], group.size
         if length < ranks * self.block and self.block > 1:  # padding would cost more than it saves
             mean = yield Mean(vector)
             return mean, state
         padded = ops.pad(vector, -length % (ranks * self.block))
-        shares = yield Shares(self.encode(padded, ops))
-        mean = ops.mean_of_rows(ops.reshape(self.decode(shares, ops), (ranks, -1)))
+        received = yield AllToAll(self.encode(padded, ops))
+        mean = ops.mean_of_rows(ops.reshape(self.decode(received, ops), (ranks, -1)))
         means = yield Gather(self.encode(mean, ops))
         return self.decode(means, ops)[:length], state
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_number
-from hvkit.communication.exchanges import Gather, Place, Tensor
+from hvkit.communication.exchanges import Gather, RankGroup, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State, byte_row
 
 
@@ -49,7 +49,7 @@ class TopK(Compression):
         return {"residual": np.zeros(math.prod(shape), np.float32)}
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
     ) -> Reduction:
         length = vector.shape[0]
         count = max(1, math.ceil(self.ratio * length))
@@ -59,6 +59,6 @@ class TopK(Compression):
         everyone = yield Gather(sent)
         positions = ops.reshape(ops.bits(everyone[:, : 4 * count], "int32"), (-1,))
         values = ops.reshape(ops.bits(everyone[:, 4 * count :], "float32"), (-1,))
-        mean = ops.sum_at(length, positions, values) / place.size
+        mean = ops.sum_at(length, positions, values) / group.size
         residual = ops.split(ops.without(waiting, at), [math.prod(shape) for shape in shapes])
         return mean, {"residual": residual}

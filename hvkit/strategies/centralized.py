@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvkit.communication.exchanges import Messages, Place, Tensor, by_rank
+from hvkit.communication.exchanges import Messages, RankGroup, Tensor, by_rank
 from hvkit.compression import Compression, Rounding
 from hvkit.compression.compression import Ops, Reduction, Shape, State
 from hvkit.strategies.strategy import Averaging
@@ -51,12 +51,12 @@ class _ThroughRankZero(Compression):
         return self.rounding is not None
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, place: Place
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
     ) -> Reduction:
-        length, size = vector.shape[0], place.size
+        length, size = vector.shape[0], group.size
         sent = self._encode(vector, ops)
         rows, everyone, nobody = sent.shape[0], range(size), ()
-        collects = place.rank == 0
+        collects = group.rank == 0
         collected = yield Messages(
             sent, by_rank(rows, [0], size), by_rank(rows, everyone if collects else nobody, size)
         )

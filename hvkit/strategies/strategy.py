@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from hvkit.argument_checks import check_count
-from hvkit.communication.exchanges import Mean, Neighbours, Place
+from hvkit.communication.exchanges import Mean, Neighbours, RankGroup
 from hvkit.compression import Compression
 
 Vector = Any
@@ -111,7 +111,7 @@ class Rounds(Strategy, ABC):
         return self.begin(weights)
 
     @abstractmethod
-    def agree(self, weights: Vector, state: State, place: Place) -> Flow[tuple[Vector, State]]:
+    def agree(self, weights: Vector, state: State, group: RankGroup) -> Flow[tuple[Vector, State]]:
         """End a round; must not change its arguments.
 
         A generator: it yields what it needs from the other ranks, and is sent the results. The next
@@ -120,13 +120,13 @@ class Rounds(Strategy, ABC):
         Args:
             weights: this rank's own.
             state: what ``begin`` or the round before has returned.
-            place: of this rank.
+            group: the ranks that take part, and this one among them.
 
         Returns:
             The weights with which the next round begins, and the state.
         """
 
-    def settle(self, weights: Vector, state: State, place: Place) -> Flow[Vector]:
+    def settle(self, weights: Vector, state: State, group: RankGroup) -> Flow[Vector]:
         """The weights to evaluate and save now, the same on all ranks; a generator, too."""
-        agreed, _ = yield from self.agree(weights, state, place)
+        agreed, _ = yield from self.agree(weights, state, group)
         return agreed

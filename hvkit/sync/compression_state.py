@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit.communication.exchanges import Exchange, Place, Tensor
+from hvkit.communication.exchanges import Exchange, RankGroup, Tensor
 from hvkit.compression import Compression
 from hvkit.compression.compression import Ops, Shape
 from hvkit.strategies.strategy import Averaging
@@ -22,19 +22,19 @@ class CompressionState:
     Args:
         compression: how float32 gradients or weights travel.
         ops: the framework's functions on tensors.
-        place: of this rank.
+        group: the ranks that take part, and this one among them.
 
     Attributes:
         kept: what counts, by key and name.
         pending: what will once an update has used the means.
     """
 
-    def __init__(self, compression: Compression, ops: Ops, place: Place) -> None:
+    def __init__(self, compression: Compression, ops: Ops, group: RankGroup) -> None:
         self.compression = compression
         self.kept: dict[Hashable, dict[str, Tensor]] = {}
         self.pending: dict[Hashable, dict[str, Tensor]] = {}
         self._ops = ops
-        self._place = place
+        self._group = group
         # What a checkpoint has set of parameters of which nothing is kept yet.
         self._loaded: dict[Hashable, dict[str, np.ndarray[Any, Any]]] = {}
 
@@ -72,7 +72,7 @@ class CompressionState:
                 self.kept[key] = self._begin(key, shape, vector)
         states = [self._now(key) for key in keys]
         state = {name: [each[name] for each in states] for name in states[0]}
-        flow = self.compression.reduce(vector, shapes, state, self._ops, self._place)
+        flow = self.compression.reduce(vector, shapes, state, self._ops, self._group)
         mean, state = yield from flow
         for at, key in enumerate(keys):
             self.pending[key] = {name: values[at] for name, values in state.items()}

@@ -115,11 +115,11 @@ class Middle(Rounds):
     def same_weights(self):
         return False
 
-    def agree(self, weights, state, place):
+    def agree(self, weights, state, group):
         mean = yield Mean(weights)
         return (weights + mean) * 0.5, {"mean": mean}
 
-    def settle(self, weights, state, place):
+    def settle(self, weights, state, group):
         return (yield Mean(weights))
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hvkit.communication.exchanges import Gather, Mean, Messages, Shares
+from hvkit.communication.exchanges import AllToAll, Gather, Mean, Messages
 
 
 class Place(NamedTuple):
@@ -97,7 +97,7 @@ class Ranks:
             return [join([each.rows for each in asked])] * ranks
         if isinstance(asked[0], Messages):
             return self._delivered(asked)
-        assert isinstance(asked[0], Shares)
+        assert isinstance(asked[0], AllToAll)
         share = asked[0].rows.shape[0] // ranks
         return [
             join([each.rows[r * share : (r + 1) * share] for each in asked]) for r in range(ranks)

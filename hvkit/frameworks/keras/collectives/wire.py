@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit import runtime
-from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Messages
 from hvkit.communication.group import Group, all_ranks
 from hvkit.transport.traffic import (
     Sent,
@@ -142,7 +142,7 @@ class Wire:
                 return self.mean(vector, name)
             case Gather(rows):
                 return _with_rows(self.gather(rows, name), self.size * rows.shape[0])
-            case Shares(rows):
+            case AllToAll(rows):
                 return _with_rows(self.shares(rows, name), rows.shape[0])
             case Messages():
                 return self.messages(exchange, name)

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 
 from hvkit import runtime
-from hvkit.communication.exchanges import Exchange, Gather, Mean, Messages, Shares
+from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Messages
 from hvkit.communication.group import Group, all_ranks
+from hvkit.compression.compression import Shape
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
 from hvkit.watch.calls import translated, waiting_for_all_ranks
+
+# Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
+_WIRE_DTYPE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
 
 
 class Wire:
@@ -108,7 +117,7 @@ class Wire:
                 handle = self.start_mean(vector.clone(), name)
             case Gather(rows):
                 handle = self.start_gather(rows, name)
-            case Shares(rows):
+            case AllToAll(rows):
                 handle = self.start_shares(rows, name)
             case Messages():
                 handle = self.start_messages(exchange, name)
@@ -160,3 +169,32 @@ def _follow_default_stream(result: torch.Tensor) -> None:
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of one from inference mode: Horovod's thread is outside of that."""
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tensors of ``dtype`` are sent and added up."""
+    return _WIRE_DTYPE.get(dtype, dtype)
+
+
+def real_shape(tensor: torch.Tensor) -> Shape:
+    """The shape of the tensor's real numbers; a complex number is two."""
+    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+
+
+def shaped_like(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Real numbers, as many as in ``real_shape``, in the tensor's shape."""
+    numbers = numbers.view(real_shape(tensor))
+    return torch.complex(*numbers.unbind(-1)) if tensor.is_complex() else numbers
+
+
+def to_vector(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy as a vector of real numbers, in the dtype in which it is sent."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    return plain.reshape(-1).to(wire_dtype(tensor.dtype), copy=True)
+
+
+def set_from_vector(tensor: torch.Tensor, vector: torch.Tensor) -> None:
+    """Set a tensor from a vector that ``to_vector`` made."""
+    tensor.detach().copy_(shaped_like(tensor, vector))
