@@ -20,7 +20,7 @@ Tensor = Any
 """A tensor of PyTorch or TensorFlow: it has ``+ - * / @``, comparisons and slices."""
 
 
-class RankGroup(Protocol):
+class Ranks(Protocol):
     """The ranks that exchange something, and this one's number among them; a ``Group`` is one."""
 
     @property
@@ -135,7 +135,7 @@ class Neighbours:
     offsets: tuple[int, ...]
 
 
-def circle(offsets: Sequence[int], group: RankGroup) -> tuple[list[int], list[int]]:
+def circle(offsets: Sequence[int], group: Ranks) -> tuple[list[int], list[int]]:
     """The ranks that this one sends to with ``Neighbours``, and those that it receives from.
 
     No offset is a multiple of the number of ranks.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.communication.exchanges import Exchange, RankGroup, Tensor
+from hvkit.communication.exchanges import Exchange, Ranks, Tensor
 
 Shape = tuple[int, ...]
 
@@ -119,7 +119,7 @@ class Compression(ABC):
 
     @abstractmethod
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: Ranks
     ) -> Reduction:
         """Average tensors over ranks.
 

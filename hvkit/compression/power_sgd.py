@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_count
-from hvkit.communication.exchanges import Mean, RankGroup, Tensor
+from hvkit.communication.exchanges import Mean, Ranks, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
 
 
@@ -64,7 +64,7 @@ class PowerSGD(Compression):
         return self.rank * (rows + columns) < rows * columns
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: Ranks
     ) -> Reduction:
         pieces = ops.split(vector, [math.prod(shape) for shape in shapes])
         thin = [i for i, shape in enumerate(shapes) if self._shrinks(shape)]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvkit.communication.exchanges import AllToAll, Gather, Mean, RankGroup, Tensor
+from hvkit.communication.exchanges import AllToAll, Gather, Mean, Ranks, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State
 
 
@@ -43,7 +43,7 @@ class Rounding(Compression):
         """The float32 vector of a result of ``encode``."""
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: Ranks
     ) -> Reduction:
         length, ranks = vector.shape[0], group.size
         if length < ranks * self.block and self.block > 1:  # padding would cost more than it saves

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_number
-from hvkit.communication.exchanges import Gather, RankGroup, Tensor
+from hvkit.communication.exchanges import Gather, Ranks, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State, byte_row
 
 
@@ -49,7 +49,7 @@ class TopK(Compression):
         return {"residual": np.zeros(math.prod(shape), np.float32)}
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: Ranks
     ) -> Reduction:
         length = vector.shape[0]
         count = max(1, math.ceil(self.ratio * length))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvkit.communication.exchanges import Messages, RankGroup, Tensor, by_rank
+from hvkit.communication.exchanges import Messages, Ranks, Tensor, by_rank
 from hvkit.compression import Compression, Rounding
 from hvkit.compression.compression import Ops, Reduction, Shape, State
 from hvkit.strategies.strategy import Averaging
@@ -51,7 +51,7 @@ class _ThroughRankZero(Compression):
         return self.rounding is not None
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: Ranks
     ) -> Reduction:
         length, size = vector.shape[0], group.size
         sent = self._encode(vector, ops)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_count, check_number
-from hvkit.communication.exchanges import Gather, RankGroup, Tensor
+from hvkit.communication.exchanges import Gather, Ranks, Tensor
 from hvkit.compression.compression import Compression, Ops, Reduction, Shape, State, byte_row
 from hvkit.strategies.strategy import Averaging
 
@@ -84,7 +84,7 @@ class DeMo(Averaging, Compression):
         return {"momentum": np.zeros(math.prod(shape), np.float32)}
 
     def reduce(
-        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: RankGroup
+        self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: Ranks
     ) -> Reduction:
         layouts = [_Layout.of(shape, self.chunk, self.top_k) for shape in shapes]
         gradients = ops.split(vector, [each.length for each in layouts])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvkit.argument_checks import check_count, check_number
-from hvkit.communication.exchanges import Mean, RankGroup
+from hvkit.communication.exchanges import Mean, Ranks
 from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
 
@@ -72,13 +72,13 @@ class DiLoCo(Rounds):
     def reset(self, weights: Vector, state: State) -> State:
         return {"anchor": weights + 0, "velocity": state["velocity"]}
 
-    def agree(self, weights: Vector, state: State, group: RankGroup) -> Flow[tuple[Vector, State]]:
+    def agree(self, weights: Vector, state: State, group: Ranks) -> Flow[tuple[Vector, State]]:
         change = yield Mean(state["anchor"] - weights)
         velocity = self.outer_momentum * state["velocity"] + change
         anchor = state["anchor"] - self.outer_lr * (change + self.outer_momentum * velocity)
         return anchor, {"anchor": anchor, "velocity": velocity}
 
-    def settle(self, weights: Vector, state: State, group: RankGroup) -> Flow[Vector]:
+    def settle(self, weights: Vector, state: State, group: Ranks) -> Flow[Vector]:
         if not self.overlap:
             return (yield from super().settle(weights, state, group))
         return state["anchor"] - (yield Mean(state["anchor"] - weights))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvkit.argument_checks import check_number
-from hvkit.communication.exchanges import Mean, RankGroup
+from hvkit.communication.exchanges import Mean, Ranks
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
@@ -58,10 +58,10 @@ class ElasticAveraging(Rounds):
     def anchor(self, state: State) -> Vector:
         return state["centre"]  # which all ranks hold once training has ended
 
-    def agree(self, weights: Vector, state: State, group: RankGroup) -> Flow[tuple[Vector, State]]:
+    def agree(self, weights: Vector, state: State, group: Ranks) -> Flow[tuple[Vector, State]]:
         distance = weights - state["centre"]
         centre = state["centre"] + self.pull * (yield Mean(distance))
         return weights - (self.pull / group.size) * distance, {"centre": centre}
 
-    def settle(self, weights: Vector, state: State, group: RankGroup) -> Flow[Vector]:
+    def settle(self, weights: Vector, state: State, group: Ranks) -> Flow[Vector]:
         return state["centre"] + self.pull * (yield Mean(weights - state["centre"]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hvkit.argument_checks import check_one_of
-from hvkit.communication.exchanges import Mean, Neighbours, RankGroup
+from hvkit.communication.exchanges import Mean, Neighbours, Ranks
 from hvkit.compression import Compression
 from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
@@ -63,7 +63,7 @@ class Gossip(Rounds):
     def same_weights(self) -> bool:
         return False
 
-    def agree(self, weights: Vector, state: State, group: RankGroup) -> Flow[tuple[Vector, State]]:
+    def agree(self, weights: Vector, state: State, group: Ranks) -> Flow[tuple[Vector, State]]:
         offsets = _offsets(self.topology, group.size)
         theirs = yield Neighbours(weights, tuple(offsets))
         mixed = weights
@@ -71,7 +71,7 @@ class Gossip(Rounds):
             mixed = mixed + (each - weights) * (1 / (len(offsets) + 1))
         return mixed, state
 
-    def settle(self, weights: Vector, state: State, group: RankGroup) -> Flow[Vector]:
+    def settle(self, weights: Vector, state: State, group: Ranks) -> Flow[Vector]:
         return (yield Mean(weights))
 
 

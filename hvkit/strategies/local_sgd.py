@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvkit.communication.exchanges import Mean, RankGroup
+from hvkit.communication.exchanges import Mean, Ranks
 from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
 
@@ -34,6 +34,6 @@ class LocalSGD(Rounds):
     def begin(self, weights: Vector) -> State:
         return {"anchor": weights + 0}
 
-    def agree(self, weights: Vector, state: State, group: RankGroup) -> Flow[tuple[Vector, State]]:
+    def agree(self, weights: Vector, state: State, group: Ranks) -> Flow[tuple[Vector, State]]:
         anchor = state["anchor"] - (yield Mean(state["anchor"] - weights))
         return anchor, {"anchor": anchor}

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from hvkit.argument_checks import check_count
-from hvkit.communication.exchanges import Mean, Neighbours, RankGroup
+from hvkit.communication.exchanges import Mean, Neighbours, Ranks
 from hvkit.compression import Compression
 
 Vector = Any
@@ -111,7 +111,7 @@ class Rounds(Strategy, ABC):
         return self.begin(weights)
 
     @abstractmethod
-    def agree(self, weights: Vector, state: State, group: RankGroup) -> Flow[tuple[Vector, State]]:
+    def agree(self, weights: Vector, state: State, group: Ranks) -> Flow[tuple[Vector, State]]:
         """End a round; must not change its arguments.
 
         A generator: it yields what it needs from the other ranks, and is sent the results. The next
@@ -126,7 +126,7 @@ class Rounds(Strategy, ABC):
             The weights with which the next round begins, and the state.
         """
 
-    def settle(self, weights: Vector, state: State, group: RankGroup) -> Flow[Vector]:
+    def settle(self, weights: Vector, state: State, group: Ranks) -> Flow[Vector]:
         """The weights to evaluate and save now, the same on all ranks; a generator, too."""
         agreed, _ = yield from self.agree(weights, state, group)
         return agreed

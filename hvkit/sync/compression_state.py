@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvkit.communication.exchanges import Exchange, RankGroup, Tensor
+from hvkit.communication.exchanges import Exchange, Ranks, Tensor
 from hvkit.compression import Compression
 from hvkit.compression.compression import Ops, Shape
 from hvkit.strategies.strategy import Averaging
@@ -29,7 +29,7 @@ class CompressionState:
         pending: what will once an update has used the means.
     """
 
-    def __init__(self, compression: Compression, ops: Ops, group: RankGroup) -> None:
+    def __init__(self, compression: Compression, ops: Ops, group: Ranks) -> None:
         self.compression = compression
         self.kept: dict[Hashable, dict[str, Tensor]] = {}
         self.pending: dict[Hashable, dict[str, Tensor]] = {}
