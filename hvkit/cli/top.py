@@ -129,7 +129,7 @@ def _follow(process: int, notes: Sequence[Text], console: Console) -> None:
 
 
 def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> Group:
-    """One picture of a run.
+    """One picture of a run, as of the moment at which its state was read.
 
     Args:
         process: its id.
@@ -137,7 +137,9 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
         before: by rank, the moment and step of earlier reports; updated.
     """
     ranks, phase, reason = state["ranks"], state["phase"], printable(state["reason"])
-    speeds = [speed for each in ranks if (speed := _speed(each))]
+    # Not the time of this view: this process may get no core for seconds after it has read.
+    now = state["read_at"]
+    speeds = [speed for each in ranks if (speed := _speed(each, now))]
     total = f"; {sum(speeds):,.0f} samples a second" if speeds else ""
     now = "no ranks" if phase else f"{len(ranks)} of {counted(state['size'], 'rank')}"
     saved = state["saved"]
@@ -152,10 +154,10 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
     if phase:
         before.clear()
         return Group(*lines, *(Text(printable(line)) for line in phase.split("\n")))
-    return Group(*lines, _table(ranks, before))
+    return Group(*lines, _table(ranks, before, now))
 
 
-def _table(ranks: Sequence[RankState], before: dict[int, tuple[float, int]]) -> Table:
+def _table(ranks: Sequence[RankState], before: dict[int, tuple[float, int]], now: float) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "step", "steps/s", "samples/s"):
         table.add_column(name, justify="right")
@@ -163,7 +165,8 @@ def _table(ranks: Sequence[RankState], before: dict[int, tuple[float, int]]) -> 
         table.add_column(name, no_wrap=True)
     for each in ranks:
         step, waits = each.get("step", 0), each.get("waits") or 0
-        pace, speed, silent = _pace(each, before), _speed(each), _silent(each)
+        silent, speed = _silent(each, now), _speed(each, now)
+        pace = 0.0 if silent else _pace(each, before)
         state_of_it = each.get("call") or "in the script"
         if each.get("ended"):
             state_of_it, waits = "ended", 0
@@ -184,7 +187,7 @@ def _table(ranks: Sequence[RankState], before: dict[int, tuple[float, int]]) -> 
 
 def _pace(each: RankState, before: dict[int, tuple[float, int]]) -> float:
     """Steps a second of a rank since an earlier report, some seconds ago; 0 if unknown."""
-    if "at" not in each or each["ended"] or _silent(each):
+    if "at" not in each or each["ended"]:
         return 0.0
     rank, at, step = each["rank"], each["at"], each["step"]
     then, done = before.setdefault(rank, (at, step))
@@ -193,16 +196,16 @@ def _pace(each: RankState, before: dict[int, tuple[float, int]]) -> float:
     return (step - done) / (at - then) if at > then and step >= done else 0.0
 
 
-def _speed(each: RankState) -> float:
+def _speed(each: RankState, now: float) -> float:
     """Samples a second of a rank that makes steps; 0 if unknown."""
     moved = each.get("moved")
-    still = moved is not None and time.monotonic() - moved > _STILL
-    return 0.0 if each.get("ended") or still or _silent(each) else each.get("speed") or 0.0
+    still = moved is not None and now - moved > _STILL
+    return 0.0 if each.get("ended") or still or _silent(each, now) else each.get("speed") or 0.0
 
 
-def _silent(each: RankState) -> float:
+def _silent(each: RankState, now: float) -> float:
     """Seconds since the last report of a rank; 0 if it reports, has ended or never reported."""
     if "at" not in each or each.get("ended"):
         return 0.0
-    seconds: float = time.monotonic() - each["at"]
+    seconds: float = now - each["at"]
     return seconds if seconds > _PACE_OVER else 0.0

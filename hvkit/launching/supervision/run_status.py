@@ -110,8 +110,9 @@ class RunStatus:
         self.now = replace(self.now, **changes)
 
     def read(self) -> dict[str, Any]:
-        """The state, and the ``seconds`` since the run began."""
-        return {**vars(self.now), "seconds": time.monotonic() - self._begun}
+        """The state, the moment ``read_at``, and the ``seconds`` since the run began."""
+        now = time.monotonic()
+        return {**vars(self.now), "read_at": now, "seconds": now - self._begun}
 
 
 class RankReports:
@@ -256,7 +257,7 @@ def read(process: int) -> dict[str, Any]:
             f"no `hvkit run` of yours with process id {process} answers on this host ({error}): "
             "name another one, or none to see the newest"
         ) from None
-    if not isinstance(state, dict) or not {*vars(RunState()), "seconds"} <= state.keys():
+    if not isinstance(state, dict) or not RunStatus().read().keys() <= state.keys():
         raise HvkitError(
             f"process {process} answers with something else than a run's state: watch it with "
             "the version of hvkit that has started it"

@@ -12,12 +12,13 @@ from hvkit.errors import HvkitError
 from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.run_status import RunStatus
 
+NOW = time.monotonic() - 60.0
 REASON = "rank 1 on b was killed by signal 9 (SIGKILL)"
 
 
 def state(**changes):
-    """A run's state, as ``hvkit top`` gets it."""
-    now = time.monotonic()
+    """A run's state, as ``hvkit top`` gets it; read long ago, as under load."""
+    now = NOW
     ranks = [
         {"rank": 0, "host": "a", "ended": False, "speed": 812.0, "call": "", "waits": 0,
          "step": 40, "at": now},
@@ -26,7 +27,7 @@ def state(**changes):
         {"rank": 2, "host": "b", "ended": True},
     ]  # fmt: skip
     own = {"command": "python x.py", "phase": "", "size": 3, "saved": 30, "seconds": 61.0}
-    return {**own, "restarts": 2, "reason": REASON, "ranks": ranks, **changes}
+    return {**own, "restarts": 2, "reason": REASON, "ranks": ranks, "read_at": now, **changes}
 
 
 IDLE = state(phase="checks the hosts", reason="", ranks=[])
@@ -39,7 +40,7 @@ def shown(seen, before=None):
 
 
 def test_the_view_has_a_line_for_each_rank():
-    title, reason, _, *lines = shown(state(), {1: (time.monotonic() - 2.0, 31)})
+    title, reason, _, *lines = shown(state(), {1: (NOW - 2.0, 31)})
     assert title == (
         "hvkit run 12 (python x.py), begun 1 min 1 s ago: 3 of 3 ranks, 2 restarts, "
         "newest checkpoint: step 30; 812 samples a second"
@@ -58,7 +59,7 @@ def test_one_rank_and_one_restart_are_no_plural_and_without_a_reason_there_is_no
 
 def test_between_two_tries_the_view_says_why_the_ranks_ended_and_what_the_run_waits_for():
     phase = "waits for hosts before restart 3: too few\n  node2: it does not answer"
-    before = {1: (time.monotonic(), 31)}
+    before = {1: (NOW, 31)}
     assert shown(state(phase=phase, ranks=[]), before) == [
         "hvkit run 12 (python x.py), begun 1 min 1 s ago: no ranks, 2 restarts, "
         "newest checkpoint: step 30",
@@ -86,7 +87,7 @@ def test_text_of_a_rank_commands_no_terminal():
     ],
 )
 def test_only_a_rank_that_makes_steps_and_reports_them_has_a_speed(ago, changes, line, speed):
-    at = time.monotonic() - ago
+    at = NOW - ago
     rank = {"rank": 0, "host": "a", "ended": False, "speed": 812.0, "call": "backward()",
             "waits": 9.2, "step": 40, "at": at, **changes}  # fmt: skip
     rank["moved"] = at + changes.get("moved", 0)
@@ -141,19 +142,19 @@ def test_top_says_why_it_can_read_no_run(runs, capsys):
 
 
 def one_rank(step, at):
-    return state(ranks=[{"rank": 0, "host": "a", "ended": False, "step": step, "at": at}])
+    rank = {"rank": 0, "host": "a", "ended": False, "step": step, "at": at}
+    return state(ranks=[rank], read_at=at)
 
 
 @pytest.mark.parametrize("words", [["--once"], []], ids=["once", "into-a-pipe"])
 def test_one_view_has_speeds(runs, capsys, words):
-    now = time.monotonic()
-    runs[12] = [one_rank(10, now - 2), one_rank(30, now)]
+    runs[12] = [one_rank(10, NOW), one_rank(30, NOW + 2)]
     assert main(["top", *words, "12"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split()[:3] == ["0", "30", "10.0"]
 
 
 def test_one_view_of_a_run_that_ends_meanwhile_is_the_one_before(runs, capsys):
-    runs[12] = [one_rank(10, time.monotonic())]
+    runs[12] = [one_rank(10, NOW)]
     assert main(["top", "--once", "12"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split()[:2] == ["0", "10"]
 
