@@ -98,7 +98,7 @@ class Compression(ABC):
 
     common: ClassVar[tuple[str, ...]] = ()
     """Names of what it keeps that is the same on every rank."""
-    own: ClassVar[tuple[str, ...]] = ()
+    per_rank: ClassVar[tuple[str, ...]] = ()
     """Names of what it keeps that is each rank's own: residuals."""
     exclusive: ClassVar[bool] = False
     """Whether all gradients must use it, so that row-sparse ones and other dtypes are refused."""
@@ -111,7 +111,7 @@ class Compression(ABC):
     @property
     def keeps_state(self) -> bool:
         """Whether a mean depends on those before it."""
-        return bool(self.common or self.own)
+        return bool(self.common or self.per_rank)
 
     def begin(self, shape: Shape) -> dict[str, NDArray[np.float32]]:
         """What it keeps of a tensor of this shape before the first mean, as vectors."""

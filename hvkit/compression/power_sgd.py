@@ -43,7 +43,7 @@ class PowerSGD(Compression):
     rank: int = 4
 
     common: ClassVar[tuple[str, ...]] = ("factor",)
-    own: ClassVar[tuple[str, ...]] = ("residual",)
+    per_rank: ClassVar[tuple[str, ...]] = ("residual",)
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)

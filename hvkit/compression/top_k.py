@@ -40,7 +40,7 @@ class TopK(Compression):
 
     ratio: float
 
-    own: ClassVar[tuple[str, ...]] = ("residual",)
+    per_rank: ClassVar[tuple[str, ...]] = ("residual",)
 
     def __post_init__(self) -> None:
         check_number("ratio", self.ratio, above=0, up_to=1)

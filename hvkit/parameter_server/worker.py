@@ -79,7 +79,7 @@ class ServerKeeper(LocalWeightsKeeper):
             return
         with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
             self._require_same(new)
-            kinds = self.weights.kinds(new)
+            kinds = self.weights.by_dtype(new)
             values = [[self._served_value(i) for i in kind] for kind in kinds]
             self._exchange.add([np.concatenate(each) for each in values])
         self._vectors += [_Vector(kind, self._held(kind)) for kind in kinds]

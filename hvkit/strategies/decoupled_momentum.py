@@ -54,7 +54,7 @@ class DeMo(Averaging, Compression):
     decay: float = 0.999
     sign: bool = True
 
-    own: ClassVar[tuple[str, ...]] = ("momentum",)
+    per_rank: ClassVar[tuple[str, ...]] = ("momentum",)
     exclusive: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

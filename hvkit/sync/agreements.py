@@ -101,7 +101,7 @@ class Agreements:
     def moved(self, i: int) -> bool:
         """Whether a weight is not what the ranks have last agreed on."""
         anchor = self.anchor(i)
-        return anchor is not None and not self._weights.holds(i, anchor)
+        return anchor is not None and not self._weights.equals(i, anchor)
 
     def set_anchor(self, i: int, values: Vector | None = None) -> None:
         """Begin a round with other values, as if the ranks had agreed on them.
@@ -233,7 +233,7 @@ class Agreements:
         """What a checkpoint saves for each rank: residuals, and what is pending."""
         found = {f"{_PENDING}{i}": self._weights.to_numpy(v) for i, v in self.pending.items()}
         if self._compression:
-            names = self._compression.compression.own
+            names = self._compression.compression.per_rank
             found |= self._compression.arrays(names, range(len(self._weights)))
         return found
 

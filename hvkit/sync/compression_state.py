@@ -167,7 +167,7 @@ class CompressionKeeper:
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""
-        return self._arrays(lambda compression: compression.own)
+        return self._arrays(lambda compression: compression.per_rank)
 
     def load_rank_state(self, arrays: Arrays) -> None:
         """Set what ``rank_state`` returned on this rank."""

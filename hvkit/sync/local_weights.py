@@ -54,7 +54,7 @@ class Weights(Protocol):
     def nbytes(self, i: int) -> int:
         """Its size."""
 
-    def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
+    def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
         """The numbers of floating-point weights, in lists of those that fit into one vector."""
 
     def read(self, i: int) -> Vector:
@@ -66,7 +66,7 @@ class Weights(Protocol):
     def show(self, i: int, vector: Vector) -> None:
         """Set a weight for a while, unseen by a backward pass that still needs its old value."""
 
-    def holds(self, i: int, vector: Vector) -> bool:
+    def equals(self, i: int, vector: Vector) -> bool:
         """Whether a weight is what ``write`` makes of a vector."""
 
     def join(self, vectors: Sequence[Vector]) -> Vector:
@@ -142,7 +142,7 @@ class CountedOptimizer(Protocol):
     def taken(self) -> int:
         """How many it has taken in all, or since the script began."""
 
-    def held(self) -> set[int]:
+    def updates(self) -> set[int]:
         """Numbers of the weights that it updates; none if the script no longer has it."""
 
     def trained(self) -> set[int]:
@@ -373,6 +373,6 @@ def pieces(weights: Weights, numbers: Iterable[int]) -> list[list[int]]:
     """Numbers of weights of one kind, some at a time to bound the memory for copies."""
     return [
         [kind[at] for at in run]
-        for kind in weights.kinds(numbers)
+        for kind in weights.by_dtype(numbers)
         for run in chunks([weights.nbytes(i) for i in kind])
     ]

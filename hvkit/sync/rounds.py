@@ -95,7 +95,7 @@ class RoundKeeper(LocalWeightsKeeper):
     def _before_step(self, number: int) -> None:
         self._begin_all()
         if not self._optimizers[number].steps:
-            self._note_set_weights(self._optimizers[number].held())
+            self._note_set_weights(self._optimizers[number].updates())
 
     def _note_set_weights(self, numbers: Iterable[int]) -> None:
         """Begin the round with weights that the script has set since the last agreement.
@@ -177,14 +177,14 @@ class RoundKeeper(LocalWeightsKeeper):
         """
         optimizer = self._optimizers[number]
         with call(optimizer.call, step, f"{self._name}.{number}"):
-            self._add_pending(optimizer.held())
+            self._add_pending(optimizer.updates())
 
     def _end_round(self, number: int, step: int) -> None:
         """End a round of one optimizer; a collective. The arguments are as for ``_end_overlap``."""
         optimizer = self._optimizers[number]
         optimizer.rounds += 1
         with call(optimizer.call, step, f"{self._name}.{number}"):
-            held = optimizer.held()
+            held = optimizer.updates()
             changed = sorted(held & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too
             summary = self._summary_of_round(number, held, changed)
@@ -288,7 +288,7 @@ class RoundKeeper(LocalWeightsKeeper):
         """
         self._compare_ranks()
         for number, optimizer in enumerate(self._optimizers):
-            held = optimizer.held()
+            held = optimizer.updates()
             self._add_pending(held)
             if optimizer.steps or not self.strategy.same_weights:
                 self._agree_at_the_end(number, sorted(held & self._trained))

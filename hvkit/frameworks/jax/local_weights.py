@@ -89,7 +89,7 @@ class NnxWeights:
     def nbytes(self, i: int) -> int:
         return int(self._array(i).nbytes)
 
-    def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
+    def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
         kinds: dict[np.dtype[Any], list[int]] = {}
         for i in numbers:
             if (kind := _travels_as(self._array(i).dtype)) is not None:
@@ -105,7 +105,7 @@ class NnxWeights:
     def show(self, i: int, vector: Vector) -> None:
         self.write(i, vector)  # the arrays that a backward pass holds do not change
 
-    def holds(self, i: int, vector: Vector) -> bool:
+    def equals(self, i: int, vector: Vector) -> bool:
         held = self._array(i)
         return np.array_equal(np.asarray(held), np.asarray(_shaped(held, vector)))
 
@@ -266,11 +266,11 @@ class CountedOptimizer:
         if (optimizer := self._optimizer()) is not None:
             self._seen = int(optimizer.step.get_value())
 
-    def held(self) -> set[int]:
+    def updates(self) -> set[int]:
         return set() if self._optimizer() is None else self._held
 
     def trained(self) -> set[int]:
-        return self.held()
+        return self.updates()
 
     def checksum_of_rates(self) -> int:
         return 0  # rates are inside of Optax

@@ -17,12 +17,18 @@ from hvkit.communication.exchanges import RunningExchanges
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
-from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
+from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives import ops
-from hvkit.frameworks.pytorch.collectives.wire import Wire
-from hvkit.frameworks.pytorch.gradients.buckets import like, shape_of, wire_dtype
-from hvkit.frameworks.pytorch.gradients.step_report import checksum_of_rates
+from hvkit.frameworks.pytorch.collectives.wire import (
+    Wire,
+    real_shape,
+    set_from_vector,
+    shaped_like,
+    to_vector,
+    wire_dtype,
+)
+from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates
 from hvkit.frameworks.pytorch.modules import is_left_to_rank
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -54,7 +60,7 @@ class Parameters:
         self.group = checks.group
         self._wire = Wire("weights", self.group)
         self._number: dict[torch.Tensor, int] = {}
-        self.in_order: list[nn.Parameter] = []
+        self.in_order = checks.parameters
         self.add(parameters)
 
     def add(self, weights: Iterable[nn.Parameter]) -> None:
@@ -72,15 +78,15 @@ class Parameters:
         return self._number[parameter]
 
     def label(self, i: int) -> str:
-        return self._checks.label(i, self.in_order[i])
+        return self._checks.label(i)
 
     def shape(self, i: int) -> Shape:
-        return shape_of(self.in_order[i])
+        return real_shape(self.in_order[i])
 
     def nbytes(self, i: int) -> int:
         return self.in_order[i].nbytes
 
-    def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
+    def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i in numbers:
             p = self.in_order[i]
@@ -89,18 +95,18 @@ class Parameters:
         return list(kinds.values())
 
     def read(self, i: int) -> torch.Tensor:
-        return flat_copy(self.in_order[i])
+        return to_vector(self.in_order[i])
 
     def write(self, i: int, vector: torch.Tensor) -> None:
-        set_flat(self.in_order[i], vector)
+        set_from_vector(self.in_order[i], vector)
 
     def show(self, i: int, vector: torch.Tensor) -> None:
         # Not known to autograd: a graph that still needs its backward pass may hold the parameter.
-        set_flat(self.in_order[i].data, vector)
+        set_from_vector(self.in_order[i].data, vector)
 
-    def holds(self, i: int, vector: torch.Tensor) -> bool:
+    def equals(self, i: int, vector: torch.Tensor) -> bool:
         p = self.in_order[i].detach()
-        return torch.equal(p, like(p, vector).to(p.dtype))
+        return torch.equal(p, shaped_like(p, vector).to(p.dtype))
 
     def join(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(vectors))
@@ -146,17 +152,16 @@ class Parameters:
         return vector
 
     def require_equal(self) -> None:
-        if not self._checks.next:
-            self._checks.send(self.in_order)
-            self._checks.receive(0)
+        if self._checks.due:
+            self._checks.send()
+            self._checks.receive()
 
     def require_close(self, call: str, note: str, vectors: Mapping[int, torch.Tensor]) -> bool:
-        held = [(i, self.in_order[i], vector) for i, vector in vectors.items()]
-        return self._checks.require_same(call, note, held)
+        return self._checks.require_same(call, note, vectors)
 
     def require_same_training(self, optimizers: Sequence[Optimizer], call: str) -> None:
         """Raise if ranks train other parameters, or at other rates; a collective."""
-        self._checks.require_same_parameters(self.in_order, call)
+        self._checks.require_same_parameters(call)
         self._checks.require_same_rates(optimizers, call)
 
 
@@ -215,7 +220,7 @@ class SteppedOptimizer:
             if (optimizer := reference()) is not None:
                 around_scaled_steps(optimizer, count_scaled_step)
 
-    def held(self) -> set[int]:
+    def updates(self) -> set[int]:
         return {self._parameters.number(p) for p in self._updated()}
 
     def trained(self) -> set[int]:
@@ -247,16 +252,3 @@ _in_local_training: weakref.WeakSet[Parameters] = weakref.WeakSet()
 def is_kept(parameter: torch.Tensor) -> bool:
     """Whether a model with local weights has this parameter."""
     return any(parameter in parameters for parameters in _in_local_training)
-
-
-def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy as a vector, in the dtype in which it travels."""
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
-    return plain.reshape(-1).to(wire_dtype(tensor.dtype), copy=True)
-
-
-def set_flat(tensor: torch.Tensor, vector: torch.Tensor) -> None:
-    """Set a tensor from a vector that ``flat_copy`` has made."""
-    tensor.detach().copy_(like(tensor, vector))

@@ -66,7 +66,9 @@ class UpdatedVariables:
         self.number = number
         self.rounds = 0
         # Graphs hand over so many in one vector: to join large ones costs more.
-        self._vectors = [run for kind in of.kinds(self.numbers) for run in _large_alone(of, kind)]
+        self._vectors = [
+            run for kind in of.by_dtype(self.numbers) for run in _large_alone(of, kind)
+        ]
         self._wait = GraphWait(f"{of.name}.updated.{number}", group=of.group)
         # Not all of it: the optimizer keeps that.
         self._calls, self._per_step = updates.calls, updates.per_step
@@ -180,7 +182,7 @@ class UpdatedVariables:
         optimizer = self._optimizer()
         return 0 if optimizer is None else calls_of_apply(optimizer)
 
-    def held(self) -> set[int]:
+    def updates(self) -> set[int]:
         return set(self.numbers)
 
     def trained(self) -> set[int]:

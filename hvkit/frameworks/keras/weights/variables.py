@@ -19,10 +19,10 @@ from hvkit.communication.exchanges import Mean
 from hvkit.communication.group import Group
 from hvkit.compression.compression import Shape
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.batch_norm import average_statistics
+from hvkit.frameworks.keras.buffers import average_statistics
+from hvkit.frameworks.keras.checks import made_trainable, require_same, unit
 from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
 from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire
-from hvkit.frameworks.keras.comparisons import made_trainable, require_same, unit
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared
 from hvkit.watch.calls import waiting_for_all_ranks
@@ -166,7 +166,7 @@ class Variables:
     def nbytes(self, i: int) -> int:
         return self._lengths[i] * int(self.in_order[i].dtype.size)
 
-    def kinds(self, numbers: Iterable[int]) -> list[list[int]]:
+    def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
         kinds: dict[tf.DType, list[int]] = {}
         for i in numbers:
             if (dtype := self.in_order[i].dtype).is_floating or dtype.is_complex:
@@ -189,7 +189,7 @@ class Variables:
     def show(self, i: int, vector: Array) -> None:
         self.write(i, vector)
 
-    def holds(self, i: int, vector: Array) -> bool:
+    def equals(self, i: int, vector: Array) -> bool:
         return bool((self._rounded(i, vector) == self.read(i)).all())
 
     def _rounded(self, i: int, vector: Array) -> Array:
