@@ -83,8 +83,8 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
     assert plan.share == pytest.approx(0.97, abs=0.005)
     assert "10 of 11 linear layers and embeddings divided, 97% of all weights" in str(plan)
     (stream,) = plan.sequence_regions
-    assert set(stream.begins) == {n for n, d in plan.divisions.items() if d.kind == "row"}
-    assert set(stream.ends) == {n for n, d in plan.divisions.items() if d.kind == "column"}
+    assert set(stream.begins) == {n for n, d in plan.divisions.items() if d.style == "row"}
+    assert set(stream.ends) == {n for n, d in plan.divisions.items() if d.style == "column"}
     assert "between wte and lm_head activations" in str(plan)
 
 

@@ -10,7 +10,7 @@
     cut_places        where that is, from who uses what
     meta_device       forwards that give shapes only
     tensor_trees      nested arguments and results
-    kept_results      what a forward keeps beside what it returns, for the script
+    side_outputs      results that a forward keeps for the script, apart from what it returns
     forecast          what each rank will hold, and how long it will wait
     slices            this rank's slice of a parameter, and how it becomes the full tensor
     whole_parameters  slices that show a script the full tensor

@@ -15,21 +15,21 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, Kept, dry_run
-from hvkit.frameworks.pytorch.model_parallel.kept_results import Path
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, SavedActivation, dry_run
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
     UNEVEN,
-    Stages,
+    ModuleStages,
     plan_stages,
     ranks_of_stages,
 )
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     STAGES_PER_RANK,
     V_SHAPED,
 )
 from hvkit.frameworks.pytorch.model_parallel.rank_groups import hash_of
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import Path
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     TensorPlan,
     plan_layers,
@@ -54,7 +54,7 @@ class ModelDivision:
 
     found: DryRun
     plan: TensorPlan
-    stages: Stages
+    stages: ModuleStages
 
 
 def decide(
@@ -64,7 +64,7 @@ def decide(
     first: MicroBatch,
     args: Any,
     kwargs: Any,
-    same_batch: StageLinks,
+    same_batch: TorchChannel,
 ) -> ModelDivision:
     """How to divide a model; a collective.
 
@@ -84,10 +84,10 @@ def decide(
         return found
 
     found = look()
-    kept = _on_all_ranks(found.kept, same_batch)
+    kept = _on_all_ranks(found.side_outputs, same_batch)
     if kept and options.mesh.pipeline > 1:
         found = look(kept)
-    found = replace(found, kept=tuple(kept))
+    found = replace(found, side_outputs=tuple(kept))
     plan = _same_on_all(_tensor_plan(model, options, first), same_batch)
     stages = _stages_of(model, options, outside_divided_layers(found, plan))
     chosen = not isinstance(options.stages, str)
@@ -95,7 +95,7 @@ def decide(
         warn_once(
             "uneven stages",
             f"one of {len(stages)} stages takes {largest:.0%} of the FLOPs: the model can be "
-            f"cut only after {', '.join(place.module for place in found.places)}. Where a "
+            f"cut only after {', '.join(place.name for place in found.places)}. Where a "
             "skip connection passes by a module, `x = x + block(x)`, move it into the module",
         )
     if plan.ways > 1 and not plan.divisions:
@@ -107,7 +107,7 @@ def decide(
     return ModelDivision(found, plan, stages)
 
 
-def _on_all_ranks(kept: Sequence[Path], same_batch: StageLinks) -> list[Path]:
+def _on_all_ranks(kept: Sequence[Path], same_batch: TorchChannel) -> list[Path]:
     """Those places where the forward of every rank keeps something, not hooks of rank 0."""
     named = {repr(path): path for path in kept}
     names = same_batch.object_from_rank(0, list(named))
@@ -117,7 +117,7 @@ def _on_all_ranks(kept: Sequence[Path], same_batch: StageLinks) -> list[Path]:
     return [named[name] for name, *found in zip(names, *on_ranks, strict=True) if all(found)]
 
 
-def _same_on_all(plan: TensorPlan, same_batch: StageLinks) -> TensorPlan:
+def _same_on_all(plan: TensorPlan, same_batch: TorchChannel) -> TensorPlan:
     """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
     if plan.ways == 1:
         return plan
@@ -175,14 +175,14 @@ def _with_other_mode(
             other = dry_run(model, first.args, first.kwargs, device, passed_on)
         except Exception:  # of any type: in training it may want targets, which are not there
             return found
-    other_places = {place.module: place for place in other.places}
+    other_places = {place.name: place for place in other.places}
     places = tuple(
         place
         for place in found.places
-        if (other_place := other_places.get(place.module))
-        and (other_place.beside, other_place.slots) == (place.beside, place.slots)
+        if (other_place := other_places.get(place.name))
+        and (other_place.skips, other_place.aliases) == (place.skips, place.aliases)
     )
-    names = {place.module for place in places}
+    names = {place.name for place in places}
     chosen = isinstance(options.stages, str) or names.issuperset(options.stages)
     cuts = options.mesh.pipeline * STAGES_PER_RANK[options.schedule] - 1
     if len(places) < cuts or not chosen:  # one mode alone can be cut
@@ -191,29 +191,29 @@ def _with_other_mode(
     def here(time: int) -> int:
         """A time between the same places in the mode of the first call."""
         before = [
-            p.time
-            for p in places
-            if p.module in other_places and other_places[p.module].time < time
+            p.time for p in places if p.name in other_places and other_places[p.name].time < time
         ]
         return max(before, default=0) + 1
 
-    more = {n: tuple(map(here, t)) for n, t in other.reads.items() if n not in found.reads}
+    more = {n: tuple(map(here, t)) for n, t in other.uses.items() if n not in found.uses}
     calls = {n: here(t + 1) - 1 for n, t in other.calls.items() if n not in found.calls}
     writes = {n: here(t) for n, t in other.writes.items() if n not in found.writes}
     both = found.calls.keys() & other.calls.keys()
-    apart = both & (set(found.closed) ^ set(other.closed))
-    closed = [n for n in dict.fromkeys((*found.closed, *other.closed)) if n not in apart]
+    apart = both & (set(found.shape_only) ^ set(other.shape_only))
+    shape_only = [
+        n for n in dict.fromkeys((*found.shape_only, *other.shape_only)) if n not in apart
+    ]
     return replace(
         found,
         places=places,
-        closed=tuple(closed),
-        reads={**found.reads, **more},
+        shape_only=tuple(shape_only),
+        uses={**found.uses, **more},
         calls={**found.calls, **calls},
         writes={**found.writes, **writes},
-        kept=tuple(dict.fromkeys((*found.kept, *other.kept))),
-        looking=tuple(dict.fromkeys((*found.looking, *other.looking))),
-        lookers=tuple(dict.fromkeys((*found.lookers, *other.lookers))),
-        looked=found.looked or other.looked,
+        side_outputs=tuple(dict.fromkeys((*found.side_outputs, *other.side_outputs))),
+        reading=tuple(dict.fromkeys((*found.reading, *other.reading))),
+        value_readers=tuple(dict.fromkeys((*found.value_readers, *other.value_readers))),
+        read_error=found.read_error or other.read_error,
     )
 
 
@@ -263,7 +263,7 @@ def _tensor_plan(model: nn.Module, options: MeshOptions, first: MicroBatch) -> T
         left |= apart
 
 
-def _stages_of(model: nn.Module, options: MeshOptions, found: DryRun) -> Stages:
+def _stages_of(model: nn.Module, options: MeshOptions, found: DryRun) -> ModuleStages:
     per_rank = STAGES_PER_RANK[options.schedule]
     if per_rank > 1 and not isinstance(options.stages, str):
         per_rank, rest = divmod(len(options.stages) + 1, options.mesh.pipeline)
@@ -330,12 +330,12 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     begins: int | None = None
     inside: list[tuple[int, int]] = []
     for name in in_order:
-        if plan.divisions[name].kind == "row" and begins is not None:
+        if plan.divisions[name].style == "row" and begins is not None:
             inside.append((begins, found.calls[name]))
             begins = None
-        elif plan.divisions[name].kind == "column" and begins is None:
+        elif plan.divisions[name].style == "column" and begins is None:
             begins = found.calls[name]
-    last_read = max(time for times in found.reads.values() for time in times)
+    last_read = max(time for times in found.uses.values() for time in times)
     if begins is not None and last_read == begins + 1:  # logits, up to their loss
         inside.append((begins, sys.maxsize))
     places = tuple(
@@ -343,8 +343,8 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
         for place in found.places
         if not any(begin < place.time <= end for begin, end in inside)
     )
-    experts = tuple(f"{name}." for name, each in plan.divisions.items() if each.kind == "experts")
-    places = tuple(place for place in places if not place.module.startswith(experts))
+    experts = tuple(f"{name}." for name, each in plan.divisions.items() if each.style == "experts")
+    places = tuple(place for place in places if not place.name.startswith(experts))
     divided = _divided_when(found, plan, inside)
     saved = tuple(
         replace(each, nbytes=each.nbytes // plan.ways) if divided(each) else each
@@ -355,7 +355,7 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
 
 def _divided_when(
     found: DryRun, plan: TensorPlan, inside: Sequence[tuple[int, int]]
-) -> Callable[[Kept], bool]:
+) -> Callable[[SavedActivation], bool]:
     """What says whether ranks have parts of what autograd keeps.
 
     Args:
@@ -374,7 +374,7 @@ def _divided_when(
     # Of attention layers, what they take.
     taken: dict[str, int] = {}
 
-    def divided(each: Kept) -> bool:
+    def divided(each: SavedActivation) -> bool:
         latest = calls[bisect.bisect_left(calls, (each.time,)) - 1][1]
         division = plan.divisions.get(latest)
         # What a layer takes is kept by the first operation of its call.
@@ -382,13 +382,13 @@ def _divided_when(
             return True
         if division and f"{latest}.out_proj".removeprefix(".") in plan.divisions:
             return taken.setdefault(latest, each.storage) != each.storage
-        takes_whole = division is not None and division.kind == "column"
+        takes_whole = division is not None and division.style == "column"
         return not takes_whole and any(begin + 1 < each.time <= end for begin, end in regions)
 
     return divided
 
 
-def require_one_stage_for_each(model: nn.Module, stages: Stages) -> None:
+def require_one_stage_for_each(model: nn.Module, stages: ModuleStages) -> None:
     """Raise if several stages would round the same weights differently.
 
     Raises:
@@ -397,7 +397,7 @@ def require_one_stage_for_each(model: nn.Module, stages: Stages) -> None:
     for name, _ in model.named_parameters():
         if len(stages.holders(name)) > 1:
             raise ValueError(
-                f"stages {' and '.join(map(str, stages.of_parameter[name]))} of the pipeline use "
+                f"stages {' and '.join(map(str, stages.of_weight[name]))} of the pipeline use "
                 f"{name}, and would round it differently when ranks of the data axis agree on "
                 "compressed weights: leave out compression=, or choose stages=[...] so that one "
                 "stage uses it"

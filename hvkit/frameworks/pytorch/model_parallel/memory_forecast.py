@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state.trials import copied
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
@@ -94,13 +94,13 @@ class Memory(NamedTuple):
 
 
 def log_division(
-    stages: Stages,
+    stages: ModuleStages,
     plan: TensorPlan,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     options: MeshOptions,
     device: torch.device,
-    links: StageLinks,
+    links: TorchChannel,
     microbatches: int,
 ) -> None:
     """Log how a model is divided, and what a training step will need; a collective.
@@ -179,7 +179,7 @@ def kept_at_once(schedule: str, ranks: int, rank: int, per_rank: int, microbatch
 
 
 def forecast(
-    stages: Stages, parameters: Mapping[str, ParameterBytes], schedule: str, microbatches: int
+    stages: ModuleStages, parameters: Mapping[str, ParameterBytes], schedule: str, microbatches: int
 ) -> list[RankForecast]:
     """What each rank of the pipeline axis will hold, at most.
 
@@ -207,15 +207,15 @@ def forecast(
 
 
 def _outputs(
-    stages: Stages, own_stages: Sequence[int], kept: int, schedule: str, microbatches: int
+    stages: ModuleStages, own_stages: Sequence[int], kept: int, schedule: str, microbatches: int
 ) -> int:
     """Bytes of outputs, and of their gradients, that a rank holds at once."""
     last = len(stages) - 1
     # The last stage's gradients are parts of those of the whole result.
-    of_stages = [stages.given[stage] * (1 if stage == last else 2) for stage in own_stages]
+    of_stages = [stages.output_bytes[stage] * (1 if stage == last else 2) for stage in own_stages]
     # GPipe gives the result of the whole batch to every rank.
     whole = microbatches if schedule == "GPipe" else int(last in own_stages)
-    return _largest(of_stages, kept, microbatches) + 2 * whole * stages.given[last]
+    return _largest(of_stages, kept, microbatches) + 2 * whole * stages.output_bytes[last]
 
 
 def _largest(sizes: Sequence[int], count: int, each: int) -> int:

@@ -26,7 +26,7 @@ from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.nonfinite import skip_steps
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.slices import as_plain, local_part
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     note_change,
@@ -65,7 +65,7 @@ class GradientsOfAllRanks:
         self,
         parameters: Iterable[torch.Tensor],
         counted: Iterable[torch.Tensor],
-        links: StageLinks,
+        links: TorchChannel,
         replaced: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
         self._links, self._replaced = links, replaced

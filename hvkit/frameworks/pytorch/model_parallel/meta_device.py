@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, left_as_before
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import SideOutputs, undoing_side_effects
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
@@ -155,7 +155,7 @@ def forward_on_meta(
     kwargs: Any,
     device: torch.device,
     modes: Sequence[AbstractContextManager[Any]],
-) -> Iterator[tuple[Any, KeptResults]]:
+) -> Iterator[tuple[Any, SideOutputs]]:
     """Runs the model's forward; afterwards random numbers, and all that it sets, are as before.
 
     Args:
@@ -167,7 +167,7 @@ def forward_on_meta(
         What it returns; and what it keeps beside that, while that is still there.
     """
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), left_as_before(model) as kept:
+    with torch.random.fork_rng(devices), undoing_side_effects(model) as kept:
         with uncompiled(), ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)

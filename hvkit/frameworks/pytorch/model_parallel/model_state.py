@@ -22,7 +22,7 @@ from hvkit.frameworks.pytorch.divided_state.sharded import (
     part_of_state,
     partial_state,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     SavedTensor,
     blocks_of,
@@ -53,7 +53,7 @@ class ModelState:
         self,
         model: nn.Module,
         holder: Mapping[str, int],
-        links: StageLinks,
+        links: TorchChannel,
         slicings: Mapping[str, Slicing],
         *,
         collects: bool,

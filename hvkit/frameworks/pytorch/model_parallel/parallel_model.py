@@ -30,7 +30,6 @@ from hvkit.frameworks.pytorch.model_parallel.division import (
     require_one_stage_for_each,
     warn_of_microbatches,
 )
-from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, drop
@@ -38,7 +37,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divide
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
     ScheduledPipeline,
@@ -52,6 +51,7 @@ from hvkit.frameworks.pytorch.model_parallel.rank_groups import (
 )
 from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import shard
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import SideOutputs
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered as gathered_activations,
@@ -228,7 +228,7 @@ class ParallelModel:
             require_one_stage_for_each(model, stages)
         expected = None
         if self._recipe is None and rank == stages.rank_of[-1] and len(stages) > 1:
-            expected = plain_result(model, args, kwargs, found.kept)
+            expected = plain_result(model, args, kwargs, found.side_outputs)
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
         self.layout = hash_of([holders, placements_of(model, plan)])
         own, of_stages = self._take_part(stages)
@@ -251,7 +251,7 @@ class ParallelModel:
         if options.mesh.pipeline == 1:
             self._train(own, norms)
             self._compared()
-            return functools.partial(_whole, model.forward, KeptResults(model, found.kept))
+            return functools.partial(_whole, model.forward, SideOutputs(model, found.side_outputs))
         warn_of_microbatches(model, found, norms, count, first)
         begin = _nothing if self._random is None else self._random.begin
         staged = StagedForward(model, stages, found, self._device, begin)
@@ -288,7 +288,7 @@ class ParallelModel:
             )
 
     def _take_part(
-        self, stages: Stages
+        self, stages: ModuleStages
     ) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, dist.ProcessGroup]]:
         """Give up other stages' parameters; return this rank's, and the ranks that share some."""
         named, links = dict(self._model.named_parameters()), self._groups.pipeline
@@ -324,8 +324,8 @@ class ParallelModel:
         """Divide this rank's parameters along the shard axis; return the new ones."""
         axes = self._groups.axes
         mesh = axes["data", "shard"] if self._options.mesh.data > 1 else axes["shard"]
-        cuts = [cut.module for cut in division.stages.cuts]
-        called, lookers = division.found.calls.keys(), division.found.lookers
+        cuts = [cut.name for cut in division.stages.cuts]
+        called, lookers = division.found.calls.keys(), division.found.value_readers
         after = shard(self._model, own, of_stages, cuts, called, lookers, mesh, self._name)
         for optimizer in self._optimizers:
             follow(optimizer, own, after)
@@ -341,7 +341,7 @@ class ParallelModel:
 
     def _keep_state(
         self,
-        stages: Stages,
+        stages: ModuleStages,
         before: Mapping[str, nn.Parameter],
         own: Mapping[str, nn.Parameter],
         slicings: Mapping[str, Slicing],
@@ -430,7 +430,7 @@ class ParallelModel:
             yield
 
 
-def _whole(forward: Callable[..., Any], kept: KeptResults, args: Any, kwargs: Any) -> Any:
+def _whole(forward: Callable[..., Any], kept: SideOutputs, args: Any, kwargs: Any) -> Any:
     """The result of a model without stages; what it keeps beside that is whole as well."""
     if not kept.paths:
         return forward(*args, **kwargs)

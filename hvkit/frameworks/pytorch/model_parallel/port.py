@@ -215,7 +215,7 @@ class MeshPort(PyTorchPort):
                 hooks,
                 name,
                 self._averaged_statistics(norms),
-                counts_passes=self.mesh.mesh.pipeline == 1,
+                follows_passes=self.mesh.mesh.pipeline == 1,
             )
             if self._keeper is not None:
                 parallel = self._parallel

@@ -20,8 +20,8 @@ from hvkit.frameworks.pytorch.learning_rate import (
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import new_seed
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import GPIPE
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
@@ -48,11 +48,11 @@ class RankGroups:
         lengths = tuple(getattr(options.mesh, axis) for axis in AXES)
         self.axes = process_group.device_mesh(device.type, lengths, AXES)
 
-        def along(*axes: Axis) -> StageLinks:
+        def along(*axes: Axis) -> TorchChannel:
             group = process_group.group_of(tuple(rows(options.mesh, *axes)))
             through_host = process_group.ranks_share_gpus()
             ranks = options.position.members(*axes)
-            return StageLinks(group, ranks, device, name, through_host=through_host)
+            return TorchChannel(group, ranks, device, name, through_host=through_host)
 
         self.pipeline = along("pipeline")
         self.same_batch = along("pipeline", "tensor")
@@ -114,7 +114,7 @@ def require_same_batch(
     return int(by_rank[same_batch.ranks[0]][2])
 
 
-def require_same_weights(model: nn.Module, replica: StageLinks) -> None:
+def require_same_weights(model: nn.Module, replica: TorchChannel) -> None:
     """Raise on every rank unless all have the same weights; a collective.
 
     A script may have loaded weights since ``distribute``.

@@ -57,12 +57,24 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def call_key(args: Any, kwargs: Any) -> Hashable:
     """The arguments of a call without the values of tensors."""
+    numbers = int | float | str | bool | None
+    return _described(args, kwargs, lambda t: (tuple(t.shape), t.dtype), numbers)
+
+
+def call_structure(args: Any, kwargs: Any) -> Hashable:
+    """The arguments of a call without the values and sizes of tensors, and without numbers."""
+    return _described(args, kwargs, lambda t: (t.dim(), t.is_floating_point()), bool | str | None)
+
+
+def _described(
+    args: Any, kwargs: Any, tensor: Callable[[torch.Tensor], Hashable], plain: Any
+) -> Hashable:
     leaves, spec = tree_flatten((args, kwargs))
     return str(spec), tuple(
-        (tuple(leaf.shape), leaf.dtype)
+        tensor(leaf)
         if isinstance(leaf, torch.Tensor)
         else leaf
-        if isinstance(leaf, int | float | str | bool | None)
+        if isinstance(leaf, plain)
         else repr(type(leaf))
         for leaf in leaves
     )

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.kept_results import HOOKS
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import HOOKS
 
 
 class WholeModel:

@@ -1,9 +1,9 @@
-"""What the user's code does to activations that are divided among the ranks of a tensor group.
+"""Runs operations of the user's code on activations that a tensor group divides.
 
-Between a column layer and its row layer an activation is a ``DTensor``, so that sizes in the code
-are those of the whole. DTensor does most operations. Here is what it does not do, or would do by
-gathering: products that hold several tensors, attention, dropout, and whole tensors that meet a
-divided one, whose gradient must come out whole.
+Between a column layer and its row layer an activation is a ``DTensor``, so that its sizes are those
+of the full tensor. DTensor runs most operations. This module runs the others, or those for which
+DTensor would gather: fused products, attention, dropout, and operations on a divided and a whole
+tensor, whose gradient must be whole again.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class DividedActivations(EachOperation):
 
     @staticmethod
     def active() -> bool:
-        """Whether this thread is inside such a forward."""
+        """Whether this thread is inside the forward of a divided model."""
         return bool(getattr(_active, "depth", 0))
 
     @classmethod
     def computing_again(cls, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of such a forward that runs in backward again, and finds the same there."""
+        """Make a function of the forward divide activations also when backward recomputes it."""
         current: DividedActivations | None = getattr(_active, "current", None)
         if current is None:
             return function
@@ -118,7 +118,7 @@ class DividedActivations(EachOperation):
         return result
 
     def _of_divided(self, call: Operation) -> Any:
-        """The result of an operation on a divided activation, and perhaps others."""
+        """The result of an operation on at least one divided activation."""
         name = call.name
         if name in _OF_ELEMENTS and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{name}() takes elements of it")
@@ -154,13 +154,13 @@ class DividedActivations(EachOperation):
         return replace(call, args=args, kwargs=kwargs).run()
 
     def _needs_whole(self, call: Operation) -> bool:
-        """Whether an operation mixes the ranks' parts as DTensor cannot, or gets wrong."""
+        """Whether an operation mixes the ranks' parts as DTensor cannot, or does wrong."""
         name, dim = call.name, call.dims[0]
-        if name in _WHOLE or not (has_rule(name) or _is_about_tensor(call)):
+        if name in _WHOLE or not (has_rule(name) or _computes_nothing(call)):
             return True
         if dim is None:
             return writes(call) or (name == "__getitem__" and any(d is not None for d in call.dims))
-        if name in VIEWS:  # another one than those that each rank can have of its part
+        if name in VIEWS:  # no rank has this view of its part
             return True
         if name in SPLITS:
             along = call.argument(2, "dim", 0)
@@ -175,7 +175,7 @@ class DividedActivations(EachOperation):
         return isinstance(follow(replace(call, args=[example, *others], inputs=[example])), str)
 
     def _view(self, call: Operation, dim: int) -> DTensor | None:
-        """A view of this rank's part; None where no dimension of it would be divided."""
+        """A view of this rank's part; None if no dimension of it could be divided."""
         whole: Any = call.args[0]
         shape = list(call.run(_shape_of).shape)
         step = viewed(whole.shape, dim, shape, self._mesh.size())
@@ -185,9 +185,9 @@ class DividedActivations(EachOperation):
         return self._divided(whole.to_local().reshape(shape), step.dim)
 
     def _split(self, call: Operation, dim: int) -> tuple[DTensor, ...] | None:
-        """Shares of a product: this rank's part is made up of a part of each of them.
+        """The tensors of a fused product, of each of which this rank has a part.
 
-        None where the split is along another dimension, or of a product that is no fused one.
+        None if the split is along another dimension, or the product is not fused.
         """
         whole: Any = call.args[0]
         if not is_fused(whole):
@@ -206,7 +206,7 @@ class DividedActivations(EachOperation):
         return cross_entropy(logits, target, self._mesh, ignored, reduction)
 
     def _on_parts(self, call: Operation, step: Followed) -> Any:
-        """Each rank computes with its part; the rules say that the parts are independent."""
+        """Compute with this rank's part, which the rules find independent of the others."""
         first, dim = call.first
         # Dimensions count from the right where tensors of fewer dimensions take part.
         from_right = first.dim() - dim
@@ -233,7 +233,7 @@ class DividedActivations(EachOperation):
         return tree_map_only(torch.Tensor, lambda t: self._divided(t, step.dim), result)
 
     def _copy_to_ranks(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Tensors for use with each rank's part; one sum of gradients for those of one dtype."""
+        """Tensors for use with each rank's part; if of one dtype, one all-reduce of gradients."""
         if len({t.dtype for t in tensors}) != 1 or len(tensors) == 1:
             return {t: copy_to_ranks(t, self._mesh) for t in tensors}
         joint = copy_to_ranks(torch.cat([t.flatten() for t in tensors]), self._mesh)
@@ -241,13 +241,13 @@ class DividedActivations(EachOperation):
         return {t: each.view(t.shape) for t, each in pairs}
 
     def _as_whole(self, t: torch.Tensor) -> DTensor:
-        """A tensor that all ranks hold; the sum of the ranks' gradients is its gradient."""
+        """A replicated ``DTensor`` of a tensor that all ranks hold; backward: all-reduce."""
         if isinstance(t, DTensor):
             return t
         return DTensor.from_local(t, self._mesh, [Replicate()], run_check=False)
 
     def _plain_if_whole(self, t: DTensor) -> torch.Tensor:
-        """An activation that an operation has made whole again: a layer that is not divided."""
+        """A plain tensor if an operation, such as an undivided layer, has made it whole."""
         if _divided_by(t) is not None:
             return t
         return t.redistribute(self._mesh, [Replicate()]).to_local()
@@ -257,7 +257,7 @@ class DividedActivations(EachOperation):
 
 
 def _shape_of(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape, and no memory."""
+    """A tensor of this shape on the meta device."""
     return torch.empty(t.shape, device="meta")
 
 
@@ -269,13 +269,13 @@ def _divided_by(t: Any) -> int | None:
 
 
 def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """An activation for a product with each rank's part of a weight: whole on all ranks.
+    """A whole activation for a product with each rank's part of a weight; backward: a sum.
 
-    Its gradient is the sum of the ranks' gradients. Layers that take the same activation one after
-    the other, as those of queries, keys and values, get the same tensor: one sum serves them all.
+    Layers that take the same activation one after the other, as for queries, keys and values, get
+    the same tensor: one sum of gradients serves them all.
     """
     state = torch.is_grad_enabled(), version_of(x)
-    # The last activation, and what was returned for it.
+    # The last activation, and the tensor that was returned for it.
     last, last_state, copy = getattr(_active, "last", None) or (None, state, x)
     if last is x and last_state == state:
         return copy
@@ -303,24 +303,24 @@ def total_for_all(
     """The sum of the ranks' products with their parts of a weight, and a bias.
 
     Args:
-        along_sequence: whether each rank goes on with its part of the last dimension but one, if
-            there are parts of equal length.
+        along_sequence: whether each rank keeps its part of the sum along the last dimension but
+            one, if that has parts of equal length.
     """
     dim = y.dim() - 2
     if not along_sequence or dim < 0 or y.shape[dim] % mesh.size() or y.is_meta:
         y = all_reduce(y, mesh)
         return y if bias is None else y + bias.to(y.dtype)
-    if bias is not None:  # all ranks have the gradient of the whole sum here
+    if bias is not None:  # backward gathers the gradient of the whole sum on all ranks
         y = y + divide_by_ranks(bias, mesh).to(y.dtype)
     y = reduce_scatter(y, mesh, dim)
     return DTensor.from_local(y, mesh, [Shard(dim)], run_check=False)
 
 
 def gathered(value: Any, use: str = "the model returns it") -> Any:
-    """A value in which divided activations have become whole; a cache stays divided.
+    """A value with whole activations in place of divided ones; a cache stays divided.
 
     Raises:
-        HvkitError: a fused product is among them, whose parts are not in their order.
+        HvkitError: there is a fused product, whose parts are in another order.
     """
 
     def whole(t: DTensor) -> torch.Tensor:
@@ -332,11 +332,10 @@ def gathered(value: Any, use: str = "the model returns it") -> Any:
     return tree_map_only(DTensor, whole, value, is_leaf=lambda v: is_cache(type(v).__name__))
 
 
-# What a rank cannot do with its part of a fused product, in which parts of several tensors follow
-# each other.
+# Operations that a rank cannot run on its part of a fused product.
 _OF_ELEMENTS = frozenset({"__getitem__", "select", "narrow", "index_select", "flip", "roll", "cat"})
 _FUSED = "_hvkit_fused"
-# What DTensor does not do along the divided dimension, or would do on each rank by itself.
+# Operations that DTensor lacks along the divided dimension, or would run on each rank by itself.
 _WHOLE = frozenset(
     {
         *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "prod", "cdist"),
@@ -352,13 +351,13 @@ _PARTS = (
 
 
 def mark_fused(product: DTensor) -> DTensor:
-    """Remember that a product holds several tensors, each of which is divided by itself."""
+    """Mark a product that concatenates several tensors, each of which is divided by itself."""
     setattr(product, _FUSED, True)
     return product
 
 
 def _mark_if_fused(before: torch.Tensor, after: DTensor) -> DTensor:
-    """Mark what an operation has made of a fused product, if it holds the same tensors."""
+    """Mark the result of an operation on a fused product, if it concatenates the same tensors."""
     dim, now = _divided_by(before), _divided_by(after)
     if dim is not None and now is not None and before.shape[dim] == after.shape[now]:
         mark_fused(after)
@@ -366,15 +365,15 @@ def _mark_if_fused(before: torch.Tensor, after: DTensor) -> DTensor:
 
 
 def is_fused(t: torch.Tensor) -> bool:
-    """Whether ``mark_fused`` got this tensor."""
+    """Whether a tensor is marked by ``mark_fused``."""
     return hasattr(t, _FUSED)
 
 
 def _refuse_lost(call: Operation) -> None:
-    """Raise if an operation writes where nobody reads.
+    """Refuse an operation that writes into a copy of an activation.
 
     Raises:
-        HvkitError: with what to do.
+        HvkitError: says what to write instead.
     """
     written = call.inputs[0] if call.inputs else None
     if isinstance(written, DTensor) and call.name == "__setitem__":
@@ -387,8 +386,8 @@ def _refuse_lost(call: Operation) -> None:
         )
 
 
-def _is_about_tensor(call: Operation) -> bool:
-    """Whether a call without a rule computes no other tensor: sizes, hooks, writes."""
+def _computes_nothing(call: Operation) -> bool:
+    """Whether a call without a rule computes no new tensor: sizes, hooks, writes."""
     of_attribute = getattr(call.function, "__name__", "") in ("__get__", "__set__")
     name = call.name
     return of_attribute or name in HARMLESS | SIZES | _OF_AUTOGRAD or writes(call)

@@ -1,12 +1,10 @@
-"""Layers that are divided without a partner: those of a vocabulary, and those that a user names.
+"""Layers that are divided without a partner: those of a vocabulary, and those named by ``plan=``.
 
-An embedding gives each rank some features of every row, since then only the forward sends anything.
-A projection onto the vocabulary gives each rank the logits of some rows, or if these are no
-multiple of the ranks, sums over some features. Where both have one weight, the embedding follows
+An embedding gives each rank some features of every row, so that only the forward communicates. A
+projection onto the vocabulary gives each rank the logits of some rows. If the rows are no multiple
+of the ranks, each rank sums over some features. Where both share a weight, the embedding follows
 the projection, and each rank looks up its own rows. Logits are gathered at once, unless the dry run
 shows that they lead to a loss that can be divided.
-
-``plan=`` names layers in the words of PyTorch's ``parallelize_module``.
 """
 
 from __future__ import annotations
@@ -21,25 +19,24 @@ from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import LinearUse
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Kind, LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision, Style
 
 _NEED_WHOLE = ("max_norm", "scale_grad_by_freq", "sparse")
 
-
-Words = Mapping[str, Any]
-"""Module names, with ``*`` for any text, and ``"colwise"`` or ``"rowwise"`` for each."""
+Styles = Mapping[str, Any]
+"""``plan=``: by module name, with ``*`` for any text, ``"colwise"`` or ``"rowwise"``."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The layers that have one weight of the shape (rows, features).
+    """The layers that share one weight of the shape (rows, features).
 
     Attributes:
-        embeddings: names of those that look up rows.
-        projections: names of linear layers, whose outputs are the rows.
+        embeddings: names of the layers that look up rows.
+        projections: names of the linear layers, which compute one output for each row.
         shape: of the weight.
-        problems: by layer, why it cannot be divided; no entry if it can.
-        in_loss: the projections' outputs may stay divided up to a loss that can be divided.
+        problems: why a layer cannot be divided, by its name.
+        in_loss: whether the projections' outputs may stay divided up to the loss.
     """
 
     embeddings: tuple[str, ...]
@@ -54,9 +51,9 @@ class Vocabulary:
         return *self.embeddings, *self.projections
 
     def divided(self, dim: int) -> dict[str, LayerDivision]:
-        """How to divide the layers if the weight is divided along this dimension."""
-        looked_up: Kind = "column" if dim else "row"
-        projected: Kind = "row" if dim else "column"
+        """The divisions of the layers if the weight is divided along this dimension."""
+        looked_up: Style = "column" if dim else "row"
+        projected: Style = "row" if dim else "column"
         return {
             **dict.fromkeys(self.embeddings, LayerDivision(looked_up, 1, True, True)),
             **dict.fromkeys(
@@ -65,7 +62,7 @@ class Vocabulary:
         }
 
     def chosen(self, ways: int) -> dict[str, LayerDivision] | dict[str, str]:
-        """How ``ways`` ranks divide the layers, else by layer why they stay whole."""
+        """The divisions of the layers among ``ways`` ranks, or why each stays whole."""
         if self.problems:
             culprit, why = next(iter(self.problems.items()))
             others = f"{culprit}, which has the same weight, stays whole: {why}"
@@ -84,8 +81,8 @@ class Vocabulary:
 def vocabularies(model: nn.Module, layers: Mapping[str, LinearUse]) -> list[Vocabulary]:
     """The vocabularies of a model.
 
-    A linear layer is a projection if it has the weight of an embedding; or as many outputs as one
-    has rows, and no linear layer takes these.
+    A linear layer is a projection if it shares the weight of an embedding; or if it has as many
+    outputs as an embedding has rows, and no linear layer takes them.
     """
     holders = holders_in(model)
     found: list[Vocabulary] = []
@@ -119,7 +116,7 @@ def _vocabulary(
     names: Sequence[str],
     others: Collection[str],
 ) -> Vocabulary:
-    """The layers of these names, which ``others`` share something else with, as a bias."""
+    """The layers of these names; ``others`` share another parameter with them, as a bias."""
     embeddings = tuple(n for n in names if _is_embedding(model, n))
     projections = tuple(n for n in names if n not in embeddings)
     problems = {}
@@ -144,42 +141,41 @@ def _vocabulary(
     return Vocabulary(embeddings, projections, weight.shape, problems, in_loss)
 
 
-def divisions_in_words(
+def requested_divisions(
     model: nn.Module,
-    words: Words,
+    requested: Styles,
     layers: Mapping[str, LinearUse],
     found: Sequence[Vocabulary],
     ways: int,
 ) -> dict[str, LayerDivision]:
-    """How the layers are divided that a user names.
+    """The divisions that ``plan=`` requests.
 
     Raises:
-        ValueError: ``words`` names no layer, or one that cannot be divided like that.
-        TypeError: ``words`` has a value that is no such word.
+        ValueError: it names no layer, or one that cannot be divided like that.
+        TypeError: a value is no style.
     """
     known = {n: seen for n, seen in layers.items() if seen.taken_from}
-    kinds: dict[str, Kind] = {}
-    for pattern, word in words.items():
-        kind = _kind(pattern, word)
-        matches = fnmatch.filter(known, pattern)
+    styles: dict[str, Style] = {}
+    for pattern, value in requested.items():
+        style, matches = _style_of(pattern, value), fnmatch.filter(known, pattern)
         if not matches:
             raise ValueError(
                 f"plan={{{pattern!r}: ...}} names no linear layer or embedding that the forward "
                 f"calls; there are: {', '.join(known)}"
             )
-        kinds |= dict.fromkeys(matches, kind)
+        styles |= dict.fromkeys(matches, style)
     of_vocabulary = {name: each for each in found for name in each.layers}
     divisions: dict[str, LayerDivision] = {}
-    for name, kind in kinds.items():
+    for name, style in styles.items():
         vocabulary = of_vocabulary.get(name)
-        _require_divisible(model, name, kind, known[name], ways, vocabulary)
+        _require_divisible(model, name, style, known[name], ways, vocabulary)
         if vocabulary is not None:
-            divisions[name] = _like_others(vocabulary, name, kinds)
+            divisions[name] = _with_same_weight(vocabulary, name, styles)
         else:
-            parts = min(known[name].parts or {1}) if kind == "column" else 1
-            divisions[name] = LayerDivision(kind, parts, known[name].transposed)
+            parts = min(known[name].parts or {1}) if style == "column" else 1
+            divisions[name] = LayerDivision(style, parts, known[name].transposed)
     for name, division in divisions.items():
-        missing = known[name].together - divisions.keys() if division.parts > 1 else None
+        missing = known[name].combined - divisions.keys() if division.parts > 1 else None
         if missing:
             raise ValueError(
                 f"plan= divides {name} and leaves {', '.join(sorted(missing))} whole, but both "
@@ -188,57 +184,63 @@ def divisions_in_words(
     return divisions
 
 
-def _kind(pattern: str, word: Any) -> Kind:
+def _style_of(pattern: str, value: Any) -> Style:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    if word == "colwise" or type(word) is ColwiseParallel:
-        kind: Kind = "column"
+    if value == "colwise" or type(value) is ColwiseParallel:
+        style: Style = "column"
         expected: tuple[Any, Any] = (Replicate(),), (Shard(-1),)
-    elif word == "rowwise" or type(word) is RowwiseParallel:
-        kind, expected = "row", ((Shard(-1),), (Replicate(),))
+    elif value == "rowwise" or type(value) is RowwiseParallel:
+        style, expected = "row", ((Shard(-1),), (Replicate(),))
     else:
         raise TypeError(
-            f"plan={{{pattern!r}: {word!r}}}: a layer is divided by 'colwise', 'rowwise', "
+            f"plan={{{pattern!r}: {value!r}}}: a layer is divided by 'colwise', 'rowwise', "
             "ColwiseParallel() or RowwiseParallel()"
         )
-    if not isinstance(word, str) and (word.input_layouts, word.output_layouts) != expected:
+    if not isinstance(value, str) and (value.input_layouts, value.output_layouts) != expected:
         raise ValueError(
-            f"plan={{{pattern!r}: {type(word).__name__}(...)}} has layouts of its own "
-            f"({word.input_layouts}, {word.output_layouts}): hvkit moves activations where the "
+            f"plan={{{pattern!r}: {type(value).__name__}(...)}} has layouts of its own "
+            f"({value.input_layouts}, {value.output_layouts}): hvkit moves activations where the "
             f"model needs them, so leave input_layouts and output_layouts out"
         )
-    return kind
+    return style
 
 
 def _require_divisible(
     model: nn.Module,
     name: str,
-    kind: Kind,
+    style: Style,
     seen: LinearUse,
     ways: int,
     vocabulary: Vocabulary | None,
 ) -> None:
     weight: Any = model.get_submodule(name).weight
-    length = weight.shape[(kind == "row") != seen.transposed]
+    length = weight.shape[(style == "row") != seen.transposed]
     problem = vocabulary.problems.get(name, "") if vocabulary else seen.unusable
     if not problem and length % ways:
-        problem = f"its {length} {'in' if kind == 'row' else 'out'}puts are no multiple of {ways}"
-    elif kind == "column" and vocabulary is None:
+        problem = f"its {length} {'in' if style == 'row' else 'out'}puts are no multiple of {ways}"
+    elif style == "column" and vocabulary is None:
         problem = seen.column_problem(returned=True)
     if problem:
         raise ValueError(f"plan= cannot divide {name}: {problem}; leave it out of plan=")
 
 
-def _like_others(vocabulary: Vocabulary, name: str, kinds: Mapping[str, Kind]) -> LayerDivision:
-    """How a layer is divided whose weight others may have, which must be divided alike."""
-    dim = int((kinds[name] == "row") != (name in vocabulary.embeddings))
-    alike = vocabulary.divided(dim)
-    for other, division in alike.items():
-        if kinds.get(other) != division.kind:
-            word = {"column": "colwise", "row": "rowwise"}[division.kind]
+def _with_same_weight(
+    vocabulary: Vocabulary, name: str, styles: Mapping[str, Style]
+) -> LayerDivision:
+    """The division of a layer whose weight others may share, which need the same.
+
+    Raises:
+        ValueError: ``plan=`` does not divide one of them, or in another way.
+    """
+    dim = int((styles[name] == "row") != (name in vocabulary.embeddings))
+    divisions = vocabulary.divided(dim)
+    for other, division in divisions.items():
+        if styles.get(other) != division.style:
+            value = {"column": "colwise", "row": "rowwise"}[division.style]
             raise ValueError(
                 f"plan= divides {name}, and not {other}, which has the same weight, in the same "
-                f"way: add {other!r}: {word!r}"
+                f"way: add {other!r}: {value!r}"
             )
-    return alike[name]
+    return divisions[name]

@@ -1,8 +1,8 @@
-"""A model whose linear layers are divided among the ranks of a tensor group.
+"""Divides the layers of a model among the ranks of a tensor group.
 
-Parameters stay the objects they were, with this rank's part as their data: optimizers, gradient
-reducers and scalers see plain parameters. What a column layer returns is a ``DTensor`` until its
-row layer has summed over the ranks.
+Parameters stay the same objects, with this rank's part as their data: optimizers, gradient reducers
+and scalers see plain parameters. A column layer returns a ``DTensor``, until its row layer has
+summed over the ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     part_for_this_rank,
     total_for_all,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import structure
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     LayerDivision,
     Placement,
@@ -46,16 +45,17 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import (
     all_reduce,
     divide_by_ranks,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_structure
 
 
 def divide(
     model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, random: SameRandomNumbers
 ) -> dict[str, Placement]:
-    """Leave each rank its part of a model's weights, and make the forward use the parts.
+    """Keep this rank's part of a model's weights, and make the forward use it.
 
-    A collective of the tensor group. All its ranks hold the same weights before, and get the same
-    inputs afterwards. Optimizers that hold state for the weights must divide it in the same way,
-    with ``part_of``; hooks on gradients are attached afterwards, as weights change their shape.
+    All ranks of the tensor group hold the same weights before, and get the same inputs afterwards.
+    Optimizers must divide their state in the same way, with ``part_of``. Hooks on gradients are
+    attached afterwards, since weights change their shape.
 
     Args:
         model: changed in place; its parameters stay the same objects.
@@ -64,13 +64,13 @@ def divide(
         random: the random numbers of the group.
 
     Returns:
-        How each parameter that is divided is divided, by its name.
+        The placement of each divided parameter, by its name.
     """
     _follow_checkpoints()
     here = {
         name: each
         for name, each in plan.divisions.items()
-        # Other stages of a pipeline have those on the meta device.
+        # Parameters of other stages of a pipeline are on the meta device.
         if not all(p.is_meta for p in model.get_submodule(name).parameters(recurse=False))
     }
     plan = replace(plan, divisions=here)
@@ -89,14 +89,13 @@ def divide(
         module: Any = model.get_submodule(name)
         if name in attentions:
             along = f"{name}.out_proj".removeprefix(".") in along_sequence
-            divided = DividedHeads(mesh, random, along_sequence=along)
-            module.forward = MethodType(_heads(divided), module)
+            module.forward = MethodType(_heads(mesh, random, along), module)
         elif name.rpartition(".")[0] not in attentions:  # its out_proj has no call of its own
             if isinstance(module, nn.Embedding):
                 forward = _lookup(mesh, division, name in along_sequence)
-            elif division.kind == "experts":
+            elif division.style == "experts":
                 forward = _experts(_own_forward(module), mesh, division)
-            elif division.kind == "row":
+            elif division.style == "row":
                 forward = _row(mesh, division, name in along_sequence)
             else:
                 forward = _column(mesh, division)
@@ -112,7 +111,7 @@ def divide(
 
 
 def placements_of(model: nn.Module, plan: TensorPlan) -> dict[str, Placement]:
-    """How a plan divides each parameter, by its name; what is not in it stays whole."""
+    """The placement of each parameter that a plan divides, by its name."""
     placements = {}
     names = {p: name for name, p in model.named_parameters()}
     for name, division in plan.divisions.items():
@@ -169,22 +168,20 @@ def _experts(
 
     @functools.wraps(run)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if structure(args, kwargs) not in division.calls:
+        if call_structure(args, kwargs) not in division.calls:
             raise HvkitError(
                 f"{type(self).__name__}, whose experts are divided along the tensor axis, was "
                 "called with other arguments than in the first call of the model: call it in the "
                 "same way, or pass plan= without it"
             )
         args, kwargs = tree_map_only(torch.Tensor, for_parts, (args, kwargs))
-        held = {name: self._parameters[name] for name, how in division.experts if how is None}
+        whole = {name: self._parameters[name] for name, how in division.experts if how is None}
         try:
-            shares: Any = {
-                name: divide_by_ranks(p, mesh) for name, p in held.items() if p is not None
-            }
+            shares: Any = {n: divide_by_ranks(p, mesh) for n, p in whole.items() if p is not None}
             self._parameters.update(shares)
             y = run(self, *args, **kwargs)
         finally:
-            self._parameters.update(held)
+            self._parameters.update(whole)
         return total_for_all(y, None, mesh, along_sequence=False)
 
     return forward
@@ -201,45 +198,27 @@ def _lookup(
     def rows(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         """Rows of other ranks are zeros, and the sum has them from there."""
         count, index = len(self.weight), mesh.get_local_rank()
-        place, elsewhere = index_in_part(input, count, index, mesh.size())
+        local, elsewhere = index_in_part(input, count, index, mesh.size())
         padding = None if self.padding_idx is None else self.padding_idx - count * index
         own_padding = padding if padding in range(count) else None
-        found = F.embedding(place, self.weight, own_padding)
+        found = F.embedding(local, self.weight, own_padding)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         return total_for_all(found, None, mesh, along_sequence=along_sequence)
 
-    return features if division.kind == "column" else rows
+    return features if division.style == "column" else rows
 
 
-def _heads(divided: DividedHeads) -> Callable[..., Any]:
-    @functools.wraps(nn.MultiheadAttention.forward)
-    def forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
-        return divided(self, *args, **kwargs)
-
-    return forward
-
-
-class DividedHeads:
-    """The forward of an ``nn.MultiheadAttention`` whose parameters are this rank's parts.
+def _heads(
+    mesh: DeviceMesh, random: SameRandomNumbers, along_sequence: bool
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The forward of an ``nn.MultiheadAttention`` with this rank's heads.
 
     ``torch.nn.functional.multi_head_attention_forward`` takes whole weights only.
-
-    Args:
-        mesh: the tensor group.
-        random: the random numbers of the group.
-        along_sequence: whether each rank goes on with its part of the sequence.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, random: SameRandomNumbers, *, along_sequence: bool = False
-    ) -> None:
-        self._mesh = mesh
-        self._random = random
-        self._along_sequence = along_sequence
-
-    def __call__(
-        self,
-        module: nn.MultiheadAttention,
+    @functools.wraps(nn.MultiheadAttention.forward)
+    def forward(
+        self: nn.MultiheadAttention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -249,86 +228,87 @@ class DividedHeads:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``, with its shapes."""
         batched = query.dim() == 3
-        q, k, v = self._projected(module, (query, key, value), batched)
-        mask = self._mask(module.num_heads, attn_mask, key_padding_mask, q)
-        drop = module.dropout if module.training else 0.0
+        q, k, v = _projected(self, (query, key, value), batched, mesh)
+        mask = _mask(self.num_heads, attn_mask, key_padding_mask, q, mesh)
+        drop = self.dropout if self.training else 0.0
         weights = None
-        with self._random.different(q.device) if drop else nullcontext():
+        with random.different(q.device) if drop else nullcontext():
             if need_weights:
-                scores = q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)
+                scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
                 weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
                 weights = F.dropout(weights, drop)
                 y = weights @ v
             else:
                 y = F.scaled_dot_product_attention(q, k, v, mask, drop)
-        y = F.linear(y.transpose(1, 2).flatten(2), module.out_proj.weight)
+        y = F.linear(y.transpose(1, 2).flatten(2), self.out_proj.weight)
         if not batched:
             y = y.squeeze(0)
-        elif not module.batch_first:
+        elif not self.batch_first:
             y = y.transpose(0, 1)
-        bias, along = module.out_proj.bias, self._along_sequence
-        y = total_for_all(y, bias, self._mesh, along_sequence=along)
+        y = total_for_all(y, self.out_proj.bias, mesh, along_sequence=along_sequence)
         if weights is None:
             return y, None
-        weights = self._of_all_heads(weights, module.num_heads, average_attn_weights)
+        if average_attn_weights:
+            weights = all_reduce(weights.sum(1) / self.num_heads, mesh)
+        else:
+            weights = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False).full_tensor()
         return y, weights if batched else weights.squeeze(0)
 
-    def _projected(
-        self, module: nn.MultiheadAttention, inputs: tuple[torch.Tensor, ...], batched: bool
-    ) -> list[torch.Tensor]:
-        """Queries, keys and values of this rank's heads: (batch, heads, length, head size)."""
-        if module.in_proj_weight is not None:
-            weights = module.in_proj_weight.chunk(3)
+    return forward
+
+
+def _projected(
+    module: nn.MultiheadAttention,
+    inputs: tuple[torch.Tensor, ...],
+    batched: bool,
+    mesh: DeviceMesh,
+) -> list[torch.Tensor]:
+    """Queries, keys and values of this rank's heads: (batch, heads, length, head size)."""
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    bias = module.in_proj_bias
+    biases = [None] * 3 if bias is None else bias.chunk(3)
+    # One sum of gradients for each tensor, not for each use.
+    copies = {id(x): for_all(x, mesh) for x in inputs}
+    projected = []
+    for x, weight, b in zip(inputs, weights, biases, strict=True):
+        each = F.linear(copies[id(x)], weight, b)
+        if not batched:
+            each = each.unsqueeze(0)
+        elif not module.batch_first:
+            each = each.transpose(0, 1)
+        projected.append(each.view(*each.shape[:2], -1, module.head_dim).transpose(1, 2))
+    return projected
+
+
+def _mask(
+    heads: int,
+    attn_mask: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    query: torch.Tensor,
+    mesh: DeviceMesh,
+) -> torch.Tensor | None:
+    """Both masks as one that is added to the scores: (batch or 1, heads or 1, 1 or T, S)."""
+    masks = []
+    if attn_mask is not None:
+        mask = _additive(attn_mask, query.dtype)
+        if mask.dim() == 3:
+            mask = mask.view(-1, heads, *mask.shape[1:])
+            mask = mask.chunk(mesh.size(), 1)[mesh.get_local_rank()]
         else:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        bias = module.in_proj_bias
-        biases = [None] * 3 if bias is None else bias.chunk(3)
-        # One sum of gradients for each tensor, not for each use.
-        copies = {id(x): for_all(x, self._mesh) for x in inputs}
-        projected = []
-        for x, weight, b in zip(inputs, weights, biases, strict=True):
-            each = F.linear(copies[id(x)], weight, b)
-            if not batched:
-                each = each.unsqueeze(0)
-            elif not module.batch_first:
-                each = each.transpose(0, 1)
-            projected.append(each.view(*each.shape[:2], -1, module.head_dim).transpose(1, 2))
-        return projected
-
-    def _mask(
-        self,
-        heads: int,
-        attn_mask: torch.Tensor | None,
-        key_padding_mask: torch.Tensor | None,
-        query: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Both masks as one that is added to the scores: (batch or 1, heads or 1, 1 or T, S)."""
-        masks = []
-        if attn_mask is not None:
-            mask = _added(attn_mask, query.dtype)
-            if mask.dim() == 3:
-                mask = mask.view(-1, heads, *mask.shape[1:])
-                mask = mask.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()]
-            else:
-                mask = mask[None, None]
-            masks.append(mask)
-        if key_padding_mask is not None:
-            padding = _added(key_padding_mask, query.dtype)
-            masks.append(padding.reshape(query.shape[0], 1, 1, padding.shape[-1]))
-        return sum(masks[1:], masks[0]) if masks else None
-
-    def _of_all_heads(self, weights: torch.Tensor, heads: int, average: bool) -> torch.Tensor:
-        """The attention weights that ``nn.MultiheadAttention`` returns, on every rank."""
-        if average:
-            return all_reduce(weights.sum(1) / heads, self._mesh)
-        parts = DTensor.from_local(weights, self._mesh, [Shard(1)], run_check=False)
-        return parts.full_tensor()
+            mask = mask[None, None]
+        masks.append(mask)
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, query.dtype)
+        masks.append(padding.reshape(query.shape[0], 1, 1, padding.shape[-1]))
+    return sum(masks[1:], masks[0]) if masks else None
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as numbers to add: where a boolean one is true, attention is not allowed."""
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask to add to scores: minus infinity where a boolean mask is true."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)

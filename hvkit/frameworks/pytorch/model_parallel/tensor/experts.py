@@ -1,13 +1,12 @@
-"""Experts that lie in parameters of three dimensions, of which each rank holds a part of each.
+"""Plans how ranks divide each expert of a mixture, where a parameter holds all experts' weights.
 
-An expert multiplies by two weights or more. Of the features between them each rank computes some,
-and the sum over the ranks is what the expert returns. All experts of a module are one parameter
-(experts, outputs, inputs), or transposed, and so are biases (experts, outputs).
+An expert multiplies by two weights or more. Each rank computes some of the features between them,
+and the experts' outputs are summed over the ranks. A weight of all experts has the shape (experts,
+outputs, inputs), or transposed, and a bias (experts, outputs).
 
-How a module multiplies by them differs: a loop, grouped or batched products. So hvkit does not
-follow its operations, but tries it with random weights and a few rows: what it computes with the
-parts of each rank must add up to what it computes with the whole, and so must the gradients of its
-inputs.
+Modules multiply in a loop, or by grouped or batched products. So hvkit does not follow operations,
+but tries the module with random weights and a few rows: the outputs with each rank's parts must add
+up to the output with whole weights, and so must the gradients of the inputs.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.kept_results import left_as_before
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in, uncompiled
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import undoing_side_effects
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     LayerDivision,
     Placement,
@@ -33,24 +32,24 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
-# Rows of the trial: more only where a module takes as many for each expert.
+# Rows of the trial, unless a module needs as many as it has experts.
 _ROWS = 4
-# Largest error of a sum, as a share of its largest element. Wrong parts are far beyond it.
+# The largest error of a sum, relative to its largest element. Wrong parts are far beyond it.
 _ROUNDING = 1e-4
-# Random numbers that weights are made of: a prime, so that no row is another one.
+# How many random numbers a weight repeats: a prime, so that rows differ.
 _NUMBERS = 65537
-# Of inputs. Large results would show where a module limits them.
+# Scales of the inputs. The large one shows whether a module clamps activations.
 _SCALES = (1.0, 1e4)
 
 
 @dataclass
 class Experts:
-    """What the dry run has seen of a module with experts in parameters of three dimensions.
+    """A module with experts, as a dry run has seen it.
 
     Attributes:
-        parameters: its own, on the meta device.
+        parameters: of the module, on the meta device.
         calls: the arguments of the first call of each structure.
-        unusable: why they cannot be divided at all.
+        unusable: why the experts cannot be divided.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -59,7 +58,7 @@ class Experts:
 
 
 def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, Experts]:
-    """The modules of a model that hold experts, by name: two weights of several, at least."""
+    """The modules with two or more weights of several experts, by name."""
     holders = holders_in(model)
     found = {}
     for name, module in model.named_modules():
@@ -87,24 +86,24 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
 def divisions_of_experts(
     model: nn.Module, found: Mapping[str, Experts], ways: int, device: torch.device
 ) -> dict[str, LayerDivision | str]:
-    """How ``ways`` ranks divide the experts of each module, else why they stay whole."""
+    """The division of each module's experts among ``ways`` ranks, or why they stay whole."""
     divisions: dict[str, LayerDivision | str] = {}
-    alike: dict[Any, LayerDivision | str] = {}
+    tried: dict[Any, LayerDivision | str] = {}
     for name, seen in found.items():
         module = model.get_submodule(name)
         if seen.unusable or not seen.calls:
             divisions[name] = seen.unusable or "the forward does not call it"
             continue
-        # Blocks of the same kind are tried once.
+        # Equal blocks are tried once.
         attributes = [item for each in module.modules() for item in vars(each).items()]
         plain = [(k, v) for k, v in attributes if isinstance(v, _PLAIN)]
         others = [(k, id(v)) for k, v in vars(module).items() if k not in _OF_MODULES]
         shapes = [(n, tuple(p.shape)) for n, p in module.named_parameters()]
         inputs = [tuple(t.shape) for call in seen.calls.values() for t in tensors_in(call)]
         key: Any = (type(module), repr(module), *plain, *others, *shapes, *inputs, *seen.calls)
-        if key not in alike:
-            alike[key] = _tried(module, seen, ways, device)
-        divisions[name] = alike[key]
+        if key not in tried:
+            tried[key] = _try(module, seen, ways, device)
+        divisions[name] = tried[key]
     return divisions
 
 
@@ -113,10 +112,8 @@ _OF_MODULES = vars(nn.Module()).keys()
 _CPU = torch.device("cpu")
 
 
-def _tried(
-    module: nn.Module, seen: Experts, ways: int, device: torch.device
-) -> LayerDivision | str:
-    """How the experts of a module are divided, by a trial; else why they are not."""
+def _try(module: nn.Module, seen: Experts, ways: int, device: torch.device) -> LayerDivision | str:
+    """The division of a module's experts, found by trials, or why they stay whole."""
     shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
     guesses = list(_guesses(shapes, ways))
     if not guesses:
@@ -150,10 +147,10 @@ def _tried(
 
 
 def _guesses(shapes: Mapping[str, torch.Size], ways: int) -> Iterator[dict[str, Placement | None]]:
-    """Each way in which all weights could have a dimension of the features between products.
+    """Each choice of one dimension of every weight that could be the features between products.
 
-    It may be as long as two of these tensors, such as gates and what they multiply by, one after
-    the other or in turns. A bias may be that of the features, or of the result.
+    It may be twice as long, if gates and activations are concatenated or interleaved. A bias may
+    belong to the features, or to the output.
     """
     lengths = {n for shape in shapes.values() if len(shape) == 3 for n in shape[1:]}
     for features in sorted(each for each in lengths if each % ways == 0):
@@ -172,10 +169,10 @@ class _ExpertsTrial:
     """One call of a module with random numbers.
 
     Args:
-        module: stays as it is.
-        call: arguments, of which the shapes count; integers become numbers of experts.
+        module: unchanged afterwards.
+        call: arguments whose shapes are used; integers become indices of experts.
         weights: of all experts, by name.
-        device: where to compute.
+        device: on which to compute.
         scale: of the inputs.
     """
 
@@ -198,8 +195,8 @@ class _ExpertsTrial:
         """Compute with whole weights.
 
         Raises:
-            ValueError: it computes nothing that could be compared.
-            Exception: the module's own.
+            ValueError: the result is zero or not finite.
+            Exception: the module's.
         """
         try:
             self._expected = self._run(self._weights)
@@ -212,7 +209,7 @@ class _ExpertsTrial:
         self._drawn = self._random_state()
 
     def adds_up(self, guess: Mapping[str, Placement | None], ways: int) -> bool:
-        """Whether the results and gradients with these parts of the weights are parts of a sum."""
+        """Whether results and gradients with the parts add up to those with whole weights."""
         total: list[torch.Tensor] = []
         for index in range(ways):
             parts = {
@@ -223,7 +220,7 @@ class _ExpertsTrial:
                 of_parts = self._run(parts)
             except Exception:  # of any type: these parts do not fit
                 return False
-            # Numbers drawn for features would be others in parts.
+            # With parts, dropout of features would draw fewer numbers.
             same = torch.equal(self._random_state(), self._drawn)
             if not same or [t.shape for t in of_parts] != [t.shape for t in self._expected]:
                 return False
@@ -234,16 +231,16 @@ class _ExpertsTrial:
         )
 
     def _run(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What the module returns, and the gradients of its inputs."""
+        """The module's output, and the gradients of its inputs."""
         generator = torch.Generator().manual_seed(0)
         make = self._inputs(generator)
         args, kwargs = tree_map_only(torch.Tensor, make, self._call)
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         twin = copy.copy(self._module)
-        # Not its hooks, which are the script's.
+        # The script's hooks are not called.
         vars(twin)["_parameters"] = {**self._module._parameters, **weights}
         torch.manual_seed(0)
-        with left_as_before(twin) as kept:
+        with undoing_side_effects(twin) as kept:
             y = twin.forward(*args, **kwargs)
             if kept.changes():
                 raise ValueError("it keeps something beside what it returns")
@@ -253,7 +250,7 @@ class _ExpertsTrial:
         return [y.detach(), *torch.autograd.grad(y, inputs, along, materialize_grads=True)]
 
     def _inputs(self, generator: torch.Generator) -> Any:
-        """What makes an argument of a few rows from one of the call."""
+        """A function that makes a random argument of a few rows from one of the call."""
         first = next(t for t in tensors_in(self._call) if t.is_floating_point() and t.dim() > 1)
         many = first.shape[:-1]
         few = [n if n == self._count else min(n, self._rows) for n in many]
@@ -278,7 +275,7 @@ class _ExpertsTrial:
 
 
 def _dtype() -> torch.dtype:
-    """That of scripts in float64, else one that grouped products know on every device."""
+    """Float64 if it is the default, else float32, which grouped products support everywhere."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 

@@ -1,21 +1,20 @@
-"""One forward on the meta device, in which divided activations are followed.
+"""Follows the outputs of linear layers through one forward on the meta device.
 
-Each product with a weight starts an activation that could be divided by its last dimension. A
-``TorchFunctionMode`` follows it through every operation, without tracing or export: the forward is
-the user's own. What is learnt is which product takes it (the pair could be divided), or which
-operation or use stands in the way.
+The output of a product with a weight could be divided by its last dimension. A
+``TorchFunctionMode`` follows it through every operation of the user's own forward, without graph
+capture or export. It finds the product that takes the activation, so that the two layers could be
+divided as a pair; or the operation that prevents this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import experts_in
@@ -27,23 +26,23 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     Operation,
     follow,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_structure, tensors_in
 
 _MARK = "_hvkit_divided"
 _LAYOUTS = {*SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
-# Names that lead to a tensor in what a model returns, at most.
+# How deep tensors are looked for in objects that a model returns.
 _DEEPEST = 8
 _MULTI_HEAD = "multi_head_attention_forward"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of an activation that could be divided.
+    """Marks an activation that could be divided.
 
     Attributes:
-        columns: the layers whose outputs it is computed from; divided all together or not at all.
+        columns: the layers from whose outputs it is computed; divided together or not at all.
         dim: by which it would be divided.
-        parts: of the product; None as long as nothing has needed a number.
+        parts: number of tensors in the product; None until an operation needs a number.
     """
 
     columns: frozenset[str]
@@ -53,24 +52,26 @@ class Mark:
 
 @dataclass
 class LinearUse:
-    """What the dry run has seen of a layer that multiplies by a weight, or looks up its rows.
+    """How a forward uses a layer that multiplies by a weight, or looks up its rows.
 
     Attributes:
-        transposed: its weight has the shape (in, out).
-        parts: of its output, as its users need them; more than one number is a contradiction.
-        taken_from: for each call the columns that its input is computed from; empty for an input
-            that is whole.
-        together: columns whose outputs meet its own while the number of parts is open.
-        ends: an operation takes its output and gives all ranks the same.
+        transposed: whether its weight has the shape (in, out).
+        parts: the numbers of parts that operations on its output need; they contradict each other
+            if there are several.
+        taken_from: for each call, the columns from which its input is computed; empty for a whole
+            input.
+        combined: columns whose outputs are combined with its own before the number of parts is
+            known.
+        ends: whether an operation, such as a loss, makes a whole result of its output.
         problem: why its output cannot be divided.
-        returned: where the model returns what it computes from the output.
+        returned: why its output must become whole: the model returns it.
         unusable: why its weight cannot be divided at all.
     """
 
     transposed: bool = False
     parts: set[int] = field(default_factory=set)
     taken_from: list[frozenset[str]] = field(default_factory=list)
-    together: set[str] = field(default_factory=set)
+    combined: set[str] = field(default_factory=set)
     ends: bool = False
     problem: str = ""
     returned: str = ""
@@ -80,7 +81,7 @@ class LinearUse:
         """Why its output cannot be divided, or an empty text.
 
         Args:
-            returned: whether the model may return it: hvkit then makes it whole.
+            returned: whether the model may return it, and hvkit makes it whole.
         """
         if self.unusable or self.problem:
             return self.unusable or self.problem
@@ -102,14 +103,14 @@ class LinearTrace(EachOperation):
     """Follows the output of each linear layer.
 
     Args:
-        model: the whole one.
+        model: undivided.
         meta: its parameters on the meta device, by name.
-        ways: among how many ranks.
+        ways: number of ranks.
 
     Attributes:
-        linears: what is seen of linear layers and embeddings, by name.
-        heads: the attention layers seen, with why they cannot be divided, or an empty text.
-        experts: what is seen of modules with experts.
+        linears: uses of linear layers and embeddings, by name.
+        heads: by attention layer, why it cannot be divided, or an empty text.
+        experts: modules with experts, by name.
     """
 
     def __init__(self, model: nn.Module, meta: Mapping[str, nn.Parameter], ways: int) -> None:
@@ -121,14 +122,14 @@ class LinearTrace(EachOperation):
         self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
         self._modules = modules = dict(model.named_modules())
         twins = {p: meta[name] for name, p in model.named_parameters()}
-        # Those that may be linear layers or embeddings, with their weight and bias.
+        # Modules that may be linear layers or embeddings, with their weight and bias.
         self._layers = {
             n: [twins[p] for p in m.parameters(recurse=False)]
             for n, m in modules.items()
             if _may_be_linear(m)
         }
         self._heads = {n: m for n, m in modules.items() if type(m) is nn.MultiheadAttention}
-        # Of no other class: an embedding that does more may pass other options.
+        # No subclasses: these may pass other options.
         self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
         self._owners: dict[int, list[str]] = {}
         for name, held in self._layers.items():
@@ -137,7 +138,7 @@ class LinearTrace(EachOperation):
         self._inside: list[str] = []
 
     def operation(self, call: Operation) -> Any:
-        marks = [mark_of(t) for t in call.inputs]
+        marks = [_mark_of(t) for t in call.inputs]
         output = call.run()
         if call.name in HARMLESS:
             return output
@@ -165,10 +166,10 @@ class LinearTrace(EachOperation):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Know in which layer an operation happens, while the context lasts."""
+        """A context in which the trace knows the layer of an operation."""
         modules = self._modules
         layers = {name: modules[name] for name in (*self._layers, *self._heads)}
-        # After the hooks of a script, which may change what the experts get.
+        # After the script's hooks, which may change the experts' inputs.
         experts = {name: modules[name] for name in self.experts}
         inside = {"before_hooks": False, "after_hooks": False}
         with (
@@ -180,12 +181,12 @@ class LinearTrace(EachOperation):
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._inside.append(name)
         if name in self.experts:
-            self.experts[name].calls.setdefault(structure(args, kwargs), (args, kwargs))
-            for mark in filter(None, map(mark_of, tensors_in((args, kwargs)))):
+            self.experts[name].calls.setdefault(call_structure(args, kwargs), (args, kwargs))
+            for mark in filter(None, map(_mark_of, tensors_in((args, kwargs)))):
                 self._spoil(mark.columns, f"{name} takes it, which divides its own experts")
 
     def _leave(self, name: str, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-        """A layer of a class of its own must return the product of its one input, as it is."""
+        """Check that a layer of another class returns the unchanged product of its one input."""
         self._inside.pop()
         seen, kind = self.linears.get(name), type(self._modules[name])
         if seen is None or not seen.taken_from or kind in (nn.Linear, nn.Embedding):
@@ -197,12 +198,12 @@ class LinearTrace(EachOperation):
             seen.unusable = "its forward returns the product in another shape"
 
     def returned(self, output: Any) -> None:
-        """Note which divided activations the model returns: they would have to be whole.
+        """Note the activations that the model returns, which must be whole.
 
-        A cache of keys and values, which the model itself takes again, may hold divided ones.
+        Those in a cache of keys and values may stay divided, since only the model uses them.
         """
         for path, tensor in _tensors_in(output, ()):
-            mark = mark_of(tensor)
+            mark = _mark_of(tensor)
             if mark and not any(map(is_cache, path)):
                 where = f" in {path[0]!r}" if path else ""
                 for column in mark.columns:
@@ -213,7 +214,7 @@ class LinearTrace(EachOperation):
         return self.linears.setdefault(name, LinearUse())
 
     def _product(self, call: Operation) -> str | None:
-        """The layer whose product this is, if its weight and bias are where they belong."""
+        """The layer that computes this product of its own weight and bias, else None."""
         bias = None
         if call.name in ("linear", "embedding"):
             weight = call.argument(1, "weight")
@@ -232,7 +233,7 @@ class LinearTrace(EachOperation):
     def _multiply(self, layer: str, call: Operation, output: torch.Tensor) -> None:
         seen, factor = self._see(layer), call.args[1 if call.name == "addmm" else 0]
         seen.transposed = call.name != "linear"
-        mark = mark_of(factor)
+        mark = _mark_of(factor)
         seen.taken_from.append(frozenset())
         if call.name == "embedding":
             self._spoil(mark.columns if mark else frozenset(), f"{layer} looks up rows by it")
@@ -249,7 +250,7 @@ class LinearTrace(EachOperation):
                 f"its {output.shape[-1]} outputs are no multiple of the {self.ways} ranks"
             )
         else:
-            _set_mark(output, Mark(frozenset([layer]), output.dim() - 1))
+            setattr(output, _MARK, Mark(frozenset([layer]), output.dim() - 1))
 
     def _follow(self, call: Operation, marks: Sequence[Mark | None], output: Any) -> None:
         columns = frozenset().union(*(mark.columns for mark in marks if mark))
@@ -272,9 +273,9 @@ class LinearTrace(EachOperation):
         parts = step.parts
         if known == {None}:
             for column in columns:
-                self._see(column).together |= columns
+                self._see(column).combined |= columns
         if len(known) > 1:
-            parts = 1  # what is divided in parts is an open product, and the other is none
+            parts = 1  # one of them is a product of several tensors, and the other is not
         elif known != {None}:
             if parts not in (None, 1):
                 self._spoil(columns, f"{name}() divides a share of a product in shares")
@@ -284,7 +285,7 @@ class LinearTrace(EachOperation):
             if mark and mark.parts is None and parts is not None:
                 self._decide(mark, parts)
         for each in outputs:
-            _set_mark(each, Mark(columns, step.dim, None if parts is None else 1))
+            setattr(each, _MARK, Mark(columns, step.dim, None if parts is None else 1))
 
     def _decide(self, mark: Mark, parts: int) -> None:
         for column in mark.columns if mark.parts is None else ():
@@ -317,41 +318,22 @@ def _may_be_linear(module: nn.Module) -> bool:
     return [*held] in (["weight"], ["weight", "bias"]) and held["weight"].dim() == 2
 
 
-def mark_of(tensor: torch.Tensor) -> Mark | None:
-    """What ``LinearTrace`` knows of a tensor."""
+def _mark_of(tensor: torch.Tensor) -> Mark | None:
     return getattr(tensor, _MARK, None)
 
 
-def structure(args: Any, kwargs: Any) -> Hashable:
-    """The arguments of a call without what tensors and numbers there are."""
-    leaves, spec = tree_flatten((args, kwargs))
-    kinds = tuple(
-        (leaf.dim(), leaf.is_floating_point())
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, bool | str | None)
-        else type(leaf).__name__
-        for leaf in leaves
-    )
-    return str(spec), kinds
-
-
 def is_cache(name: str) -> bool:
-    """Whether a class or an output of this name holds keys and values for the next call.
+    """Whether a class or an output of this name is a cache of keys and values.
 
-    So it is in Hugging Face's models: ``DynamicCache``, ``past_key_values``.
+    Hugging Face's models have ``DynamicCache`` and ``past_key_values``.
     """
     return "cache" in name.lower() or name.startswith("past_key")
-
-
-def _set_mark(tensor: torch.Tensor, mark: Mark) -> None:
-    setattr(tensor, _MARK, mark)
 
 
 def _tensors_in(
     value: Any, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Every tensor in a value, also in objects that hold some, with the names that lead to it."""
+    """Every tensor in a value or in its attributes, with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif len(path) > _DEEPEST or isinstance(value, nn.Module | str | type):

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["column", "row"]
+Style = Literal["column", "row"]
 _IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 
 
@@ -18,8 +18,8 @@ class Placement:
 
     Attributes:
         dim: along which.
-        parts: of the tensor that are divided each by itself: 3 for fused queries, keys and values,
-            of which a rank holds a share of each.
+        parts: number of tensors that are concatenated along it: 3 for fused queries, keys and
+            values. A rank holds a share of each.
     """
 
     dim: int
@@ -30,22 +30,21 @@ class Placement:
 class LayerDivision:
     """How a layer is divided.
 
-    An embedding counts as a linear layer with a transposed weight: it takes one of its rows, and
-    gives the features.
+    An embedding counts as a linear layer with a transposed weight, whose inputs are the rows.
 
     Attributes:
-        kind: "column" divides the outputs, "row" the inputs; "experts" the features between two
-            products of each expert.
-        parts: of a product that holds several tensors, one after the other: 3 for fused queries,
-            keys and values. Each rank has its part of each.
-        transposed: the weight has the shape (in, out), not (out, in).
-        by_itself: no other layer computes with its part: what it returns is whole.
-        experts: how each parameter of experts is divided; None for one that stays whole, of which
-            each rank adds its share.
+        style: "column" divides the outputs, "row" the inputs, and "experts" the features between
+            two products of each expert.
+        parts: number of tensors that are concatenated in its output: 3 for fused queries, keys and
+            values. Each rank has its part of each.
+        transposed: whether the weight has the shape (in, out), not (out, in).
+        by_itself: whether it returns a whole tensor, since no other layer takes its part.
+        experts: the placement of each parameter of experts. One without stays whole, and each rank
+            adds its share.
         calls: the structures of arguments with which experts may be called.
     """
 
-    kind: Kind | Literal["experts"]
+    style: Style | Literal["experts"]
     parts: int = 1
     transposed: bool = False
     by_itself: bool = False
@@ -53,10 +52,10 @@ class LayerDivision:
     calls: frozenset[Hashable] = frozenset()
 
     def placement(self, name: str, p: torch.Tensor) -> Placement | None:
-        """How a parameter of the layer is divided, by its name there; None if it stays whole."""
-        if self.kind == "experts":
+        """The placement of a parameter of the layer, by its name there; None if it stays whole."""
+        if self.style == "experts":
             return dict(self.experts)[name]
-        if self.kind == "column":
+        if self.style == "column":
             dim = int(self.transposed and p.dim() == 2)
             return Placement(dim, _IN_PROJECTIONS.get(name, self.parts))
         return Placement(int(not self.transposed)) if name == "weight" else None
@@ -66,7 +65,7 @@ def part_of(whole: torch.Tensor, placement: Placement, index: int, ways: int) ->
     """The part that one rank holds.
 
     Args:
-        whole: a multiple of ``parts * ways`` long along ``placement.dim``.
+        whole: its length along ``placement.dim`` is a multiple of ``parts * ways``.
 
     Returns:
         A new tensor, contiguous, ``1 / ways`` as long.
@@ -92,18 +91,18 @@ def whole_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tenso
 
 
 def index_in_part(
-    places: torch.Tensor, length: int, index: int, ways: int
+    indices: torch.Tensor, length: int, rank: int, ways: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a rank's part has what has these places in the whole, and which are elsewhere.
+    """Indices into the whole as indices into a rank's part, and which of them other ranks have.
 
     Args:
-        places: from 0 to ``length * ways - 1``.
+        indices: from 0 to ``length * ways - 1``.
         length: of each part.
 
     Returns:
-        The places in this part, 0 for those in the parts of others; and which are there. A place
-        that is in no part is in none of both, and remains an error for whoever looks it up.
+        The indices in this part, 0 where another rank has the element; and whether another has. An
+        index out of range stays out of range.
     """
-    here = places - index * length
-    elsewhere = (places >= 0) & (places < length * ways) & ((here < 0) | (here >= length))
-    return here.masked_fill(elsewhere, 0), elsewhere
+    local = indices - rank * length
+    elsewhere = (indices >= 0) & (indices < length * ways) & ((local < 0) | (local >= length))
+    return local.masked_fill(elsewhere, 0), elsewhere

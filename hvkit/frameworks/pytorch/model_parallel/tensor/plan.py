@@ -1,4 +1,4 @@
-"""Which layers of a model the ranks can divide, proven by following one forward.
+"""Plans which layers of a model the ranks divide, by following one forward.
 
 A column layer gives each rank a part of its outputs, a row layer takes them and sums (Megatron-LM,
 https://arxiv.org/abs/1909.08053). A pair is in the plan only if ``LinearTrace`` saw that everything
@@ -23,9 +23,9 @@ from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     on_meta,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
+    Styles,
     Vocabulary,
-    Words,
-    divisions_in_words,
+    requested_divisions,
     vocabularies,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import divisions_of_experts
@@ -42,15 +42,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What ``divide`` divides.
+    """How ``divide`` divides the layers of a model.
 
     Attributes:
-        ways: among how many ranks.
-        divisions: by the name of a module. For an ``nn.MultiheadAttention`` its own name stands
-            for its input projections, and its ``out_proj`` is a row layer.
-        whole: the reason why it stays whole, for each linear layer and embedding that does.
-        share: of the bytes of all parameters, those that are divided.
-        vocabularies: names of the layers that have one weight, for each.
+        ways: number of ranks.
+        divisions: by the name of a module. The name of an ``nn.MultiheadAttention`` stands for its
+            input projections, and its ``out_proj`` is a row layer.
+        whole: by linear layer or embedding, why it stays whole.
+        share: the divided share of the bytes of all parameters.
+        vocabularies: for each, the names of the layers that share its weight.
         sequence_regions: activations between pairs that are divided along the sequence.
         whole_regions: why others are not.
         called: the layers that the forward has called.
@@ -87,7 +87,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class _Group:
-    """Layers that can only be divided together."""
+    """Layers that are divided together or not at all."""
 
     columns: frozenset[str]
     rows: frozenset[str]
@@ -98,35 +98,34 @@ def plan_layers(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     ways: int,
-    words: Words | None = None,
+    requested: Styles | None = None,
     left: Set[str] = frozenset(),
 ) -> TensorPlan:
-    """Find what ``ways`` ranks can divide, by one forward on the meta device.
+    """Find the layers that ``ways`` ranks can divide, by one forward on the meta device.
 
     Args:
         model: unchanged afterwards; its parameters may be on the meta device.
-        words: replaces what the proof would choose, in the words of ``parallelize_module``: names
-            of linear layers and embeddings, with ``*`` for any text, and "colwise" or "rowwise" (or
-            ``ColwiseParallel()``, ``RowwiseParallel()``).
-        left: layers that stay whole, since the forward uses them in another way in the other mode.
+        requested: divisions to use instead: by the name of a linear layer or embedding, with ``*``
+            for any text, "colwise" or "rowwise" (or ``ColwiseParallel()``, ``RowwiseParallel()``).
+        left: layers that stay whole, since training and evaluation use them differently.
 
     Raises:
         HvkitError: the forward fails on the meta device.
-        ValueError: ``words`` names no such layer, or one that cannot be divided like that.
-        TypeError: ``words`` has a value that is no such word.
+        ValueError: ``requested`` names no such layer, or one that cannot be divided like that.
+        TypeError: ``requested`` has a value that is no style.
     """
-    if ways == 1 or words == {}:
+    if ways == 1 or requested == {}:
         return TensorPlan(ways)
     meta, _ = on_meta(model)
     trace = LinearTrace(model, meta, ways)
     _watch_forward(trace, model, meta, args, kwargs)
     found = vocabularies(model, trace.linears)
     linears = _linears(model, trace)
-    if words is None:
+    if requested is None:
         device = next((t.device for t in tensors_in((args, kwargs)) if not t.is_meta), _CPU)
         divisions, whole = _chosen(model, trace, linears, found, left, device)
     else:
-        divisions = divisions_in_words(model, words, linears, found, ways)
+        divisions = requested_divisions(model, requested, linears, found, ways)
         whole = dict.fromkeys([*linears, *trace.experts], "plan= does not name it")
     order = [name for name, _ in model.named_modules()]
     called = (
@@ -154,7 +153,7 @@ def _chosen(
     left: Set[str],
     device: torch.device,
 ) -> tuple[dict[str, LayerDivision], dict[str, str]]:
-    """How layers are divided, and why others stay whole."""
+    """The divisions of layers, and why the others stay whole."""
     divisions: dict[str, LayerDivision] = {}
     for group in _largest_first(model, _groups(linears, trace)):
         taken = {*left, *divisions}
@@ -178,7 +177,7 @@ def _chosen(
 def _with_sequence_regions(
     plan: TensorPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TensorPlan:
-    """A plan with the activations between pairs that can be divided along the sequence."""
+    """Add the activations between pairs that can be divided along the sequence."""
     trace = SequenceTrace(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
     _watch_forward(trace, model, meta, args, kwargs)
@@ -187,18 +186,18 @@ def _with_sequence_regions(
 
 
 def with_vocabularies_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
-    """A plan of one mode whose vocabularies suit that of the other, training or evaluation.
+    """The plan of one mode, training or evaluation, with what the plan of the other allows.
 
-    Where one divides a vocabulary as the other does not, it stays whole. Logits that stay divided
-    up to a loss in one alone are gathered. What is divided along the sequence is so in both.
+    A vocabulary that both divide differently stays whole. Logits that stay divided up to the loss
+    in one mode alone are gathered. Sequence regions of one mode alone stay whole.
     """
     begun = {region.begins for region in other.sequence_regions}
     divisions, whole = dict(plan.divisions), dict(plan.whole)
     for layers in {*plan.vocabularies, *other.vocabularies}:
         pairs = {name: (plan.divisions.get(name), other.divisions.get(name)) for name in layers}
-        for name, (own, others) in pairs.items():
-            if own and others and all(a and b and a.kind == b.kind for a, b in pairs.values()):
-                divisions[name] = replace(own, by_itself=own.by_itself or others.by_itself)
+        for name, (here, there) in pairs.items():
+            if here and there and all(a and b and a.style == b.style for a, b in pairs.values()):
+                divisions[name] = replace(here, by_itself=here.by_itself or there.by_itself)
             elif any(a or b for a, b in pairs.values()):
                 divisions.pop(name, None)
                 whole[name] = "training and evaluation use its weight in different ways"
@@ -213,7 +212,7 @@ def with_vocabularies_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) 
 
 
 def with_layers_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
-    """A plan of one mode with the layers that only the other calls, as a head for training."""
+    """The plan of one mode with the layers that only the other calls, as a head for training."""
     names = [name for name, _ in model.named_modules()]
     more = other.divisions.keys() - plan.called
     found = {**plan.divisions, **{name: other.divisions[name] for name in more}}
@@ -233,14 +232,14 @@ def _watch_forward(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Let this see what the model's forward does, with ``meta`` in place of its parameters."""
+    """Run the model's forward with ``meta`` in place of its parameters, seen by ``trace``."""
     tensors = {**meta, **{n: b.clone() for n, b in model.named_buffers()}}
     device = next((p.device for p in model.parameters() if not p.is_meta), _CPU)
     args, kwargs = copied_call(tuple(args), dict(kwargs))
     modes: Sequence[Any] = trace.entered(), torch.no_grad(), OnMeta(device, _nothing), trace
     try:
         with forward_on_meta(model, tensors, args, kwargs, device, modes) as (out, kept):
-            # The script may compute with what is kept as with what is returned.
+            # The script may compute with what the forward keeps, as with what it returns.
             for each in (out, [change.value for change in kept.changes().values()]):
                 trace.returned(each)
     except Exception as error:
@@ -252,11 +251,11 @@ def _watch_forward(
 
 
 def _nothing(error: Exception) -> None:
-    """Ranks of the tensor axis look at the same values, which are those of the whole model."""
+    """Accept a forward that looks at values: all ranks of the tensor axis see the same ones."""
 
 
 def _linears(model: nn.Module, trace: LinearTrace) -> dict[str, LinearUse]:
-    """The linear layers and embeddings of a model, also those that the forward has not called."""
+    """The linear layers and embeddings of a model, called or not."""
     holders = holders_in(model)
     inside_heads = {_child(n, "out_proj") for n in trace.heads}
     found = {}
@@ -310,7 +309,7 @@ def _child(module: str, name: str) -> str:
 
 
 def _largest_first(model: nn.Module, groups: Sequence[_Group]) -> list[_Group]:
-    """Groups by the bytes of their weights: where two share a layer, the first is chosen."""
+    """Sort groups by the bytes of their weights: of two that share a layer, the first is chosen."""
     size = {
         name: bytes_of(module.parameters(recurse=False)) for name, module in model.named_modules()
     }

@@ -1,13 +1,13 @@
-"""Where an operation leaves the dimension by which an activation is divided.
+"""Rules for how an operation propagates the divided dimension of an activation.
 
 Tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053) divides the output of one linear
-layer by its last dimension, and lets each rank compute with its part until another linear layer
-sums over that dimension. In between each operation must treat the parts independently of each
-other. The rules here say for one operation whether it does, and which dimension of its output is
-then the divided one. An operation without a rule is not divided.
+layer by its last dimension. Each rank computes with its part until another linear layer sums over
+that dimension. The operations between them must treat the parts independently of each other. A rule
+says whether an operation does, and which dimension of its output is the divided one. An operation
+without a rule is not divided.
 
-A product may hold several tensors one after the other, as the queries, keys and values of an
-attention layer. Each rank then has its part of each of them: the layer is divided in ``parts``.
+A fused product concatenates several tensors, as queries, keys and values. Each rank has its part of
+each of them: the layer is divided in ``parts``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
 class Followed(NamedTuple):
-    """What an operation does to a divided activation.
+    """The division of an operation's output.
 
     Attributes:
-        dim: of the output, by which it is divided.
-        parts: of the product in which the activation began: None where the operation is right for
-            any number of them; else the number that it needs.
+        dim: by which the output is divided.
+        parts: number of parts of the product from which the activation is computed, as the
+            operation needs it; None if any is right.
     """
 
     dim: int
@@ -42,12 +42,12 @@ class Operation:
     """One operation, as the rules see it.
 
     Attributes:
-        function, name: what is called.
+        function, name: of PyTorch.
         args, kwargs: its arguments.
         inputs: the tensors among them.
         dims: for each input the dimension by which it is divided, or None.
         outputs: the tensors it returned.
-        ways: among how many ranks.
+        ways: number of ranks.
     """
 
     function: Callable[..., Any]
@@ -60,7 +60,7 @@ class Operation:
     ways: int = 1
 
     def run(self, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        """What it returns."""
+        """Call the function, with changed tensors if ``change`` is given."""
         args, kwargs = tuple(self.args), self.kwargs
         if change is not None:
             args, kwargs = tree_map_only(torch.Tensor, change, (args, kwargs))
@@ -85,7 +85,7 @@ class Operation:
 
 
 class EachOperation(TorchFunctionMode):
-    """Sees every operation inside of it, also of attributes that are read of tensors."""
+    """A mode that sees every operation inside of it, also reads of tensors' attributes."""
 
     def __torch_function__(
         self,
@@ -105,16 +105,16 @@ class EachOperation(TorchFunctionMode):
         raise NotImplementedError
 
 
-# Of the divided dimension, where its place in a view is looked for: no product of lengths.
+# A stride that marks the divided dimension in a view: a prime, no product of lengths.
 _STRIDE = 2**31 - 1
 
 Rule = Callable[[Operation], "Followed | str | None"]
 
 
 def follow(call: Operation) -> Followed | str | None:
-    """Where the divided dimension is after an operation; else why it cannot be divided.
+    """The division of an operation's output, or why it cannot be divided.
 
-    None if what the operation returns is whole on every rank.
+    None if the output is whole on every rank.
     """
     rule = _RULES.get(call.name)
     if rule is None:
@@ -128,10 +128,7 @@ def has_rule(name: str) -> bool:
 
 
 def writes(call: Operation) -> bool:
-    """Whether an operation changes its first argument: ``add_``, ``__iadd__``, ``x[0] = 1``.
-
-    So do ``relu`` and others that have an option for it.
-    """
+    """Whether an operation changes its first argument, as ``add_``, ``x[0] = 1``, ``relu_``."""
     if call.name in _IN_PLACE_OPTION:
         return bool(call.argument(_IN_PLACE_OPTION[call.name], "inplace"))
     return is_in_place(call.function)
@@ -144,7 +141,7 @@ def is_in_place(function: Any) -> bool:
 
 
 def viewed(before: Sequence[int], dim: int, after: Sequence[int], ways: int) -> Followed | None:
-    """The dimension of a view that holds dimension ``dim`` of what is viewed, or None.
+    """The division of a view of a tensor that is divided by ``dim``; None if there is none.
 
     >>> viewed((2, 7, 96), 2, (2, 7, 4, 24), ways=2)
     Followed(dim=2, parts=1)
@@ -185,7 +182,7 @@ def _elementwise(call: Operation) -> Followed | str:
     )
     if meets_whole and writes(call) and call.dims[0] is None:
         return f"{call.name}() writes a divided activation into one that is whole"
-    # A whole tensor of that length is in the order of the whole, not of parts.
+    # The elements of a whole tensor of that length are not in the order of fused parts.
     return Followed(place, 1 if meets_whole else None)
 
 
@@ -308,7 +305,7 @@ def _keeps_shape(call: Operation) -> Followed | str:
     return _takes_apart(call)
 
 
-# What may be read of a weight or of a divided activation: nothing of its size is in it.
+# Attributes of a weight or of a divided activation that do not depend on its size.
 HARMLESS = {
     *("dtype", "device", "layout", "is_meta", "requires_grad", "is_sparse", "is_cuda", "is_cpu"),
     *("is_nested", "is_quantized", "is_floating_point", "is_complex", "is_leaf", "is_contiguous"),
@@ -320,12 +317,12 @@ SIZES = {
 # Views that are attributes.
 VIEW_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
 LENGTHS = {"size", "numel", "nelement", "stride", "__len__"}
-# What is as it is for a part, and says nothing of values.
+# Operations on a slice of a parameter that need no full tensor.
 OF_SLICES = {
     *HARMLESS,
     *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
     *("requires_grad_", "retain_grad", "backward"),
-    # Whether gradients have overflowed on any rank, a scaler learns otherwise.
+    # ``share_overflows`` makes a scaler see overflows on all ranks.
     "_amp_foreach_non_finite_check_and_unscale_",
     *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
 } - {"__repr__"}
@@ -377,7 +374,7 @@ EACH_ELEMENT = {
     *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _MORE_OPERATORS),
     *("__pos__", "__abs__", "__invert__", "__eq__", "__ne__"),
 } - {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
-"""All that compute each element by itself, also those without a rule here."""
+"""Operations that compute each element by itself, also those without a rule here."""
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(VIEWS, _view),

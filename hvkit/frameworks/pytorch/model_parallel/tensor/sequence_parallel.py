@@ -1,15 +1,15 @@
-"""What lies between pairs of divided layers, followed to see where the sequence can be divided.
+"""Finds the activations between pairs of divided layers that can be divided along the sequence.
 
-A row layer sums over the ranks, and a column layer sums their gradients. Between them, all ranks
-would hold the same activations, and compute norms, dropout and residuals alike. Where each
-position of the sequence is computed by itself, a rank can do so for its part of them alone: the row
-layer then leaves each rank a part of the sum, and the column layer joins the parts. Both send half
-as much as a sum for all, in forward and in backward, so the bytes are the same (Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2).
+A row layer sums over the ranks, and a column layer sums their gradients. Between them all ranks
+would compute the same norms, dropout and residuals. Where each position of the sequence is computed
+by itself, each rank does so for its part of the sequence: the row layer ends in a reduce-scatter,
+the column layer begins with an all-gather. Together they send as many bytes as an all-reduce
+(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section
+4.2.2).
 
-Anything may be computed from such a part, since what has no rule gets the whole. But to join it
-there, or to take parts of what is whole, costs an exchange. So ``SequenceTrace`` follows one forward on
-the meta device with the pairs known, and counts these.
+An operation without a rule gets the whole sequence, and that costs an exchange. So does taking
+parts of a whole tensor. ``SequenceTrace`` follows one forward on the meta device with the pairs
+known, and counts these exchanges.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 _MARK = "_hvkit_sequence"
-# Of the exchanges that a region needs anyway, how many others may come to them.
+# The largest ratio of other exchanges to those at the layers where a region begins and ends.
 _OTHERS = 1 / 4
 SMALLEST = 8_000_000
-"""Bytes of an activation from which parts pay: they take more messages, for the same bytes."""
+"""Bytes of the smallest activation to divide: parts need more messages for the same bytes."""
 # Operations that compute each position by itself, if their rule says so.
 _BY_POSITION = {*ELEMENTWISE, "layer_norm", "rms_norm", "softmax", "mean", "sum", "var", "amax"}
 
 
 @dataclass(frozen=True)
 class SequenceRegion:
-    """Activations of which each rank has the same part of the sequence.
+    """Activations that the ranks divide along the sequence.
 
     Attributes:
-        begins: row layers and embeddings that leave each rank its part.
-        ends: column layers, and attention layers, that join the parts.
-        modules: in whose forward they are computed.
-        others: what else needs an exchange, and how often.
+        begins: row layers and embeddings, which end in a reduce-scatter.
+        ends: column and attention layers, which begin with an all-gather.
+        modules: whose forward computes the activations.
+        others: reasons for other exchanges, and the number of these.
     """
 
     begins: tuple[str, ...]
@@ -66,45 +66,45 @@ class SequenceRegion:
 
 @dataclass
 class _SeenRegion:
-    """What the dry run has seen of activations that begin at the same layers.
+    """What the trace has seen of activations that begin at the same layers.
 
     Attributes:
         ends, modules: as for ``SequenceRegion``.
-        carried: exchanges of the layers where they begin and end.
-        others: exchanges elsewhere, in those of an activation of the same size, by their reason.
-        largest: bytes of an activation.
+        at_layers: number of exchanges at the layers where they begin and end.
+        others: number of other exchanges of as many bytes, by their reason.
+        largest: bytes of the largest activation.
         problem: why they cannot be divided at all.
     """
 
     ends: dict[str, None] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
-    carried: int = 0
+    at_layers: int = 0
     others: dict[str, float] = field(default_factory=dict)
     largest: int = 0
     problem: str = ""
 
     def add(self, other: _SeenRegion) -> None:
-        """Take over what has been seen of activations that meet these."""
+        """Merge what was seen of activations that are combined with these."""
         self.ends |= other.ends
         self.modules |= other.modules
-        self.carried += other.carried
+        self.at_layers += other.at_layers
         self.largest = max(self.largest, other.largest)
         for reason, amount in other.others.items():
             self.exchange(amount, reason)
         self.refuse(other.problem)
 
     def refuse(self, problem: str) -> None:
-        """Note why they cannot be divided, if there is a reason."""
+        """Keep the first reason why they cannot be divided."""
         self.problem = self.problem or problem
 
     def exchange(self, amount: float, reason: str) -> None:
-        """Note one elsewhere."""
+        """Count an exchange that is at no layer where they begin or end."""
         self.others[reason] = self.others.get(reason, 0.0) + amount
 
     @property
     def why_whole(self) -> str:
-        """Why they are not divided; an empty text if they can be."""
-        if not self.problem and sum(self.others.values()) > _OTHERS * self.carried:
+        """Why they are not divided; an empty text if they are."""
+        if not self.problem and sum(self.others.values()) > _OTHERS * self.at_layers:
             most = max(self.others, key=lambda reason: self.others[reason])
             return f"parts would send more, since {most}"
         if not self.problem and self.largest < SMALLEST:
@@ -115,10 +115,10 @@ class _SeenRegion:
 
 @dataclass(frozen=True)
 class _Part:
-    """Marks an activation of which each rank could have a part.
+    """Marks an activation that could be divided.
 
     Attributes:
-        begins: the layers whose outputs it is computed from.
+        begins: the layers from whose outputs it is computed.
         dim: of the sequence.
     """
 
@@ -127,12 +127,12 @@ class _Part:
 
 
 class SequenceTrace(EachOperation):
-    """Follows what row layers return.
+    """Follows the outputs of row layers.
 
     Args:
-        model: the whole one.
+        model: undivided.
         divisions: of its layers.
-        ways: among how many ranks.
+        ways: number of ranks.
     """
 
     def __init__(self, model: nn.Module, divisions: Mapping[str, LayerDivision], ways: int) -> None:
@@ -141,25 +141,25 @@ class SequenceTrace(EachOperation):
         self._modules = dict(model.named_modules())
         self._seen: dict[frozenset[str], _SeenRegion] = {}
         self._called: list[str] = []
-        # Inside of how many divided layers.
+        # The number of divided layers whose calls have not ended.
         self._depth = 0
-        # What the last column layer has taken: the next ones may take it, too.
+        # The input of the last column layer: one all-gather serves all layers that take it.
         self._taken: torch.Tensor | None = None
-        # By the number of its memory, an activation that could be divided.
+        # Activations that could be divided, by the number of their memory.
         self._memory: dict[int, torch.Tensor] = {}
 
     def operation(self, call: Operation) -> Any:
         output = call.run()
         marks = [_mark_of(t) for t in call.inputs]
         if writes(call) and call.inputs and not marks[0]:
-            # Of a part, another view than those that the rules know would be of a copy.
+            # A view without a rule would be one of a copy.
             of_part = self._memory.get(storage_of(call.inputs[0]))
             if of_part is not None and (mark := _mark_of(of_part)):
-                self._of(mark.begins).refuse(f"{call.name}() writes into a view of them")
+                self._region(mark.begins).refuse(f"{call.name}() writes into a view of them")
         if self._depth or call.name in HARMLESS or call.name in SIZES or not any(marks):
             return output
         begins = frozenset().union(*(mark.begins for mark in marks if mark))
-        seen = self._of(begins)
+        seen = self._region(begins)
         seen.modules.add(self._called[-1] if self._called else "")
         seen.refuse(_in_function(call.name))
         outputs = tensors_in(output)
@@ -167,7 +167,7 @@ class SequenceTrace(EachOperation):
         seen_by_rules = replace(call, dims=dims, outputs=outputs, ways=self._ways)
         step = follow(seen_by_rules) if outputs and call.name in _BY_POSITION else None
         if isinstance(step, Followed):
-            self._meet_whole(seen_by_rules, begins)
+            self._count_whole(seen_by_rules, begins)
             for each in outputs:
                 self._mark(each, _Part(begins, step.dim))
         elif marks[0] and writes(call):
@@ -176,21 +176,21 @@ class SequenceTrace(EachOperation):
             size = max(t.numel() for t, mark in zip(call.inputs, marks, strict=True) if mark)
             joins_results = call.name in ("mean", "sum")
             amount = 2 * outputs[0].numel() / max(size, 1) if joins_results else 1
-            self._of(begins).exchange(amount, f"{call.name}() needs the whole sequence")
+            self._region(begins).exchange(amount, f"{call.name}() needs the whole sequence")
         return output
 
-    def _meet_whole(self, call: Operation, begins: frozenset[str]) -> None:
-        """Of a whole tensor as long as the sequence, each rank takes its part."""
+    def _count_whole(self, call: Operation, begins: frozenset[str]) -> None:
+        """Count exchanges of whole inputs as long as the sequence: each rank takes its part."""
         first, dim = call.first
         from_right = first.dim() - dim
         for t, d in zip(call.inputs, call.dims, strict=True):
             at = t.dim() - from_right
             if d is None and t.is_meta and at >= 0 and t.shape[at] > 1:
                 amount = t.numel() / max(first.numel(), 1)
-                self._of(begins).exchange(amount, f"{call.name}() takes parts of what is whole")
+                self._region(begins).exchange(amount, f"{call.name}() takes parts of what is whole")
 
     def entered(self) -> AbstractContextManager[None]:
-        """A context in which it is known in which module an operation happens."""
+        """A context in which the trace knows the module of an operation."""
         return calls_watched(self._modules, self._enter, self._leave)
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
@@ -198,18 +198,18 @@ class SequenceTrace(EachOperation):
         taken = [mark for t in tensors_in((args, kwargs)) if (mark := _mark_of(t))]
         for each in taken:
             if _is_compiled(self._modules[name]):
-                self._of(each.begins).refuse(f"{name}, which takes them, is compiled")
+                self._region(each.begins).refuse(f"{name}, which takes them, is compiled")
         if name not in self._divisions:
             return
         division = self._divisions[name]
         for t in dict.fromkeys(tensors_in((args, kwargs))) if not self._depth else ():
             mark = _mark_of(t)
-            if mark and division.kind == "row":
-                self._of(mark.begins).exchange(2, f"{name} takes parts of its features")
+            if mark and division.style == "row":
+                self._region(mark.begins).exchange(2, f"{name} takes parts of its features")
             elif mark:
-                seen = self._of(mark.begins)
+                seen = self._region(mark.begins)
                 seen.ends[name] = None
-                seen.carried += t is not self._taken
+                seen.at_layers += t is not self._taken
                 self._taken = t
         self._depth += 1
 
@@ -221,8 +221,8 @@ class SequenceTrace(EachOperation):
         begin = self._begins(name)
         first = next(iter(tensors_in(output)), None)
         if not self._depth and begin and first is not None and first.dim() > 1:
-            seen = self._of(frozenset([begin]))
-            seen.carried, seen.largest = seen.carried + 1, max(seen.largest, first.nbytes)
+            seen = self._region(frozenset([begin]))
+            seen.at_layers, seen.largest = seen.at_layers + 1, max(seen.largest, first.nbytes)
             self._mark(first, _Part(frozenset([begin]), first.dim() - 2))
 
     def _begins(self, name: str) -> str | None:
@@ -231,16 +231,16 @@ class SequenceTrace(EachOperation):
         if isinstance(module, nn.MultiheadAttention):
             return f"{name}.out_proj".removeprefix(".")
         alone = division.by_itself and not isinstance(module, nn.Embedding)
-        return name if division.kind == "row" and not alone else None
+        return name if division.style == "row" and not alone else None
 
     def returned(self, output: Any) -> None:
-        """Note which the model returns: they have to be whole."""
+        """Count an exchange for each activation that the model returns whole."""
         for t in tensors_in(output):
             if mark := _mark_of(t):
-                self._of(mark.begins).exchange(1, "the model returns them")
+                self._region(mark.begins).exchange(1, "the model returns them")
 
     def found(self) -> tuple[list[SequenceRegion], list[str]]:
-        """Those that can be divided for the bytes of what they replace; why others are not."""
+        """The regions to divide, and why the others stay whole."""
         together: dict[frozenset[str], _SeenRegion] = {}
         for begins, seen in self._seen.items():
             total = _SeenRegion()
@@ -267,7 +267,7 @@ class SequenceTrace(EachOperation):
         setattr(t, _MARK, mark)
         self._memory[storage_of(t)] = t
 
-    def _of(self, begins: frozenset[str]) -> _SeenRegion:
+    def _region(self, begins: frozenset[str]) -> _SeenRegion:
         return self._seen.setdefault(begins, _SeenRegion())
 
 
@@ -286,8 +286,8 @@ _FUNCTIONS = {torch.utils.checkpoint.__file__, torch.autograd.function.__file__}
 def _in_function(name: str) -> str:
     """Why an operation may happen outside of every module's forward, or an empty text.
 
-    Functions under ``torch.utils.checkpoint``, and those of ``torch.autograd.Function``, compute in
-    backward, where only the forward of a module that they call knows what is divided.
+    Functions under ``torch.utils.checkpoint`` and of a ``torch.autograd.Function`` also run in
+    backward. There only the forward of a module divides activations.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _CALL:
