@@ -8,7 +8,7 @@ import numpy as np
 
 import hvkit
 from hvkit.communication.collectives import gather
-from hvkit.sync.fingerprints import named_ranks
+from hvkit.errors import ranks_text
 
 
 def same_on_all_ranks(arrays, group=None):
@@ -121,7 +121,7 @@ def batches(steps, per_rank, *shapes, seed=0):
 
 def all_but_rank_0():
     """How messages name them: ``rank 1``, or ``ranks 1, 2``."""
-    return named_ranks(list(range(1, hvkit.size())))
+    return ranks_text(list(range(1, hvkit.size())))
 
 
 def error_of(function):

@@ -143,12 +143,12 @@ class ServerKeeper(LocalWeightsKeeper):
             self.weights.show(i, self.weights.from_numpy(value, i))
         self._average_statistics(keep=False)
 
-    def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
+    def _replaced(self, i: int, local: Any, agreed: Any, chosen: Any) -> Any:
         if i not in self._served:
             return chosen
         # All ranks send the difference with their next step, and the server takes their mean.
         self._shown[i] = self.weights.to_numpy(self.weights.read(i))
-        return own + (chosen - agreed)
+        return local + (chosen - agreed)
 
     def end_rounds(self) -> None:
         """Go on from the server's weights, as at the end of training; a collective.

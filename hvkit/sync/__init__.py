@@ -1,7 +1,7 @@
-"""What ranks that train together do in every framework; imports no framework.
+"""The core: what ranks do together in every framework. It imports no framework.
 
 All ports use these modules, but for ``update_hooks``: Keras on TensorFlow has an order of its own,
-in ``hvkit.frameworks.keras.port``. Keras on PyTorch has that of PyTorch.
+in ``hvkit.frameworks.keras.on_tensorflow``. Keras on PyTorch has that of PyTorch.
 
 ::
 
@@ -9,9 +9,9 @@ in ``hvkit.frameworks.keras.port``. Keras on PyTorch has that of PyTorch.
     distributed_objects    the models and optimizers that were distributed
     update_hooks           what PyTorch's port runs around each update, in one order
     rounds                 ends rounds of strategies that agree on weights
-    ├── round_comparison   do all ranks end the same round, in the same way?
-    └── agreements         what ranks exchange to agree, and what a strategy keeps of each weight
-    compression_state      what a compression keeps: residuals
+    ├── round_comparison   whether all ranks end the same round in the same way
+    └── agreements         exchanges of an agreement, and a strategy's state of each weight
+    compression_state      the state of a compression: residuals
     local_weights          local weights, as a port shows them, around each step; hvkit.settled
     fingerprints           whether all ranks hold the same weights and buffers
     nonfinite              the sentence about gradients that are NaN or infinite

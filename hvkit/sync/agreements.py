@@ -1,7 +1,7 @@
 """Agreements of ranks on weights: what they exchange, and what is kept from one to the next.
 
-The strategy sees all weights of an optimizer of one kind as one vector. What it keeps is stored by
-weight, because several optimizers may update the same one, in turn.
+The strategy sees all weights of an optimizer that have one dtype as one vector. Its state is stored
+by weight, because several optimizers may update the same one, in turn.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.local_weights import Weights
 
 SENT = "sent-"
-"""What begins the names, in a checkpoint, of what the compression keeps."""
+"""Prefix, in a checkpoint, of the names of the state that a compression keeps."""
 
-# What begins the names, in a checkpoint, of what agreements will add to the weights.
+# Prefix, in a checkpoint, of the names of changes that agreements will add to the weights.
 _PENDING = "due-"
 
 
 class Running(Protocol):
-    """Exchanges that have begun."""
+    """Exchanges that are running."""
 
     def result(self) -> Any:
         """Wait for the other ranks; return what the generator of the exchanges returns."""
 
 
 CarryOut = Callable[[Generator[Exchange, Tensor, Any], str], Running]
-"""Begins the exchanges of a generator, whose names begin with a text."""
+"""Starts the exchanges of a generator, under names that begin with a text."""
 
 
 class Agreement(NamedTuple):
-    """An agreement that has begun on some weights.
+    """An agreement on some weights that is running.
 
     Attributes:
         numbers: of the weights.
@@ -58,16 +58,16 @@ class Agreement(NamedTuple):
 class Agreements:
     """Agreements on the weights of one model.
 
-    Every rank must begin and wait for the same ones, in the same order.
+    Every rank must start and finish the same ones, in the same order.
 
     Args:
         strategy: what the ranks agree on.
         weights: of the model.
         carry_out: makes the exchanges.
-        compression: what float32 vectors travel with; None for nothing.
+        compression: compresses float32 vectors; None for none.
 
     Attributes:
-        pending: what overlapped agreements will add to the weights, by number.
+        pending: changes that overlapped agreements will add to the weights, by number.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class Agreements:
         self._weights = weights
         self._carry_out = carry_out
         self._compression = compression
-        # The strategy's state by number.
-        self._kept: dict[int, State] = {}
+        # The strategy's state, by the number of a weight.
+        self._state: dict[int, State] = {}
 
     def begin(self, i: int) -> None:
-        """Begin with a weight's value, unless a checkpoint has set its state."""
-        if i not in self._kept:
-            self._kept[i] = self._strategy.begin(self._weights.read(i))
+        """Make the state of a weight from its value, unless a checkpoint has set it."""
+        if i not in self._state:
+            self._state[i] = self._strategy.begin(self._weights.read(i))
 
     def begun(self) -> list[int]:
         """Numbers of the weights with a state."""
-        return list(self._kept)
+        return list(self._state)
 
     def anchor(self, i: int) -> Vector | None:
         """The values that the ranks have last agreed on, if the strategy has them."""
-        return self._strategy.anchor(self._kept[i])
+        return self._strategy.anchor(self._state[i])
 
     def moved(self, i: int) -> bool:
-        """Whether a weight is not what the ranks have last agreed on."""
+        """Whether a weight differs from what the ranks have last agreed on."""
         anchor = self.anchor(i)
         return anchor is not None and not self._weights.equals(i, anchor)
 
@@ -108,41 +108,41 @@ class Agreements:
 
         Args:
             i: the weight's number.
-            values: None for what the weight holds.
+            values: None for the weight's own.
         """
         values = self._weights.read(i) if values is None else values
-        self._kept[i] = self._strategy.reset(values, self._kept[i])
+        self._state[i] = self._strategy.reset(values, self._state[i])
 
     def set_anchors(self) -> None:
-        """Begin a round with what all weights hold."""
-        for i in self._kept:
+        """Begin a round with the present values of all weights."""
+        for i in self._state:
             self.set_anchor(i)
 
     def clear(self) -> None:
         """Forget everything."""
         self.pending.clear()
-        self._kept.clear()
+        self._state.clear()
         if self._compression:
             self._compression.start_over()
 
     def start(
         self, numbers: list[int], name: str, flow: Callable[..., Flow[Any]] | None = None
     ) -> Agreement:
-        """Begin what the strategy's ``agree``, or another flow of it, does to some weights.
+        """Start an agreement on some weights.
 
         Args:
-            numbers: of weights of one kind.
+            numbers: of weights of one dtype.
             name: the same on every rank, and no other agreement's that runs at the same time.
-            flow: None for ``agree``.
+            flow: the strategy's method that agrees; None for ``agree``.
         """
         values = self._weights.join([self._value(i) for i in numbers])
-        states = [self._kept[i] for i in numbers]
-        kept = {n: self._weights.join([state[n] for state in states]) for n in states[0]}
-        begun = (flow or self._strategy.agree)(values, kept, self._weights.group)
+        states = [self._state[i] for i in numbers]
+        joined = {n: self._weights.join([state[n] for state in states]) for n in states[0]}
+        begun = (flow or self._strategy.agree)(values, joined, self._weights.group)
         return Agreement(numbers, values, self._carry_out(self._exchanges(begun, numbers), name))
 
     def _exchanges(self, flow: Flow[Any], numbers: list[int]) -> Generator[Exchange, Tensor, Any]:
-        """The exchanges of a flow, compressed where they can be; return what it returns."""
+        """The exchanges of a flow, compressed where possible; return the result of the flow."""
         answer: Any = None
         while True:
             try:
@@ -173,22 +173,22 @@ class Agreements:
         values, state = agreement.exchanges.result()
         parts = {name: self.split(agreement.numbers, each) for name, each in state.items()}
         for at, i in enumerate(agreement.numbers):
-            self._kept[i] = {name: each[at][1] for name, each in parts.items()}
+            self._state[i] = {name: each[at][1] for name, each in parts.items()}
         self.commit(agreement.numbers)
         return values
 
     def commit(self, numbers: Iterable[int]) -> None:
-        """Keep what the compression has not sent of these weights."""
+        """Keep the residuals that the compression has computed for these weights."""
         if self._compression:
             self._compression.commit(numbers)
 
-    def forget(self) -> None:
-        """Forget what agreements have not sent that have only been looked at."""
+    def discard(self) -> None:
+        """Discard the residuals of agreements whose result was shown but not used."""
         if self._compression:
             self._compression.pending.clear()
 
     def split(self, numbers: Sequence[int], vector: Vector) -> list[tuple[int, Vector]]:
-        """The numbers of weights, each with its part of a vector."""
+        """Each number with its weight's part of a vector."""
         return list(zip(numbers, self._weights.split(vector, numbers), strict=True))
 
     def write(self, numbers: Sequence[int], vector: Vector) -> None:
@@ -197,12 +197,12 @@ class Agreements:
             self._weights.write(i, values)
 
     def _value(self, i: int) -> Vector:
-        """A weight, with what is pending for it."""
-        held = self._weights.read(i)
-        return held + self.pending[i] if i in self.pending else held
+        """A weight, with its pending change."""
+        value = self._weights.read(i)
+        return value + self.pending[i] if i in self.pending else value
 
     def add_pending(self, numbers: Iterable[int]) -> None:
-        """Add what is pending to some weights."""
+        """Add the pending changes of some weights."""
         for i in sorted(self.pending.keys() & set(numbers)):
             self._weights.write(i, self._value(i))
             del self.pending[i]
@@ -211,7 +211,7 @@ class Agreements:
         """What a checkpoint saves, the same on every rank."""
         found = {
             f"{name}.{i}": self._weights.to_numpy(vector)
-            for i, state in self._kept.items()
+            for i, state in self._state.items()
             for name, vector in state.items()
         }
         if self._compression:
@@ -227,18 +227,18 @@ class Agreements:
         for key in arrays.keys() - sent.keys():
             name, _, number = key.partition(".")
             i = int(number)
-            self._kept.setdefault(i, {})[name] = self._weights.from_numpy(arrays[key], i)
+            self._state.setdefault(i, {})[name] = self._weights.from_numpy(arrays[key], i)
 
-    def own_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals, and what is pending."""
+    def rank_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What a checkpoint saves for each rank: residuals and pending changes."""
         found = {f"{_PENDING}{i}": self._weights.to_numpy(v) for i, v in self.pending.items()}
         if self._compression:
             names = self._compression.compression.per_rank
             found |= self._compression.arrays(names, range(len(self._weights)))
         return found
 
-    def load_own(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``own_arrays`` returned."""
+    def load_rank(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Set what ``rank_arrays`` returned."""
         pending = {key for key in arrays if key.startswith(_PENDING)}
         for key in pending:
             i = int(key.removeprefix(_PENDING))

@@ -31,7 +31,7 @@ import numpy as np
 
 from hvkit.communication import collectives
 from hvkit.communication.group import Group, all_ranks
-from hvkit.errors import RanksDisagreeError
+from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.main_rank import warn_once
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -51,7 +51,6 @@ PRIME = 0x100000001B3
 _ROUNDING = 1e-4
 _UNITS = 4
 
-_MOST_RANKS_NAMED = 4
 _MOST_BUFFERS_NAMED = 5
 
 
@@ -113,12 +112,12 @@ def hashed(text: str) -> Rows:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a row is the fingerprint of.
+    """A tensor that ranks compare by its row.
 
     Attributes:
         label: ``"parameter 0.weight"``.
         unit: the distance from 1 to the next number of its dtype; 0 for dtypes that do not round.
-        fix: what to do if it differs; empty for what holds for weights.
+        fix: the advice if it differs; empty for the advice about weights.
     """
 
     label: str
@@ -136,7 +135,7 @@ def describe_differences(
 
     Args:
         rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
-        compared: what the rows belong to.
+        compared: the tensors of the rows.
         exact: whether rounding counts as an error.
         members: the ranks' numbers among all; None if these are all.
 
@@ -150,9 +149,7 @@ def describe_differences(
     first = (beyond or list(distances))[0]
     members = members or range(len(rows_by_rank))
     ranks = [members[at] for at in _unlike_first(rows_by_rank[:, first])]
-    where = (
-        f"{compared[first].label} of {named_ranks(ranks)} differs from that of rank {members[0]}"
-    )
+    where = f"{compared[first].label} of {ranks_text(ranks)} differs from that of rank {members[0]}"
     if beyond:
         rounded = distances[first] <= _UNITS * compared[first].unit < _ROUNDING
         fix = compared[first].fix or (_ROUNDED if rounded else _FIX)
@@ -168,11 +165,11 @@ def describe_differences(
 def unlike(
     rows_by_rank: Rows, compared: Sequence[Compared], members: Sequence[int]
 ) -> dict[str, list[int]]:
-    """What differs by more than rounding: the ranks that differ from the first one, by label.
+    """By label of what differs by more than rounding: the ranks that differ from the first.
 
     Args:
         rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
-        compared: what the rows belong to.
+        compared: the tensors of the rows.
         members: the ranks' numbers among all.
     """
     beyond = _beyond_rounding(_distances(rows_by_rank), compared)
@@ -182,7 +179,7 @@ def unlike(
 
 
 def _distances(rows_by_rank: Rows) -> dict[int, float]:
-    """The distances of what differs, by number."""
+    """The distances of the tensors that differ, by number."""
     bits = rows_by_rank[:, :, 0]
     differing = np.flatnonzero((bits != bits[0]).any(axis=0)).tolist()
     return {i: _distance(rows_by_rank[:, i]) for i in differing}
@@ -197,8 +194,8 @@ def _beyond_rounding(distances: Mapping[int, float], compared: Sequence[Compared
 
 
 def _unlike_first(rows: Rows) -> list[int]:
-    places: list[int] = np.flatnonzero(rows[:, 0] != rows[0, 0]).tolist()
-    return places
+    found: list[int] = np.flatnonzero(rows[:, 0] != rows[0, 0]).tolist()
+    return found
 
 
 _FIX = (
@@ -231,14 +228,6 @@ def _by(distance: float) -> str:
     return f" by about {distance:.1g} times its norm" if np.isfinite(distance) else ""
 
 
-def named_ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    text = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
-    more = len(ranks) - _MOST_RANKS_NAMED
-    return f"ranks {text} and {more} more" if more > 0 else f"ranks {text}"
-
-
 def judge(
     rows_by_rank: Rows,
     compared: Sequence[Compared],
@@ -250,10 +239,10 @@ def judge(
 
     Args:
         rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
-        compared: what the rows belong to.
+        compared: the tensors of the rows.
         exact: whether rounding counts as an error.
-        group: which raise it.
-        members: the ranks' numbers, if these are not all of the group.
+        group: the ranks that raise it.
+        members: the ranks of the rows, if these are not the whole group.
     """
     text, error = describe_differences(rows_by_rank, compared, exact, members or group.members)
     if text and not error:
@@ -271,11 +260,11 @@ def require_same(
     """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
 
     Args:
-        call: the name of the call that the user made.
-        compared: what the rows belong to.
+        call: the user's call.
+        compared: the tensors of the rows.
         rows: this rank's rows, one for each entry of ``compared``.
         group: the ranks that take part; None for all.
-        part: which part of it this rank holds; ranks with one part must hold the same.
+        part: the part of the model that this rank has. Ranks with one part must have the same.
 
     Returns:
         Whether they hold the same bit for bit.
@@ -288,23 +277,24 @@ def require_same(
     group = group or all_ranks()
     digests = collectives.gather(call, (part, digest), group)
     by_part: dict[str, list[int]] = {}
-    for place, (named, _) in enumerate(digests):
-        by_part.setdefault(named, []).append(place)
+    for index, (its_part, _) in enumerate(digests):
+        by_part.setdefault(its_part, []).append(index)
     if len(set(digests)) == len(by_part):
         return True
-    held = collectives.gather(call, (labels, list(rows)), group)
-    for rank, (theirs, _) in zip(group.members, held, strict=True):
-        if theirs != held[0][0]:
-            other = sorted(set(theirs) ^ set(held[0][0]))
+    gathered = collectives.gather(call, (labels, list(rows)), group)
+    first_labels = gathered[0][0]
+    for rank, (its_labels, _) in zip(group.members, gathered, strict=True):
+        if its_labels != first_labels:
+            other = sorted(set(its_labels) ^ set(first_labels))
             error = RanksDisagreeError(
                 f"rank {rank} and rank {group.first} do not hold the same: only one of them has "
                 f"{other[0]}; {_FIX}"
             )
             raise mark_as_shown_by(error, group.first)
-    for places in by_part.values():
-        those = np.array([held[place][1] for place in places])
-        members = [group.members[place] for place in places]
-        if text := judge(those, compared, exact=False, group=group, members=members):
+    for indices in by_part.values():
+        table = np.array([gathered[index][1] for index in indices])
+        members = [group.members[index] for index in indices]
+        if text := judge(table, compared, exact=False, group=group, members=members):
             raise mark_as_shown_by(RanksDisagreeError(text), group.first)
     return False
 
@@ -322,11 +312,11 @@ def first_unlike(
         The number, a rank that lists it, and one that does not.
     """
     members = group.members if group else range(len(lists))
-    for rank, theirs in zip(members, lists, strict=True):
-        if not_in_both := set(theirs) ^ set(lists[0]):
+    first = members[0]
+    for rank, listed in zip(members, lists, strict=True):
+        if not_in_both := set(listed) ^ set(lists[0]):
             number = min(not_in_both)
-            in_theirs, reference = number in theirs, members[0]
-            return (number, rank, reference) if in_theirs else (number, reference, rank)
+            return (number, rank, first) if number in listed else (number, first, rank)
     return None
 
 
@@ -335,10 +325,10 @@ def of_gradients(rows: Sequence[Rows]) -> Rows:
 
     Ranks compare it if all gradients are finite and not all are zero.
     """
-    together = np.array(rows, np.int64).reshape(-1, WIDTH)
-    squares = np.ascontiguousarray(together[:, 2]).view(np.float64)
+    table = np.array(rows, np.int64).reshape(-1, WIDTH)
+    squares = np.ascontiguousarray(table[:, 2]).view(np.float64)
     comparable = squares.any() and np.isfinite(squares).all()
-    return np.array([fingerprint(together)[0], int(comparable)], np.int64)
+    return np.array([fingerprint(table)[0], int(comparable)], np.int64)
 
 
 def warn_of_equal_work(rows_by_rank: Rows, group: Group) -> bool:
@@ -346,7 +336,7 @@ def warn_of_equal_work(rows_by_rank: Rows, group: Group) -> bool:
 
     Args:
         rows_by_rank: int64 of shape ``(ranks, 2)``: each rank's result of ``of_gradients``.
-        group: of these ranks.
+        group: these ranks.
 
     Returns:
         Whether any rank had comparable gradients; no further check is needed then.
@@ -365,7 +355,7 @@ _EQUAL_WORK = (
 )
 
 
-# Digests of the lists of buffers that have been averaged; the same on every rank.
+# Digests of the lists of buffers that were averaged before; the same on every rank.
 _averaged: set[bytes] = set()
 
 
@@ -397,12 +387,12 @@ def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None
 def warn_of_unlike(
     call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group | None = None
 ) -> None:
-    """Say once what differs between ranks although hvkit averages it nowhere; a collective.
+    """Name, once, buffers that differ because nothing averages them; a collective.
 
     Args:
         call: the user's call.
-        compared: what the rows belong to.
-        rows: fingerprints of this rank's.
+        compared: the buffers.
+        rows: their fingerprints on this rank.
         group: the ranks that take part; None for all.
     """
     group = group or all_ranks()
@@ -419,17 +409,17 @@ def warn_of_unlike(
 
 def _unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group) -> str:
     """``buffer codebook of rank 1``, and how many more; empty if all ranks have the same."""
-    own = np.array(rows, np.int64).tobytes()
-    if len(set(collectives.gather(call, hashlib.sha256(own).digest(), group))) == 1:
+    local = np.array(rows, np.int64).tobytes()
+    if len(set(collectives.gather(call, hashlib.sha256(local).digest(), group))) == 1:
         return ""
     # Labels of rank 0 only: Keras numbers layers, and a rank may have made more.
-    of_ranks = collectives.gather(call, own, group)
-    if len(set(map(len, of_ranks))) > 1:
+    by_rank = collectives.gather(call, local, group)
+    if len(set(map(len, by_rank))) > 1:
         return "the number of buffers"
-    shape = len(of_ranks), len(compared), WIDTH
-    table = np.frombuffer(b"".join(of_ranks), np.int64).reshape(shape)
+    shape = len(by_rank), len(compared), WIDTH
+    table = np.frombuffer(b"".join(by_rank), np.int64).reshape(shape)
     found = unlike(table, compared, group.members)
-    texts = [f"{label} of {named_ranks(ranks)}" for label, ranks in found.items()]
+    texts = [f"{label} of {ranks_text(ranks)}" for label, ranks in found.items()]
     more = (
         f" and {len(texts) - _MOST_BUFFERS_NAMED} more" if len(texts) > _MOST_BUFFERS_NAMED else ""
     )

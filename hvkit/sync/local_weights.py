@@ -1,4 +1,4 @@
-"""What ranks do with local weights around each step of their optimizers.
+"""Local weights: what ranks do with them around each step of their optimizers.
 
 A framework's port shows the weights as vectors by number (``Weights``), and the optimizers that
 change them (``CountedOptimizer``).
@@ -55,7 +55,7 @@ class Weights(Protocol):
         """Its size."""
 
     def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
-        """The numbers of floating-point weights, in lists of those that fit into one vector."""
+        """The numbers of floating-point weights, in one list for each dtype of a vector."""
 
     def read(self, i: int) -> Vector:
         """A copy of a weight."""
@@ -64,22 +64,22 @@ class Weights(Protocol):
         """Set a weight."""
 
     def show(self, i: int, vector: Vector) -> None:
-        """Set a weight for a while, unseen by a backward pass that still needs its old value."""
+        """Set a weight temporarily, unseen by a backward pass that still needs its old value."""
 
     def equals(self, i: int, vector: Vector) -> bool:
-        """Whether a weight is what ``write`` makes of a vector."""
+        """Whether a weight has the value to which ``write`` would set it from a vector."""
 
     def join(self, vectors: Sequence[Vector]) -> Vector:
-        """Vectors of one kind, one after the other."""
+        """Vectors of one dtype, one after the other."""
 
     def split(self, vector: Vector, numbers: Sequence[int]) -> Sequence[Vector]:
-        """Cut what ``join`` made of the vectors of these weights."""
+        """Undo ``join``: cut a vector into those of these weights."""
 
     def to_numpy(self, vector: Vector) -> np.ndarray[Any, Any]:
         """The same vector for NumPy."""
 
     def from_numpy(self, array: np.ndarray[Any, Any], i: int) -> Vector:
-        """A copy of an array as a vector beside a weight."""
+        """A copy of an array as a vector, on the device of a weight."""
 
     def mean(self, vector: Vector, name: str) -> Vector:
         """The mean over ranks; a collective.
@@ -106,8 +106,8 @@ class Weights(Protocol):
 
         Args:
             name: the same on every rank, and no other collective's.
-            keep: whether training goes on with them. If not, this is a view for evaluation, which
-                has to change layers that are in evaluation mode.
+            keep: whether training goes on with them. If not, they are for evaluation, and layers
+                in evaluation mode change as well.
         """
 
     def require_equal(self) -> None:
@@ -127,7 +127,7 @@ class Weights(Protocol):
 
 
 class CountedOptimizer(Protocol):
-    """An optimizer that updates some of the weights, as long as the script has it."""
+    """An optimizer that updates some of the weights, and counts its steps and rounds."""
 
     call: str
     """The user's call that makes a step: ``SGD.step()``."""
@@ -140,13 +140,13 @@ class CountedOptimizer(Protocol):
 
     @property
     def taken(self) -> int:
-        """How many it has taken in all, or since the script began."""
+        """How many steps it has taken in all, or since the script began."""
 
     def updates(self) -> set[int]:
         """Numbers of the weights that it updates; none if the script no longer has it."""
 
     def trained(self) -> set[int]:
-        """Numbers of those that a step changes now."""
+        """Numbers of the weights that a step changes now."""
 
     def checksum_of_rates(self) -> int:
         """A number that differs, in all likelihood, if the learning rates do."""
@@ -167,10 +167,9 @@ class HookedOptimizer(CountedOptimizer, Protocol):
 
 
 class LocalWeightsKeeper(ABC):
-    """What exchanges the weights of one model after its optimizers' steps, and shows agreed ones.
+    """Exchanges the weights of one model after its optimizers' steps, and shows agreed weights.
 
-    While the weights that ranks would agree on are shown, the model holds them, and this rank's own
-    wait aside.
+    While the model holds the weights that ranks would agree on, the keeper holds this rank's.
 
     A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
     its rounds against those of the others.
@@ -188,12 +187,12 @@ class LocalWeightsKeeper(ABC):
     def __init__(self, weights: Weights, name: str) -> None:
         self.weights = weights
         self._name = name
-        # What callbacks see, in the order of ``Weights.values``; they may set others.
+        # The values that callbacks see, in the order of ``Weights.values``; they may set others.
         self._for_callbacks: list[tuple[Any, Any]] = []
         self._optimizers: list[CountedOptimizer] = []
         self._steps_ended = 0
-        # This rank's own, in the order of ``Weights.values``, while the agreed ones are shown.
-        self._own: list[tuple[Any, Any]] | None = None
+        # The local weights, in the order of ``Weights.values``, while the agreed ones are shown.
+        self._local: list[tuple[Any, Any]] | None = None
 
     def __contains__(self, weight: Any) -> bool:
         return weight in self.weights
@@ -215,15 +214,15 @@ class LocalWeightsKeeper(ABC):
 
     @property
     def shown(self) -> bool:
-        """Whether the model holds the agreed weights for a while."""
-        return self._own is not None
+        """Whether the model holds the agreed weights at present."""
+        return self._local is not None
 
     def show(self) -> bool:
-        """Show the agreed weights; a collective. Return whether they were not shown already."""
+        """Show the agreed weights; a collective. Return False if they were shown already."""
         if self.shown:
             return False
         differ = self._compare_ranks()
-        self._own = self.weights.values()
+        self._local = self.weights.values()
         try:
             if differ:
                 self._show_agreed()
@@ -233,15 +232,15 @@ class LocalWeightsKeeper(ABC):
         return True
 
     def put_back(self) -> None:
-        """Hold this rank's own weights again."""
+        """Set the local weights again."""
         self._for_callbacks = []
-        if self._own is not None:
-            self.weights.set_values(self._own)
-            self._own = None
+        if self._local is not None:
+            self.weights.set_values(self._local)
+            self._local = None
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Hold the weights that the ranks would agree on now; put this rank's own back after it."""
+        """A context in which the model has the weights that the ranks would agree on now."""
         first = self.show()
         try:
             yield
@@ -251,25 +250,25 @@ class LocalWeightsKeeper(ABC):
 
     @contextmanager
     def unsettled(self) -> Iterator[None]:
-        """Hold this rank's own weights for a while, inside ``settled``."""
+        """A context, inside ``settled``, in which the model has the local weights again."""
         self.keep_what_callbacks_set()
-        if self._own is None:
+        if self._local is None:
             yield
             return
-        own, self._own, agreed = self._own, None, self.weights.values()
-        self.weights.set_values(own)
+        local, self._local, agreed = self._local, None, self.weights.values()
+        self.weights.set_values(local)
         try:
             yield
         finally:
             self.weights.set_values(agreed)
-            self._own = own
+            self._local = local
 
     def refuse_step(self) -> None:
-        """Raise if the agreed weights are shown: they go away when the block ends."""
+        """Raise if the agreed weights are shown: the end of the block discards them."""
         if self.shown:
             raise ValueError(
-                "an optimizer steps inside hvkit.settled, which puts each rank's own weights back "
-                "at its end: train outside of the block"
+                "an optimizer steps inside hvkit.settled, which puts each rank's local weights "
+                "back at its end: train outside of the block"
             )
 
     def show_callbacks(self) -> None:
@@ -278,59 +277,72 @@ class LocalWeightsKeeper(ABC):
         self._for_callbacks = self.weights.values()
 
     def keep_what_callbacks_set(self) -> None:
-        """Let weights that callbacks have set replace this rank's own; a collective.
+        """Let weights that callbacks have set replace the local ones; a collective.
 
         Raises:
             RanksDisagreeError: callbacks have set other weights on some ranks.
         """
-        if self._own is None or not self._for_callbacks:
+        if self._local is None or not self._for_callbacks:
             return
         shown, now = self._for_callbacks, self.weights.values()
-        # Weights that a callback has added come last, and no rank has its own yet.
+        # Weights that a callback has added come last, and have no local values yet.
         pairs = enumerate(zip(shown, now, strict=False))
-        given = [i for i, ((_, a), (_, b)) in pairs if not self.weights.same(a, b)]
-        everyone = collectives.gather("fit", given, self.weights.group)
-        if (unlike := first_unlike(everyone, self.weights.group)) is not None:
+        changed = [i for i, ((_, a), (_, b)) in pairs if not self.weights.same(a, b)]
+        by_rank = collectives.gather("fit", changed, self.weights.group)
+        if (unlike := first_unlike(by_rank, self.weights.group)) is not None:
             i, by, not_by = unlike
             raise RanksDisagreeError(
                 f"callbacks have set {self._label(i)} at the end of an epoch on rank {by} "
                 f"but not on rank {not_by}: set the same weights on every rank"
             )
-        if not given:
+        if not changed:
             return
-        weights = [i for i in given if i < len(self.weights)]
-        self._make_same(weights)
-        if weights != given:
+        weights = [i for i in changed if i < len(self.weights)]
+        set_values = {i: self.weights.read(i) for i in weights}
+        for i, mean in self._without_rounding("fit", ", set by a callback,", set_values, "same"):
+            self.weights.write(i, mean)
+        if weights != changed:
             self._average_statistics(keep=False)
         now = self.weights.values()
-        for i in given:
+        for i in changed:
             thing, chosen = now[i]
-            own = self._own[i][1]
-            own = self._replaced(i, own, shown[i][1], chosen) if i in weights else chosen
-            self._own[i], shown[i] = (thing, own), (thing, chosen)
+            local = self._local[i][1]
+            local = self._replaced(i, local, shown[i][1], chosen) if i in weights else chosen
+            self._local[i], shown[i] = (thing, local), (thing, chosen)
 
     def _label(self, i: int) -> str:
         """The name of what ``Weights.values`` returns at this place."""
         normalisation = "the statistics of normalisation layers"
         return self.weights.label(i) if i < len(self.weights) else normalisation
 
-    def _make_same(self, numbers: list[int]) -> None:
-        """Let weights that differ by rounding be the same on all ranks; a collective."""
-        held = {i: self.weights.read(i) for i in numbers}
-        if numbers and not self.weights.require_close("fit", ", set by a callback,", held):
-            for together in pieces(self.weights, numbers):
-                own = self.weights.join([held[i] for i in together])
-                mean = self.weights.mean(own, f"{self._name}.same.{together[0]}")
-                for i, each in zip(together, self.weights.split(mean, together), strict=True):
-                    self.weights.write(i, each)
+    def _without_rounding(
+        self, call: str, note: str, vectors: Mapping[int, Vector], name: str
+    ) -> Iterator[tuple[int, Vector]]:
+        """Yield the means of vectors, if they differ between ranks by rounding; a collective.
+
+        Args:
+            call: the user's.
+            note: for the error message, after the name of a weight.
+            vectors: of weights, by number; the same numbers on every rank.
+            name: of the collectives.
+
+        Raises:
+            RanksDisagreeError: they differ by more than rounding.
+        """
+        if not vectors or self.weights.require_close(call, note, vectors):
+            return
+        for together in pieces(self.weights, vectors):
+            joined = self.weights.join([vectors[i] for i in together])
+            mean = self.weights.mean(joined, f"{self._name}.{name}.{together[0]}")
+            yield from zip(together, self.weights.split(mean, together), strict=True)
 
     @abstractmethod
-    def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
-        """This rank's own value of a weight that callbacks have set from agreed to chosen."""
+    def _replaced(self, i: int, local: Any, agreed: Any, chosen: Any) -> Any:
+        """The new local value of a weight that callbacks have set from agreed to chosen."""
 
     @abstractmethod
     def end_rounds(self) -> None:
-        """Have all ranks hold the same weights, as at the end of training; a collective."""
+        """Give all ranks the same weights, as at the end of training; a collective."""
 
     def _average_statistics(self, *, keep: bool) -> None:
         self.weights.average_statistics(f"{self._name}.statistics", keep=keep)
@@ -356,23 +368,23 @@ class LocalWeightsKeeper(ABC):
         optimizer.attach(before, after)
 
     def _add_optimizer(self, optimizer: CountedOptimizer) -> int:
-        """Know another optimizer; return its number."""
+        """Register another optimizer; return its number."""
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1
 
     @abstractmethod
     def _before_step(self, number: int) -> None:
-        """What comes before each step of an optimizer."""
+        """Called before each step of an optimizer."""
 
     @abstractmethod
     def _end_step(self, number: int) -> None:
-        """What comes after each step of an optimizer."""
+        """Called after each step of an optimizer."""
 
 
 def pieces(weights: Weights, numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers of weights of one kind, some at a time to bound the memory for copies."""
+    """Numbers of weights of one dtype, some at a time to bound the memory for copies."""
     return [
-        [kind[at] for at in run]
-        for kind in weights.by_dtype(numbers)
-        for run in chunks([weights.nbytes(i) for i in kind])
+        [alike[at] for at in run]
+        for alike in weights.by_dtype(numbers)
+        for run in chunks([weights.nbytes(i) for i in alike])
     ]

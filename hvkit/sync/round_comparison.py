@@ -1,4 +1,4 @@
-"""What ranks compare: they must end the same round in the same way, after equally many steps."""
+"""Comparisons of ranks: all must end the same round in the same way, after equally many steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RoundSummary(NamedTuple):
         model: the keeper's name.
         optimizer: its name in messages, the same on every rank.
         rounds: how many that optimizer has ended, with this one.
-        trained: numbers of the weights that were trained.
+        trained: numbers of the weights that were trained in it.
         rates: a checksum of the learning rates.
-        set_by_script: numbers of the weights that this rank's script has set before the round; not
-            necessarily the same on all ranks.
+        set_by_script: numbers of the weights that this rank's script has set before the round; they
+            may differ between ranks.
     """
 
     model: str
@@ -66,7 +66,7 @@ def require_same_round(
     if any(other[:-1] != first[:-1] for other in summaries):
         optimizer.require_same_training(weights.step_call)
     require_same_trained([other.trained for other in summaries], weights)
-    if any(other.rates != first.rates for other in summaries):  # but are the same by now
+    if any(other.rates != first.rates for other in summaries):  # and are equal again by now
         raise RanksDisagreeError(
             f"the ranks' learning rates differed at the end of {summary}: set the same rates, in "
             "the same steps, on every rank"
@@ -92,22 +92,22 @@ def require_same_trained(trained: Sequence[Sequence[int]], weights: Weights) -> 
         )
 
 
-def require_equal_steps(own: Sequence[int], group: Group) -> None:
+def require_equal_steps(steps: Sequence[int], group: Group) -> None:
     """Raise on every rank of a group unless all have taken equally many steps; a collective.
 
     Args:
-        own: this rank's steps since the last agreement, for each optimizer.
+        steps: this rank's since the last agreement, for each optimizer.
         group: the ranks that take part.
 
     Raises:
         RanksDisagreeError: they have not.
     """
-    steps = collectives.gather("hvkit.settled", list(own), group)
-    for rank, theirs in zip(group.members, steps, strict=True):
-        if theirs != steps[0]:
+    by_rank = collectives.gather("hvkit.settled", list(steps), group)
+    for rank, taken in zip(group.members, by_rank, strict=True):
+        if taken != by_rank[0]:
             error = RanksDisagreeError(
-                f"rank {rank} has taken {sum(theirs)} steps since the last agreement, rank "
-                f"{group.first} {sum(steps[0])}: every rank must take equally many; "
+                f"rank {rank} has taken {sum(taken)} steps since the last agreement, rank "
+                f"{group.first} {sum(by_rank[0])}: every rank must take equally many; "
                 "hvkit.shard(data) gives each as many batches"
             )
             raise mark_as_shown_by(error, group.first)

@@ -1,7 +1,7 @@
 """Ends rounds of a strategy that agrees on weights: after so many steps of an optimizer.
 
-With ``overlap`` the agreement runs while the next round begins. What it then adds to the weights is
-how it has changed those at the end of the round, so no step in between is lost.
+With ``overlap`` the agreement runs while the next round begins. It changes the weights of the end
+of the round; that change is then added to the present weights, so no step in between is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Round(NamedTuple):
 
     Attributes:
         number: the optimizer's.
-        summary: how this rank ends it, if the ranks compare that.
+        summary: how this rank ends it; None if the ranks do not compare that.
         agreements: on all its weights, some at a time.
     """
 
@@ -44,7 +44,7 @@ class _Round(NamedTuple):
     summary: RoundSummary | None
     agreements: list[Agreement]
 
-    def is_on(self, numbers: Container[int] | None) -> bool:
+    def concerns(self, numbers: Container[int] | None) -> bool:
         """Whether to wait for it before any of these weights changes; None for all."""
         on = [i for agreement in self.agreements for i in agreement.numbers]
         return numbers is None or not on or any(i in numbers for i in on)
@@ -58,7 +58,7 @@ class RoundKeeper(LocalWeightsKeeper):
         weights: of the model.
         name: the same on every rank, and no other model's.
         carry_out: makes the exchanges of agreements.
-        compression: what float32 vectors travel with; None for nothing.
+        compression: compresses float32 vectors; None for none.
     """
 
     equal_steps = True
@@ -75,13 +75,13 @@ class RoundKeeper(LocalWeightsKeeper):
         self.strategy = strategy
         self.compression = compression.compression if compression else None
         self._agreements = Agreements(strategy, weights, carry_out, compression)
-        # Numbers of those that may differ between ranks.
+        # Numbers of the weights that may differ between ranks.
         self._trained: set[int] = set()
-        # Numbers of those that the script has set on this rank between two rounds.
+        # Numbers of the weights that the script has set on this rank between two rounds.
         self._set_by_script: set[int] = set()
-        # Rounds whose agreements overlap with the one that trains.
+        # Rounds whose agreements overlap with the present round.
         self._running: list[_Round] = []
-        # Steps that each had taken when training last ended with the ranks' weights equal.
+        # Each optimizer's steps when training last ended with the ranks' weights equal.
         self._ended_at: list[int] | None = None
         self._begun = False
 
@@ -103,38 +103,33 @@ class RoundKeeper(LocalWeightsKeeper):
         The ranks compare them at the next agreement: this is no collective.
         """
         if not (self.strategy.same_weights or self._taken() == self._ended_at):
-            return  # where they count as a change like any other
+            return  # setting weights counts as training
         for i in numbers:
             if i not in self._trained and self._agreements.moved(i):
                 self._agreements.set_anchor(i)
                 self._set_by_script.add(i)
 
-    def _make_set_weights_same(self, point: str, set_by_script: Iterable[Iterable[int]]) -> None:
-        """Make the weights that ranks have set between rounds the same on all; a collective.
+    def _agree_on_set_weights(self, point: str, set_by_script: Iterable[Iterable[int]]) -> None:
+        """Make the weights that scripts have set between rounds the same on all; a collective.
 
         Args:
-            point: the name of the call that the user made.
-            set_by_script: their numbers, by rank.
+            point: the user's call.
+            set_by_script: the numbers of these weights, by rank.
 
         Raises:
             RanksDisagreeError: they differ by more than rounding.
         """
         numbers = sorted(set().union(*set_by_script))
-        if not numbers:
-            return
         anchors = {i: anchor for i in numbers if (anchor := self._agreements.anchor(i)) is not None}
-        if not self.weights.require_close(point, ", set between two rounds,", anchors):
-            for together in pieces(self.weights, numbers):
-                own = self.weights.join([anchors[i] for i in together])
-                mean = self.weights.mean(own, f"{self._name}.anchor.{together[0]}")
-                for i, anchor in self._agreements.split(together, mean):
-                    self._agreements.set_anchor(i, anchor)
-                    if i not in self._trained:  # the end of the round does not set it
-                        self.weights.write(i, anchor)
+        note = ", set between two rounds,"
+        for i, anchor in self._without_rounding(point, note, anchors, "anchor"):
+            self._agreements.set_anchor(i, anchor)
+            if i not in self._trained:  # the end of the round does not set it
+                self.weights.write(i, anchor)
         self._set_by_script.difference_update(numbers)
 
     def _begin_all(self) -> None:
-        """Before the first step: make sure that the ranks are equal, and begin; a collective."""
+        """Before the first step: compare the ranks, and begin; a collective."""
         if self._begun:
             return
         self._require_equal(self._optimizers[0].call)
@@ -169,7 +164,7 @@ class RoundKeeper(LocalWeightsKeeper):
             optimizer.steps = 0
 
     def _end_overlap(self, number: int, step: int) -> None:
-        """Let the agreement that began with this round count; a collective.
+        """Add the changes of the agreement that has run since this round began; a collective.
 
         Args:
             number: the optimizer's.
@@ -184,10 +179,10 @@ class RoundKeeper(LocalWeightsKeeper):
         optimizer = self._optimizers[number]
         optimizer.rounds += 1
         with call(optimizer.call, step, f"{self._name}.{number}"):
-            held = optimizer.updates()
-            changed = sorted(held & self._trained)
+            updated = optimizer.updates()
+            changed = sorted(updated & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too
-            summary = self._summary_of_round(number, held, changed)
+            summary = self._summary_of_round(number, updated, changed)
             if self.strategy.overlap:
                 begun = [self._start(number, each) for each in pieces(self.weights, changed)]
                 self._running.append(_Round(number, summary, begun))
@@ -196,25 +191,25 @@ class RoundKeeper(LocalWeightsKeeper):
             else:
                 self._require_same_round(number, summary)
                 self._agree(number, changed)
-            if self.strategy.same_weights:  # if not, they stay each rank's own, as the weights do
+            if self.strategy.same_weights:  # if not, statistics stay local, as the weights do
                 self._average_statistics(keep=True)
-        self._are_agreed(changed)
+        self._note_agreed(changed)
 
-    def _are_agreed(self, numbers: Iterable[int]) -> None:
+    def _note_agreed(self, numbers: Iterable[int]) -> None:
         """Note that ranks have agreed on weights."""
         if self.strategy.same_weights:
             self._trained.difference_update(numbers)
 
     def _summary_of_round(
-        self, number: int, held: set[int], changed: list[int]
+        self, number: int, updated: set[int], changed: list[int]
     ) -> RoundSummary | None:
-        """How this rank ends a round of an optimizer, if the ranks compare that."""
+        """How this rank ends a round of an optimizer; None if the ranks do not compare that."""
         optimizer = self._optimizers[number]
         if not self._is_compared(optimizer.rounds):
             return None
-        # Of this optimizer only: whether others are gone already depends on the rank.
+        # Of this optimizer only: some ranks may have freed the others already.
         rates = optimizer.checksum_of_rates()
-        set_by_script = sorted(held & self._set_by_script)
+        set_by_script = sorted(updated & self._set_by_script)
         label = self._optimizer_label(number)
         return RoundSummary(self._name, label, optimizer.rounds, changed, rates, set_by_script)
 
@@ -237,7 +232,7 @@ class RoundKeeper(LocalWeightsKeeper):
             return
         summaries = require_same_round(summary, self._optimizers[number], self.weights)
         set_by_script = [each.set_by_script for each in summaries]
-        self._make_set_weights_same(self.weights.step_call, set_by_script)
+        self._agree_on_set_weights(self.weights.step_call, set_by_script)
 
     def _agree(self, number: int, weights: Sequence[int]) -> None:
         """End the round of some weights of an optimizer; a collective."""
@@ -252,7 +247,7 @@ class RoundKeeper(LocalWeightsKeeper):
             numbers: of weights, for the agreements on any of these; None for all.
         """
         for each in list(self._running):
-            if each.is_on(numbers):
+            if each.concerns(numbers):
                 self._running.remove(each)
                 self._require_same_round(each.number, each.summary)
                 for agreement in each.agreements:
@@ -261,21 +256,21 @@ class RoundKeeper(LocalWeightsKeeper):
                     self._agreements.pending.update(parts)
 
     def _add_pending(self, numbers: Collection[int]) -> None:
-        """Wait, and add what the agreements have changed to some weights."""
+        """Wait for the agreements on some weights, and add their changes."""
         self.arrive(numbers)
         self._agreements.add_pending(numbers)
 
     def _show_agreed(self) -> None:
         self.arrive()
-        # Also what an optimizer has changed that the script no longer has.
+        # Also weights of optimizers that the script has freed.
         for together in pieces(self.weights, sorted(self._trained)):
             agreed = self._start("shown", together, self.strategy.settle).exchanges.result()
             for i, values in self._agreements.split(together, agreed):
                 self.weights.show(i, values)
-        self._agreements.forget()
+        self._agreements.discard()
         self._average_statistics(keep=False)
 
-    def _replaced(self, i: int, own: Any, agreed: Any, chosen: Any) -> Any:
+    def _replaced(self, i: int, local: Any, agreed: Any, chosen: Any) -> Any:
         self._agreements.pending.pop(i, None)
         if i in self._agreements.begun():
             self._agreements.set_anchor(i)
@@ -288,11 +283,11 @@ class RoundKeeper(LocalWeightsKeeper):
         """
         self._compare_ranks()
         for number, optimizer in enumerate(self._optimizers):
-            held = optimizer.updates()
-            self._add_pending(held)
+            updated = optimizer.updates()
+            self._add_pending(updated)
             if optimizer.steps or not self.strategy.same_weights:
-                self._agree_at_the_end(number, sorted(held & self._trained))
-                self._trained.difference_update(held)
+                self._agree_at_the_end(number, sorted(updated & self._trained))
+                self._trained.difference_update(updated)
             optimizer.steps = 0
         self._average_statistics(keep=True)
         self._ended_at = self._taken()
@@ -314,11 +309,11 @@ class RoundKeeper(LocalWeightsKeeper):
     def _start(
         self, of: int | str, numbers: list[int], flow: Callable[..., Flow[Any]] | None = None
     ) -> Agreement:
-        """Begin an agreement.
+        """Start an agreement.
 
         Args:
-            of: the optimizer's number, or what else agrees. Ranks whose optimizers take turns
-                differently must not share names.
+            of: the optimizer's number, or another word. It is part of the names of collectives, so
+                ranks whose optimizers take turns differently do not meet in one.
             numbers: of the weights.
             flow: as for ``Agreements.start``.
         """
@@ -354,10 +349,10 @@ class RoundKeeper(LocalWeightsKeeper):
             *collectives.gather(point, own, self.weights.group), strict=True
         )
         require_same_trained(trained, self.weights)
-        self._make_set_weights_same(point, set_by_script)
+        self._agree_on_set_weights(point, set_by_script)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
+        """What a checkpoint saves, the same on every rank: the strategy's state, and counts."""
         counts = np.array(
             [[o.steps for o in self._optimizers], [o.rounds for o in self._optimizers]], np.int64
         )
@@ -369,8 +364,8 @@ class RoundKeeper(LocalWeightsKeeper):
 
         Args:
             arrays: from ``state``.
-            in_round: whether each rank holds its own weights again. If not, a new round begins,
-                with the weights that all hold now.
+            in_round: whether each rank has its local weights again. If not, a new round begins,
+                with the weights that all ranks have now.
         """
         self.start_over()
         steps, rounds = arrays["counts"].tolist()
@@ -386,19 +381,19 @@ class RoundKeeper(LocalWeightsKeeper):
             self._trained = set(arrays["trained"].tolist())
         else:
             self._agreements.set_anchors()
-        # Each rank has its own optimizer state again, and in a round also its own weights.
+        # Each rank has its optimizer state again, and in a round also its local weights.
         self._begun = in_round
         if in_round:
             for i in range(len(self.weights)):
                 self._agreements.begin(i)
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""
-        return self._agreements.own_arrays()
+        """What a checkpoint saves for each rank: residuals, and pending changes of weights."""
+        return self._agreements.rank_arrays()
 
     def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``rank_state`` returned on this rank."""
-        self._agreements.load_own(arrays)
+        self._agreements.load_rank(arrays)
 
 
 # In the order in which they began, the same on all ranks.

@@ -2,8 +2,8 @@
 
 It calls these hooks around ``step()`` (``frameworks/pytorch/step_hooks.py``). Keras on PyTorch has
 them too, since PyTorch's port makes its updates. Keras on TensorFlow has none: there an update is a
-part of a graph, and the port wraps methods of the optimizer (``frameworks/keras/port.py`` has their
-order).
+part of a graph, and the port wraps methods of the optimizer, in the order that
+``frameworks/keras/on_tensorflow.py`` has.
 
 Several features act around an update, each as a ``Feature`` with its place. The places say what
 runs when, not the order in which ``distribute`` adds them. Places nest, the first is the
