@@ -1,6 +1,6 @@
 """What a built Horovod needs of a machine, and whether a machine has it.
 
-A build depends on much (``wheel_cache.Key``); a wheel that is built already needs less. These facts
+A build depends on much (``wheels.Key``); a wheel that is built already needs less. These facts
 lie inside each wheel, in ``horovod/hvkit.json``, and in the index of a folder of wheels.
 """
 
@@ -18,8 +18,14 @@ from packaging.tags import sys_tags
 from hvkit.build.cuda import cuda_for
 from hvkit.build.frameworks import NAMES, InstalledFramework, find_frameworks, title
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
-from hvkit.build.toolchain import Mpi, Toolchain, rpath_of, run_time_paths, user_build_options
-from hvkit.build.wheel_cache import cpu_features
+from hvkit.build.toolchain import (
+    Mpi,
+    Toolchain,
+    cpu_features,
+    rpath_of,
+    run_time_paths,
+    user_build_options,
+)
 from hvkit.errors import BuildError
 from hvkit.host.system import run
 

@@ -16,8 +16,7 @@ from hvkit.build.build_output import BuildProgress, announce, explain, run_pip
 from hvkit.build.cuda import fetch_toolkit
 from hvkit.build.horovod_patches import PATCHES, VERSION, apply_patches
 from hvkit.build.toolchain import Toolchain, build_environment, find_cmake
-from hvkit.build.wheel_cache import Key, store_wheel
-from hvkit.build.wheel_file import with_facts
+from hvkit.build.wheels import Key, store_wheel, with_facts
 from hvkit.errors import BuildError
 from hvkit.host.hardware import free_memory
 from hvkit.host.system import cache_dir

@@ -23,8 +23,7 @@ from hvkit.build.frameworks import distribution
 from hvkit.build.horovod_patches import VERSION
 from hvkit.build.ready_wheels import Choice, shown
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
-from hvkit.build.wheel_cache import Key, find_wheel, key_of, lock, require_writable_cache
-from hvkit.build.wheel_file import join
+from hvkit.build.wheels import Key, find_wheel, join, key_of, lock, require_writable_cache
 from hvkit.errors import BuildError, is_of_full_disk
 from hvkit.host.system import claim
 

@@ -29,7 +29,7 @@ from filelock import FileLock
 
 from hvkit.build.abi import Abi, Machine, minors_between, misfits
 from hvkit.build.frameworks import title
-from hvkit.build.wheel_file import facts_of, joined_facts
+from hvkit.build.wheels import facts_of, joined_facts
 from hvkit.errors import BuildError
 
 INDEX = "wheels.json"

@@ -280,6 +280,16 @@ def _text_of(command: Sequence[str]) -> str | None:
     return output.text if output and output.status == 0 else None
 
 
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The instruction sets of this CPU that Horovod's build uses where it finds them."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return []
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return sorted({"avx", "f16c", "fma"} & set(flags[1].split() if flags else ()))
+
+
 def user_build_options(environ: Mapping[str, str]) -> dict[str, str]:
     """The user's own variables that change the binary."""
     return {

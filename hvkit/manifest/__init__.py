@@ -4,8 +4,8 @@
 
     hvkit.cli.manifest    the one table of options; prints one of these
     ├── fields            what options accept: names, amounts, secrets, volumes
-    └── systems           what each system refuses, and the further values of its template
-        └── rendering     fills in a template: ``templates/*.j2``, or a cluster's own
+    └── systems           what each system refuses; fills in its template: ``templates/*.j2``, or a
+                          cluster's own
 
 All but Azure ML's start ``hvkit run``, which finds the hosts in its environment. Azure starts
 ``mpirun``.

@@ -4,9 +4,9 @@
 
     job              on the driver: run, from the arguments to a barrier job and its results; in
                      place of a launcher (python -m hvkit.spark.job), it waits
-    task             on the executors: gives ranks their places, and starts an agent for each, which
-                     runs the rank (python -m hvkit.spark.task)
-    └── rendezvous   where the ranks' Horovod finds the others: a store that proves who may use it
+    task             on the executors: gives ranks their positions, and starts an agent for each,
+                     which runs the rank (python -m hvkit.spark.task); keeps the store of addresses
+                     where a rank's Horovod finds the others, and who may use it
 
 The agents, their connections and the function's way to the ranks are those of ``hvkit.launch`` on
 several hosts (``hvkit.functions``, ``hvkit.launching.supervision``). Horovod runs on Gloo.

@@ -1,35 +1,49 @@
-"""What each Spark task does: finds its rank's place, and starts hvkit's agent for it.
+"""The tasks of Spark's job: each finds its rank's position, and starts hvkit's agent for the rank.
 
 The agent's command is this module again (``python -m hvkit.spark.task``), which calls the function.
+
+Horovod's Gloo finds the other ranks in a store of addresses, which it reads and writes by HTTP,
+without any proof of who it is. So each task answers the HTTP of its own rank, on the loopback
+interface and for processes of its own user only, and passes it on to the store in rank 0's task,
+over a connection on which both ends have proven that they know a key (``hvkit.connections``)::
+
+    rank ── HTTP, loopback ── Front ── TCP, authenticated ── Store, in rank 0's task
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from hvkit import threads
+from hvkit.communication.encoding import decode, encode
+from hvkit.connections import Connection, Listener, connect
 from hvkit.host.network import interface_of
 from hvkit.host.rank_variables import without_rank_variables
 from hvkit.launching.supervision.protocol import agent_command
-from hvkit.spark.rendezvous import Front, Store
 
 # Seconds that ranks may be apart when Horovod starts. The supervisor notices lost hosts sooner, and
 # the watcher ranks that do not come.
 _GLOO_WAITS = "1800"
 # Environment variable of ranks: the folder with the files that Spark has shipped, if any.
 _FILES = "HVKIT_SPARK_FILES"
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankPosition:
     """A rank's numbers, as Horovod names them."""
 
     rank: int
@@ -39,8 +53,8 @@ class RankPlace:
     cross_size: int
 
 
-def places(hosts: Sequence[str]) -> list[RankPlace]:
-    """The places of tasks on these hosts, by task; the ranks of a host follow each other."""
+def positions(hosts: Sequence[str]) -> list[RankPosition]:
+    """The positions of ranks on these hosts, by task; the ranks of a host follow each other."""
     sizes = Counter(hosts)  # in the order of first mention
     starts, total = {}, 0
     for host, size in sizes.items():
@@ -53,8 +67,10 @@ def places(hosts: Sequence[str]) -> list[RankPlace]:
         seen[host] += 1
         # Ranks with the same local rank are one on each of these hosts.
         across = [each for each, size in sizes.items() if size > local]
-        place = RankPlace(starts[host] + local, local, sizes[host], across.index(host), len(across))
-        found.append(place)
+        position = RankPosition(
+            starts[host] + local, local, sizes[host], across.index(host), len(across)
+        )
+        found.append(position)
     return found
 
 
@@ -82,8 +98,8 @@ class RankTask:
         number = context.partitionId()
         addresses = [each.address.rpartition(":")[0] for each in context.getTaskInfos()]
         hosts = context.allGather(_this_host())
-        ranks = places(hosts)
-        place = ranks[number]
+        ranks = positions(hosts)
+        position = ranks[number]
         first = next(task for task, each in enumerate(ranks) if each.rank == 0)
         address = socket.gethostbyname(addresses[number])
         with ExitStack() as stack:
@@ -103,27 +119,29 @@ class RankTask:
                     **self.environ,
                     **_shipped({**os.environ, **self.environ}),
                     **self.agent,
-                    **_variables(place, len(ranks), hosts[number], address, front.port),
+                    **_variables(position, len(ranks), hosts[number], address, front.port),
                 },
                 stdin=subprocess.DEVNULL,
                 check=False,  # the agent reports how the rank has ended
             )
-        yield place.rank
+        yield position.rank
 
 
-def _variables(place: RankPlace, size: int, host: str, address: str, port: int) -> dict[str, str]:
+def _variables(
+    position: RankPosition, size: int, host: str, address: str, port: int
+) -> dict[str, str]:
     """What Horovod's own launcher would set for a rank on Gloo."""
     own = {
         "HOSTNAME": host,
-        "RANK": place.rank,
+        "RANK": position.rank,
         "SIZE": size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_SIZE": place.local_size,
-        "CROSS_RANK": place.cross_rank,
-        "CROSS_SIZE": place.cross_size,
+        "LOCAL_RANK": position.local_rank,
+        "LOCAL_SIZE": position.local_size,
+        "CROSS_RANK": position.cross_rank,
+        "CROSS_SIZE": position.cross_size,
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
-        "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "GLOO_RENDEZVOUS_ADDR": _LOOPBACK,
         "GLOO_RENDEZVOUS_PORT": port,
         "GLOO_IFACE": interface_of(address),
         "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_WAITS),
@@ -153,6 +171,109 @@ def _this_host() -> str:
     """A text that no other host has."""
     started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}-{started}"
+
+
+class Store:
+    """Values by path, which ``Front`` reads and writes.
+
+    Args:
+        address: of this host, on which to listen.
+        key: that both ends have to know.
+    """
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self._values: dict[str, bytes] = {}
+        self._listener = Listener(address, key)
+        self.port = self._listener.port
+        threads.start("hvkit-store", self._listener.serve, self._serve)
+
+    def close(self) -> None:
+        """Admit nobody else."""
+        self._listener.close()
+
+    def _serve(self, connected: socket.socket) -> None:
+        connection = Connection(connected)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            while True:
+                method, path, value = decode(connection.receive()[1])
+                if method == "PUT":
+                    self._values[path] = value
+                elif method == "DELETE":
+                    self._values.pop(path, None)
+                connection.send(0, encode(self._values.get(path)))
+
+
+class Front:
+    """Answers the HTTP of the ranks of this process.
+
+    Args:
+        store: address and port of the store.
+        key: as for ``Store``.
+
+    Raises:
+        OSError: the store cannot be reached.
+    """
+
+    def __init__(self, store: tuple[str, int], key: bytes) -> None:
+        address, port = store
+        self._store = Connection(connect([address], port, key))
+        self._one = threading.Lock()
+        self._server = ThreadingHTTPServer((_LOOPBACK, 0), _handler_for(self))
+        self.port: int = self._server.server_address[1]
+        threads.start("hvkit-rendezvous", self._server.serve_forever)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._store.close()
+
+    def request(self, method: str, path: str, value: bytes) -> bytes | None:
+        """Pass a request on; the value of the path after it, None if there is none."""
+        with self._one:
+            self._store.send(0, encode((method, path, value)))
+            found: bytes | None = decode(self._store.receive()[1])
+            return found
+
+
+def _handler_for(front: Front) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            if not _is_of_this_user(self.client_address[1], front.port):
+                self.send_error(403)
+                return
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            found = front.request(self.command, self.path, body)
+            known = found is not None or self.command != "GET"
+            self.send_response(200 if known else 404)
+            content = found if found is not None and self.command == "GET" else b""
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_PUT = do_DELETE = answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing: Gloo sends a hundred requests a second."""
+
+    return Handler
+
+
+def _is_of_this_user(port: int, server: int) -> bool:
+    """Whether a connection from this port of the loopback interface belongs to this user.
+
+    /proc/net/tcp has a line for each socket: its own address, the other one, and in the eighth
+    field the number of its user.
+    """
+    wanted = _in_proc(port), _in_proc(server)
+    fields = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return any((each[1], each[2]) == wanted and int(each[7]) == os.getuid() for each in fields)
+
+
+def _in_proc(port: int) -> str:
+    """A port of 127.0.0.1 as /proc/net/tcp writes it: the address in the host's byte order."""
+    (number,) = struct.unpack("=I", socket.inet_aton(_LOOPBACK))
+    return f"{number:08X}:{port:04X}"
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ import hvkit
 import hvkit.spark
 from hvkit.errors import LaunchError
 from hvkit.spark import job
-from hvkit.spark.rendezvous import Front, Store
-from hvkit.spark.task import RankPlace, places
+from hvkit.spark.task import Front, RankPosition, Store, positions
 
 LOOPBACK = "127.0.0.1"
 
@@ -257,10 +256,10 @@ def test_arguments_of_other_kinds_are_refused_with_the_fix(options, text):
 
 
 def test_ranks_of_a_host_follow_each_other():
-    assert places(["a", "b", "a"]) == [
-        RankPlace(rank=0, local_rank=0, local_size=2, cross_rank=0, cross_size=2),
-        RankPlace(rank=2, local_rank=0, local_size=1, cross_rank=1, cross_size=2),
-        RankPlace(rank=1, local_rank=1, local_size=2, cross_rank=0, cross_size=1),
+    assert positions(["a", "b", "a"]) == [
+        RankPosition(rank=0, local_rank=0, local_size=2, cross_rank=0, cross_size=2),
+        RankPosition(rank=2, local_rank=0, local_size=1, cross_rank=1, cross_size=2),
+        RankPosition(rank=1, local_rank=1, local_size=2, cross_rank=0, cross_size=1),
     ]
 
 

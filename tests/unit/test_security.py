@@ -15,7 +15,7 @@ from cases import MORE
 import hvkit
 from hvkit.checkpoint import store
 from hvkit.cli import main
-from hvkit.spark.rendezvous import Front, Store
+from hvkit.spark.task import Front, Store
 
 PLANTED = "planted-3f9c2a"
 SECRETS = {

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvkit.build import builder
-from hvkit.build.wheel_cache import Key
+from hvkit.build.wheels import Key
 from hvkit.errors import BuildError
 
 KEY = Key({"horovod": "0.28.1"})

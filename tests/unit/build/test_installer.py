@@ -12,7 +12,7 @@ import pytest
 from fake_wheels import wheel_of
 
 from hvkit import cli
-from hvkit.build import BuildOptions, install_horovod, installer, ready_wheels, wheel_cache
+from hvkit.build import BuildOptions, install_horovod, installer, ready_wheels, wheels
 from hvkit.build.cuda import Toolkit
 from hvkit.errors import BuildError
 
@@ -27,7 +27,7 @@ class Computer:
 
     def build(self, toolchain, key, jobs):
         self.done.append("build")
-        return wheel_cache.store_wheel(wheel_of(self.abi, self.folder, key.version), key)
+        return wheels.store_wheel(wheel_of(self.abi, self.folder, key.version), key)
 
     def install(self, wheel):
         self.done.append("install")

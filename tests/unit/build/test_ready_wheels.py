@@ -13,7 +13,7 @@ import pytest
 from fake_wheels import wheel_of
 
 from hvkit.build import BuildOptions, installer, ready_wheels
-from hvkit.build.wheel_file import facts_of, join
+from hvkit.build.wheels import facts_of, join
 from hvkit.errors import BuildError
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from manifest_lines import AZUREML, COMMAND, MPIJOB, SAGEMAKER, TRAINJOB
 
 from hvkit import cli
-from hvkit.manifest.rendering import rendered
-from hvkit.manifest.systems import literal
+from hvkit.manifest.systems import literal, rendered
 
 
 def expanded(text, variables):

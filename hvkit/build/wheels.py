@@ -1,24 +1,36 @@
-"""Wheels as files: the facts inside them, and two wheels joined into one.
+"""Wheels as files: the facts inside them, two joined into one, and the cache of those built here.
 
 A wheel is a zip file with a list of its members' hashes, ``RECORD``. Each change here writes the
 whole wheel anew, with a new list.
+
+The cache keeps each wheel under a key, which lists everything that changes the binary. The key's
+digest is part of the wheel's version, so that an installed Horovod shows which build it is.
 """
 
 import base64
 import hashlib
 import json
+import os
+import platform
 import re
+import shutil
+import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from hvkit.build.abi import FILE, Abi, abi_of
-from hvkit.build.horovod_patches import VERSION
-from hvkit.build.toolchain import Toolchain
-from hvkit.errors import BuildError
+from hvkit.build.frameworks import NAMES
+from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
+from hvkit.build.toolchain import Toolchain, cpu_features, run_time_paths, user_build_options
+from hvkit.errors import BuildError, is_of_full_disk
+from hvkit.host.system import cache_dir
 
 _FACTS = f"horovod/{FILE}"
 _NO_ZIP = (zipfile.BadZipFile, zlib.error, EOFError)
@@ -124,12 +136,12 @@ def _write(
     python = re.search(rb"^Tag: ([^-]+-[^-]+)-", members["dist-info/WHEEL"], re.MULTILINE)
     assert python is not None
     tag = f"{python[1].decode()}-{abi.platform}"
-    kind = re.sub(rb"(?m)^Tag: .*$", b"Tag: " + tag.encode(), members["dist-info/WHEEL"])
-    written = {**members, "dist-info/METADATA": about, "dist-info/WHEEL": kind}
-    place = f"horovod-{version}.dist-info/"
-    named = {re.sub("^dist-info/", place, name): data for name, data in written.items()}
+    about_wheel = re.sub(rb"(?m)^Tag: .*$", b"Tag: " + tag.encode(), members["dist-info/WHEEL"])
+    written = {**members, "dist-info/METADATA": about, "dist-info/WHEEL": about_wheel}
+    folder_inside = f"horovod-{version}.dist-info/"
+    named = {re.sub("^dist-info/", folder_inside, name): data for name, data in written.items()}
     listed = [f"{name},sha256={_hash(data)},{len(data)}" for name, data in named.items()]
-    record = f"{place}RECORD"
+    record = f"{folder_inside}RECORD"
     named[record] = "\n".join([*listed, f"{record},,", ""]).encode()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"horovod-{version}-{tag}.whl"
@@ -150,3 +162,126 @@ def _hash(data: bytes) -> str:
 def _glibc(platform: str) -> int:
     found = re.match(r"manylinux_2_(\d+)_", platform)
     return int(found[1]) if found else 1000
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything that a wheel was built from, by name, as readable text."""
+
+    ingredients: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """A short hash of all the ingredients."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+
+    @property
+    def version(self) -> str:
+        """The version of the wheel: Horovod's, with the digest as its local part."""
+        return f"{VERSION}+{self.local_version}"
+
+    @property
+    def local_version(self) -> str:
+        """The local part of the version."""
+        return f"hvkit{self.digest}"
+
+    @property
+    def text(self) -> str:
+        """The ingredients as JSON."""
+        return json.dumps(dict(self.ingredients), indent=2) + "\n"
+
+
+def key_of(toolchain: Toolchain, environ: Mapping[str, str] = os.environ) -> Key:
+    """The key of the wheel that this toolchain builds."""
+    mpi, compiler = toolchain.mpi, toolchain.compiler
+    return Key(
+        {
+            "horovod": VERSION,
+            "patches": patches_digest(PATCHES),
+            "python": str(sysconfig.get_config_var("SOABI")),
+            "platform": sysconfig.get_platform(),
+            "libc": " ".join(platform.libc_ver()),
+            "cpu": " ".join(cpu_features()),
+            **{name: _framework_version(toolchain, name) for name in NAMES},
+            "mpi": f"{mpi.flavour} {mpi.version}",
+            "compiler": " ".join([compiler.version.partition("\n")[0], *compiler.command[1:]]),
+            "gpu": f"NCCL, CUDA {toolchain.cuda.version}" if toolchain.cuda else "none",
+            "run-time paths": ":".join(run_time_paths(toolchain, environ)),
+            **user_build_options(environ),
+        }
+    )
+
+
+def _framework_version(toolchain: Toolchain, name: str) -> str:
+    framework = toolchain.framework(name)
+    return framework.version if framework else "none"
+
+
+def wheels_dir() -> Path:
+    """The folder of the cache; creates it if it is missing."""
+    folder = cache_dir() / "wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def require_writable_cache() -> None:
+    """Make the folder of the cache, and check that it can hold a build.
+
+    Raises:
+        BuildError: it cannot be made or written to.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=wheels_dir()):
+            pass
+    except OSError as error:
+        if is_of_full_disk(error):
+            raise
+        raise BuildError(
+            f"hvkit's cache, {cache_dir()}, cannot be written to ({error.strerror}): set "
+            "HVKIT_CACHE_DIR to a folder that can"
+        ) from error
+
+
+def find_wheel(key: Key) -> Path | None:
+    """The cached wheel with this key; ``None`` if there is none."""
+    return next(wheels_dir().glob(f"horovod-{key.version}-*.whl"), None)
+
+
+def store_wheel(wheel: Path, key: Key) -> Path:
+    """Copy a wheel into the cache, with its ingredients beside it, and return the copy.
+
+    The copy appears whole or not at all.
+    """
+    target = wheels_dir() / wheel.name
+    ingredients = target.with_suffix(".json")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        text = Path(folder, ingredients.name)
+        text.write_text(key.text)
+        os.replace(text, ingredients)
+        os.replace(shutil.copyfile(wheel, Path(folder, wheel.name)), target)
+    return target
+
+
+def stored_ingredients(version: str) -> dict[str, str] | None:
+    """The ingredients of a wheel that this cache has, or had, by the wheel's version."""
+    file = next((cache_dir() / "wheels").glob(f"horovod-{version}-*.json"), None)
+    ingredients: dict[str, str] | None = json.loads(file.read_text()) if file else None
+    return ingredients
+
+
+@contextmanager
+def lock(key: Key, when_waiting: Callable[[], None]) -> Iterator[None]:
+    """Keep other processes of this user from building and installing the same wheel.
+
+    ``when_waiting`` is called once if another process holds the lock.
+    """
+    file = FileLock(wheels_dir() / f"{key.digest}.lock")
+    try:
+        file.acquire(blocking=False)
+    except Timeout:
+        when_waiting()
+        file.acquire()
+    try:
+        yield
+    finally:
+        file.release()

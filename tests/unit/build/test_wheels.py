@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hvkit.build import wheel_cache
+from hvkit.build import wheels
 from hvkit.build.cuda import Toolkit
 from hvkit.build.toolchain import Compiler
-from hvkit.build.wheel_cache import Key, cpu_features, key_of
+from hvkit.build.wheels import Key, cpu_features, key_of
 
 NOTHING = {}
 
@@ -80,7 +80,7 @@ def test_build_options_in_the_environment_change_the_key(toolchain, variable, co
 )
 def test_source_patches_and_cpu_change_the_key(toolchain, monkeypatch, name, value):
     before = key_of(toolchain, NOTHING)
-    monkeypatch.setattr(wheel_cache, name, value)
+    monkeypatch.setattr(wheels, name, value)
     assert key_of(toolchain, NOTHING).digest != before.digest
 
 
@@ -108,11 +108,11 @@ def wheel(tmp_path):
 
 
 def test_stored_wheel_is_found_under_its_key_only_with_its_ingredients(wheel):
-    assert wheel_cache.find_wheel(KEY) is None
-    stored = wheel_cache.store_wheel(wheel, KEY)
+    assert wheels.find_wheel(KEY) is None
+    stored = wheels.store_wheel(wheel, KEY)
     assert stored.read_bytes() == b"wheel"
-    assert wheel_cache.find_wheel(KEY) == stored
-    assert wheel_cache.find_wheel(OTHER) is None
+    assert wheels.find_wheel(KEY) == stored
+    assert wheels.find_wheel(OTHER) is None
     assert json.loads(stored.with_suffix(".json").read_text()) == KEY.ingredients
 
 
@@ -123,34 +123,34 @@ def test_nothing_half_written_is_left(wheel, monkeypatch):
 
     monkeypatch.setattr("shutil.copyfile", fail)
     with pytest.raises(OSError, match="No space"):
-        wheel_cache.store_wheel(wheel, KEY)
-    assert wheel_cache.find_wheel(KEY) is None
-    assert not list(wheel_cache.wheels_dir().glob("**/*.whl"))
+        wheels.store_wheel(wheel, KEY)
+    assert wheels.find_wheel(KEY) is None
+    assert not list(wheels.wheels_dir().glob("**/*.whl"))
 
 
 def test_held_lock_is_waited_for_unless_it_is_another_wheels():
     waited = []
-    held = (wheel_cache.wheels_dir() / f"{KEY.digest}.lock").open("w")
+    held = (wheels.wheels_dir() / f"{KEY.digest}.lock").open("w")
     fcntl.flock(held, fcntl.LOCK_EX)
 
     def release():
         waited.append(True)
         held.close()
 
-    with wheel_cache.lock(OTHER, when_waiting=lambda: pytest.fail("another wheel's lock")):
+    with wheels.lock(OTHER, when_waiting=lambda: pytest.fail("another wheel's lock")):
         pass
     # Releases the lock in any case: a fault then fails this test instead of hanging it.
     late = threading.Timer(5, held.close)
     late.start()
-    with wheel_cache.lock(KEY, when_waiting=release):
+    with wheels.lock(KEY, when_waiting=release):
         late.cancel()
         assert waited == [True]
 
 
 def test_lock_is_exclusive_while_held():
     with (
-        wheel_cache.lock(KEY, when_waiting=lambda: pytest.fail("waited")),
-        (wheel_cache.wheels_dir() / f"{KEY.digest}.lock").open("w") as second,
+        wheels.lock(KEY, when_waiting=lambda: pytest.fail("waited")),
+        (wheels.wheels_dir() / f"{KEY.digest}.lock").open("w") as second,
         pytest.raises(BlockingIOError),
     ):
         fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
