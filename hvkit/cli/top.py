@@ -138,8 +138,8 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
     """
     ranks, phase, reason = state["ranks"], state["phase"], printable(state["reason"])
     # Not the time of this view: this process may get no core for seconds after it has read.
-    now = state["read_at"]
-    speeds = [speed for each in ranks if (speed := _speed(each, now))]
+    moment = state["read_at"]
+    speeds = [speed for each in ranks if (speed := _speed(each, moment))]
     total = f"; {sum(speeds):,.0f} samples a second" if speeds else ""
     now = "no ranks" if phase else f"{len(ranks)} of {counted(state['size'], 'rank')}"
     saved = state["saved"]
@@ -154,7 +154,7 @@ def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, 
     if phase:
         before.clear()
         return Group(*lines, *(Text(printable(line)) for line in phase.split("\n")))
-    return Group(*lines, _table(ranks, before, now))
+    return Group(*lines, _table(ranks, before, moment))
 
 
 def _table(ranks: Sequence[RankState], before: dict[int, tuple[float, int]], now: float) -> Table:
