@@ -180,12 +180,12 @@ def distribute(
             raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
         framework = framework_of_all(models, optimizers)
         refuse_unsupported(framework, options)
-        if not in_jax:  # whose port knows it by the arrays
+        if not in_jax:  # there the port finds a second call by the arrays
             _refuse_second_call(models, optimizers)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem, group=group)
-    if options.mesh and engine != "jax":  # whose port knows what XLA does
+    if options.mesh and engine != "jax":  # there XLA divides the ranks
         options = _in_data_group(options, engine)
     batches = options.mesh.position.batches if options.mesh else group.size
     try:
@@ -227,22 +227,22 @@ def distribute(
         records, keeper = port.keep_in_step()
         if group.rank == 0:
             said = describe(rates, lr_scaling, batches)
-            if in_jax:  # whose optimizers show no rate
+            if in_jax:  # an optimizer of Optax shows no rate
                 said = f"{strategy}" if keeper else "they share each global batch"
             logger.info(f"{group.size} ranks; {said}")
-    # Without local weights, there is nothing to find by a model of JAX, which may be a pytree.
+    # A model of JAX may be a pytree, which cannot be looked up. Only local weights need that.
     record([] if in_jax and keeper is None else models, records, keeper, group)
-    if in_jax:  # whose pytrees are new ones
+    if in_jax:  # a pytree is a new object
         of_jax: Any = port
         return of_jax.model, of_jax.optimizer
     return model, optimizer
 
 
 def _refuse_in_some_ranks(options: Options, engine: str | None, monitor: Monitor | None) -> None:
-    """Raise for what only all ranks together can do.
+    """Raise for options that need all ranks, in a group of some.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the option.
     """
     group = options.group
     if not isinstance(options.strategy, IN_GROUPS):
@@ -257,11 +257,11 @@ def _refuse_in_some_ranks(options: Options, engine: str | None, monitor: Monitor
 
 
 def _in_data_group(options: Options, engine: str | None) -> Options:
-    """The options for the ranks that hold the same part of a model; a collective of all ranks."""
+    """The options with the group of ranks that hold the same part of a model; a collective."""
     assert options.mesh is not None
     mesh, position = options.mesh.mesh, options.mesh.position
     if mesh.shard > 1 or mesh.data == 1:
-        # Horovod sends nothing in it.
+        # Horovod sends nothing in this group.
         group = Group(position.batch, position.members("data", "shard"))
     else:
         group = divide(rows(mesh, "data"), engine)

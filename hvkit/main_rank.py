@@ -27,18 +27,18 @@ def is_main() -> bool:
     return runtime.rank() == 0
 
 
-def warn_once(kind: str, text: str, group: Group | None = None) -> None:
-    """Log a warning on a group's first rank, the first time that this rank gets one of its kind.
+def warn_once(topic: str, text: str, group: Group | None = None) -> None:
+    """Log a warning on a group's first rank, unless this rank has had one about the topic.
 
     Args:
-        kind: the same in each call with this text.
+        topic: the same in each call with this text.
         text: the warning.
-        group: the ranks that it is about; None for all, then on rank 0.
+        group: the ranks that it is about; None for all.
     """
     first = is_main() if group is None else group.rank == 0
-    if kind not in _logged and first:
+    if topic not in _logged and first:
         logger.warning(text)
-    _logged.add(kind)
+    _logged.add(topic)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, overload
 
+from hvkit.argument_checks import check_count, check_number, check_one_of
 from hvkit.communication.collectives import share
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
@@ -47,32 +48,31 @@ def average(
         RankLostError: another rank has ended, or waits in another call.
     """
     single = not isinstance(value, Mapping)
-    mine = {"value": value} if single else dict(value)  # type: ignore[arg-type]
-    if in_graph("hvkit.average", weight, *mine.values()):
+    values = {"value": value} if single else dict(value)  # type: ignore[arg-type]
+    if in_graph("hvkit.average", weight, *values.values()):
         from hvkit.frameworks.keras.collectives import gather
 
-        found: Any = gather.average(mine, weight)
+        found: Any = gather.average(values, weight)
         return found["value"] if single else found  # type: ignore[no-any-return]
-    numbers, problem = _as_floats(mine)
+    numbers, problem = _as_floats(values)
     factor, wrong_weight = _as_weight(weight)
-    everyone = share("average", problem or wrong_weight, (numbers, factor))
-    if len({w is None for _, w in everyone}) > 1:
-        without = [rank for rank, (_, w) in enumerate(everyone) if w is None]
+    gathered = share("average", problem or wrong_weight, (numbers, factor))
+    if len({w is None for _, w in gathered}) > 1:
+        without = [rank for rank, (_, w) in enumerate(gathered) if w is None]
         raise TypeError(f"average needs a weight on every rank or on none: none on {without}")
-    counted = [
-        (rank, theirs, 1.0 if w is None else w)
-        for rank, (theirs, w) in enumerate(everyone)
+    counted = {
+        rank: (of_rank, 1.0 if w is None else w)
+        for rank, (of_rank, w) in enumerate(gathered)
         if w is None or w > 0
-    ]
-    if not counted:
-        keys = dict.fromkeys(key for theirs, _ in everyone for key in theirs)
-        means = dict.fromkeys(keys, math.nan)
-    else:
-        _require_same_keys([(rank, theirs) for rank, theirs, _ in counted])
-        total = math.fsum(w for _, _, w in counted)
+    }
+    if counted:
+        keys = _same_keys({rank: of_rank for rank, (of_rank, _) in counted.items()})
+        total = math.fsum(w for _, w in counted.values())
         means = {
-            key: sum(theirs[key] * w for _, theirs, w in counted) / total for key in counted[0][1]
+            key: sum(of_rank[key] * w for of_rank, w in counted.values()) / total for key in keys
         }
+    else:
+        means = {key: math.nan for of_rank, _ in gathered for key in of_rank}
     return means["value"] if single else means
 
 
@@ -100,11 +100,12 @@ def any_rank(flag: bool) -> bool:
 
 def any_rank_of(group: Group | None, flag: bool) -> bool:
     """``any_rank`` among the ranks of a group; None for all."""
+    value, problem = False, None
     try:
-        mine, problem = bool(flag), None
+        value = bool(flag)
     except Exception as error:  # of any type: the other ranks must not wait for this one
-        mine, problem = False, TypeError(f"any_rank takes True or False, got {flag!r}: {error}")
-    return any(share("any_rank", problem, mine, group))
+        problem = TypeError(f"any_rank takes True or False, got {flag!r}: {error}")
+    return any(share("any_rank", problem, value, group))
 
 
 class EarlyStopping:
@@ -127,24 +128,16 @@ class EarlyStopping:
         mode: ``"min"`` if lower is better, ``"max"`` if higher is.
 
     Raises:
-        TypeError: ``patience`` is not an int.
+        TypeError: ``patience`` is not an int, or ``min_delta`` no number.
         ValueError: ``patience``, ``min_delta`` or ``mode`` has a wrong value.
     """
 
     def __init__(
         self, patience: int, *, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
     ) -> None:
-        if isinstance(patience, bool) or not isinstance(patience, int):
-            raise TypeError(f"patience must be an int, got {patience!r}")
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1, got {patience}")
-        if not (math.isfinite(min_delta) and min_delta >= 0):
-            raise ValueError(f"min_delta must be a finite number from 0, got {min_delta!r}")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}")
-        self.patience = patience
-        self.min_delta = min_delta
-        self.mode = mode
+        self.patience = check_count("patience", patience)
+        self.min_delta = check_number("min_delta", min_delta, least=0)
+        self.mode = check_one_of("mode", mode, ("min", "max"))
         self.best = math.nan
         """The best mean so far; NaN before the first."""
         self.waited = 0
@@ -205,11 +198,13 @@ def _as_weight(weight: Any) -> tuple[float | None, Exception | None]:
     return number, None
 
 
-def _require_same_keys(dicts: list[tuple[int, Mapping[str, float]]]) -> None:
-    first, reference = dicts[0]
-    for rank, theirs in dicts[1:]:
-        if theirs.keys() != reference.keys():
+def _same_keys(by_rank: Mapping[int, Mapping[str, float]]) -> Mapping[str, float]:
+    """The keys of all ranks' dicts."""
+    first, reference = next(iter(by_rank.items()))
+    for rank, other in by_rank.items():
+        if other.keys() != reference.keys():
             raise RanksDisagreeError(
                 f"average needs the same keys on every rank: rank {first} has "
-                f"{sorted(reference)}, rank {rank} has {sorted(theirs)}"
+                f"{sorted(reference)}, rank {rank} has {sorted(other)}"
             )
+    return reference

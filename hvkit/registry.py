@@ -63,7 +63,7 @@ KERAS_ON_TENSORFLOW = Framework(
     "Keras on TensorFlow",
     "keras",
     "tensorflow",
-    f"{_HERE}.keras.port:KerasPort",
+    f"{_HERE}.keras.on_tensorflow:KerasOnTensorFlowPort",
     pipeline_port=f"{_HERE}.keras.pipeline.tensorflow_pipeline:KerasMeshPort",
     updates=f"{_HERE}.keras.refusals",
 )
@@ -79,7 +79,7 @@ KERAS_IN_PYTORCH_LOOP = Framework(
     "Keras in a loop with optimizers of PyTorch",
     "keras",
     "torch",
-    f"{_HERE}.keras.pytorch_loop:KerasLoopPort",
+    f"{_HERE}.keras.on_pytorch:KerasLoopPort",
     pipeline_port=KERAS_ON_PYTORCH.pipeline_port,
 )
 KERAS_ON_JAX = Framework(
@@ -103,7 +103,7 @@ def framework_of(model: object) -> Framework | None:
     """
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):  # on PyTorch also one of its modules
-        return keras_here()
+        return keras_framework()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return PYTORCH
@@ -116,8 +116,8 @@ def framework_of(model: object) -> Framework | None:
     return JAX if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model)) else None
 
 
-def keras_here() -> Framework:
-    """Keras on the backend on which it runs in this process; the script has imported it."""
+def keras_framework() -> Framework:
+    """Keras on its backend in this process; the script has imported it."""
     return _KERAS.get(sys.modules["keras"].backend.backend(), _OTHER_KERAS)
 
 
@@ -213,31 +213,31 @@ def are_of_pytorch(optimizers: Sequence[Any]) -> bool:
 
 
 def watch_updates() -> None:
-    """Warn of updates of models that nobody passes to ``distribute``, where a framework shows them.
+    """Warn of updates of models that were not passed to ``distribute``.
 
-    JAX shows those of Keras only.
+    PyTorch and Keras let hvkit watch updates; JAX does so only under Keras.
     """
     imported = [PYTORCH] if "torch" in sys.modules else []
-    imported += [keras_here()] if "keras" in sys.modules else []
+    imported += [keras_framework()] if "keras" in sys.modules else []
     for each in imported:
         if each.updates:
             import_module(each.updates).watch_updates()
 
 
 def _refuse(model: Any) -> NoReturn:
-    kind, hint = f"{type(model).__module__}.{type(model).__qualname__}", ""
-    if kind.startswith("tf_keras"):
+    name, hint = f"{type(model).__module__}.{type(model).__qualname__}", ""
+    if name.startswith("tf_keras"):
         hint = " (tf_keras is Keras 2; unset TF_USE_LEGACY_KERAS and use Keras 3)"
     elif isinstance(model, Mapping) and "jax" in sys.modules:
         hint = ": make arrays of NumPy those of JAX, jax.tree.map(jax.numpy.asarray, params)"
     elif isinstance(model, Mapping):
         hint = ": pass list(models.values())"
-    elif kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+    elif name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         hint = (
             ": a parameter that belongs to no module needs only its optimizer, beside that of a "
             "model: hvkit.distribute(actor, [actor_optimizer, alpha_optimizer])"
         )
     raise TypeError(
         "model must be a torch.nn.Module, a keras.Model or an nnx.Module, or a list of them, or a "
-        f"pytree with arrays of JAX, got {kind}{hint}"
+        f"pytree with arrays of JAX, got {name}{hint}"
     )

@@ -26,13 +26,31 @@ from hvkit.communication.collectives import (
     unpickled,
 )
 from hvkit.errors import RanksDisagreeError
-from hvkit.registry import KERAS_ON_PYTORCH, framework_of, in_graph, keras_here, tensor_in
+from hvkit.registry import KERAS_ON_PYTORCH, framework_of, in_graph, keras_framework, tensor_in
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
-from hvkit.watch.calls import named, uncompiled
+from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 Object = TypeVar("Object")
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a public function that loss functions contain, which PyTorch may compile.
+
+    A script may import PyTorch after hvkit, so its own decorator is put on by the first call that
+    finds it.
+    """
+    without: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def _uncompiled(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not without and (torch := sys.modules.get("torch")) is not None:
+            without.append(torch.compiler.disable(function))
+        return (without[0] if without else function)(*args, **kwargs)
+
+    _uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]  # of that decorator
+    return _uncompiled
 
 
 @uncompiled
@@ -81,35 +99,36 @@ def _gathered(obj: Any) -> list[Any]:
             found = tensors.gather_in_graph(obj, _rows_for_each)
             return found
     if tensors is None or not tensors.needs_gradients(obj):
-        everyone = gather("allgather", ("", (), pickled(obj)))
-        _require_same([theirs for theirs, _, _ in everyone])
-        return [unpickled(theirs, source) for source, (_, _, theirs) in enumerate(everyone)]
-    shapes = gather("allgather", _facts(obj))
-    _require_same([theirs for theirs, _, _ in shapes])
-    gathered: list[Any] = tensors.gather(
-        obj, [shape for _, shape, _ in shapes], share=_rows_for_each()
-    )
-    return gathered
+        objects = _gather_alike("", (), pickled(obj))
+        return [unpickled(data, source) for source, (_, _, data) in enumerate(objects)]
+    dtype = str(getattr(obj.dtype, "name", obj.dtype))
+    shapes = [shape for _, shape, _ in _gather_alike(dtype, tuple(map(int, obj.shape)), b"")]
+    found = tensors.gather(obj, shapes, share=_rows_for_each())
+    return found
 
 
-def _facts(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
-    dtype = getattr(tensor.dtype, "name", tensor.dtype)
-    return str(dtype), tuple(map(int, tensor.shape)), b""
+def _gather_alike(
+    dtype: str, shape: tuple[int, ...], data: bytes
+) -> list[tuple[str, tuple[int, ...], bytes]]:
+    """Gather dtypes and shapes of tensors that need gradients, or else pickled objects.
 
-
-def _require_same(everyone: list[str]) -> None:
-    """Raise on every rank unless all pass tensors of one dtype, or none passes one."""
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    Raises:
+        RanksDisagreeError: only some ranks pass such a tensor, or their dtypes differ.
+    """
+    gathered = gather("allgather", (dtype, shape, data))
+    first = gathered[0][0]
+    for rank, (other, _, _) in enumerate(gathered):
+        if other != first:
             said = [
-                f"a {dtype} tensor that needs gradients" if dtype else "something else"
-                for dtype in (theirs, everyone[0])
+                f"a {each} tensor that needs gradients" if each else "something else"
+                for each in (other, first)
             ]
             error = RanksDisagreeError(
                 f"rank {rank} passes {said[0]} to allgather, rank 0 {said[1]}: all ranks must pass "
                 "tensors that need gradients, of one dtype, or none: detach() them"
             )
             raise mark_as_shown_by(error, 0)
+    return gathered
 
 
 @uncompiled
@@ -163,8 +182,8 @@ def mean(total: Any, count: Any) -> Any:
     traced = hasattr(tf, "executing_eagerly") and not tf.executing_eagerly()
     # In a graph other ranks may pass a tensor where this one passes a number.
     if "tensorflow" in packages or (traced and size() > 1):
-        kinds = (tf.Tensor, tf.Variable)
-        return _mean_of_ranks(total, count, _gather_of("tensorflow"), kinds, traced=traced)
+        classes = (tf.Tensor, tf.Variable)
+        return _mean_of_ranks(total, count, _gather_of("tensorflow"), classes, traced=traced)
     return _mean_of_ranks(total, count)
 
 
@@ -192,16 +211,16 @@ _OF_NUMBERS: Any = ("", "", "", False, [None, None])
 
 
 def _mean_of_ranks(
-    total: Any, count: Any, gather: Any = None, kinds: Any = (), *, traced: bool = False
+    total: Any, count: Any, gather: Any = None, classes: Any = (), *, traced: bool = False
 ) -> Any:
-    """``mean`` of tensors of these kinds, or of numbers; other ranks may pass the other.
+    """``mean`` of tensors of these classes, or of numbers; other ranks may pass the other.
 
-    Ranks compare what they have first. In a graph, they do so with the sums.
+    Ranks first compare what they pass; while TensorFlow traces a graph, together with the sums.
     """
     facts, numbers, problem = _OF_NUMBERS, [0.0, 0.0], None
     both = [total, count]
     try:
-        both = [x if isinstance(x, kinds) else float(x) for x in both]
+        both = [x if isinstance(x, classes) else float(x) for x in both]
         facts = gather.facts_of_mean(*both) if gather else _OF_NUMBERS
         numbers = [x if isinstance(x, float) else 0.0 for x in both]
     except Exception as error:  # of any type: the other ranks must not wait for this one
@@ -213,29 +232,29 @@ def _mean_of_ranks(
         if problem:
             raise problem
         return gather.mean(both, [(), ()], facts, _rows_for_each())
-    everyone = share("mean", problem, (facts, numbers))
-    given = [facts for facts, _ in everyone if facts[0]]
-    if not given:
-        totals, counts = map(math.fsum, zip(*(each for _, each in everyone), strict=True))
+    gathered = share("mean", problem, (facts, numbers))
+    of_tensors = [facts for facts, _ in gathered if facts[0]]
+    if not of_tensors:
+        totals, counts = map(math.fsum, zip(*(each for _, each in gathered), strict=True))
         return totals / counts if counts else math.nan
-    shapes = [_same_shape([facts[-1][at] for facts, _ in everyone]) for at in (0, 1)]
-    framework, kind, device, _, _ = facts if gather else given[0]
-    facts = framework, kind, device, any(each[3] for each in given), shapes
+    shapes = [_same_shape([facts[-1][at] for facts, _ in gathered]) for at in (0, 1)]
+    framework, dtype, device, _, _ = facts if gather else of_tensors[0]
+    facts = framework, dtype, device, any(each[3] for each in of_tensors), shapes
     return (gather or _gather_of(framework)).mean(both, shapes, facts, _rows_for_each())
 
 
-def _same_shape(of_ranks: list[Any]) -> Any:
-    """The shape of all ranks' tensors; None, of numbers, goes with any.
+def _same_shape(by_rank: list[Any]) -> Any:
+    """The shape of all ranks' tensors; None, of a number, goes with any shape.
 
     Raises:
-        RanksDisagreeError: ranks have others.
+        RanksDisagreeError: the shapes differ.
     """
-    shapes = {rank: shape for rank, shape in enumerate(of_ranks) if shape is not None}
+    shapes = {rank: shape for rank, shape in enumerate(by_rank) if shape is not None}
     first, shape = next(iter(shapes.items()), (0, ()))
-    for rank, theirs in shapes.items():
-        if theirs != shape:
+    for rank, other in shapes.items():
+        if other != shape:
             error = RanksDisagreeError(
-                f"rank {rank} passes a tensor of shape {tuple(theirs)} to hvkit.mean, rank {first} "
+                f"rank {rank} passes a tensor of shape {tuple(other)} to hvkit.mean, rank {first} "
                 f"one of {tuple(shape)}: pass totals and counts of the same shapes on every rank"
             )
             raise mark_as_shown_by(error, 0)
@@ -248,15 +267,15 @@ def _mean_of_arrays(total: Any, count: Any) -> Any:
 
     if size() == 1:
         return total / count
-    owned = [
-        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    of_this_rank = [
+        not isinstance(x, jax.Array)
+        or (not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
         for x in (total, count)
     ]
-    numbers = [not isinstance(x, jax.Array) for x in (total, count)]
-    if all(own or number for own, number in zip(owned, numbers, strict=True)):
-        kind = jax.numpy.true_divide(total, count).dtype
-        return jax.numpy.asarray(_mean_of_ranks(total, count), kind)
-    if any(owned) or any(numbers):
+    if all(of_this_rank):
+        dtype = jax.numpy.true_divide(total, count).dtype
+        return jax.numpy.asarray(_mean_of_ranks(total, count), dtype)
+    if any(of_this_rank):
         raise TypeError(
             "mean: one of total and count is an array of all ranks, the other a number of this "
             "rank: compute both from arrays of all ranks, such as losses.sum() and mask.sum()"
@@ -354,7 +373,7 @@ def average_buffers(module: Any) -> None:
     torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
     in_keras = keras is not None and all(isinstance(each, keras.layers.Layer) for each in modules)
     buffers: Any
-    if in_keras and keras_here() is KERAS_ON_PYTORCH:
+    if in_keras and keras_framework() is KERAS_ON_PYTORCH:
         from hvkit.frameworks.keras import on_pytorch as buffers
     elif in_keras:
         from hvkit.frameworks.keras import buffers

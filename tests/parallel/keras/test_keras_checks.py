@@ -56,7 +56,7 @@ def test_weights_loaded_on_one_rank_after_the_call_are_an_error_in_the_first_ste
     model, optimizer = distributed()
     on_rank(loader, lambda: model.set_weights(mlp(seed=7).get_weights()))
     before = weights(model)
-    others = "ranks 1, 2" if loader == 0 and hvkit.size() > 2 else "rank 1"
+    others = "ranks 1-2" if loader == 0 and hvkit.size() > 2 else "rank 1"
     kind = kind_raised_everywhere(
         lambda: LOOPS[loop](model, optimizer, local(regression(steps=3))),
         f"{model.layers[0].kernel.path} of {others} differs from that of rank 0 by about ",

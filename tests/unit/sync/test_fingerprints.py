@@ -134,7 +134,7 @@ def test_the_message_names_the_first_difference_and_the_ranks():
     assert error
     assert text.startswith("b of rank 1 differs from that of rank 0 by about ")
     text, _ = message_about([ONES], *[[ONES * 2]] * 7)
-    assert text.startswith("a of ranks 1, 2, 3, 4 and 3 more differs")
+    assert text.startswith("a of ranks 1-7 differs")
 
 
 def test_rounding_is_an_error_before_the_first_update_only():
