@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,48 +13,48 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvkit.errors import HvkitError
+from hvkit.errors import HvkitError, RanksDisagreeError, ranks_text
 from hvkit.watch.calls import call, translated, waiting, working
 from hvkit.watch.spans import PASS, mark, observers
 
 # Bytes of the message that describes tensors before they come.
 _HEADER = 8192
 
-# Passes of all models that are under way.
-_under_way = 0
+# How many passes of all models are running.
+_running = 0
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before it arrives.
+    """Describes a tensor before it arrives.
 
     Attributes:
-        shape: of it.
-        dtype: of it, the framework's own; None if there is no tensor, as where Keras has no mask.
-        trained: whether a gradient comes back for it.
+        shape: of the tensor.
+        dtype: the framework's own; None if there is no tensor, as where Keras has no mask.
+        requires_grad: whether a gradient comes back.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    trained: bool = False
+    requires_grad: bool = False
 
 
 NO_TENSOR = TensorSpec((), None)
 
 
 class StageTimes:
-    """How long a rank computes its stages; with a GPU by the host's clock, which runs ahead.
+    """How long a rank computes its stages, by the clock of the host, which runs ahead of a GPU.
 
     Attributes:
-        computed: seconds in which it computed its stages.
-        passed: seconds of its forward and backward passes.
+        computed: seconds in which the rank computed its stages.
+        passed: seconds of the rank's forward and backward passes.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was before, also the first part of the current pass."""
+        """Start anew, also within a pass."""
         self.computed = self.passed = 0.0
         self._since = time.monotonic()
 
@@ -74,7 +74,7 @@ class StageTimes:
 
     @contextmanager
     def computing(self, what: str, microbatch: int, stage: int) -> Iterator[None]:
-        """Surrounds what a stage computes for a micro-batch; a span of a timeline.
+        """Surrounds the work of a stage on a micro-batch, which is a span of a timeline.
 
         Args:
             what: ``forward``, ``backward``, or a part of them.
@@ -91,9 +91,9 @@ class StageTimes:
 
 
 class Channel(ABC):
-    """Sends between this rank and others of its pipeline; each pair in the order of sending.
+    """Sends between this rank and others of its pipeline; each pair of ranks keeps the order.
 
-    How a tensor travels is the framework's: the abstract methods.
+    A framework says in the abstract methods how a tensor travels.
 
     Args:
         ranks: their numbers among all ranks, in the order of the pipeline.
@@ -101,9 +101,9 @@ class Channel(ABC):
         name: of the model; the same on every rank.
 
     Attributes:
-        rank: this rank's place along the pipeline, by which methods name ranks.
+        rank: this rank's number along the pipeline; all methods number ranks in this way.
         step: the number of the pass.
-        times: of the passes.
+        times: how long this rank computes in its passes.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
@@ -111,16 +111,16 @@ class Channel(ABC):
         self.rank = self.ranks.index(rank)
         self.step, self.times = 0, StageTimes()
         self._known: dict[Hashable, list[TensorSpec]] = {}
-        # What waits until a message has gone.
+        # By message that was started: waits until it has gone.
         self._sending: list[Callable[[], object]] = []
 
     @abstractmethod
     def start(self, data: Any, to: int) -> Callable[[], object]:
-        """Start to send a tensor, or bytes in an array; return what waits until it has gone."""
+        """Start to send a tensor or an array of bytes; return a function that waits for the end."""
 
     @abstractmethod
     def expect(self, spec: TensorSpec, source: int) -> Callable[[], Any]:
-        """Start to receive a tensor; return what waits for it, and gives it."""
+        """Start to receive a tensor; return a function that waits for it and returns it."""
 
     @abstractmethod
     def bytes_from(self, source: int, size: int) -> NDArray[np.uint8]:
@@ -128,26 +128,26 @@ class Channel(ABC):
 
     @abstractmethod
     def spec_of(self, tensor: Any) -> TensorSpec:
-        """What another rank has to know of a tensor."""
+        """Describe a tensor for another rank."""
 
     def dtype_named(self, name: str) -> Any:
-        """The framework's dtype of a name, such as ``float32``."""
+        """The framework's dtype with a name such as ``float32``."""
         return name
 
-    def handed_on(self, tensors: list[Any]) -> list[Any]:
-        """What a stage gives, for the next one on the same rank."""
+    def detached(self, tensors: list[Any]) -> list[Any]:
+        """The outputs of a stage as inputs of the next one on the same rank."""
         return tensors
 
     @contextmanager
     def in_call(self, what: str = PASS) -> Iterator[None]:
-        """Surrounds a pass, or what all ranks of the pipeline call, for messages about waits."""
-        global _under_way
-        _under_way += 1
+        """Surrounds a pass, or another call of all ranks, whose name is in messages about waits."""
+        global _running
+        _running += 1
         try:
             with call(what, self.step, self.name):
                 yield
         finally:
-            _under_way -= 1
+            _running -= 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -165,14 +165,14 @@ class Channel(ABC):
         """Start to send tensors.
 
         Args:
-            tensors: None stands for none.
+            tensors: None where there is no tensor.
             to: the rank along the pipeline.
-            specs: of the tensors; None for what ``spec_of`` says.
-            key: the other rank knows the shapes once they were sent with this key; the same on both
-                ranks. Without one they are sent each time.
+            specs: describe the tensors; ``spec_of`` by default.
+            key: the same on both ranks. Shapes are sent only once for a key; without a key they are
+                sent each time.
 
         Raises:
-            ValueError: other shapes were sent with this key.
+            ValueError: the shapes are others than before with this key.
         """
         if specs is None:
             specs = [NO_TENSOR if t is None else self.spec_of(t) for t in tensors]
@@ -192,7 +192,7 @@ class Channel(ABC):
         self._sending += [self.start(t, to) for t in tensors if t is not None]
 
     def send_error(self, text: str, to: int) -> None:
-        """Have a rank that waits for a description of tensors raise an error instead."""
+        """Let a rank that waits for a description of tensors raise an error instead."""
         self._send_header(text[: _HEADER // 8], to)
 
     def _send_header(self, content: Any, to: int) -> None:
@@ -206,13 +206,16 @@ class Channel(ABC):
         )
 
     def knows(self, source: int, key: Hashable | None) -> bool:
-        """Whether the shapes of what comes with this key are known."""
+        """Whether the shapes of tensors with this key are known."""
         return ("from", source, key) in self._known
 
     def receive(
         self, source: int, key: Hashable | None = None
     ) -> tuple[list[TensorSpec], Callable[[], list[Any]]]:
         """Start to receive what ``send`` sends; wait for shapes that are not known.
+
+        Returns:
+            What describes the tensors, and a function that waits for them.
 
         Raises:
             HvkitError: the other rank could not compute them.
@@ -229,12 +232,12 @@ class Channel(ABC):
                 self._known["from", source, key] = specs
         return specs, self.receive_known(specs, source)
 
-    def _spec(self, shape: list[int], dtype: str, trained: bool) -> TensorSpec:
-        found = None if dtype == "None" else self.dtype_named(dtype)
-        return TensorSpec(tuple(shape), found, trained)
+    def _spec(self, shape: list[int], dtype: str, requires_grad: bool) -> TensorSpec:
+        own = None if dtype == "None" else self.dtype_named(dtype)
+        return TensorSpec(tuple(shape), own, requires_grad)
 
     def receive_known(self, specs: Sequence[TensorSpec], source: int) -> Callable[[], list[Any]]:
-        """Start to receive tensors of known shapes; return what waits for them."""
+        """Start to receive tensors of known shapes; return a function that waits for them."""
         arriving = [None if each.dtype is None else self.expect(each, source) for each in specs]
 
         def wait() -> list[Any]:
@@ -244,14 +247,14 @@ class Channel(ABC):
         return wait
 
     def flush(self) -> None:
-        """Wait until all that was sent is on its way or there."""
+        """Wait until all messages of this rank have left."""
         with self.waiting():
             for wait in self._sending:
                 wait()
         self._sending.clear()
 
     def from_rank(self, source: int, tensors: Sequence[Any] = ()) -> list[Any]:
-        """One rank's tensors on all ranks of the pipeline; None stands for none.
+        """Copy one rank's tensors, or None, to all ranks of the pipeline.
 
         Raises:
             HvkitError: that rank could not compute them.
@@ -264,7 +267,7 @@ class Channel(ABC):
         return list(tensors)
 
     def gather_numbers(self, numbers: Sequence[float] | NDArray[Any]) -> NDArray[Any]:
-        """Numbers of all ranks, of shape ``(ranks, len(numbers))``; of one dtype on all of them."""
+        """Gather numbers of one dtype from all ranks, in shape ``(ranks, len(numbers))``."""
         own = np.ascontiguousarray(numbers)
         rows = np.empty((len(self.ranks), *own.shape), own.dtype)
         rows[self.rank] = own
@@ -277,13 +280,38 @@ class Channel(ABC):
         return rows
 
     def _others(self) -> list[int]:
-        return [place for place in range(len(self.ranks)) if place != self.rank]
+        return [rank for rank in range(len(self.ranks)) if rank != self.rank]
 
 
 def in_pass() -> bool:
-    """Whether a forward or backward pass through stages is under way."""
-    return _under_way > 0
+    """Whether a forward or backward pass through stages is running."""
+    return _running > 0
 
 
 def _as_json(spec: TensorSpec) -> list[Any]:
-    return [spec.shape, str(spec.dtype).rpartition(".")[2], spec.trained]
+    return [spec.shape, str(spec.dtype).rpartition(".")[2], spec.requires_grad]
+
+
+def refuse_other_batches(
+    step: int, calls: Mapping[int, int], batches: Mapping[int, int], divide: str
+) -> None:
+    """Raise unless ranks that train one model make the same call with the same batch.
+
+    Args:
+        step: the number of the forward pass.
+        calls: by rank, a checksum of the call, without values of tensors.
+        batches: by rank, a checksum of the values.
+        divide: how to divide data, for the error.
+
+    Raises:
+        RanksDisagreeError: names the first rank that differs.
+    """
+    for found, what in ((calls, "makes another call"), (batches, "gets another batch")):
+        ranks = list(found)
+        for rank in ranks:
+            if found[rank] != found[ranks[0]]:
+                raise RanksDisagreeError(
+                    f"forward pass {step} of {ranks_text(ranks)}, which train one model together: "
+                    f"rank {rank} {what} than rank {ranks[0]}. They must get the same batches in "
+                    f"the same order: divide data with {divide}"
+                )

@@ -19,25 +19,25 @@ Specs = list[TensorSpec]
 
 
 class StageWork(Protocol):
-    """Computes this rank's stages for the micro-batches of a batch."""
+    """Computes this rank's stages for the micro-batches of one batch."""
 
     def run(
-        self, stage: int, part: int, specs: Specs, tensors: list[Any]
+        self, stage: int, microbatch: int, specs: Specs, tensors: list[Any]
     ) -> tuple[Specs, list[Any]]:
-        """What a stage gives for a micro-batch.
+        """Compute a stage for a micro-batch; return its outputs.
 
         Args:
             stage: its number in the model.
-            part: the micro-batch's number in the batch.
-            specs, tensors: what the stage before has given; none for the first stage.
+            microbatch: its number in the batch.
+            specs, tensors: the outputs of the stage before; none for the first stage.
         """
 
-    def grad(self, stage: int, part: int, gradients: list[Any]) -> list[Any]:
-        """The gradients of those tensors that the stage was given whose spec is ``trained``.
+    def grad(self, stage: int, microbatch: int, gradients: list[Any]) -> list[Any]:
+        """The gradients of those inputs of a stage whose spec has ``requires_grad``.
 
         Args:
-            stage, part: as in ``run``, of which no more is needed afterwards.
-            gradients: of those that it has given.
+            stage, microbatch: as in ``run``; nothing of it is needed afterwards.
+            gradients: of those outputs whose spec has ``requires_grad``.
         """
 
 
@@ -47,77 +47,79 @@ class GPipe:
     Args:
         channel: to the other ranks.
         rank_of: by stage, the rank along the pipeline that holds it.
-        keys: by micro-batch, what the shapes depend on that stages give. None if these are sent
-            each time: then an error of one stage reaches the ranks of the others, too.
+        keys: by micro-batch, what the shapes of all outputs depend on. None to send shapes each
+            time: then an error of one stage reaches the ranks of the others, too.
     """
 
     def __init__(
         self, channel: Channel, rank_of: Sequence[int], keys: Sequence[Hashable | None]
     ) -> None:
         self._channel, self._rank_of, self._keys = channel, rank_of, keys
-        self._own = [stage for stage, rank in enumerate(rank_of) if rank == channel.rank]
+        self._own_stages = [stage for stage, rank in enumerate(rank_of) if rank == channel.rank]
         self._last = len(rank_of) - 1
-        # By stage and micro-batch, what the stage has given.
-        self._given: dict[int, list[Specs]] = {}
+        # By stage and micro-batch, the specs of its outputs.
+        self._outputs: dict[int, list[Specs]] = {}
 
     def forward(self, work: StageWork) -> None:
         """Run this rank's stages, one after the other, for all micro-batches.
 
         Args:
-            work: computes them. It is not kept: whoever holds it may hold this object.
+            work: computes them. This object does not keep it, since it may hold this object.
 
         Raises:
             HvkitError: another rank could not compute its stage.
         """
-        # What a stage gives to the next one on the same rank.
-        handed: deque[tuple[Specs, list[Any]]] = deque()
-        for stage in self._own:
-            given = self._given[stage] = []
+        # Outputs of a stage for the next one on the same rank.
+        local: deque[tuple[Specs, list[Any]]] = deque()
+        for stage in self._own_stages:
+            outputs = self._outputs[stage] = []
             if stage == 0:
                 inputs: Iterable[tuple[Specs, list[Any]]] = repeat(([], []))
-            elif self._is_own(stage - 1):
-                inputs = iter(handed.popleft, None)
+            elif self._is_here(stage - 1):
+                inputs = iter(local.popleft, None)
             else:
                 inputs = self._arriving(stage)
             try:
-                for part, (specs, tensors) in zip(range(len(self._keys)), inputs, strict=False):
-                    with self._channel.times.computing("forward", part, stage):
-                        specs, tensors = work.run(stage, part, specs, tensors)
-                    given.append(specs)
-                    if self._is_own(stage + 1):
-                        handed.append((specs, self._channel.handed_on(tensors)))
+                for microbatch, (specs, tensors) in zip(
+                    range(len(self._keys)), inputs, strict=False
+                ):
+                    with self._channel.times.computing("forward", microbatch, stage):
+                        specs, tensors = work.run(stage, microbatch, specs, tensors)
+                    outputs.append(specs)
+                    if self._is_here(stage + 1):
+                        local.append((specs, self._channel.detached(tensors)))
                     elif stage < self._last:
-                        key = self._key(stage + 1, part)
+                        key = self._key(stage + 1, microbatch)
                         self._channel.send(tensors, self._rank_of[stage + 1], specs, key)
             except RankLostError:
                 raise
             except Exception as error:
                 if None in self._keys:
-                    self._hand_on(error, inputs)
+                    self._report(error, inputs)
                 raise
         self._channel.flush()
 
-    def _is_own(self, stage: int) -> bool:
-        return stage in self._own
+    def _is_here(self, stage: int) -> bool:
+        return stage in self._own_stages
 
-    def _key(self, stage: int, part: int) -> Hashable | None:
-        key = self._keys[part]
+    def _key(self, stage: int, microbatch: int) -> Hashable | None:
+        key = self._keys[microbatch]
         return None if key is None else (stage, key)
 
     def _arriving(self, stage: int) -> Iterator[tuple[Specs, list[Any]]]:
-        """A stage's input for each micro-batch; the next ones begin to arrive meanwhile."""
+        """The inputs of a stage, one micro-batch after the other; later ones arrive meanwhile."""
         source = self._rank_of[stage - 1]
-        keys = deque(self._key(stage, part) for part in range(len(self._keys)))
+        keys = deque(self._key(stage, microbatch) for microbatch in range(len(self._keys)))
         started: deque[tuple[Specs, Callable[[], list[Any]]]] = deque()
         while keys or started:
-            # Shapes that are new come in a message of their own: wait for it when it is due.
+            # New shapes come in a message of their own: wait for it only when its turn has come.
             while keys and (not started or self._channel.knows(source, keys[0])):
                 started.append(self._channel.receive(source, keys.popleft()))
             specs, wait = started.popleft()
             yield specs, wait()
 
-    def _hand_on(self, error: Exception, inputs: Iterable[Any]) -> None:
-        """Have the other ranks raise an error that this rank's stage has raised."""
+    def _report(self, error: Exception, inputs: Iterable[Any]) -> None:
+        """Let the other ranks raise an error that this rank's stage has raised."""
         channel, text, last = self._channel, str(error), self._rank_of[self._last]
         if not isinstance(error, HvkitError):
             rank = channel.ranks[channel.rank]
@@ -125,11 +127,11 @@ class GPipe:
         to = range(last) if channel.rank == last else [channel.rank + 1]
         for each in to:
             channel.send_error(text, each)
-        if isinstance(inputs, Generator):  # the stage before goes on to send
+        if isinstance(inputs, Generator):  # the stage before goes on sending
             with suppress(HvkitError):
                 deque(inputs, maxlen=0)
         channel.flush()
-        if channel.rank != last:  # which answers with the same, in place of outputs
+        if channel.rank != last:  # the last rank answers with this error instead of outputs
             with suppress(HvkitError):
                 channel.receive(last)
 
@@ -139,11 +141,11 @@ class GPipe:
         Raises:
             RuntimeError: it has.
         """
-        if not self._given:
+        if not self._outputs:
             raise RuntimeError(
-                "gradients a second time through one forward pass of a pipeline, whose stages have "
-                "dropped what they had kept of it, also with retain_graph=True: add the losses, "
-                "and call backward(), or take the gradient once"
+                "gradients a second time through one forward pass of a pipeline, whose stages drop "
+                "what they have computed after the first time, also with retain_graph=True: add "
+                "the losses, and call backward(), or take the gradient once"
             )
 
     def backward(self, work: StageWork, of_outputs: Sequence[Sequence[Any]]) -> None:
@@ -151,18 +153,18 @@ class GPipe:
 
         Args:
             work: as in ``forward``.
-            of_outputs: by micro-batch, the gradients of what the last stage has given.
+            of_outputs: by micro-batch, the gradients of the outputs of the last stage.
         """
-        # What a stage gives back to the one before on the same rank.
-        handed: deque[list[Any]] = deque()
-        for stage in reversed(self._own):
-            given = self._given.pop(stage)
-            gradients = self._returning(stage, given, of_outputs, handed)
-            for part, each in zip(range(len(given)), gradients, strict=False):
-                with self._channel.times.computing("backward", part, stage):
-                    back = work.grad(stage, part, each)
-                if self._is_own(stage - 1):
-                    handed.append(back)
+        # Gradients of a stage's inputs for the stage before on the same rank.
+        local: deque[list[Any]] = deque()
+        for stage in reversed(self._own_stages):
+            outputs = self._outputs.pop(stage)
+            gradients = self._returning(stage, outputs, of_outputs, local)
+            for microbatch, each in zip(range(len(outputs)), gradients, strict=False):
+                with self._channel.times.computing("backward", microbatch, stage):
+                    back = work.grad(stage, microbatch, each)
+                if self._is_here(stage - 1):
+                    local.append(back)
                 elif stage:
                     self._channel.send_known(back, self._rank_of[stage - 1])
         self._channel.flush()
@@ -170,21 +172,23 @@ class GPipe:
     def _returning(
         self,
         stage: int,
-        given: Sequence[Specs],
+        outputs: Sequence[Specs],
         of_outputs: Sequence[Sequence[Any]],
-        handed: deque[list[Any]],
+        local: deque[list[Any]],
     ) -> Iterable[list[Any]]:
-        """The gradients of what a stage has given for each micro-batch."""
+        """The gradients of a stage's outputs, one micro-batch after the other."""
         if stage == self._last:
-            return [_of_trained(specs, row) for specs, row in zip(given, of_outputs, strict=True)]
-        if self._is_own(stage + 1):
-            return iter(handed.popleft, None)
+            pairs = zip(outputs, of_outputs, strict=True)
+            return [_with_gradient(specs, row) for specs, row in pairs]
+        if self._is_here(stage + 1):
+            return iter(local.popleft, None)
         source = self._rank_of[stage + 1]
-        arriving = [self._channel.receive_known(_of_trained(each, each), source) for each in given]
+        specs = [_with_gradient(each, each) for each in outputs]
+        arriving = [self._channel.receive_known(each, source) for each in specs]
         return (wait() for wait in arriving)
 
 
-def _of_trained(specs: Specs, things: Sequence[Any]) -> list[Any]:
-    """Those things whose tensors get a gradient."""
-    pairs = zip(specs, things, strict=False)  # the model's masks get none
-    return [thing for spec, thing in pairs if spec.trained]
+def _with_gradient(specs: Specs, items: Sequence[Any]) -> list[Any]:
+    """The items of those tensors that get a gradient."""
+    pairs = zip(specs, items, strict=False)  # the masks of a model get none
+    return [item for spec, item in pairs if spec.requires_grad]

@@ -2,49 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 BALANCES = "flops", "bytes"
-"""What the largest stage should have least of."""
+"""Of these a pipeline makes the largest stage as small as it can."""
 
 
-class CutPoint(Protocol):
-    """Where a model can be cut.
+@dataclass(frozen=True)
+class CutPoint:
+    """A module or layer after which a model can be cut.
 
     Attributes:
-        time: orders the places of a model.
-        nbytes: that a cut there sends.
+        name: of the module or layer.
+        time: when its call ends; orders the cut points of a model.
+        nbytes: that a stage sends to the next one if the model is cut here.
     """
 
-    @property
-    def time(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    name: str
+    time: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return self.name
 
 
 P = TypeVar("P", bound=CutPoint)
 
 
 @dataclass(frozen=True)
-class Division:
-    """What each stage of a model has.
+class Stages:
+    """The stages of a model.
 
     Attributes:
-        cuts: between each stage and the next; as text they name the layer.
+        cuts: between each stage and the next.
         rank_of: by stage, the rank along the pipeline axis that holds it.
         flops: by stage, the share of forward, from 0 to 1.
         nbytes: by stage, of its weights.
+        of_weight: the stages that use a weight, in ascending order. A framework chooses the keys.
     """
 
     cuts: tuple[Any, ...]
     rank_of: tuple[int, ...]
     flops: tuple[float, ...]
     nbytes: tuple[int, ...]
+    of_weight: Mapping[Hashable, tuple[int, ...]]
 
     def __len__(self) -> int:
         return len(self.rank_of)
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages that a rank of the pipeline axis holds, in ascending order."""
+        return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+
+    def holders(self, weight: Hashable) -> list[int]:
+        """The ranks of the pipeline axis that hold a weight, in ascending order."""
+        return sorted({self.rank_of[stage] for stage in self.of_weight[weight]})
 
     def described(self) -> str:
         """A line for each stage, for the log."""
@@ -65,45 +79,61 @@ def megabytes(nbytes: int) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def check_balance(balance: str, parts: str) -> None:
-    """Raise unless this is one of ``BALANCES``.
+def require_places(
+    balance: str, stages: int, places: Sequence[CutPoint], part: str, condition: str
+) -> None:
+    """Raise unless a model can be cut into stages that ``balance`` makes even.
 
     Args:
-        parts: what a model of this framework is made of, for the error.
+        balance: one of ``BALANCES``.
+        stages: how many stages there must be.
+        places: where the model can be cut.
+        part: what this framework calls a part of a model, for errors.
+        condition: where a model of this framework can be cut, for errors.
+
+    Raises:
+        ValueError: the balance is unknown, or there are too few places.
     """
     if balance not in BALANCES:
         raise ValueError(
-            f"stages must be {' or '.join(map(repr, BALANCES))}, or a list of the {parts} after "
+            f"stages must be {' or '.join(map(repr, BALANCES))}, or a list of the {part}s after "
             f"which to cut, got {balance!r}"
+        )
+    if len(places) < stages - 1:
+        names = ", ".join(place.name for place in places) or f"no {part} at all"
+        raise ValueError(
+            f"a pipeline of {stages} stages needs {stages - 1} places to cut the model, but there "
+            f"are {len(places)}: after {names}. A model can be cut {condition}"
         )
 
 
 def named_cuts(
-    names: Sequence[str], places: Mapping[str, P], stages: int, reasons: str = ""
+    names: Sequence[str], places: Sequence[P], stages: int, reasons: str = ""
 ) -> list[P]:
-    """The places that a script has chosen.
+    """The cut points with these names.
 
     Args:
-        names: of the layers after which to cut.
-        places: all there are, by this name.
+        names: of the modules or layers after which to cut.
+        places: where the model can be cut.
         stages: how many stages there must be.
-        reasons: why there are no others, for errors.
+        reasons: why the model cannot be cut elsewhere, for errors.
 
     Raises:
-        ValueError: a name is none of the places, or there are too few names or too many.
+        ValueError: the model cannot be cut after one of them, or there are too few or too many.
     """
+    by_name = {place.name: place for place in places}
     for name in names:
-        if name not in places:
+        if name not in by_name:
             raise ValueError(
                 f"stages={list(names)}: the model cannot be cut after {name!r}, only after "
-                f"{', '.join(places) or 'no layer at all'}{reasons}"
+                f"{', '.join(by_name) or 'no layer at all'}{reasons}"
             )
     if len(set(names)) != stages - 1:
         raise ValueError(
             f"stages={list(names)} names {len(set(names))} cuts, but a pipeline of {stages} stages "
             f"has {stages - 1}"
         )
-    return sorted((places[name] for name in set(names)), key=lambda place: place.time)
+    return sorted((by_name[name] for name in set(names)), key=lambda place: place.time)
 
 
 def balanced_cuts(
@@ -111,16 +141,16 @@ def balanced_cuts(
 ) -> tuple[list[P], float]:
     """The cuts that make the largest stage smallest, by dynamic programming.
 
-    Of cuts that are equal in this, those with the fewest bytes between stages.
+    Among equally good cuts it takes those that send the fewest bytes between stages.
 
     Args:
         stages: how many; at most one more than there are places.
         places: in ascending order.
-        cost: of what is between two places, by their numbers: 0 is the beginning of the model, 1
-            the first place, and so on to the model's end.
+        cost: of a stage between two places, given by their numbers: 0 is the beginning of the
+            model, 1 the first place, and so on to the model's end.
 
     Returns:
-        One place less than there are stages, and the share of the largest stage.
+        The cuts, one fewer than stages, and the share of the largest stage.
     """
     last = len(places) + 1
     costs = {(i, j): cost(i, j) for j in range(1, last + 1) for i in range(j)}
@@ -141,5 +171,5 @@ def balanced_cuts(
 
 
 def sizes_of(samples: int, count: int) -> list[int]:
-    """The numbers of samples of so many micro-batches; they differ by at most one."""
+    """The numbers of samples of ``count`` micro-batches; they differ by at most one."""
     return [samples // count + (i < samples % count) for i in range(count)]

@@ -288,6 +288,6 @@ def test_another_batch_on_one_rank_is_an_error_that_names_it():
     for other in ((x + hvkit.rank(), y), (x, y + hvkit.rank())):
         kind, text = error_of(functools.partial(model.train_on_batch, *other))
         assert kind is hvkit.RanksDisagreeError
-        assert "rank 1 makes another batch than rank 0" in text
+        assert "rank 1 gets another batch than rank 0" in text
     kind, text = error_of(lambda: model(x, training=hvkit.rank() == 1))
     assert "rank 1 makes another call than rank 0" in text

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.cut_places import Result
+from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleOutput
 from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run
 
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 def places_in(model):
     found = dry_run(model, (torch.ones(2, 4),), {}, torch.device("cpu"))
-    return {place.module: place for place in found.places}
+    return {place.name: place for place in found.places}
 
 
 def places_of(together):
@@ -38,7 +38,7 @@ def places_of(together):
 def test_what_a_module_has_returned_may_pass_by_a_cut():
     places = places_of(lambda net, x: x + net.second(x))
     first, second = places["first"], places["second"]
-    assert (first.beside, second.beside) == ((), (Result("first", 0),))
+    assert (first.skips, second.skips) == ((), (ModuleOutput("first", 0),))
     assert (first.nbytes, second.nbytes) == (2 * 4 * 4, 2 * 2 * 4 * 4)
 
 
@@ -47,7 +47,7 @@ def test_the_number_among_several_results_counts():
         a, b = net.halves(x)
         return net.second(torch.cat([a, a], dim=1)) + b.repeat(1, 2)
 
-    assert places_of(one_half_later)["second"].beside == (Result("halves", 1),)
+    assert places_of(one_half_later)["second"].skips == (ModuleOutput("halves", 1),)
 
 
 def activated():
@@ -66,7 +66,7 @@ class Skips(nn.Module):
 
 
 def test_what_passes_by_is_the_result_of_the_module_after_all_changes_in_place():
-    assert places_in(Skips())["below"].beside == (Result("down", 0),)
+    assert places_in(Skips())["below"].skips == (ModuleOutput("down", 0),)
 
 
 def doubled_before(net, x):

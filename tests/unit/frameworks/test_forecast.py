@@ -18,12 +18,12 @@ from hvkit.frameworks.pytorch.model_parallel.memory_forecast import (
     table,
     too_large,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages, plan_stages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages, plan_stages
 
 
-def stages(rank_of, of_parameter, saved, given):
+def stages(rank_of, of_weight, saved, output_bytes):
     empty = {"cuts": (), "of_buffer": {}, "of_module": {}, "flops": (), "nbytes": ()}
-    return Stages(rank_of=rank_of, of_parameter=of_parameter, saved=saved, given=given, **empty)
+    return ModuleStages(rank_of=rank_of, of_weight=of_weight, saved=saved, output_bytes=output_bytes, **empty)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_both_sides_of_a_cut_keep_counts_on_both():
     cut = plan_stages(model, found, (0, 1), ["1"])
     # Stage 0 keeps its input and what tanh gives, which is also the input of stage 1.
     assert cut.saved == (5 * 4 * 4 + 5 * 8 * 4, 5 * 8 * 4)
-    assert cut.given == (5 * 8 * 4, 5 * 2 * 4)
+    assert cut.output_bytes == (5 * 8 * 4, 5 * 2 * 4)
 
 
 def test_ranks_on_one_gpu_share_it():

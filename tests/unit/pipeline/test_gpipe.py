@@ -47,7 +47,7 @@ class Doubling:
             raise ValueError("no such layer")
         found = 2 * tensors[0] if tensors else np.array([PARTS[part]])
         self.results[stage, part] = float(found[0])
-        return [TensorSpec(found.shape, "float64", trained=True)], [found]
+        return [TensorSpec(found.shape, "float64", requires_grad=True)], [found]
 
     def grad(self, stage, part, gradients):
         self.order.append((stage, part))

@@ -8,5 +8,4 @@
         ├── pipelined_model  runs all stages for a model's call, and for the gradients of it
         ├── parts            weights and optimizers of a stage: updates, saves, loads, clips them
         └── tensors          what a backend has to offer; messages through the host's memory
-    refusals             what cannot be in a pipeline, with the reason
 """

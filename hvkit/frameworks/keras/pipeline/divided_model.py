@@ -1,8 +1,8 @@
-"""A model, and what updates it, as the ranks of a pipeline hold them; the same on every backend.
+"""Divides a model and its optimizers among the ranks of a pipeline, on every backend.
 
-A Sequential model without weights is divided when its first call builds it. Keras first learns the
-shapes of all weights; values are made afterwards, and those of this rank's stage only. They are
-those that rank 0 would make: every rank uses the seeds of its initializers.
+The first call of a Sequential model without weights builds and divides it. Keras first computes the
+shapes of all weights. Each rank then makes the values of its own stage only, and the same ones as
+rank 0 would make, because every rank uses the seeds of rank 0's initializers.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from typing import Any
 
 import keras
 from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional
 
 from hvkit import runtime
 from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.communication.group import all_ranks
-from hvkit.frameworks.keras.adapted import Learnt
+from hvkit.frameworks.keras.buffers import layers_of, made_synchronised
 from hvkit.frameworks.keras.callbacks import Averager
-from hvkit.frameworks.keras.divided_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.fit import share_results, train_uncompiled
-from hvkit.frameworks.keras.initial_state import synchronise, synchronise_optimizers
+from hvkit.frameworks.keras.initial_state import Learnt, synchronise, synchronise_optimizers
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of, updating
-from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stages, plan_stages
+from hvkit.frameworks.keras.partial_state import gathered as gathered_optimizer
+from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, plan_stages, stage_of
 from hvkit.frameworks.keras.pipeline.parts import ModelParts, OptimizerParts, show_in_parts
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.frameworks.keras.refusals import let_differ, refuse_other_optimizers
-from hvkit.frameworks.keras.synchronised_norm import layers_of
+from hvkit.frameworks.keras.sharded import why_not_by_variable
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
+from hvkit.pipeline.stages import Stages
 from hvkit.sync.port import Options, Record
 
-_HELD = "_hvkit_pipeline"
-# What Keras notes in a stateless scope, to initialise when the scope ends.
+_ATTRIBUTE = "_hvkit_pipeline"
+# Variables that Keras initialises when a stateless scope ends.
 _UNINITIALISED = "uninitialized_variables"
 
 
@@ -49,7 +51,7 @@ class DividedModel:
         options: with a mesh that has a pipeline axis, and the group of the ranks that hold the
             same part.
         tensors: of the backend.
-        divided: called with the model of which this rank has its part.
+        divided: called with the model once this rank has its part of it.
     """
 
     def __init__(
@@ -80,16 +82,16 @@ class DividedModel:
 
     def synchronise(self) -> None:
         """Copy rank 0's weights, and the state of optimizers; a collective."""
-        everyone, model = all_ranks(), self._model
+        ranks, model = all_ranks(), self._model
         require_equal(
             "model",
             [f"model {type(model).__name__}: {'with' if self._is_built else 'without'} weights"],
             "build the model before hvkit.distribute on every rank, or on none",
         )
         learnt = Learnt(model)
-        synchronise(model.weights, everyone)
-        learnt.take_from_first(everyone)
-        synchronise_optimizers(self._optimizers, model.trainable_variables, everyone)
+        synchronise(model.weights, ranks)
+        learnt.take_from_first(ranks)
+        synchronise_optimizers(self._optimizers, model.trainable_variables, ranks)
 
     def attach(
         self,
@@ -97,7 +99,7 @@ class DividedModel:
         end_epoch: Callable[[], None],
         watching: Callable[[], list[Any]],
     ) -> list[tuple[Any, Record]]:
-        """Have the model's methods run the pipeline; returns records for all; a collective.
+        """Let the model's methods run the pipeline; return a record for each object; a collective.
 
         Args:
             averagers: of the optimizers.
@@ -105,7 +107,7 @@ class DividedModel:
             watching: returns callbacks for ``fit``.
         """
         model = self._model
-        self._links = self._tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
+        self._channel = self._tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
         let_differ([model], updating(self._optimizers))
         refuse_other_optimizers(model, [o for each in self._optimizers for o in _with_inner(each)])
         train_uncompiled(model)
@@ -122,28 +124,29 @@ class DividedModel:
             parts=self,
             same_part=self._same_part,
         )
-        vars(model)[_HELD] = self
+        vars(model)[_ATTRIBUTE] = self
         if self._is_built:
             self._divide()
         else:
             model.build = self._building_in_parts(model.build)
         # The model keeps this object; a record must not lead to the model.
-        held: Any = weakref.proxy(self)
-        records = [(model, Record(gathered=functools.partial(DividedModel.gathered, held)))]
+        reference: Any = weakref.proxy(self)
+        records = [(model, Record(gathered=functools.partial(DividedModel.gathered, reference)))]
         return [*records, *((each, _record(each)) for each in self._optimizers)]
 
     def _building_in_parts(self, build: Callable[..., None]) -> Callable[..., None]:
-        """As ``build`` of the model, but makes the weights of this rank only; a collective."""
+        """A ``build`` that makes the weights of this rank only; a collective."""
 
         @functools.wraps(build)  # Keras looks at the names of its arguments
         def build_in_parts(*args: Any, **kwargs: Any) -> None:
             _without_values(lambda: build(*args, **kwargs), self._model.name)
             self._model.build = build
-            self._take_built()
+            self._divide_built()
 
         return build_in_parts
 
-    def _take_built(self) -> None:
+    def _divide_built(self) -> None:
+        """Make this rank's weights of a model whose variables have shapes, but no values."""
         model = self._model
         if not self._is_built:
             raise ValueError(
@@ -153,17 +156,17 @@ class DividedModel:
         _share_seeds(model)
         self._plan = self._planned()
         _, stages = self._plan
-        _make_values(model, lambda v: stages.holder(v) == self._links.rank)
+        _make_values(model, lambda v: stage_of(v, stages) == self._channel.rank)
         self._divide()
 
     def _divide(self) -> None:
-        """Keep this rank's part of the model, and give up the rest."""
+        """Keep this rank's part of the model, and drop the rest."""
         assert self._plan is not None
         (graph, stages), model = self._plan, self._model
         if runtime.rank() == 0:
             logger.info(stages.described())
         collects = self._mesh.position.along("data") == 0
-        parts = ModelParts(model, stages, self._links, self._tensors, collects=collects)
+        parts = ModelParts(model, stages, self._channel, self._tensors, collects=collects)
         self._pipelined = PipelinedModel(model, graph, parts, self._mesh.microbatches)
         model.call = self._pipelined
         self._when_divided(self._pipelined)
@@ -181,7 +184,7 @@ class DividedModel:
         return nullcontext() if self._pipelined is None else self._pipelined.parts.gathered()
 
     def show_to(self, callback: Any) -> None:
-        """Let a callback that saves the model, or keeps its weights, do so in parts."""
+        """Let a callback save the model, or keep its weights, although ranks hold parts."""
         show_in_parts(callback, self._divided_parts)
 
     def _divided_parts(self) -> ModelParts:
@@ -189,7 +192,7 @@ class DividedModel:
         return self._pipelined.parts
 
     def _noting_targets(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A step of ``fit`` whose forward pass compares all that the step gets."""
+        """A step of ``fit`` whose forward pass also compares the targets of the ranks."""
 
         @functools.wraps(step)
         def noting(data: Any) -> Any:
@@ -211,7 +214,7 @@ def _with_inner(optimizer: Any) -> list[Any]:
 
 
 def _in_eager_code(model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes a function of Keras, without a graph around the pipeline."""
+    """Have Keras make a function of a step that runs the pipeline without a graph."""
 
     @functools.wraps(make)
     def make_eager(*args: Any, **kwargs: Any) -> Any:
@@ -222,7 +225,7 @@ def _in_eager_code(model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_values(build: Callable[[], None], name: str) -> None:
-    """Run ``build`` of a model so that its variables get shapes, but no values.
+    """Build a model whose variables have shapes, but no values.
 
     Raises:
         ValueError: a layer makes a variable from a value instead of an initializer.
@@ -266,3 +269,55 @@ def _make_values(model: Any, holds: Callable[[Any], bool]) -> None:
     for v in model.variables:
         if v._value is None and (id(v) not in weights or holds(v)):
             v._deferred_initialize()
+
+
+def refuse_in_pipeline(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
+    """Raise for models and optimizers that a pipeline would train differently, or cannot divide.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    assert options.mesh is not None
+    if len(models) > 1:
+        raise ValueError(
+            f"mesh={options.mesh.mesh} takes one model, got {len(models)}: pass one Functional "
+            "model that contains them"
+        )
+    (model,) = models
+    _refuse_own_call(model)
+    if layers := made_synchronised(model):
+        raise ValueError(
+            f"layer {layers[0].name!r} has synchronized=True, but in micro-batches batch norm "
+            "cannot use all samples of a batch: leave synchronized out"
+        )
+    for layer in model._flatten_layers():
+        if getattr(layer, "activity_regularizer", None) is not None:
+            raise ValueError(
+                f"layer {layer.name!r} has an activity_regularizer, a sum over the samples of a "
+                "micro-batch and not of the batch: leave it out, or return what it needs as an "
+                "output of the model and compute it in the loss"
+            )
+    for each in updating(optimizers):
+        kind = type(each).__name__
+        if kind == "ScheduleFreeAdamW" or (reason := why_not_by_variable(each)):
+            if kind == "ScheduleFreeAdamW":
+                reason = "it changes all weights when it is built"
+            raise ValueError(
+                f"optimizer {kind} cannot update a model whose layers are on several ranks: "
+                f"{reason}. Use an optimizer such as keras.optimizers.AdamW"
+            )
+
+
+def _refuse_own_call(model: Any) -> None:
+    """Raise for a model whose layers Keras does not know as a graph."""
+    kind = type(model)
+    known = (isinstance(model, keras.Sequential) and kind.call is keras.Sequential.call) or (
+        isinstance(model, Functional) and kind.call is Functional.call
+    )
+    if not known:
+        raise ValueError(
+            f"{kind.__name__} {model.name!r} has a call() of its own, in which Keras cannot see "
+            "where it can be cut: a pipeline of Keras takes Sequential models and Functional "
+            "ones, keras.Model(inputs, outputs). Make one of its layers, or write it as a "
+            "torch.nn.Module, which a pipeline cuts as it is"
+        )

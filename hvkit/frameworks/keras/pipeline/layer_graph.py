@@ -6,7 +6,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,27 +17,18 @@ from keras.src.ops.function import make_node_key
 
 from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
-from hvkit.pipeline.stages import Division, balanced_cuts, check_balance, named_cuts
+from hvkit.pipeline.stages import CutPoint, Stages, balanced_cuts, named_cuts, require_places
 
 
 @dataclass(frozen=True)
-class CutPlace:
-    """A place where a model can be cut.
+class LayerCut(CutPoint):
+    """A layer after which a model can be cut; bytes are for a sample, unknown lengths count as 1.
 
     Attributes:
-        layer: the name of the one after which it is.
-        time: the number of calls before it.
         tensor: Keras's symbolic tensor that the next stage gets.
-        nbytes: of it, for a sample; unknown lengths count as 1.
     """
 
-    layer: str
-    time: int
     tensor: Any
-    nbytes: int
-
-    def __str__(self) -> str:
-        return self.layer
 
 
 class LayerGraph:
@@ -48,8 +39,8 @@ class LayerGraph:
 
     Attributes:
         functional: the Functional model that it is or keeps.
-        calls: Keras's nodes, each a layer with what it takes and gives.
-        made_by: by the id of a tensor, the number of the call that gives it.
+        calls: Keras's nodes, each a layer with its inputs and outputs.
+        made_by: by the id of a tensor, the number of the call that computes it.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -57,40 +48,37 @@ class LayerGraph:
         self.calls = list(_calls_of(self.functional))
         self.outputs = [id(t) for t in self.functional.outputs]
         self.made_by = {id(t): time for time, call in enumerate(self.calls) for t in call.outputs}
-        # Computed from inputs alone, without weights or random numbers: in any stage that needs it.
-        self.anywhere = {id(t) for t in self.functional.inputs}
+        # Tensors that follow from the model's inputs without weights or random numbers: each stage
+        # that needs one computes it.
+        self._recomputed = {id(t) for t in self.functional.inputs}
         for call in self.calls:
-            if not variables_of(call.operation) and self._known(call) <= self.anywhere:
-                self.anywhere.update(map(id, call.outputs))
-
-    def _known(self, call: Any) -> set[int]:
-        return set(map(id, call.input_tensors))
+            if not variables_of(call.operation) and _inputs_of(call) <= self._recomputed:
+                self._recomputed.update(map(id, call.outputs))
 
     def crossing(self, time: int) -> list[Any]:
-        """The tensors that a stage which begins at this time gets from the one before."""
-        needed = {t for call in self.calls[time:] for t in self._known(call)} | set(self.outputs)
+        """The tensors that the stage before sends to a stage which begins at this time."""
+        needed = {t for call in self.calls[time:] for t in _inputs_of(call)} | set(self.outputs)
         return [
             t
             for call in self.calls[:time]
             for t in call.outputs
-            if id(t) in needed and id(t) not in self.anywhere
+            if id(t) in needed and id(t) not in self._recomputed
         ]
 
     @functools.cached_property
-    def places(self) -> list[CutPlace]:
+    def places(self) -> list[LayerCut]:
         """All places where the model can be cut, in their order.
 
         A single tensor crosses a cut, and no layer with weights is called on both sides.
         """
-        found: list[CutPlace] = []
+        found: list[LayerCut] = []
         for time in range(1, len(self.calls)):
             tensors = self.crossing(time)
             if len(tensors) != 1 or id(tensors[0]) in self.outputs or self.shared_at(time):
                 continue
             name = self.calls[self.made_by[id(tensors[0])]].operation.name
-            if found and found[-1].layer == name:
-                continue
-            found.append(CutPlace(name, time, tensors[0], _nbytes_of(tensors[0])))
+            if not found or found[-1].name != name:
+                found.append(LayerCut(name, time, _nbytes_of(tensors[0]), tensors[0]))
         return found
 
     def shared_at(self, time: int) -> list[str]:
@@ -103,7 +91,7 @@ class LayerGraph:
         ]
 
     def flops(self, start: int, stop: int) -> int:
-        """An estimate for a sample: two for each use of a weight in products."""
+        """The estimated FLOPs of calls for a sample: two for each use of a weight in a product."""
         return sum(map(_flops_of, self.calls[start:stop]))
 
     def nbytes(self, start: int, stop: int) -> int:
@@ -116,29 +104,17 @@ class LayerGraph:
         return sum(map(_nbytes_of, weights.values()))
 
 
-@dataclass(frozen=True)
-class Stages(Division):
-    """The stages of a model; the rank of a stage along the pipeline is the stage's number.
-
-    Attributes:
-        of_variable: by the id of a variable, the stage that holds it.
-    """
-
-    of_variable: Mapping[int, int]
-
-    def holder(self, variable: Any) -> int:
-        """The stage that holds a Keras variable; the first one, if no call uses it."""
-        return self.of_variable.get(id(variable), 0)
-
-
 def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "flops") -> Stages:
-    """Divide a model into stages.
+    """Divide a model into stages; each stage is on the rank of its own number.
 
     Args:
         graph: of the model.
         count: how many stages.
-        choice: the names of the layers after which to cut, or what the largest stage should have
-            least of: ``"flops"`` or ``"bytes"``.
+        choice: the names of the layers after which to cut, or what to balance: ``"flops"`` or
+            ``"bytes"``.
+
+    Returns:
+        The stages; ``of_weight`` has the ids of Keras's variables.
 
     Raises:
         ValueError: there are too few places, or a name is none of them; names those there are.
@@ -146,16 +122,15 @@ def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "fl
     if isinstance(choice, str):
         cuts = _balanced(graph, count, choice)
     else:
-        places = {place.layer: place for place in graph.places}
-        cuts = named_cuts(choice, places, count, _reasons(graph))
+        cuts = named_cuts(choice, graph.places, count, _reasons(graph))
     times = [cut.time for cut in cuts]
     spans = list(itertools.pairwise([0, *times, len(graph.calls)]))
     total = max(graph.flops(0, len(graph.calls)), 1)
     return Stages(
         cuts=tuple(cuts),
         rank_of=tuple(range(count)),
-        of_variable={
-            id(v): bisect.bisect_right(times, time)
+        of_weight={
+            id(v): (bisect.bisect_right(times, time),)
             for time, call in enumerate(graph.calls)
             for v in variables_of(call.operation)
         },
@@ -164,23 +139,17 @@ def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "fl
     )
 
 
-def _balanced(graph: LayerGraph, count: int, balance: str) -> list[CutPlace]:
-    check_balance(balance, "layers")
+def _balanced(graph: LayerGraph, count: int, balance: str) -> list[LayerCut]:
     places = graph.places
-    if len(places) < count - 1:
-        names = ", ".join(place.layer for place in places) or "no layer at all"
-        raise ValueError(
-            f"a pipeline of {count} stages needs {count - 1} places to cut the model, but there "
-            f"are {len(places)}: after {names}. A model can be cut between layers where "
-            f"a single tensor goes on{_reasons(graph)}"
-        )
+    condition = f"between layers where a single tensor goes on{_reasons(graph)}"
+    require_places(balance, count, places, "layer", condition)
     times = [0, *(place.time for place in places), len(graph.calls)]
     measure = graph.flops if balance == "flops" else graph.nbytes
     return balanced_cuts(count, places, lambda i, j: measure(times[i], times[j]))[0]
 
 
 def _reasons(graph: LayerGraph) -> str:
-    """What stands in the way of further cuts, for errors."""
+    """Why the model cannot be cut elsewhere, for errors."""
     shared = {name for time in range(1, len(graph.calls)) for name in graph.shared_at(time)}
     nested = [
         call.operation.name for call in graph.calls if isinstance(call.operation, keras.Model)
@@ -191,6 +160,11 @@ def _reasons(graph: LayerGraph) -> str:
     if nested:
         text += f"; {', '.join(nested)} is a model inside this one, and stays in one stage"
     return text
+
+
+def stage_of(variable: Any, stages: Stages) -> int:
+    """The stage, and so the rank, that holds a Keras variable; the first if no call uses it."""
+    return stages.of_weight.get(id(variable), (0,))[0]
 
 
 class Stage:
@@ -209,8 +183,7 @@ class Stage:
         is_last = number == len(stages) - 1
         self._targets = graph.functional.outputs if is_last else [stages.cuts[number].tensor]
         self._calls = self._needed()
-        used = {id(t) for call in self._calls for t in call.input_tensors}
-        used |= set(map(id, self._targets))
+        used = set(map(id, self._targets)).union(*map(_inputs_of, self._calls))
         self._uses_input = [id(t) in used for t in graph.functional.inputs]
         layers = [call.operation for call in self._calls]
         self.layers = [each for each in layers if isinstance(each, keras.layers.Layer)]
@@ -220,7 +193,7 @@ class Stage:
         self._functions: dict[Any, Any] = {}
 
     def _needed(self) -> list[Any]:
-        """The calls that the results need, up to what the stage before gives."""
+        """The calls that the results need, from the output of the stage before on."""
         calls, times = self._graph.calls, set[int]()
         todo = list(self._targets)
         while todo:
@@ -232,17 +205,13 @@ class Stage:
         return [calls[time] for time in sorted(times)]
 
     def __call__(
-        self,
-        received: Any,
-        mask: Any,
-        inputs: Sequence[Any],
-        training: bool | None,
+        self, received: Any, mask: Any, inputs: Sequence[Any], training: bool | None
     ) -> tuple[list[Any], list[Any]]:
         """The results for a micro-batch, and their masks.
 
         Args:
-            received: from the stage before; None for the first one.
-            mask: of what was received.
+            received: the tensor from the stage before; None for the first one.
+            mask: of that tensor.
             inputs: of the model, for these samples.
             training: as for a layer.
 
@@ -250,7 +219,7 @@ class Stage:
             ValueError: a layer adds a loss of its own.
         """
         needed = [t if used else None for t, used in zip(inputs, self._uses_input, strict=True)]
-        # A layer that is frozen later computes in another way.
+        # A layer that the script freezes later computes in another way.
         frozen = tuple(p.trainable for each in self.layers for p in each._flatten_layers())
         key = training, frozen
         if key not in self._functions:
@@ -260,11 +229,7 @@ class Stage:
         return list(outputs), list(masks)
 
     def _run(
-        self,
-        training: bool | None,
-        received: Any,
-        mask: Any,
-        inputs: Sequence[Any],
+        self, training: bool | None, received: Any, mask: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         values = {
             id(t): value
@@ -302,23 +267,23 @@ class Stage:
 
 
 def _context_args(operation: Any) -> Any:
-    """The names of the arguments that a layer takes from the call of the model."""
-    found = getattr(operation, "_call_context_args", None)
-    if found is None:  # before Keras 3.10
+    """The names of the arguments that Keras hands from the model's call to a layer."""
+    names = getattr(operation, "_call_context_args", None)
+    if names is None:  # before Keras 3.10
         return {"training"} if getattr(operation, "_call_has_training_arg", False) else ()
-    return found
+    return names
 
 
 def set_mask(tensor: Any, mask: Any) -> None:
-    """Set the mask that Keras's layers read of a tensor; Keras 3.5 has no function for it."""
+    """Set the mask of a tensor, which Keras's layers read; Keras 3.5 has no function for it."""
     tensor._keras_mask = mask
 
 
 def _functional_of(model: Any) -> Any:
     """The Functional model that a Sequential one keeps, or the model itself."""
-    found = model._functional if isinstance(model, keras.Sequential) else model
-    assert isinstance(found, Functional)
-    return found
+    functional = model._functional if isinstance(model, keras.Sequential) else model
+    assert isinstance(functional, Functional)
+    return functional
 
 
 def _calls_of(functional: Any) -> Iterator[Any]:
@@ -330,17 +295,21 @@ def _calls_of(functional: Any) -> Iterator[Any]:
                 yield node
 
 
+def _inputs_of(call: Any) -> set[int]:
+    """The ids of the tensors that a call takes."""
+    return set(map(id, call.input_tensors))
+
+
 def variables_of(operation: Any) -> list[Any]:
     """The variables of a layer, also the states of its random generators."""
-    found: Iterable[Any] = getattr(operation, "variables", ())
-    return list(found)
+    return list(getattr(operation, "variables", ()))
 
 
 def _flops_of(call: Any) -> int:
-    """An estimate for a sample, from the sizes of weights and the positions that they are used at.
+    """The estimated FLOPs of a call for a sample: sizes of weights times positions.
 
-    Positions are what a tensor has between its first dimension, the batch, and its last one; where
-    a layer keeps channels first, those after the second one.
+    Positions are the dimensions between the first one, the batch, and the last one. If a layer
+    keeps channels first, they are the dimensions after the second one.
     """
     layer = call.operation
     if isinstance(layer, Functional) or getattr(layer, "_functional", None) is not None:

@@ -1,7 +1,6 @@
-"""The parts of a model and of its optimizers: giving up the others, gathering, and loading.
+"""Each rank's part of a model and of its optimizers: drops the rest, gathers the whole, and loads.
 
-Files stay those of the plain model: rank 0 saves whole weights, and loading takes this rank's part
-of them.
+Files are as those of the plain model: rank 0 saves whole weights, and each rank loads its part.
 """
 
 from __future__ import annotations
@@ -17,110 +16,111 @@ from keras import ops
 from keras.src.backend import AutocastScope
 
 from hvkit import runtime
-from hvkit.frameworks.keras.divided_state import gathered as gathered_optimizer
-from hvkit.frameworks.keras.divided_state import remember
 from hvkit.frameworks.keras.optimizers import calls_of_apply
-from hvkit.frameworks.keras.partial_state import PartialState
-from hvkit.frameworks.keras.pipeline.layer_graph import Stages
+from hvkit.frameworks.keras.partial_state import PartialState, remember
+from hvkit.frameworks.keras.partial_state import gathered as gathered_optimizer
+from hvkit.frameworks.keras.pipeline.layer_graph import stage_of
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.pipeline.channel import Channel
+from hvkit.pipeline.stages import Stages
 
 Array = np.ndarray[Any, Any]
 
 
 class ModelParts:
-    """Who holds which weight of a model, and the whole of it for a while.
+    """Knows which rank holds which weight of a model, and gathers the whole model for a while.
 
     The weights of other stages keep their shapes, but not their values.
 
     Args:
         model: whole, on every rank.
         stages: of it.
-        links: to the ranks of this pipeline.
+        channel: to the ranks of this pipeline.
         tensors: of the backend.
-        collects: whether this pipeline is the one with rank 0.
+        collects: whether rank 0 is in this pipeline.
     """
 
     def __init__(
         self,
         model: keras.Model,
         stages: Stages,
-        links: Channel,
+        channel: Channel,
         tensors: Tensors,
         *,
         collects: bool,
     ) -> None:
-        self._model, self.stages, self.links, self.tensors = model, stages, links, tensors
+        self._model, self.stages, self.channel, self.tensors = model, stages, channel, tensors
         self.collects = collects
         self._whole = False
         self.weights: list[Any] = list(model.weights)
         self.own = [w for w in self.weights if self.holds(w)]
-        # What stands for the values of other stages' weights.
+        # They stand for the values of other stages' weights.
         self._placeholders = {
             id(w): tensors.placeholder_of(w) for w in self.weights if not self.holds(w)
         }
-        self._give_up()
-        self._guard()
+        self._drop_others()
+        self._guard_methods()
 
     def holds(self, variable: Any) -> bool:
         """Whether this rank's stage holds a Keras variable."""
-        return self.stages.holder(variable) == self.links.rank
+        return stage_of(variable, self.stages) == self.channel.rank
 
     @property
     def keeps_whole(self) -> bool:
         """Whether this rank holds the whole weights in ``gathered``."""
-        return self.collects and self.links.rank == 0
+        return self.collects and self.channel.rank == 0
 
-    def _give_up(self) -> None:
+    def _drop_others(self) -> None:
+        """Drop the values of other stages' weights."""
         for w in self.weights:
             if not self.holds(w):
-                self.tensors.hold(w, self._placeholders[id(w)])
+                self.tensors.set_value(w, self._placeholders[id(w)])
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Hold the whole weights on rank 0 for a while; a collective."""
-        found = self.collected([(w, w) for w in self.weights])
+        """Have the whole weights on rank 0 for a while; a collective."""
+        others = self.collected([(w, w) for w in self.weights])
         if not self.keeps_whole:
             yield
             return
-        for w, array in found:
-            self.tensors.hold(w, array)
+        for w, array in others:
+            self.tensors.set_value(w, array)
         self._whole = True
         try:
             yield
         finally:
             self._whole = False
-            self._give_up()
+            self._drop_others()
 
     def collected(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Array]]:
-        """What other ranks of the pipeline hold, on rank 0; nothing on the others; a collective.
+        """Collect values from the other ranks of the pipeline on rank 0; a collective.
 
         Args:
             pairs: variables, each with the weight whose stage holds its value.
 
         Returns:
-            Those that other ranks hold, with their values.
+            On rank 0 the variables that other ranks hold, with their values; elsewhere nothing.
         """
-        found: list[tuple[Any, Array]] = []
+        collected: list[tuple[Any, Array]] = []
         if not self.collects:
-            return found
-        with self.links.in_call("hvkit.settled"):
+            return collected
+        with self.channel.in_call("hvkit.settled"):
             for variable, weight in pairs:
-                source = self.stages.holder(weight)
-                if source == self.links.rank != 0:
-                    self.links.send([ops.convert_to_tensor(variable._value)], 0)
-                    self.links.flush()
-                elif source != 0 == self.links.rank:
-                    (value,) = self.links.receive(source)[1]()
-                    found.append((variable, ops.convert_to_numpy(value)))
+                source = stage_of(weight, self.stages)
+                if source == self.channel.rank != 0:
+                    self.channel.send([ops.convert_to_tensor(variable._value)], 0)
+                    self.channel.flush()
+                elif source != 0 == self.channel.rank:
+                    (value,) = self.channel.receive(source)[1]()
+                    collected.append((variable, ops.convert_to_numpy(value)))
             # A rank that ended now would end MPI, while rank 0 still receives.
-            self.links.from_rank(0)
-        return found
+            self.channel.from_rank(0)
+        return collected
 
-    def _guard(self) -> None:
-        """Let the model, and layers of other stages, save only while the model is whole.
+    def _guard_methods(self) -> None:
+        """Let the model, and layers of other stages, save and load only while the model is whole.
 
-        Those layers load only then, too: loading the whole goes over all of them.
+        Keras loads a file into all layers: those of other stages then load nothing.
         """
         model: Any = self._model
         for layer in model._flatten_layers(include_self=False):
@@ -137,7 +137,7 @@ class ModelParts:
         model.__deepcopy__ = self._refuse_copy
 
     def _guard_method(self, thing: Any, name: str, refusing: str = "") -> None:
-        """Let a method do nothing while the model is not whole, or raise with this name."""
+        """Unless the model is whole, let a method raise for ``refusing``, or do nothing."""
         method = getattr(thing, name)
 
         @functools.wraps(method)
@@ -162,7 +162,7 @@ class ModelParts:
         )
 
     def _set_own_weights(self, weights: Sequence[Any]) -> None:
-        """As ``set_weights`` of the model: of whole weights, take this rank's part."""
+        """Replaces ``set_weights`` of the model: takes this rank's part of whole weights."""
         shapes = [tuple(np.shape(array)) for array in weights]
         expected = [tuple(w.shape) for w in self.weights]
         if shapes != expected:
@@ -176,11 +176,10 @@ class ModelParts:
 
 
 class OptimizerParts:
-    """Lets an optimizer update the weights of this rank's stage, and hold their state.
+    """Lets an optimizer update the weights of this rank's stage, and keep their state.
 
-    The script, or ``fit``, passes gradients of all weights. For a weight of another stage this is
-    one number, the norm of its gradient there, so that norms over all gradients are right on every
-    rank.
+    The script, or ``fit``, passes gradients of all weights. For a weight of another stage it passes
+    one number, the norm of the gradient, so that norms over all gradients are right on every rank.
 
     Args:
         optimizer: one that updates variables, not one that scales the loss.
@@ -201,15 +200,15 @@ class OptimizerParts:
             whole_accumulators=False,
         )
         remember(optimizer, self)
-        self._follow(optimizer)
+        self._replace_methods(optimizer)
         if optimizer.built:
             self._state.divide()
 
-    def _follow(self, optimizer: Any) -> None:
+    def _replace_methods(self, optimizer: Any) -> None:
         """Replace the methods of the optimizer that make and use its state."""
         apply, build, clip = optimizer.apply, optimizer.build, optimizer._clip_gradients
 
-        def build_in_parts(variables: Sequence[Any]) -> None:
+        def build_own(variables: Sequence[Any]) -> None:
             build(variables)
             self._state.refuse_shared()
 
@@ -228,13 +227,13 @@ class OptimizerParts:
                 if average is not None and self._parts.holds(v):
                     v.assign(average)
 
-        optimizer.build = build_in_parts
+        optimizer.build = build_own
         optimizer.apply = apply_to_own
         optimizer._clip_gradients = clip_over_stages
         optimizer._overwrite_model_variables_with_average_value = overwrite_own
 
     def _apply(self, optimizer: Any, apply: Any, grads: list[Any], variables: Any) -> None:
-        """Update this rank's variables; count the step also where it has none."""
+        """Update this rank's variables, and count the step even if it has none."""
         variables = list(optimizer._trainable_variables if variables is None else variables)
         if not optimizer.built:
             optimizer.build(variables)
@@ -248,38 +247,38 @@ class OptimizerParts:
         optimizer._iterations.assign_add(1)
 
     def _norm_of_others(self, grads: list[Any]) -> float:
-        """The norm of what other stages pass to this; a collective of the pipeline."""
-        links, norm_of = self._parts.links, self._parts.tensors.norm_of
-        squares = links.gather_numbers([float(sum(norm_of(g) ** 2 for g in grads))])
-        return float(np.sqrt(np.delete(squares, links.rank).sum()))
+        """The norm of the gradients that other stages have; a collective of the pipeline."""
+        channel, norm_of = self._parts.channel, self._parts.tensors.norm_of
+        squares = channel.gather_numbers([float(sum(norm_of(g) ** 2 for g in grads))])
+        return float(np.sqrt(np.delete(squares, channel.rank).sum()))
 
     def slots(self) -> list[Any]:
-        """The variables with the state of single weights."""
+        """The variables that keep a state for one weight each."""
         return [slot for slot, _ in self._state.slots]
 
     def unfolded(self) -> AbstractContextManager[None]:
-        """Have room for the whole state for a while; afterwards keep this rank's part."""
+        """Make room for the whole state for a while; afterwards keep this rank's part."""
         return self._state.unfolded()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Hold the whole state on rank 0 for a while; a collective."""
-        found = self._parts.collected(self._state.slots)
+        """Have the whole state on rank 0 for a while; a collective."""
+        others = self._parts.collected(self._state.slots)
         if not self._parts.keeps_whole:
             yield
             return
         with self.unfolded():
-            for slot, array in found:
+            for slot, array in others:
                 slot.assign(array)
             yield
 
 
 def show_in_parts(callback: Any, parts: Callable[[], ModelParts]) -> None:
-    """Let a callback of Keras that saves the model, or keeps its weights, do so in parts.
+    """Let a callback of Keras save the model, or keep its weights, although ranks hold parts.
 
     Args:
         callback: any of Keras.
-        parts: of the model; called once it is divided.
+        parts: returns those of the model; called once the model is divided.
     """
     if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.EarlyStopping):
         set_model = type(callback).set_model
@@ -287,9 +286,9 @@ def show_in_parts(callback: Any, parts: Callable[[], ModelParts]) -> None:
 
 
 class _ModelInParts:
-    """The model as a callback sees it; all ranks of the pipeline call the same methods.
+    """The model that a callback sees; all ranks of the pipeline call the same methods.
 
-    What is not here goes to the model itself.
+    Other attributes are those of the model itself.
     """
 
     is_in_parts = True

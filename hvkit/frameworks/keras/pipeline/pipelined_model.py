@@ -1,7 +1,7 @@
 """A pipeline under ``fit`` and under loops of a script, which do not know of it.
 
-``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to
-every rank, so that losses and metrics are computed as ever. When the gradients of the script, or of
+``model(x)`` runs all stages for all micro-batches, and returns the outputs of the whole batch on
+every rank, so that losses and metrics need no change. When the gradients of the script, or of
 ``fit``, reach these outputs, all stages run backward for all micro-batches.
 """
 
@@ -18,19 +18,18 @@ import numpy as np
 from keras import ops
 from keras.src import backend, tree
 
-from hvkit.errors import RanksDisagreeError, ranks_text
-from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stage, set_mask
+from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stage, set_mask, stage_of
 from hvkit.frameworks.keras.pipeline.parts import ModelParts
-from hvkit.pipeline.channel import NO_TENSOR
+from hvkit.pipeline.channel import NO_TENSOR, refuse_other_batches
 from hvkit.pipeline.gpipe import GPipe, Specs
 from hvkit.pipeline.stages import sizes_of
 
-# In the place of a norm: the weight has no gradient.
+# Sent instead of a norm if the weight has no gradient.
 _NO_GRADIENT = -1.0
 
 
-class Pass:
-    """A forward pass, as backward needs it; computes this rank's stage.
+class ForwardPass:
+    """Computes this rank's stage for one batch, and keeps what the backward pass needs.
 
     Args:
         pipelined: the model.
@@ -41,7 +40,7 @@ class Pass:
 
     Attributes:
         results: by micro-batch, the outputs and their masks on the last rank.
-        trained: this rank's weights that get a gradient.
+        trainable: this rank's weights that get a gradient.
         sums: of these gradients, over micro-batches; None where there is none.
     """
 
@@ -55,26 +54,26 @@ class Pass:
     ) -> None:
         self.sizes = sizes
         self.results: list[list[Any]] = []
-        self.trained, self.sums = pipelined.trained(), list[Any]()
+        self.trainable, self.sums = pipelined.own_trainable(), list[Any]()
         self._stage, self._tensors = pipelined.stage, pipelined.parts.tensors
-        self._spec_of, self._last = pipelined.parts.links.spec_of, len(pipelined.parts.stages) - 1
+        self._spec_of, self._last = pipelined.parts.channel.spec_of, len(pipelined.parts.stages) - 1
         self._columns = [_split(t, sizes) for t in inputs]
         self._recording, self._training = recording, training
-        # By micro-batch: what was received, outputs that get a gradient, and what gives gradients.
+        # By micro-batch: received tensors, outputs that get a gradient, what computes gradients.
         self._computed: dict[int, tuple[Any, list[Any], Callable[..., list[Any]] | None]] = {}
         rank_of = pipelined.parts.stages.rank_of
-        self.order = GPipe(pipelined.parts.links, rank_of, [None] * len(sizes))
+        self.order = GPipe(pipelined.parts.channel, rank_of, [None] * len(sizes))
         self.order.forward(self)
         self._columns.clear()
 
     def run(
-        self, stage: int, part: int, specs: Specs, tensors: list[Any]
+        self, stage: int, microbatch: int, specs: Specs, tensors: list[Any]
     ) -> tuple[Specs, list[Any]]:
         received, mask = tensors or (None, None)
-        inputs = [column[part] for column in self._columns]
+        inputs = [column[microbatch] for column in self._columns]
         run = functools.partial(self._stage, received, mask, inputs, self._training)
-        watched = [v._value for v in self.trained]
-        watched += [received for spec in specs if spec.trained]
+        watched = [v._value for v in self.trainable]
+        watched += [received for spec in specs if spec.requires_grad]
         gradients = None
         if self._recording and watched:
             (outputs, masks), gradients = self._tensors.recorded(run, watched)
@@ -82,24 +81,26 @@ class Pass:
             outputs, masks = run()
         targets = [t for t in outputs if gradients is not None and _is_float(t)]
         if self._recording:
-            self._computed[part] = watched[len(self.trained) :], targets, gradients
-        found = [*outputs, *masks]
+            self._computed[microbatch] = watched[len(self.trainable) :], targets, gradients
+        results = [*outputs, *masks]
         if stage == self._last:
-            self.results.append(found)
-        trained = set(map(id, targets))
+            self.results.append(results)
+        with_gradient = set(map(id, targets))
         return [
-            NO_TENSOR if t is None else replace(self._spec_of(t), trained=id(t) in trained)
-            for t in found
-        ], found
+            NO_TENSOR
+            if t is None
+            else replace(self._spec_of(t), requires_grad=id(t) in with_gradient)
+            for t in results
+        ], results
 
-    def grad(self, stage: int, part: int, gradients: list[Any]) -> list[Any]:
-        received, targets, gradients_of = self._computed.pop(part)
-        found: list[Any] = [None] * (len(self.trained) + len(received))
+    def grad(self, stage: int, microbatch: int, gradients: list[Any]) -> list[Any]:
+        received, targets, gradients_of = self._computed.pop(microbatch)
+        found: list[Any] = [None] * (len(self.trainable) + len(received))
         if gradients_of is not None and targets:
             found = gradients_of(targets, gradients)
         back = [
             ops.zeros_like(t) if g is None else g
-            for t, g in zip(received, found[len(self.trained) :], strict=True)
+            for t, g in zip(received, found[len(self.trainable) :], strict=True)
         ]
         for i, total in enumerate(self.sums):  # one after the other, to free what was added up
             if found[i] is not None:
@@ -114,7 +115,7 @@ class PipelinedModel:
     Args:
         model: with this rank's weights.
         graph: of the model.
-        parts: who holds what.
+        parts: which rank holds which weight.
         microbatches: how many a batch is divided into.
 
     Attributes:
@@ -127,18 +128,18 @@ class PipelinedModel:
         self, model: keras.Model, graph: LayerGraph, parts: ModelParts, microbatches: int
     ) -> None:
         self._model, self._graph, self.parts, self._microbatches = model, graph, parts, microbatches
-        self._links, self._tensors = parts.links, parts.tensors
-        self.stage = Stage(graph, parts.stages, parts.links.rank, parts.tensors)
-        # Of what fit passes to a step beside the model's inputs.
+        self._channel, self._tensors = parts.channel, parts.tensors
+        self.stage = Stage(graph, parts.stages, parts.channel.rank, parts.tensors)
+        # The checksum of the batch that fit has passed to a step, with its targets.
         self._targets = 0
         self.around_backward: Callable[[], Callable[[], None]] = lambda: lambda: None
 
-    def trained(self) -> list[Any]:
+    def own_trainable(self) -> list[Any]:
         """This rank's weights that get a gradient."""
         return [v for v in self._model.trainable_variables if self.parts.holds(v)]
 
     def note_targets(self, data: Any) -> None:
-        """Compare this data, too, in the next forward pass: a batch of ``fit`` or ``evaluate``."""
+        """Also compare this batch of ``fit`` or ``evaluate`` in the next forward pass."""
         self._targets = _checksum_of(tree.flatten(data))
 
     def __call__(
@@ -153,7 +154,7 @@ class PipelinedModel:
         try:
             return self._call(inputs, training, mask, kwargs)
         except Exception as error:
-            # Keras would wrap the message in the values of all inputs.
+            # Else Keras adds the values of all inputs to the message.
             vars(error)["_keras_call_info_injected"] = True
             raise
 
@@ -162,10 +163,10 @@ class PipelinedModel:
         flat = self._graph.functional._standardize_inputs(inputs)
         recording = self._tensors.is_recording()
         sizes = self._sizes(flat, recording)
-        self._links.step += 1
-        with self._links.in_call(), self._links.times.passing():
+        self._channel.step += 1
+        with self._channel.in_call(), self._channel.times.passing():
             self._require_same_batch(flat, recording, training)
-            done = Pass(self, flat, sizes, recording, training)
+            done = ForwardPass(self, flat, sizes, recording, training)
             outputs, masks = self._on_all_ranks(done)
             penalties, of_penalties = self._penalties()
             if recording and self._model.trainable_variables:
@@ -220,38 +221,35 @@ class PipelinedModel:
         self, inputs: Sequence[Any], recording: bool, training: bool | None
     ) -> None:
         """Raise on every rank unless all have the same batch; a collective of the pipeline."""
-        number, ranks = self._links.step, self._links.ranks
-        call = [number, recording, training, *((tuple(t.shape), t.dtype) for t in inputs)]
+        call = [recording, training, *((tuple(t.shape), t.dtype) for t in inputs)]
         content, self._targets = _checksum_of(inputs) ^ self._targets, 0
-        numbers = zlib.crc32(repr(call).encode()), content
-        found = self._links.gather_numbers(numbers).tolist()
-        for rank, of_rank in enumerate(found):
-            if of_rank != found[0]:
-                what = "another call" if of_rank[0] != found[0][0] else "another batch"
-                raise RanksDisagreeError(
-                    f"forward pass {number} of the pipeline of {ranks_text(ranks)}: rank "
-                    f"{ranks[rank]} makes {what} than rank {ranks[0]}. Ranks of one pipeline must "
-                    "get the same batches in the same order: divide data with "
-                    "hvkit.shard(data, mesh=mesh), and where fit shuffles arrays, call "
-                    "keras.utils.set_random_seed with the same number, or pass shuffle=False"
-                )
+        numbers = zlib.crc32(repr([self._channel.step, *call]).encode()), content
+        by_rank = dict(zip(self._channel.ranks, self._channel.gather_numbers(numbers), strict=True))
+        refuse_other_batches(
+            self._channel.step,
+            {rank: int(of_rank[0]) for rank, of_rank in by_rank.items()},
+            {rank: int(of_rank[1]) for rank, of_rank in by_rank.items()},
+            "hvkit.shard(data, mesh=mesh), and where fit shuffles arrays, call "
+            "keras.utils.set_random_seed with the same number, or pass shuffle=False",
+        )
 
-    def _on_all_ranks(self, done: Pass) -> tuple[list[Any], list[Any]]:
+    def _on_all_ranks(self, done: ForwardPass) -> tuple[list[Any], list[Any]]:
         """The outputs of the whole batch and their masks, from the last stage."""
         whole = [
             None if column[0] is None else ops.concatenate(column, 0)
             for column in zip(*done.results, strict=True)
         ]
         done.results.clear()
-        joined = self._links.from_rank(len(self.parts.stages) - 1, whole)
+        joined = self._channel.from_rank(len(self.parts.stages) - 1, whole)
         count = len(self._graph.outputs)
         return joined[:count], joined[count:]
 
     def _penalties(self) -> tuple[list[Any], Callable[[Sequence[Any]], dict[int, Any]]]:
-        """The regularisation of all stages; a collective of the pipeline if there is any.
+        """The regularisation losses of all stages; a collective of the pipeline if there are any.
 
         Returns:
-            The losses. And what gives from their gradients those of this rank's variables, by id.
+            The losses, and a function that computes from their gradients those of this rank's
+            variables, by id.
         """
         variables = [v for v in self._model.trainable_variables if v.regularizer is not None]
         own = {i: v for i, v in enumerate(variables) if self.parts.holds(v)}
@@ -270,16 +268,21 @@ class PipelinedModel:
         values = np.zeros(len(variables))
         for i, loss in losses.items():
             values[i] = ops.convert_to_numpy(loss)
-        found = self._links.gather_numbers(values)
-        holder = self.parts.stages.holder
+        found = self._channel.gather_numbers(values)
+        stages = self.parts.stages
         return [
-            ops.convert_to_tensor(found[holder(v), i], v._dtype) for i, v in enumerate(variables)
+            ops.convert_to_tensor(found[stage_of(v, stages), i], v._dtype)
+            for i, v in enumerate(variables)
         ], gradients
 
     def _connected(
-        self, done: Pass, outputs: list[Any], penalties: list[Any], of_penalties: Callable[..., Any]
+        self,
+        done: ForwardPass,
+        outputs: list[Any],
+        penalties: list[Any],
+        of_penalties: Callable[..., Any],
     ) -> list[Any]:
-        """Outputs and penalties, for a tape the results of an operation on all weights."""
+        """Outputs and penalties; a tape sees them as results of one operation on all weights."""
         variables, count = self._model.trainable_variables, len(outputs)
 
         def gradients(given: Sequence[Any]) -> list[Any]:
@@ -289,39 +292,39 @@ class PipelinedModel:
 
     def _backward(
         self,
-        done: Pass,
+        done: ForwardPass,
         variables: Sequence[Any],
         of_outputs: Sequence[Any],
         of_penalties: dict[int, Any],
     ) -> list[Any]:
         """The gradients of all trainable variables; a collective of the pipeline.
 
-        Of those of other stages, the norms, as vectors of one element.
+        For a variable of another stage it returns the norm, as a vector of one element.
 
         Args:
-            done: the forward pass; its tensors are dropped.
-            variables: all that are trained, of the whole model.
+            done: the forward pass; this drops its tensors.
+            variables: all trainable ones of the whole model.
             of_outputs: the gradients of the model's outputs.
             of_penalties: by the id of a variable of this rank, what to add to its gradient.
         """
         done.order.require_first_backward()
-        with self._links.in_call(), self._links.times.passing():
-            done.sums = [of_penalties.get(id(v)) for v in done.trained]
+        with self._channel.in_call(), self._channel.times.passing():
+            done.sums = [of_penalties.get(id(v)) for v in done.trainable]
             columns = [_split(g, done.sizes) for g in of_outputs]
             done.order.backward(done, list(zip(*columns, strict=True)))
             return self._with_norms(done, variables)
 
-    def _with_norms(self, done: Pass, variables: Sequence[Any]) -> list[Any]:
-        held = self._tensors.add_gradients(done.trained, done.sums, self.around_backward)
-        own = dict(zip(map(id, done.trained), held, strict=True))
+    def _with_norms(self, done: ForwardPass, variables: Sequence[Any]) -> list[Any]:
+        totals = self._tensors.add_gradients(done.trainable, done.sums, self.around_backward)
+        own = dict(zip(map(id, done.trainable), totals, strict=True))
         norms = np.full(len(variables), _NO_GRADIENT)
         for i, v in enumerate(variables):
             if (gradient := own.get(id(v))) is not None:
                 norms[i] = self._tensors.norm_of(gradient)
-        on_ranks = self._links.gather_numbers(norms)
+        on_ranks = self._channel.gather_numbers(norms)
         found: list[Any] = []
         for i, v in enumerate(variables):
-            total, norm = own.get(id(v)), on_ranks[self.parts.stages.holder(v), i]
+            total, norm = own.get(id(v)), on_ranks[stage_of(v, self.parts.stages), i]
             if id(v) not in own and norm != _NO_GRADIENT:
                 total = ops.convert_to_tensor([norm], v._dtype)
             found.append(self._tensors.remainder(v, total))

@@ -15,19 +15,17 @@ import keras
 import torch
 from keras.src.backend.torch.core import get_device
 
-from hvkit.frameworks.keras.as_pytorch import KerasStep, ModelWeights
+from hvkit.frameworks.keras.as_pytorch import KerasStep, ModelWeights, PyTorchSampleCounts
 from hvkit.frameworks.keras.initial_state import Together
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 from hvkit.frameworks.keras.optimizers import updating
-from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
+from hvkit.frameworks.keras.pipeline.divided_model import DividedModel, refuse_in_pipeline
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
-from hvkit.frameworks.keras.pipeline.refusals import refuse_in_pipeline
 from hvkit.frameworks.keras.pipeline.tensors import MailboxChannel, Tensors
-from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
 from hvkit.frameworks.pytorch import PyTorchPort
 from hvkit.frameworks.pytorch.divided_state import process_group
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.mesh import MeshOptions, rows
 from hvkit.pipeline.channel import Channel
 from hvkit.sync.distributed_objects import record
@@ -43,7 +41,7 @@ class PyTorchTensors(Tensors):
             return MailboxChannel(ranks, name)
         group = process_group.group_of(tuple(rows(mesh.mesh, "pipeline")))
         through_host = process_group.ranks_share_gpus()
-        return StageLinks(group, ranks, device, name, through_host=through_host)
+        return TorchChannel(group, ranks, device, name, through_host=through_host)
 
     def tracer(self) -> str:
         return "torch.compile" if torch.compiler.is_compiling() else ""
@@ -118,7 +116,7 @@ class PyTorchTensors(Tensors):
         value = math.nan if keras.backend.is_float_dtype(kind) else 0
         return keras.ops.full((1,), value, kind)
 
-    def hold(self, variable: Any, values: Any) -> None:
+    def set_value(self, variable: Any, values: Any) -> None:
         values = keras.ops.convert_to_tensor(values)
         if variable._value is None:
             variable._initialize(values)
@@ -170,7 +168,7 @@ class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
         group = self.options.group
         if group.size > 1:
             self._samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
-        records = self._divided.attach((), self._end_epoch, list)
+        records = self._divided.attach((), self._compare, list)
         if self._samples:
             use_counts_of_all_ranks(self.models[0], self._samples)
         return records, None

@@ -13,18 +13,17 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from hvkit.frameworks.keras.averaged_updates import average_in_apply, finite_in
 from hvkit.frameworks.keras.backends import backend_variable
+from hvkit.frameworks.keras.collectives.graph_collectives import marks
+from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply, finite_in
 from hvkit.frameworks.keras.initial_state import Together
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.loss_scale import Agree, skip_together
+from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort
 from hvkit.frameworks.keras.optimizers import updating
-from hvkit.frameworks.keras.pipeline.divided_model import DividedModel
+from hvkit.frameworks.keras.pipeline.divided_model import DividedModel, refuse_in_pipeline
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
-from hvkit.frameworks.keras.pipeline.refusals import refuse_in_pipeline
 from hvkit.frameworks.keras.pipeline.tensors import MailboxChannel, Tensors
-from hvkit.frameworks.keras.port import KerasPort
-from hvkit.frameworks.keras.traced_steps import marks
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.channel import Channel
 from hvkit.strategies.strategy import Averaging
@@ -105,7 +104,7 @@ class TensorFlowTensors(Tensors):
     def placeholder_of(self, variable: Any) -> Any:
         return tf.Variable(tf.zeros((0,), variable._dtype), trainable=variable.trainable)
 
-    def hold(self, variable: Any, values: Any) -> None:
+    def set_value(self, variable: Any, values: Any) -> None:
         if not isinstance(values, tf.Variable):
             values = tf.Variable(values, trainable=variable.trainable)
         variable._value = values
@@ -129,7 +128,7 @@ def _unwatched(variables: Sequence[Any]) -> Iterator[None]:
             v._trainable = trainable
 
 
-class KerasMeshPort(KerasPort):
+class KerasMeshPort(KerasOnTensorFlowPort):
     """A Sequential or Functional model in a pipeline, and the optimizers that update it.
 
     The ranks of ``options.group`` hold the same layers, and average their gradients.

@@ -90,9 +90,9 @@ class Tensors(ABC):
 
     @abstractmethod
     def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a stage that uses these variables if the backend can; tapes of the script skip it.
+        """Compile a stage that uses these variables, if the backend can.
 
-        The stage has a tape of its own: a second one would only take time.
+        Tapes of the script do not record it: the stage has its own, and a second one takes time.
         """
 
     @abstractmethod

@@ -25,13 +25,13 @@ from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
 from hvkit.errors import HvkitError, RanksDisagreeError
-from hvkit.frameworks.pytorch.batch_norm import RunningStatistics
+from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
-from hvkit.frameworks.pytorch.gradients.step_report import (
+from hvkit.frameworks.pytorch.learning_rate import (
     checksum_of_rates,
     rates_of,
     refuse_other_rates,
@@ -39,7 +39,7 @@ from hvkit.frameworks.pytorch.gradients.step_report import (
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import see_all_ranks
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import StageLinks
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, state_divided_like
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -103,7 +103,7 @@ class DividedModels(ModelState):
         slicings = {name: Slicing.of(p) for name, p in after.items()}
         # Each rank is a pipeline of its own, and rank 0 the one that has the full state.
         own = (runtime.rank(),)
-        links = StageLinks(process_group.subgroup_of(own, own), own, self._device, name)
+        links = TorchChannel(process_group.subgroup_of(own, own), own, self._device, name)
         super().__init__(
             held,
             dict.fromkeys([*after, *dict(held.named_buffers())], 0),

@@ -1,7 +1,7 @@
-"""Where a model can be cut, from what a dry run sees: calls of modules, and who uses what.
+"""Finds where a model can be cut, from the calls of modules and the uses of tensors in a dry run.
 
-A cut is after a call. All that is used later, and depends on weights, must then be what modules
-have returned: a later stage gets it where they return it.
+A cut is after the call of a module. All that is used later, and depends on weights, must be
+an output of a module: a later stage receives it where that module returns it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults
 from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     MAKES_NEW,
     calls_watched,
     is_recomputed_within,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.rules import (
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import SideOutputs
+from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     EachOperation,
     Operation,
     is_in_place,
@@ -34,22 +34,23 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     tensors_in,
     version_of,
 )
+from hvkit.pipeline.stages import CutPoint
 
 # What ``buffer.data = ...`` calls.
 _DATA: Any = torch.Tensor.data
-# When a tensor came to depend on a parameter, as an attribute of it.
+# An attribute of a tensor: when it came to depend on a parameter.
 _BORN = "_hvkit_born"
-# Of what a forward adds up from losses, the tensors that it has taken. Later stages compute it
-# again.
+# An attribute of a tensor that a forward adds up, as from losses: the terms. Later stages add them
+# up again.
 _FROM = "_hvkit_from"
 _ADDS_UP = {"add", "mul", "div", "__add__", "__radd__", "__mul__", "__rmul__", "__truediv__"}
 _ADDS_UP |= {"sum", "mean", "stack", "cat"}
-# Of a tensor that depends on the batch.
+# An attribute of a tensor that depends on the batch.
 _OF_BATCH = "_hvkit_of_batch"
 
 
 @dataclass(frozen=True)
-class Result:
+class ModuleOutput:
     """A tensor that a module returns.
 
     Attributes:
@@ -62,41 +63,33 @@ class Result:
 
 
 @dataclass(frozen=True)
-class CutPlace:
-    """A module after whose call the model can be cut.
+class ModuleCut(CutPoint):
+    """A module after whose call the model can be cut; times count operations.
 
     Attributes:
-        module: its name.
-        time: when its call ended, in operations.
-        flops: of forward up to there.
-        nbytes: of its output, and of the results beside it, for the samples of the dry run.
-        structure: its output, with a ``Slot`` in place of each tensor.
-        begun: when its call began.
-        beside: results of modules before it that are used later, too.
-        slots: for each tensor of the output, which of these it is; None for a new one.
+        flops: of forward up to the cut.
+        structure: the module's output, with a ``Slot`` in place of each tensor.
+        skips: outputs of earlier modules that later stages use, too, as by skip connections.
+        aliases: for each tensor of the output, its number in ``skips``; None if it is not there.
     """
 
-    module: str
-    time: int
     flops: int
-    nbytes: int
     structure: Any
-    begun: int
-    beside: tuple[Result, ...] = ()
-    slots: tuple[int | None, ...] = ()
+    skips: tuple[ModuleOutput, ...] = ()
+    aliases: tuple[int | None, ...] = ()
 
     def __str__(self) -> str:
-        others = ", ".join(each.module for each in self.beside)
-        return self.module + (f", with the results of {others}" if others else "")
+        others = ", ".join(each.module for each in self.skips)
+        return self.name + (f", with the results of {others}" if others else "")
 
 
 @dataclass(frozen=True)
-class Closed:
-    """A module of whose call later stages need to know no more than the shapes of its output.
+class ShapeOnly:
+    """A module that later stages need not run: the shapes of its output are enough.
 
     Attributes:
         module: its name.
-        begun, ended: when, in operations.
+        begun, ended: when its call began and ended.
         shapes: of its output.
     """
 
@@ -111,16 +104,19 @@ class Closed:
 
 
 @dataclass
-class _Ended:
-    """The end of a call of a module.
+class _Call:
+    """A call of a module that has ended.
 
     Attributes:
         earlier: how many calls had ended when it began.
-        trained: whether autograd followed each of the tensors that it returns.
-        given: the arguments.
-        changes_others: whether it has changed more than what it returns.
-        kept: what the forward has kept so far, which stages pass on.
-        alone: what of it is in no list.
+        time: when it ended.
+        flops: of forward up to there.
+        tensors: that it returned.
+        requires_grad: whether each of these required a gradient at that time.
+        arguments: of the call.
+        has_side_effects: whether it has changed more than its output.
+        side_outputs: tensors that the forward has kept so far, and stages pass on.
+        side_tensors: those of them that are in no list.
     """
 
     module: str
@@ -129,28 +125,28 @@ class _Ended:
     flops: int
     tensors: list[torch.Tensor]
     structure: Any
-    trained: list[bool]
-    given: list[Any]
-    changes_others: bool
-    kept: list[torch.Tensor]
-    alone: list[torch.Tensor]
+    requires_grad: list[bool]
+    arguments: list[Any]
+    has_side_effects: bool
+    side_outputs: list[torch.Tensor]
+    side_tensors: list[torch.Tensor]
 
     @property
     def is_inside_a_function(self) -> bool:
-        """Whether autograd has seen its result only afterwards, from another operation."""
-        return [t.requires_grad for t in self.tensors] != self.trained
+        """Whether only a later operation, an autograd Function, made its output need a gradient."""
+        return [t.requires_grad for t in self.tensors] != self.requires_grad
 
 
 class ForwardTrace(EachOperation):
-    """When tensors that depend on parameters are made and used, and when modules are called.
+    """Notes when tensors that depend on parameters are made and used, and when modules are called.
 
     Attributes:
-        time: operations so far.
-        reads: by parameter, when it was used.
+        time: how many operations have run.
+        uses: by parameter, when it was used.
         writes: by buffer, when it was changed last.
-        looks: when the forward has looked at a value.
-        lookers: the modules in whose own code it has.
-        looked: the first error where it has.
+        value_reads: when the forward has read a value that depends on weights.
+        value_readers: the modules in whose own code it has.
+        read_error: PyTorch's error at the first of these.
         begun: by module, when its first call began.
     """
 
@@ -159,33 +155,33 @@ class ForwardTrace(EachOperation):
         model: nn.Module,
         buffers: Mapping[str, torch.Tensor],
         flops: FlopCounterMode,
-        kept: KeptResults,
+        side_outputs: SideOutputs,
     ) -> None:
         super().__init__()
         self._modules = dict(model.named_modules())
-        self._buffers, self._flops, self._kept = buffers, flops, kept
+        self._buffers, self._flops, self._side_outputs = buffers, flops, side_outputs
         self._buffer_at = {storage_of(b): name for name, b in buffers.items()}
         self.time = 0
-        self.reads: dict[torch.Tensor, list[int]] = {}
+        self.uses: dict[torch.Tensor, list[int]] = {}
         self.writes: dict[str, int] = {}
-        self.looks: list[int] = []
-        self.lookers: dict[str, None] = {}
-        self.looked: Exception | None = None
+        self.value_reads: list[int] = []
+        self.value_readers: dict[str, None] = {}
+        self.read_error: Exception | None = None
         self.begun: dict[str, int] = {}
-        # When a tensor was used that was made when; the tensor keeps its id from being used again.
-        self._uses: list[tuple[int, int, torch.Tensor]] = []
-        # When the memory of a tensor was changed in place, by its number.
+        # When a tensor was used and made; the tensor itself, so that no other one gets its id.
+        self._tensor_uses: list[tuple[int, int, torch.Tensor]] = []
+        # When memory was changed in place, and the number of its storage.
         self._changes: list[tuple[int, int]] = []
-        # Memory that held no results of weights before: when such were written into it.
-        self._late: dict[int, tuple[int, torch.Tensor]] = {}
-        # Of the calls that are running: how many had ended before, with what they were called, and
-        # what they might change. By module; a call that an error ends leaves one behind.
+        # By storage that an operation has filled with results of weights: when, and the tensor.
+        self._filled: dict[int, tuple[int, torch.Tensor]] = {}
+        # By module, its running calls: how many calls had ended before, the arguments, and what the
+        # call might change. A call that an error ends leaves one behind.
         self._running: dict[str, list[tuple[int, Any, Any]]] = {}
-        # Those that are running, the innermost last.
+        # The modules that are running, the innermost last.
         self._inside: list[str] = []
         self._count: dict[str, int] = {}
-        self._ended: list[_Ended] = []
-        # By the id of a tensor, the number of the call in ``_ended`` that has returned it first.
+        self._calls: list[_Call] = []
+        # By the id of a tensor, the number of the call in ``_calls`` that has returned it first.
         self._first: dict[int, int] = {}
 
     def operation(self, call: Operation) -> Any:
@@ -215,21 +211,21 @@ class ForwardTrace(EachOperation):
         return out
 
     def _note_inputs(self, inputs: Sequence[torch.Tensor]) -> tuple[bool, bool]:
-        """Note what a function uses, and return whether that depends on weights, and the batch."""
+        """Note what a function uses; return whether that depends on weights, and on the batch."""
         depends, of_batch = False, False
         for t in inputs:
             of_batch |= hasattr(t, _OF_BATCH)
             if isinstance(t, nn.Parameter):
-                self.reads.setdefault(t, []).append(self.time)
+                self.uses.setdefault(t, []).append(self.time)
                 depends = True
             elif t.is_meta or _depends(t):
                 if not _depends(t):  # PyTorch does not show what an autograd Function returns
                     setattr(t, _BORN, self.time - 1)
                     of_batch = True
-                self._uses.append((self.time, getattr(t, _BORN), t))
+                self._tensor_uses.append((self.time, getattr(t, _BORN), t))
                 depends = True
-            elif (late := self._late.get(storage_of(t))) is not None:
-                self._uses.append((self.time, *late))
+            elif (filled := self._filled.get(storage_of(t))) is not None:
+                self._tensor_uses.append((self.time, *filled))
         return depends, of_batch
 
     def _note_change(self, t: torch.Tensor, depends: bool) -> None:
@@ -238,31 +234,31 @@ class ForwardTrace(EachOperation):
         if number in self._buffer_at:
             self.writes[self._buffer_at[number]] = self.time
         if depends and not t.is_meta:
-            self._late[number] = self.time, t
+            self._filled[number] = self.time, t
 
-    def begin_with(self, tree: Any) -> None:
-        """Note that the forward has got these tensors."""
+    def note_arguments(self, tree: Any) -> None:
+        """Note the arguments of the forward."""
         for t in tensors_in(tree):
             setattr(t, _OF_BATCH, True)
 
-    def end_with(self, tree: Any) -> None:
-        """Note that the forward has returned these tensors: they are used after the end."""
+    def note_result(self, tree: Any) -> None:
+        """Note the result of the forward, which is used after its end."""
         for t in filter(_depends, tensors_in(tree)):
-            self._uses.append((self.time + 1, getattr(t, _BORN), t))
+            self._tensor_uses.append((self.time + 1, getattr(t, _BORN), t))
 
-    def look(self, error: Exception) -> None:
-        """Note that the forward looks at a value now."""
-        self.looks.append(self.time)
-        self.lookers[self._inside[-1] if self._inside else ""] = None
-        self.looked = self.looked or error
+    def note_value_read(self, error: Exception) -> None:
+        """Note that the forward reads a value now."""
+        self.value_reads.append(self.time)
+        self.value_readers[self._inside[-1] if self._inside else ""] = None
+        self.read_error = self.read_error or error
 
     @staticmethod
     def is_result(t: torch.Tensor) -> bool:
-        """Whether it depends on weights, and is a single number or depends on the batch."""
+        """Whether a tensor depends on weights, and is a single number or depends on the batch."""
         return _depends(t) and (not t.dim() or hasattr(t, _OF_BATCH))
 
     def calls_followed(self) -> Any:
-        """A context in which calls of modules are noted."""
+        """A context in which this notes the calls of modules."""
         return calls_watched(self._modules, self._begin, self._end, before_hooks=False)
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> None:
@@ -271,9 +267,9 @@ class ForwardTrace(EachOperation):
         self._inside.append(name)
         self.begun.setdefault(name, self.time)
         self._count[name] = self._count.get(name, 0) + 1
-        before = self._kept.changeable(self._modules[name], args, kwargs)
-        given = tree_leaves((args, kwargs))
-        self._running.setdefault(name, []).append((len(self._ended), given, before))
+        before = self._side_outputs.changeable(self._modules[name], args, kwargs)
+        arguments = tree_leaves((args, kwargs))
+        self._running.setdefault(name, []).append((len(self._calls), arguments, before))
 
     def _end(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         if not name:
@@ -282,123 +278,129 @@ class ForwardTrace(EachOperation):
             return
         module = self._modules[name]
         while self._inside and self._inside.pop() != name:
-            pass  # an error has ended the call of one inside
-        earlier, given, before = self._running[name].pop()
+            pass  # an error has ended the call of a module inside
+        earlier, arguments, before = self._running[name].pop()
         self._note_new_buffers(name, module)
-        now = self._kept.changeable(module, args, kwargs)
-        # A number has perhaps changed by a value that other ranks do not have.
-        changes_others = now != before if self.looks else now[0] != before[0]
+        now = self._side_outputs.changeable(module, args, kwargs)
+        # A number may follow from a value that other ranks do not have.
+        has_side_effects = now != before if self.value_reads else now[0] != before[0]
         flops = self._flops.get_total_flops()
         if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
-            return  # a number, say, that may be another one in the next call
+            return  # as a number, which may be another one in the next call
         if is_recomputed_within(module):
             return
         tensors, structure = tensors_in(output), structure_of(output)
-        with torch._C.DisableTorchFunction():  # a look is no use
-            trained = [t.requires_grad for t in tensors]
+        with torch._C.DisableTorchFunction():  # this is no use of them
+            requires_grad = [t.requires_grad for t in tensors]
         for t in tensors:
-            self._first.setdefault(id(t), len(self._ended))
-        self._ended.append(
-            _Ended(
+            self._first.setdefault(id(t), len(self._calls))
+        self._calls.append(
+            _Call(
                 name,
                 earlier,
                 self.time,
                 flops,
                 tensors,
                 structure,
-                trained,
-                given,
-                changes_others,
-                *self._kept.tensors(),
+                requires_grad,
+                arguments,
+                has_side_effects,
+                *self._side_outputs.tensors(),
             )
         )
 
     def _note_new_buffers(self, name: str, module: nn.Module) -> None:
-        """Note when buffers of a module have got other tensors."""
+        """Note when a module has replaced buffers by other tensors."""
         for own, buffer in module.named_buffers(recurse=False):
             full = f"{name}.{own}" if name else own
             if full in self._buffers and storage_of(buffer) != storage_of(self._buffers[full]):
                 self.writes.setdefault(full, self.time)
 
-    def closed(self) -> Iterator[Closed]:
-        """The modules that later stages need not call."""
-        for each in self._ended:
+    def shape_only(self) -> Iterator[ShapeOnly]:
+        """The modules that later stages need not run.
+
+        They return new tensors that depend on weights, and nothing else inside is used later.
+        """
+        for each in self._calls:
             depends = [_depends(t) and self._is_new(t, each) for t in each.tensors]
-            once = self._count[each.module] == 1 and not each.changes_others
+            once = self._count[each.module] == 1 and not each.has_side_effects
             if once and depends and all(depends):
                 begun = self.begun[each.module]
                 made = self._crossing(each.time, begun)
-                if made.keys() <= set(map(id, [*each.tensors, *each.kept])):
+                if made.keys() <= set(map(id, [*each.tensors, *each.side_outputs])):
                     shapes = tuple(t.shape for t in each.tensors)
-                    yield Closed(each.module, begun, each.time, shapes)
+                    yield ShapeOnly(each.module, begun, each.time, shapes)
 
-    def places(self, kept: Sequence[torch.Tensor]) -> list[CutPlace]:
-        """Where all that is used later and depends on a parameter is what modules return.
+    def places(self, side_outputs: Sequence[torch.Tensor]) -> list[ModuleCut]:
+        """Where the model can be cut.
 
-        Or what follows from that by a few operations, or what the forward keeps for the script.
+        All that is used later and depends on a parameter must be an output of a module, follow from
+        such by a few operations, or be a side output.
+
+        Args:
+            side_outputs: that the forward keeps for the script.
         """
-        found: list[CutPlace] = []
-        once = [each for each in self._ended if self._count[each.module] == 1]
+        found: list[ModuleCut] = []
+        once = [each for each in self._calls if self._count[each.module] == 1]
         ended = [each for each in once if not each.is_inside_a_function]
         for i, each in enumerate(ended):
             crossing = self._crossing(each.time)
             new = [t for t in each.tensors if self._is_new(t, each)]
             numbers = set(map(id, new))
-            if each.changes_others or numbers.isdisjoint(crossing) or each.time >= self.time:
+            if each.has_side_effects or numbers.isdisjoint(crossing) or each.time >= self.time:
                 continue
-            # What it has been given and returns is sent as a result of the module that has made it.
+            # A tensor that it only passes through is sent as the output of the module that made it.
             crossing |= {
                 id(t): t
-                for t in kept
-                if getattr(t, _BORN, sys.maxsize) <= each.time and not _is_in(t, each.kept)
+                for t in side_outputs
+                if getattr(t, _BORN, sys.maxsize) <= each.time and not _is_in(t, each.side_outputs)
             }
             others = {n: t for n, t in crossing.items() if n not in numbers}
             known = [self._sources(t, ended[:i], each) for t in others.values()]
-            beside = tuple(dict.fromkeys(result for results in known for result in results or ()))
-            own = {id(t): self._result(t, ended[:i], each.time) for t in others.values()}
+            skips = tuple(dict.fromkeys(output for outputs in known for output in outputs or ()))
+            own = {id(t): self._output_of(t, ended[:i], each.time) for t in others.values()}
             sent = [t for n, t in others.items() if own[n]]
             if None in known or _share_memory([*new, *sent], len(sent)):
                 continue
             returned = [own.get(id(t)) for t in each.tensors]
-            slots = [None if result is None else beside.index(result) for result in returned]
-            place = CutPlace(
+            aliases = [None if output is None else skips.index(output) for output in returned]
+            place = ModuleCut(
                 each.module,
                 each.time,
-                each.flops,
                 bytes_of([*new, *others.values()]),
+                each.flops,
                 each.structure,
-                self.begun[each.module],
-                beside,
-                tuple(slots),
+                skips,
+                tuple(aliases),
             )
-            # Of those that end together the outermost.
+            # Of modules that end together take the outermost.
             if found and found[-1].time == each.time:
                 found.pop()
             found.append(place)
         return found
 
     def _crossing(self, time: int, since: int = -1) -> dict[int, torch.Tensor]:
-        """What was made after ``since`` and up to a time, and is used after it, by its id."""
-        return {id(t): t for used, born, t in self._uses if since < born <= time < used}
+        """The tensors made after ``since`` and up to ``time``, and used after it, by their ids."""
+        return {id(t): t for used, born, t in self._tensor_uses if since < born <= time < used}
 
     def _is_changed(self, t: torch.Tensor, begin: int, end: int) -> bool:
-        """Whether its memory is changed in place after one time, and up to another."""
+        """Whether the memory of a tensor is changed in place after ``begin``, and up to ``end``."""
         own = storage_of(t)
         return any(begin < time <= end and storage == own for time, storage in self._changes)
 
-    def _is_new(self, t: torch.Tensor, call: _Ended) -> bool:
-        """Whether no one has had a result of a call before, but modules inside of it."""
-        return self._first[id(t)] >= call.earlier and not _is_in(t, call.given)
+    def _is_new(self, t: torch.Tensor, call: _Call) -> bool:
+        """Whether a call made its output itself, or modules inside of it did."""
+        return self._first[id(t)] >= call.earlier and not _is_in(t, call.arguments)
 
     def _sources(
-        self, t: torch.Tensor, ended: Sequence[_Ended], call: _Ended
-    ) -> list[Result] | None:
-        """The results of modules from which a later stage has a tensor; None if not all."""
-        if (result := self._result(t, ended, call.time)) is not None:
-            return [result]
-        if _is_in(t, call.kept):
+        self, t: torch.Tensor, ended: Sequence[_Call], call: _Call
+    ) -> list[ModuleOutput] | None:
+        """The outputs from which a later stage can compute a tensor; None if it cannot."""
+        if (output := self._output_of(t, ended, call.time)) is not None:
+            return [output]
+        if _is_in(t, call.side_outputs):
             return []
-        found: list[Result] = []
+        found: list[ModuleOutput] = []
         if t.dim() > 1 or not hasattr(t, _FROM):
             return None
         if self._is_changed(t, getattr(t, _BORN), call.time):
@@ -407,26 +409,26 @@ class ForwardTrace(EachOperation):
             if isinstance(each, nn.Parameter):
                 return None
             if _depends(each):
-                its = self._sources(each, ended, call)
-                # What modules that are not called again have kept in lists comes too late.
-                if its is None or (not its and not _is_in(each, call.alone)):
+                sources = self._sources(each, ended, call)
+                # Side outputs in lists, of modules that are not called again, come too late.
+                if sources is None or (not sources and not _is_in(each, call.side_tensors)):
                     return None
-                found += its
+                found += sources
         return found
 
-    def _result(self, t: torch.Tensor, ended: Sequence[_Ended], time: int) -> Result | None:
-        """The module that returns a tensor first as it is, of those that have ended.
+    def _output_of(self, t: torch.Tensor, ended: Sequence[_Call], time: int) -> ModuleOutput | None:
+        """The first output that is this tensor, of the calls that have ended.
 
         None if there is none, or if the tensor is changed before ``time``: a later stage would
-        change it again. A module that was given the tensor, or changes something else, does not
+        change it again. Modules that only pass the tensor through, or have side effects, do not
         count.
         """
         for each in ended:
             numbers = [number for number, own in enumerate(each.tensors) if own is t]
-            if not numbers or each.changes_others or not self._is_new(t, each):
+            if not numbers or each.has_side_effects or not self._is_new(t, each):
                 continue
             if not self._is_changed(t, each.time, time):
-                return Result(each.module, numbers[0])
+                return ModuleOutput(each.module, numbers[0])
         return None
 
 
@@ -439,9 +441,9 @@ def _is_in(t: torch.Tensor, things: Sequence[Any]) -> bool:
 
 
 def _share_memory(tensors: Sequence[torch.Tensor], others: int) -> bool:
-    """Whether one of the last tensors has memory in common with another one.
+    """Whether one of the last ``others`` tensors shares memory with another tensor.
 
-    They arrive apart, so that a change of one would not be seen in the other.
+    They arrive in memory of their own, so that a change of one would not change the other.
     """
     storages = [storage_of(t) for t in tensors]
     return any(storages.count(each) > 1 for each in storages[len(storages) - others :])

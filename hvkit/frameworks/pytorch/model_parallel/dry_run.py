@@ -1,8 +1,8 @@
-"""One run of a model's own forward without its weights: where it can be cut, and what it costs.
+"""Runs a model's own forward without its weights, to see where it can be cut and what it costs.
 
-Parameters are on the meta device, which knows shapes and computes nothing. So whatever depends on a
-parameter is on the meta device as well, and the rest, such as masks and positions, is real: a
-forward may look at it. Nothing is traced or exported.
+Parameters are on the meta device, which knows shapes and computes nothing. So all that depends on a
+parameter is on the meta device as well. The rest, such as masks and positions, is real: a forward
+may read its values. Nothing is traced or exported.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace, ForwardTrace
-from hvkit.frameworks.pytorch.model_parallel.kept_results import KeptResults, Path
+from hvkit.frameworks.pytorch.model_parallel.cut_places import ForwardTrace, ModuleCut
 from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     OnMeta,
     explaining_meta,
     forward_on_meta,
     on_meta,
 )
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import Path, SideOutputs
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     bytes_of,
     copied_call,
@@ -36,12 +36,12 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor that autograd keeps for backward.
+class SavedActivation:
+    """A tensor that autograd saves for backward.
 
     Attributes:
-        time: when an operation kept it.
-        storage: the number of its memory, which several operations may keep.
+        time: when an operation saved it.
+        storage: the number of its memory, which several operations may save.
         nbytes: of this memory.
     """
 
@@ -52,38 +52,37 @@ class Kept:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run has found.
+    """What a dry run has found; times count operations.
 
     Attributes:
         places: where the model can be cut, in the order of forward.
-        closed: modules from inside of which nothing is used later but their output, all of which
-            is new and depends on weights.
-        reads: by parameter, when it is used.
+        shape_only: modules that later stages need not run; the shapes of their output are enough.
+        uses: by parameter, when it is used.
         calls: by module, when its first call began.
-        writes: by buffer that is changed in place, when it is last.
-        saved: what is kept for backward, without parameters.
+        writes: by buffer that is changed in place, when it is changed last.
+        saved: tensors that autograd saves for backward, without parameters.
         flops: of the whole forward.
         nbytes: of its result.
-        kept: where it keeps results beside what it returns.
+        side_outputs: where the forward keeps results, apart from what it returns.
         floats: where it keeps Python floats.
-        looking: those of the closed modules that look at values which depend on weights.
-        lookers: the modules in whose own code it does, closed or not.
-        looked: PyTorch's error where the forward first looks at one; None if it does not.
+        reading: those of ``shape_only`` that read values which depend on weights.
+        value_readers: all modules that do so in their own code.
+        read_error: PyTorch's error where the forward first reads one; None if it does not.
     """
 
-    places: tuple[CutPlace, ...]
-    closed: tuple[str, ...]
-    reads: Mapping[str, tuple[int, ...]]
+    places: tuple[ModuleCut, ...]
+    shape_only: tuple[str, ...]
+    uses: Mapping[str, tuple[int, ...]]
     calls: Mapping[str, int]
     writes: Mapping[str, int]
-    saved: tuple[Kept, ...]
+    saved: tuple[SavedActivation, ...]
     flops: int
     nbytes: int
-    kept: tuple[Path, ...] = ()
+    side_outputs: tuple[Path, ...] = ()
     floats: tuple[str, ...] = ()
-    looking: tuple[str, ...] = ()
-    lookers: tuple[str, ...] = ()
-    looked: Exception | None = None
+    reading: tuple[str, ...] = ()
+    value_readers: tuple[str, ...] = ()
+    read_error: Exception | None = None
 
 
 def dry_run(
@@ -98,42 +97,42 @@ def dry_run(
     Random generators, buffers and gradients stay as they are.
 
     Args:
-        passed_on: where the forward keeps results that stages pass on.
+        passed_on: where the forward keeps side outputs that stages pass on.
 
     Raises:
-        ValueError: the forward looks at a value that depends on weights.
+        ValueError: the forward reads a value that depends on weights.
     """
-    trace, found = _followed(model, args, kwargs, device, passed_on, 1)
-    if not trace.looks:
+    trace, found = _traced(model, args, kwargs, device, passed_on, 1)
+    if not trace.value_reads:
         return found
-    # Where it looks at values, shapes must not depend on them, if later stages know shapes alone.
-    inside = [each for each in trace.closed() if any(map(each.includes, trace.looks))]
+    # Later stages know only the shapes of a module: these must not depend on values that it reads.
+    inside = [each for each in trace.shape_only() if any(map(each.includes, trace.value_reads))]
     try:
-        of_zeros, _ = _followed(model, args, kwargs, device, passed_on, 0)
-        shapes = {each.module: each.shapes for each in of_zeros.closed()}
-    except Exception:  # of any type: the model's, which gets no samples
+        of_zeros, _ = _traced(model, args, kwargs, device, passed_on, 0)
+        shapes = {each.module: each.shapes for each in of_zeros.shape_only()}
+    except Exception:  # the model may raise any type
         shapes = {}
     safe = [
         each for each in inside if shapes.get(each.module, each.shapes) == each.shapes and shapes
     ]
     unsafe = {each.module for each in inside} - {each.module for each in safe}
-    # From when until when each look may not be repeated.
+    # A cut between these times would repeat the read of a value.
     spans = [
         (time, min((each.ended for each in safe if each.includes(time)), default=sys.maxsize))
-        for time in trace.looks
+        for time in trace.value_reads
     ]
     places = [place for place in found.places if not any(a <= place.time < b for a, b in spans)]
     return replace(
         found,
         places=tuple(places),
-        closed=tuple(name for name in found.closed if name not in unsafe),
-        looking=tuple(each.module for each in safe),
-        lookers=tuple(trace.lookers),
-        looked=trace.looked,
+        shape_only=tuple(name for name in found.shape_only if name not in unsafe),
+        reading=tuple(each.module for each in safe),
+        value_readers=tuple(trace.value_readers),
+        read_error=trace.read_error,
     )
 
 
-def _followed(
+def _traced(
     model: nn.Module,
     args: Any,
     kwargs: Any,
@@ -141,38 +140,38 @@ def _followed(
     passed_on: Sequence[Path],
     value: int,
 ) -> tuple[ForwardTrace, DryRun]:
-    """A dry run in which the forward sees ``value`` wherever it looks at values."""
-    flops, kept = FlopCounterMode(display=False), KeptResults(model, passed_on)
+    """A dry run in which the forward gets ``value`` wherever it reads values."""
+    flops, side_outputs = FlopCounterMode(display=False), SideOutputs(model, passed_on)
     meta, names = on_meta(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    trace = ForwardTrace(model, buffers, flops, kept)
+    trace = ForwardTrace(model, buffers, flops, side_outputs)
     saved = _Saved(trace, meta.values())
     args, kwargs = copied_call(args, kwargs)
-    trace.begin_with((args, kwargs))
-    kept.begin()
+    trace.note_arguments((args, kwargs))
+    side_outputs.begin()
     modes = [
         torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(saved.keep, _as_it_is),
+        torch.autograd.graph.saved_tensors_hooks(saved.note, _unchanged),
         _fused_attention(saved, device),
         trace.calls_followed(),
-        OnMeta(device, trace.look, value),
+        OnMeta(device, trace.note_value_read, value),
         trace,
         flops,
     ]
     run = forward_on_meta(model, {**meta, **buffers}, args, kwargs, device, modes)
     with explaining_meta(), run as (out, anywhere):
-        trace.end_with(out)
-        kept_at_end, _ = kept.tensors()
+        trace.note_result(out)
+        at_end, _ = side_outputs.tensors()
         found = DryRun(
-            places=tuple(trace.places(kept_at_end)),
-            closed=tuple(each.module for each in trace.closed()),
-            reads={names[p]: tuple(times) for p, times in trace.reads.items() if p in names},
+            places=tuple(trace.places(at_end)),
+            shape_only=tuple(each.module for each in trace.shape_only()),
+            uses={names[p]: tuple(times) for p, times in trace.uses.items() if p in names},
             calls=trace.begun,
             writes=trace.writes,
             saved=tuple(saved.found),
             flops=flops.get_total_flops(),
             nbytes=bytes_of(tensors_in(out)),
-            kept=tuple(
+            side_outputs=tuple(
                 path
                 for path, each in anywhere.changes().items()
                 if any(map(trace.is_result, tensors_in(each.value)))
@@ -183,38 +182,38 @@ def _followed(
 
 
 class _Saved:
-    """What autograd keeps for backward.
+    """Notes what autograd saves for backward.
 
     Args:
-        trace: its clock.
-        parameters: which are in memory anyway, also where a view of one is kept.
+        trace: has the time.
+        parameters: these, and views of them, do not count: they are in memory anyway.
     """
 
     def __init__(self, trace: ForwardTrace, parameters: Iterable[nn.Parameter]) -> None:
         self._trace = trace
         self._parameters = set(map(storage_of, parameters))
-        self.found: list[Kept] = []
-        # The number of a storage is used again when nobody holds it.
+        self.found: list[SavedActivation] = []
+        # Keeps storages alive, so that no other one gets the same number.
         self._alive: list[Any] = []
 
-    def keep(self, t: torch.Tensor) -> torch.Tensor:
+    def note(self, t: torch.Tensor) -> torch.Tensor:
         storage, number = t.untyped_storage(), storage_of(t)
         if t.is_meta and number not in self._parameters:
-            self.found.append(Kept(self._trace.time, number, storage.nbytes()))
+            self.found.append(SavedActivation(self._trace.time, number, storage.nbytes()))
             self._alive.append(storage)
         return t
 
 
-def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+def _unchanged(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
 @contextmanager
 def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
-    """Has attention keep what the kernels of a device keep: on meta, PyTorch takes its slow path.
+    """Lets attention save what the kernels of a device save: on meta, PyTorch takes its slow path.
 
-    That one keeps the products of all queries and keys. The result is kept by what takes it, in
-    the same memory, because kernels lay it out so.
+    The slow path saves the products of all queries and keys. The next operation saves the result
+    of attention, in the same memory as the kernel.
     """
     module: Any = functional
     own = module.scaled_dot_product_attention
@@ -229,13 +228,13 @@ def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
         **kwargs: Any,
     ) -> torch.Tensor:
         run = functools.partial(own, query, key, value, attn_mask, dropout_p, *args, **kwargs)
-        if dropout_p and device.type == "cpu":  # the slow path is the only one there
+        if dropout_p and device.type == "cpu":  # it has the slow path only
             return cast(torch.Tensor, run())
-        # Of nested hooks the innermost ones count.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        # PyTorch calls only the innermost hooks.
+        with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
             out = cast(torch.Tensor, run())
         for t in (query, key, value) if out.requires_grad else ():
-            saved.keep(t)
+            saved.note(t)
         return out
 
     module.scaled_dot_product_attention = attention

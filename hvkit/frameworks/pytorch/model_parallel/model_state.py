@@ -1,6 +1,6 @@
-"""A model and its optimizers whose ranks hold parts: giving up the rest, gathering, and loading.
+"""The state of a model and its optimizers in a mesh: dropping, gathering and loading parts of it.
 
-Files stay those of the plain model: rank 0 saves whole tensors, and loading takes this rank's part
+Files stay those of the plain model: rank 0 saves full tensors, and loading takes this rank's part
 of them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     described,
     described_state,
 )
-from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import HOOKS
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, local_part
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import show, slicing_of
 from hvkit.transport.traffic import count
@@ -37,16 +38,16 @@ from hvkit.watch.calls import call, translated, waiting
 
 
 class ModelState:
-    """Who holds which parameter and buffer of a model, and all of it on rank 0 for a while.
+    """Knows which rank holds each parameter and buffer; gathers them on rank 0, or on all ranks.
 
     Args:
         model: on every rank.
         holder: by parameter and buffer, the rank along the pipeline that holds it.
         links: to the ranks of the pipeline.
         slicings: of this rank's parameters, by name.
-        collects: whether this rank holds a part of the model that rank 0 collects.
-        first_slice: whether it is the first of those with other slices along the tensor axis.
-        first_shard: whether it is the first of those along the shard axis.
+        collects: whether this rank is in rank 0's replica of the model.
+        first_slice: whether it is the first rank along the tensor axis.
+        first_shard: whether it is the first rank along the shard axis.
     """
 
     def __init__(
@@ -64,17 +65,17 @@ class ModelState:
         self._links, self._rank = links, dist.get_rank(links.group)
         self._slicings, self._collects = slicings, collects
         self._first_slice, self._first_shard = first_slice, first_shard
-        # Ranks with other slices of the same do not send what is put together from all.
+        # All slices of a tensor are gathered on each of their ranks: one of these sends it.
         self._sends = first_shard and first_slice
-        # The whole state by name, on rank 0 inside ``gathered``.
-        self._whole: dict[str, torch.Tensor] = {}
+        # The full tensors by name, on rank 0 inside ``gathered``.
+        self._full: dict[str, torch.Tensor] = {}
         self._parameters = dict(model.named_parameters())
         self._names: dict[torch.Tensor, str] = {p: name for name, p in self._parameters.items()}
         for path, module in model.named_modules():
             hooked: Any = module
             prefix = f"{path}." if path else ""
-            hooked.register_state_dict_post_hook(functools.partial(self._give_whole, prefix))
-            hooked.register_load_state_dict_pre_hook(self._take_own)
+            hooked.register_state_dict_post_hook(functools.partial(self._put_full, prefix))
+            hooked.register_load_state_dict_pre_hook(self._take_slices)
 
     @property
     def keeps_whole(self) -> bool:
@@ -82,25 +83,25 @@ class ModelState:
         return self._collects and self._sends and self._rank == 0
 
     def shape_of(self, name: str) -> torch.Size:
-        """The shape of what this rank has of a parameter."""
+        """The shape of this rank's slice of a parameter."""
         return self._parameters[name].shape
 
     def full_shape_of(self, name: str) -> torch.Size:
-        """The shape of the full parameter, of which this rank has some."""
+        """The shape of the full parameter, of which this rank has a slice."""
         return self.slicing(name).shape(self._parameters[name])
 
     def slicing(self, name: str) -> Slicing:
-        """How a parameter or buffer is divided, of which this rank has some."""
+        """The slicing of a parameter or buffer of this rank."""
         return self._slicings.get(name, _WHOLE)
 
     def full_gradient(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The full gradient of a parameter, from this rank's; a collective of those with some."""
+        """The full gradient of a parameter, from this rank's slice; a collective of its ranks."""
         with call("the model's forward or backward pass"), translated(), waiting():
-            return self.slicing(self._names[parameter]).joined(own, "gradients")
+            return self.slicing(self._names[parameter]).gather(own, "gradients")
 
-    def own_gradient(self, parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    def gradient_slice(self, parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the full gradient of a parameter."""
-        return self.slicing(self._names[parameter]).own_like(full, parameter)
+        return self.slicing(self._names[parameter]).slice_like(full, parameter)
 
     @contextmanager
     def gathered(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
@@ -110,29 +111,28 @@ class ModelState:
             model: all of it, or a part.
             prefix: of the names of this part.
         """
-        own = self._tensors(model, prefix)
         names = [name for name in self._holder if name.startswith(prefix)]
-        self._whole |= self.collected(own, names)
+        self._full |= self.collected(self._tensors(model, prefix), names)
         try:
             yield
         finally:
             for name in names:
-                self._whole.pop(name, None)
+                self._full.pop(name, None)
 
     def _tensors(self, model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-        """All parameters, and the buffers of a part of the model, as this rank has them."""
+        """This rank's slices of all parameters, and of the buffers of a part of the model."""
         # The model itself may hold gathered weights, whose memory PyTorch is about to free.
         tensors = {**self._parameters, **{prefix + n: b for n, b in model.named_buffers()}}
         return {name: t.detach() for name, t in tensors.items()}
 
     @torch.no_grad()
     def full_everywhere(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """All parameters and buffers in full on every rank, by name; a collective."""
+        """The full parameters and buffers on every rank, by name; a collective."""
         found, links, own = {}, self._links, self._tensors(model)
         with call("generate()"), links.waiting():
             for name, source in self._holder.items():
                 if source == self._rank:
-                    t = self.slicing(name).joined(own[name], "weights").clone()
+                    t = self.slicing(name).gather(own[name], "weights").clone()
                 else:
                     t = torch.empty(own[name].shape, dtype=own[name].dtype, device=links.device)
                 if len(links.ranks) > 1:
@@ -142,142 +142,130 @@ class ModelState:
                 found[name] = nn.Parameter(t, trained) if name in self._parameters else t
         return found
 
-    def collected(self, things: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Things of all ranks on rank 0, one at a time; empty on others.
+    def collected(self, values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """Gather full values on rank 0, one at a time; empty on others.
 
         Args:
-            things: tensors, or states of parameters, by name; those that other ranks hold count
-                there.
-            names: of all of them, in the same order on every rank.
+            values: this rank's tensors, or states of parameters, by name.
+            names: of the values of all ranks, in the same order on every rank.
         """
         found: dict[str, Any] = {}
         with call("hvkit.settled"), translated(), waiting():
             for name in names if self._collects else ():
-                source, thing = self._holder[name], None
+                source, value = self._holder[name], None
                 if source == self._rank:
-                    thing = self._whole_of(name, things.get(name))
+                    value = self._full_on_host(name, values.get(name))
                 if not self._sends:
                     continue
                 if source != self._rank == 0:
                     box: list[Any] = [None]
                     dist.recv_object_list(box, self._links.ranks[source], group=self._links.group)
-                    thing = box[0]
+                    value = box[0]
                 elif source == self._rank != 0:
-                    count("objects", bytes_of(tensors_in(thing)))
-                    dist.send_object_list([thing], self._links.ranks[0], group=self._links.group)
+                    count("objects", bytes_of(tensors_in(value)))
+                    dist.send_object_list([value], self._links.ranks[0], group=self._links.group)
                 if self._rank == 0:
-                    found[name] = thing
+                    found[name] = value
         return found
 
-    def _whole_of(self, name: str, thing: Any) -> Any:
-        """A tensor of a parameter whole, or those in a parameter's state, in host memory."""
-        if isinstance(thing, Mapping):
-            return {key: self._whole_of(name, value) for key, value in thing.items()}
-        if isinstance(thing, torch.Tensor):
-            own = thing.detach()
-            full = self.slicing(name).joined(own, "objects") if thing.dim() else own
+    def _full_on_host(self, name: str, value: Any) -> Any:
+        """A full tensor of a parameter, or of its state, in host memory; a collective."""
+        if isinstance(value, Mapping):
+            return {key: self._full_on_host(name, each) for key, each in value.items()}
+        if isinstance(value, torch.Tensor):
+            own = value.detach()
+            full = self.slicing(name).gather(own, "objects") if value.dim() else own
             return full.cpu() if self._sends else None
-        return thing
+        return value
 
-    def _give_whole(
+    def _put_full(
         self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
     ) -> None:
-        """After ``state_dict`` of the module at this path: its own tensors, whole."""
-        own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
-        names = {name: self._names[p] for name, p in own}
+        """After ``state_dict`` of the module at this path: put full tensors into it."""
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        names = {name: self._names[p] for name, p in parameters}
         buffers = {name: path + name for name, _ in module.named_buffers(recurse=False)}
         names |= {name: full for name, full in buffers.items() if full in self._holder}
-        for name, whole in names.items():
+        for name, full_name in names.items():
             if prefix + name not in state:  # a buffer that is not saved
                 continue
-            if whole in self._whole:
-                state[prefix + name] = self._whole[whole]
-            elif self._holder[whole] != self._rank or self.slicing(whole):
+            if full_name in self._full:
+                state[prefix + name] = self._full[full_name]
+            elif self._holder[full_name] != self._rank or self.slicing(full_name):
                 raise partial_state("state_dict()", module, "model")
 
-    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Before loading: take this rank's share, and leave out what other ranks hold."""
-        for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+    def _take_slices(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Before loading: take this rank's slices, and no parameters of other ranks."""
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
             if not isinstance(value, torch.Tensor):
                 continue
-            if held.is_meta:
+            if p.is_meta:
                 state[prefix + name] = value.to("meta")
             else:
-                own = self.slicing(self._names[held]).own_like(value, held)
-                slicing = slicing_of(held)
-                # PyTorch compares shapes, of which the parameter shows that of the whole.
+                own = self.slicing(self._names[p]).slice_like(value, p)
+                slicing = slicing_of(p)
+                # PyTorch compares shapes, and the parameter shows that of the full tensor.
                 state[prefix + name] = own if slicing is None else show(own, slicing)
 
-    def own_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """This rank's parameters and buffers by name, as they are."""
+    def slices_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """This rank's slices of parameters, and its buffers, by name."""
         parameters = {n: p.detach() for n, p in self._parameters.items() if not p.is_meta}
         return parameters | dict(model.named_buffers())
 
     def named_state(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-        """The state dict without tensors, and by its keys the names of what it holds whole."""
+        """The state dict without tensors, and by its keys the names of their tensors."""
         named = dict(model.named_parameters()) | dict(model.named_buffers())
-        whole: dict[str, torch.Tensor] = {name: torch.empty(0, device="meta") for name in named}
-        before, self._whole = self._whole, whole
+        empty: dict[str, torch.Tensor] = {name: torch.empty(0, device="meta") for name in named}
+        before, self._full = self._full, empty
         try:
             state = model.state_dict()
         finally:
-            self._whole = before
-        of_whole = {id(t): name for name, t in whole.items()}
-        return state, {k: of_whole[id(t)] for k, t in state.items() if id(t) in of_whole}
+            self._full = before
+        name_of = {id(t): name for name, t in empty.items()}
+        return state, {k: name_of[id(t)] for k, t in state.items() if id(t) in name_of}
 
     def named(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The parameters of an optimizer by name, in its order."""
         return {self._names[p]: p for group in optimizer.param_groups for p in group["params"]}
 
-    def shares_of(self, things: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank writes into a sharded checkpoint.
+    def saved_slices(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a sharded checkpoint.
 
         Args:
-            things: tensors, or states of parameters, by name; those that other ranks hold do not
-                count.
+            values: this rank's tensors, or states of parameters, by name.
         """
         found = {
-            name: described_state(things[name], functools.partial(self._share, name))
+            name: described_state(values[name], functools.partial(self._saved_slice, name))
             for name, source in self._holder.items()
-            if self._collects and source == self._rank and things.get(name) is not None
+            if self._collects and source == self._rank and values.get(name) is not None
         }
         return {name: each for name, each in found.items() if each}
 
-    def _share(self, name: str, own: torch.Tensor) -> dict[str, Any] | None:
+    def _saved_slice(self, name: str, own: torch.Tensor) -> dict[str, Any] | None:
         """A tensor of a parameter as this rank writes it; None if another rank does."""
         own = own.detach()
-        local = own.to_local() if isinstance(own, DTensor) else own
-        held = self._parameters.get(name)
-        if held is None or not self._is_like(own, held):
+        local, p, sharded = local_part(own), self._parameters.get(name), isinstance(own, DTensor)
+        if p is None or sharded != isinstance(p, DTensor) or own.shape[: p.dim()] != p.shape:
             return described(local, local.shape, blocks_of(local.shape)) if self._sends else None
         first_slice = self._first_slice or self.slicing(name).placement
-        if not first_slice or not (self._first_shard or isinstance(own, DTensor)):
+        if not first_slice or not (self._first_shard or sharded):
             return None
-        full = (*self.full_shape_of(name), *own.shape[held.dim() :])
-        return described(local, full, self.slicing(name).blocks(own.shape, held))
-
-    def _is_like(self, own: torch.Tensor, held: torch.Tensor) -> bool:
-        """Whether a tensor is divided as the parameter is that it belongs to."""
-        return isinstance(own, DTensor) == isinstance(held, DTensor) and (
-            own.shape[: held.dim()] == held.shape
-        )
+        full = (*self.full_shape_of(name), *own.shape[p.dim() :])
+        return described(local, full, self.slicing(name).blocks(own.shape, p))
 
     def part_of_saved(self, name: str, saved: SavedTensor) -> torch.Tensor:
         """This rank's part of a tensor of a parameter, or a buffer, in a sharded checkpoint."""
-        held = self._parameters.get(name)
-        if held is None or saved.shape[: held.dim()] != self.full_shape_of(name):
+        p = self._parameters.get(name)
+        if p is None or saved.shape[: p.dim()] != self.full_shape_of(name):
             return saved.whole()
-        more = saved.shape[held.dim() :]
-        local = held.to_local() if isinstance(held, DTensor) else held
-        own = torch.empty((*local.shape, *more), dtype=saved.dtype, device=held.device)
-        saved.fill(own, self.slicing(name).blocks((*held.shape, *more), held))
-        if not isinstance(held, DTensor):
+        more = saved.shape[p.dim() :]
+        own = torch.empty((*local_part(p).shape, *more), dtype=saved.dtype, device=p.device)
+        saved.fill(own, self.slicing(name).blocks((*p.shape, *more), p))
+        if not isinstance(p, DTensor):
             return own
-        mesh, placements = held.device_mesh, held.placements
-        shape, stride = held.shape, held.stride()
         return DTensor.from_local(
-            own, mesh, placements, run_check=False, shape=shape, stride=stride
+            own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -286,15 +274,15 @@ class ModelState:
             if p.is_meta:
                 del optimizer.state[p]
             else:
-                optimizer.state[p] = self.share_of_state(p, optimizer.state[p])
-        own = _OwnState(optimizer, self)
-        optimizer.register_load_state_dict_pre_hook(own.take_own)
+                optimizer.state[p] = self.state_slices(p, optimizer.state[p])
+        slices = _OptimizerSlices(optimizer, self)
+        optimizer.register_load_state_dict_pre_hook(slices.take_slices)
         optimizer.register_load_state_dict_post_hook(_drop_state_of_others)
 
-    def share_of_state(self, p: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's share of a parameter's state."""
+    def state_slices(self, p: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's slices of a parameter's state."""
         return {
-            key: self.slicing(self._names[p]).own_like(value, p)
+            key: self.slicing(self._names[p]).slice_like(value, p)
             if isinstance(value, torch.Tensor) and value.dim()
             else value
             for key, value in state.items()
@@ -313,26 +301,108 @@ class ModelState:
 _WHOLE = Slicing()
 
 
-class _OwnState(PartOfState):
-    """An optimizer that holds the state of this rank's parameters."""
+class FullModel:
+    """Makes ``generate`` of a model in a mesh work inside ``hvkit.settled``, on full weights.
+
+    Hugging Face's ``model.generate()`` calls an encoder alone, and keeps keys and values of all
+    layers from call to call. So the plain model stands on every rank meanwhile.
+
+    Args:
+        model: before anything of it is replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._plain = [(m, type(m), vars(m).get("forward")) for m in model.modules()]
+        self._settled = False
+        self._state: ModelState | None = None
+        if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
+            vars(model)["generate"] = self._generate
+
+    def divided(self, state: ModelState) -> None:
+        """Begin with this rank's part of the model."""
+        self._state = state
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        names = {id(t): name for name, t in tensors}
+        self._slots = [
+            (module, kind, key, names[id(t)])
+            for module in self._model.modules()
+            for kind in ("_parameters", "_buffers")
+            for key, t in vars(module)[kind].items()
+            if t is not None
+        ]
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The context in which ``generate`` works."""
+        self._settled = True
+        try:
+            yield
+        finally:
+            self._settled = False
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        run = cast(Any, type(self._model)).generate
+        if self._settled and self._state is not None:
+            with self._plain_model(self._state.full_everywhere(self._model)):
+                return run(self._model, *args, **kwargs)
+        return run(self._model, *args, **kwargs)
+
+    @contextmanager
+    def _plain_model(self, full: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Put back the model's classes, forwards and hooks, with full tensors, for a while."""
+        before = [(m, type(m), dict(vars(m))) for m in self._model.modules()]
+        try:
+            for module, kind, forward in self._plain:
+                attributes = vars(module)
+                module.__class__ = kind
+                attributes.pop("forward", None)
+                attributes.update({} if forward is None else {"forward": forward})
+                for name in ("_parameters", "_buffers"):
+                    attributes[name] = dict(attributes[name])
+                for name in HOOKS:
+                    hooks = attributes[name]
+                    attributes[name] = type(hooks)(
+                        (key, hook) for key, hook in hooks.items() if not _is_of_mesh(hook)
+                    )
+            for module, kind, key, name in self._slots:
+                vars(module)[kind][key] = full[name]
+            for module in self._model.modules():
+                if isinstance(module, nn.RNNBase):
+                    module._init_flat_weights()
+            yield
+        finally:
+            for module, kind, attributes in before:
+                module.__class__ = kind
+                vars(module).clear()
+                vars(module).update(attributes)
+
+
+def _is_of_mesh(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__module__", "")).startswith(("hvkit.", "torch.distributed."))
+
+
+class _OptimizerSlices(PartOfState):
+    """An optimizer with this rank's slices of its state."""
 
     def __init__(self, optimizer: Optimizer, model: ModelState) -> None:
         super().__init__(optimizer)
         self._model = model
 
-    def take_own(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def take_slices(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Before loading: take this rank's slices."""
         parameters = self._parameters()
-        own = {
+        slices = {
             i: values
             if not isinstance(i, int) or i >= len(parameters) or parameters[i].is_meta
-            else self._model.share_of_state(parameters[i], values)
+            else self._model.state_slices(parameters[i], values)
             for i, values in state["state"].items()
         }
-        return {**state, "state": own}
+        return {**state, "state": slices}
 
     def own(self) -> dict[str, Any]:
-        """The state dict with the state of this rank's parameters only."""
+        """The state dict with this rank's slices only."""
         before, self._may_save = self._may_save, True
         try:
             return self._optimizer.state_dict()
@@ -344,16 +414,16 @@ class _OwnState(PartOfState):
 
 
 def rank_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict with the state of this rank's parameters only; empty before there are any."""
+    """The state dict with this rank's slices only; empty before the model is divided."""
     part = part_of_state(optimizer)
-    return part.own() if isinstance(part, _OwnState) else {}
+    return part.own() if isinstance(part, _OptimizerSlices) else {}
 
 
 def drop(parameters: Sequence[nn.Parameter]) -> None:
     """Free the memory of parameters that other ranks hold; the objects stay.
 
     Raises:
-        ValueError: something still holds what PyTorch knows of one of them.
+        ValueError: a result of a forward pass, or a weak reference, needs one of them.
     """
     for p in parameters:
         if p.is_meta:

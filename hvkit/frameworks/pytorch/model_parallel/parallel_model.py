@@ -32,7 +32,7 @@ from hvkit.frameworks.pytorch.model_parallel.division import (
 )
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
-from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState, drop
+from hvkit.frameworks.pytorch.model_parallel.model_state import FullModel, ModelState, drop
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
@@ -60,7 +60,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
-from hvkit.frameworks.pytorch.model_parallel.whole_model import WholeModel
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.optimizers import share_overflows
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
@@ -130,7 +129,7 @@ class ParallelModel:
         if recipe is not None:
             self._waiting.append(LoadedBefore(model, optimizers).load)
         self._mark_in_mesh(model.parameters())
-        self._plain = WholeModel(model)
+        self._full = FullModel(model)
         # A script may have replaced the forward of the instance itself.
         self._of_instance = vars(model).get("forward")
         vars(model)["forward"] = self._forward
@@ -335,7 +334,7 @@ class ParallelModel:
             {after[name]: p for name, p in own.items() if is_divided(after[name])},
             lambda p: f"parameter {names[p]}",
             lambda p, own: cast(ModelState, self.state).full_gradient(p, own),
-            lambda p, full: cast(ModelState, self.state).own_gradient(p, full),
+            lambda p, full: cast(ModelState, self.state).gradient_slice(p, full),
         )
         return after
 
@@ -375,7 +374,7 @@ class ParallelModel:
             first_slice=first_slice,
             first_shard=first_shard,
         )
-        self._plain.divided(self.state)
+        self._full.divided(self.state)
         for optimizer in self._optimizers:
             self.state.attach(optimizer)
             overflows = functools.partial(self._gradients.any_overflow, id(optimizer))
@@ -426,7 +425,7 @@ class ParallelModel:
     def gathered(self) -> Iterator[None]:
         """A context in which rank 0 has the full state dict of the model; a collective."""
         state = nullcontext() if self.state is None else self.state.gathered(self._model)
-        with self._plain.settled(), state:
+        with self._full.settled(), state:
             yield
 
 

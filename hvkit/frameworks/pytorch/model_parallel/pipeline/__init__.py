@@ -2,13 +2,13 @@
 
 ::
 
-    stages              which stage holds what
+    stages              divides a model: cuts, and the stage of each parameter
     staged_forward      runs one stage through the model's own forward
-    microbatches        divides a batch, and joins results
+    microbatches        divides a batch, and joins outputs
     result_comparison   compares with the whole model, and micro-batches with the whole batch
-    stage_gradients     where autograd enters and leaves a stage
-    stage_messages      the ``Channel`` by ``torch.distributed``
+    stage_gradients     lets autograd enter and leave a stage
+    torch_channel       the ``Channel`` by ``torch.distributed``
     pipelined_model     ``model(x)`` runs all forward, ``backward()`` all backward
     torch_schedules     the same in the order of one of PyTorch's schedules
-    deferred_outputs    what ``model(x)`` gives then: tensors that wait for ``backward()``
+    deferred_outputs    what ``model(x)`` returns then: tensors whose values ``backward()`` computes
 """

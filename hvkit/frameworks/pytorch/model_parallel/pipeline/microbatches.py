@@ -1,4 +1,4 @@
-"""Divides the arguments of a model's call into micro-batches, and joins what they give."""
+"""Divides the arguments of a model's call into micro-batches, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class MicroBatch:
 class Divider:
     """Divides the calls of one model into micro-batches.
 
-    Every tensor whose first dimension is as long as the batch is divided along it. But an argument
-    that has once had another length there, such as a mask, has that length by chance.
+    It divides every tensor whose first dimension is as long as the batch. But an argument whose
+    length was once another one, such as a mask, has the length of the batch by chance, and stays
+    whole.
     """
 
     def __init__(self) -> None:
-        # The places among the arguments, of those that are the same in each micro-batch.
+        # By structure of the call, the numbers of arguments that are the same in each micro-batch.
         self._whole: set[tuple[str, int]] = set()
 
     def __call__(
@@ -46,9 +47,9 @@ class Divider:
         There are fewer if the batch has fewer samples.
 
         Args:
-            args, kwargs: of the call. The first tensor that has dimensions has the batch first.
+            args, kwargs: of the call. Their first tensor that has dimensions has the batch first.
             count: how many micro-batches.
-            even: have the largest number of them, up to ``count``, with equal sizes.
+            even: make the largest number of micro-batches, up to ``count``, that have equal sizes.
         """
         flat, spec = tree_flatten((args, kwargs))
         samples = samples_in(args, kwargs)
@@ -71,14 +72,14 @@ class Divider:
 def ignored_unevenly(
     targets: Iterable[torch.Tensor], sizes: Sequence[int], index: int | None = None
 ) -> bool:
-    """Whether micro-batches have different numbers of targets that a loss leaves out.
+    """Whether a loss ignores different shares of the targets of micro-batches.
 
-    Then the mean over micro-batches of their mean losses is not that of the batch.
+    Then the mean of the losses of micro-batches is not the loss of the batch.
 
     Args:
-        targets: of the whole batch, samples first; those that are no integers do not count.
+        targets: of the whole batch, samples first; only integers count.
         sizes: of the micro-batches.
-        index: of the targets to leave out; None for all that are negative.
+        index: of the ignored targets; None if all negative ones are ignored.
     """
     samples = sum(sizes)
     for t in targets:
@@ -86,10 +87,10 @@ def ignored_unevenly(
             continue
         if not t.numel() or t.shape[0] % samples:
             continue
-        out = (t < 0) if index is None else (t == index)
+        ignored = (t < 0) if index is None else (t == index)
         rows = t.shape[0] // samples
         shares = [
-            float(part.double().mean()) for part in torch.split(out, [n * rows for n in sizes])
+            float(part.double().mean()) for part in torch.split(ignored, [n * rows for n in sizes])
         ]
         if max(shares) > min(shares):
             return True
@@ -97,21 +98,21 @@ def ignored_unevenly(
 
 
 def rows_in(
-    outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], kept: int = 0
+    outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], side_outputs: int = 0
 ) -> list[int]:
     """By output tensor, how many rows of it each sample has; 0 for numbers without samples.
 
     Args:
         outputs: by micro-batch.
         sizes: by micro-batch, the number of samples.
-        kept: how many of the last ones the model keeps and does not return: any are right.
+        side_outputs: how many of the last tensors are side outputs, which may have any shape.
 
     Raises:
         ValueError: the model returns a tensor that has no rows for each sample.
     """
     columns = list(zip(*outputs, strict=True))
-    own = len(columns) - kept
-    return [_rows_of(column, sizes, kept=i >= own) for i, column in enumerate(columns)]
+    returned = len(columns) - side_outputs
+    return [_rows_of(column, sizes, kept=i >= returned) for i, column in enumerate(columns)]
 
 
 def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, kept: bool) -> int:
@@ -145,12 +146,12 @@ def joined(
 ) -> list[torch.Tensor]:
     """The output tensors of a whole batch from those of its micro-batches.
 
-    Tensors with rows for each sample are put together along their first dimension. Others are
-    taken as means over samples, such as a loss, and integers as counts.
+    Tensors with rows for each sample are concatenated along their first dimension. Other floats
+    are means over samples, such as a loss, and integers are counts.
 
     Args:
         outputs: by micro-batch.
-        sizes, rows: as ``rows_in`` has taken and given them.
+        sizes, rows: arguments and results of ``rows_in``.
     """
     total = sum(sizes)
     found = []
@@ -167,7 +168,7 @@ def joined(
 def gradients_of_parts(
     gradients: Sequence[torch.Tensor | None], sizes: Sequence[int], rows: Sequence[int]
 ) -> list[list[torch.Tensor | None]]:
-    """By micro-batch, the gradients of its outputs from those of the joined ones."""
+    """By micro-batch, the gradients of its outputs from the gradients of the joined outputs."""
     total = sum(sizes)
     columns = [
         [None] * len(sizes)

@@ -1,8 +1,8 @@
 """A pipeline under a training loop that does not know of it.
 
-``model(x)`` runs all stages for all micro-batches, and gives the outputs of the whole batch to
-every rank, so that the script computes its loss as ever. When ``backward()`` reaches these outputs,
-all stages run backward for all micro-batches.
+``model(x)`` runs all stages for all micro-batches, and returns the outputs of the whole batch on
+every rank, where the script computes its loss. When ``backward()`` reaches these outputs, all
+stages run backward for all micro-batches.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     refuse_chosen_inputs,
     same_memory,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import (
-    StageLinks,
-    like,
+from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import (
+    TorchChannel,
+    empty,
     spec_of,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
-from hvkit.frameworks.pytorch.model_parallel.tensor.flow import is_cache
+from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     Slot,
     call_key,
@@ -50,19 +50,19 @@ from hvkit.pipeline.channel import TensorSpec
 from hvkit.pipeline.gpipe import GPipe, Specs
 
 
-class Pass:
-    """A forward pass, as backward needs it; computes the stages of this rank.
+class ForwardPass:
+    """Computes this rank's stages for one batch, and keeps what the backward pass needs.
 
     Args:
         pipeline: this rank's part.
         batches: its micro-batches.
-        seed: of the random numbers that all stages draw alike.
+        seed: of the random numbers that are the same in all stages.
 
     Attributes:
-        keys: of each micro-batch, as ``Pipeline.keys`` gives them.
-        sizes: of each, the number of samples.
+        keys: of each micro-batch, from ``Pipeline.keys``.
+        sizes: of each micro-batch, the number of samples.
         result: by micro-batch, the model's result on the last stage's rank.
-        trained: by tensor of the result, whether a gradient comes back.
+        requires_grad: by tensor of the result, whether a gradient comes back.
         rows: by tensor of the result, how many rows each sample has.
     """
 
@@ -71,32 +71,32 @@ class Pass:
         self.keys = pipeline.keys(batches)
         self.sizes = [batch.samples for batch in batches]
         self.result: list[Any] = []
-        self.trained: list[bool] = []
+        self.requires_grad: list[bool] = []
         self.rows: list[int] = []
-        # By stage and micro-batch, what catches the gradients of its input, and its output.
+        # By stage and micro-batch: catches the gradients of its input; its output.
         self._computed: dict[tuple[int, int], tuple[StageInput, list[torch.Tensor]]] = {}
-        self.order = GPipe(pipeline.links, pipeline.stages.rank_of, self.keys)
+        self.order = GPipe(pipeline.channel, pipeline.stages.rank_of, self.keys)
         self.order.forward(self)
 
     def run(
-        self, stage: int, part: int, specs: Specs, tensors: list[torch.Tensor]
+        self, stage: int, microbatch: int, specs: Specs, tensors: list[torch.Tensor]
     ) -> tuple[Specs, list[torch.Tensor]]:
-        pipeline, batch = self._pipeline, self._batches[part]
+        pipeline, batch = self._pipeline, self._batches[microbatch]
         entry, received = enter(specs, tensors)
-        output = pipeline.staged.run(stage, received, batch, self._seed + part)
+        output = pipeline.staged.run(stage, received, batch, self._seed + microbatch)
         tensors = tensors_in(output)
-        given = list(map(spec_of, tensors))
+        output_specs = list(map(spec_of, tensors))
         if torch.is_grad_enabled():
-            pipeline.specs.setdefault((stage, self.keys[part]), (specs, given))
-        self._computed[stage, part] = entry, tensors
+            pipeline.specs.setdefault((stage, self.keys[microbatch]), (specs, output_specs))
+        self._computed[stage, microbatch] = entry, tensors
         if stage == pipeline.last:
             self.result.append(output)
-        return given, tensors
+        return output_specs, tensors
 
-    def grad(self, stage: int, part: int, gradients: list[torch.Tensor | None]) -> list[Any]:
-        entry, output = self._computed.pop((stage, part))
-        trained = (t for t in output if t.requires_grad)
-        pairs = [(t, g) for t, g in zip(trained, gradients, strict=True) if g is not None]
+    def grad(self, stage: int, microbatch: int, gradients: list[torch.Tensor | None]) -> list[Any]:
+        entry, output = self._computed.pop((stage, microbatch))
+        targets = (t for t in output if t.requires_grad)
+        pairs = [(t, g) for t, g in zip(targets, gradients, strict=True) if g is not None]
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         return entry.gradients()
@@ -109,9 +109,9 @@ class Pass:
         """
         self.order.require_first_backward()
         pipeline = self._pipeline
-        with pipeline.links.in_call():
+        with pipeline.channel.in_call():
             end = pipeline.around_backward()
-            with pipeline.links.times.passing():
+            with pipeline.channel.times.passing():
                 self.order.backward(self, gradients_of_parts(gradients, self.sizes, self.rows))
             end()
 
@@ -122,41 +122,41 @@ class Pipeline:
     Args:
         staged: runs its stages.
         stages: of the model.
-        links: to the other ranks.
+        channel: to the other ranks.
         microbatches: how many a batch is divided into.
         divide: divides it.
-        around_backward: called before backward, and returns what to call after it.
-        expected: what the first batch must give; only the last stage's rank may know.
-        compared: called when it has been compared, and before later batches.
+        around_backward: called before backward; returns what to call after it.
+        expected: the result for the first batch; only the last stage's rank may know it.
+        compared: called after the comparison with it, and before later batches.
     """
 
     def __init__(
         self,
         model: nn.Module,
         staged: StagedForward,
-        stages: Stages,
-        links: StageLinks,
+        stages: ModuleStages,
+        channel: TorchChannel,
         microbatches: int,
         divide: Divider,
         around_backward: Callable[[], Callable[[], None]],
         expected: list[torch.Tensor] | None,
         compared: Callable[[], None],
     ) -> None:
-        self.staged, self.stages, self.links = staged, stages, links
+        self.staged, self.stages, self.channel = staged, stages, channel
         self.microbatches = microbatches
         self.modules = list(model.modules())
         self._parameters = list(model.parameters())
         self.has_few_bits = any(p.dtype.itemsize < 4 for p in self._parameters)
         self.around_backward = around_backward
-        self.own = stages.of_rank(links.rank)
+        self.own = stages.of_rank(channel.rank)
         self.last = len(stages) - 1
-        # By stage and shapes of a micro-batch: what a stage receives and gives.
+        # By stage and shapes of a micro-batch: the specs of the stage's inputs and outputs.
         self.specs: dict[tuple[int, Hashable], tuple[Specs, Specs]] = {}
         self._states: dict[Hashable, int] = {}
         self._results: dict[Hashable, tuple[Any, list[TensorSpec], list[int]]] = {}
         self.divide = divide
         refuse_chosen_inputs()
-        # Of the next pass; the same on all ranks of the pipeline.
+        # Seeds the next pass; the same on all ranks of the pipeline.
         self.seed = 0
         self._comparison, self._compared = ResultComparison(self, expected), compared
 
@@ -165,7 +165,7 @@ class Pipeline:
 
         Args:
             args, kwargs: of the call.
-            batches: its micro-batches; None for those of a batch that need not be equal.
+            batches: its micro-batches; by default of sizes that need not be equal.
         """
         _refuse_cache(kwargs)
         batches = batches or self.divide(args, kwargs, self.microbatches)
@@ -173,16 +173,16 @@ class Pipeline:
         self._compared()
         done = self.forward(batches, self.seed)
         result, tensors = self._on_all_ranks(done)
-        if torch.is_grad_enabled() and any(done.trained):
+        if torch.is_grad_enabled() and any(done.requires_grad):
             tensors = list(_results_for(anchor(), done, *tensors))
-        return self.staged.shown(with_tensors(result, tensors))
+        return self.staged.result_of(with_tensors(result, tensors))
 
-    def forward(self, batches: list[MicroBatch], seed: int) -> Pass:
+    def forward(self, batches: list[MicroBatch], seed: int) -> ForwardPass:
         """Run this rank's stages for micro-batches, with random numbers from a seed."""
-        return Pass(self, batches, seed)
+        return ForwardPass(self, batches, seed)
 
     def keys(self, batches: Sequence[MicroBatch]) -> list[Hashable]:
-        """By micro-batch, what shapes that stages give, and returning gradients, depend on."""
+        """By micro-batch, what the shapes of outputs and gradients depend on."""
         state = (
             torch.is_grad_enabled(),
             self.modes(),
@@ -190,7 +190,7 @@ class Pipeline:
             autocast_state(),
             self.staged.filled(),
         )
-        # Long, and the same in most passes: a number stands for it.
+        # The state is long, and the same in most passes: use a number instead.
         number = self._states.setdefault(state, len(self._states))
         return [(number, call_key(batch.args, batch.kwargs)) for batch in batches]
 
@@ -199,40 +199,40 @@ class Pipeline:
         return tuple(module.training for module in self.modules)
 
     def result_of(self, batches: Sequence[MicroBatch]) -> tuple[Any, list[TensorSpec]] | None:
-        """The structure of the result for micro-batches, and of its tensors; None if not known."""
+        """The structure of the result, and the specs of its tensors; None if not known yet."""
         found = self._results.get(tuple(self.keys(batches)))
         return found and found[:2]
 
-    def _on_all_ranks(self, done: Pass) -> tuple[Any, list[torch.Tensor]]:
+    def _on_all_ranks(self, done: ForwardPass) -> tuple[Any, list[torch.Tensor]]:
         """The structure of the whole batch's result, and its tensors, from the last stage."""
         source, key = self.stages.rank_of[self.last], tuple(done.keys)
         whole: list[torch.Tensor] = []
-        if self.links.rank == source:
+        if self.channel.rank == source:
             parts = [tensors_in(each) for each in done.result]
-            done.rows = rows_in(parts, done.sizes, self.staged.kept_in(done.result[0]))
+            done.rows = rows_in(parts, done.sizes, self.staged.side_outputs_in(done.result[0]))
             whole = joined(parts, done.sizes, done.rows)
         known = self._results.get(key)
-        if known is None or self.staged.keeps or holds_values(known[0]):
+        if known is None or self.staged.has_side_outputs or holds_values(known[0]):
             known = None
-            if self.links.rank == source:
+            if self.channel.rank == source:
                 refuse_other_results(done.result[0])
-                trained = [t.requires_grad for t in tensors_in(done.result[0])]
+                of_part = tensors_in(done.result[0])
                 specs = [
-                    TensorSpec(tuple(t.shape), t.dtype, grad)
-                    for t, grad in zip(whole, trained, strict=True)
+                    dataclasses.replace(spec_of(t), requires_grad=part.requires_grad)
+                    for t, part in zip(whole, of_part, strict=True)
                 ]
                 known = structure_of(done.result[0]), specs, done.rows
-            self._results[key] = self.links.object_from_rank(source, known)
+            self._results[key] = self.channel.object_from_rank(source, known)
         structure, specs, done.rows = self._results[key]
-        done.trained = [each.trained for each in specs]
-        whole = whole or [like(each, self.links.device) for each in specs]
-        self.links.broadcast(source, whole)
+        done.requires_grad = [each.requires_grad for each in specs]
+        whole = whole or [empty(each, self.channel.device) for each in specs]
+        self.channel.broadcast(source, whole)
         done.result.clear()
         return structure, whole
 
 
 def _refuse_cache(kwargs: Any) -> None:
-    """Raise for a cache of keys and values: each rank would fill that of its own stage alone.
+    """Raise for a cache of keys and values: each rank would fill it for its own stage only.
 
     Raises:
         ValueError: names the argument.
@@ -247,12 +247,12 @@ def _refuse_cache(kwargs: Any) -> None:
 
 
 def holds_values(structure: Any) -> bool:
-    """Whether a result has values that are no tensors, and may differ from call to call."""
+    """Whether a result has values other than tensors, which may differ from call to call."""
     return any(leaf is not None and not isinstance(leaf, Slot) for leaf in tree_leaves(structure))
 
 
 def refuse_other_results(result: Any) -> None:
-    """Raise for results in which tensors are hidden.
+    """Raise for results in which PyTorch sees no tensors.
 
     Raises:
         ValueError: names the class.
@@ -266,16 +266,16 @@ def refuse_other_results(result: Any) -> None:
             )
 
 
-class Results(torch.autograd.Function):
-    """The model's outputs for the script, whose backward runs all stages backward."""
+class _Results(torch.autograd.Function):
+    """Returns the model's outputs to the script; its backward runs all stages backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, done: Pass, *whole: torch.Tensor) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, done: ForwardPass, *whole: torch.Tensor) -> Any:
         ctx.done = done
         ctx.set_materialize_grads(False)
         outputs = tuple(map(same_memory, whole))
         ctx.mark_non_differentiable(
-            *(t for t, trained in zip(outputs, done.trained, strict=True) if not trained)
+            *(t for t, needs in zip(outputs, done.requires_grad, strict=True) if not needs)
         )
         return outputs
 
@@ -285,4 +285,4 @@ class Results(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-_results_for: Callable[..., tuple[torch.Tensor, ...]] = Results.apply
+_results_for: Callable[..., tuple[torch.Tensor, ...]] = _Results.apply

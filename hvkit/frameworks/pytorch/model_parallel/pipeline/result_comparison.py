@@ -1,8 +1,8 @@
-"""Whether a pipeline gives what the model gives, and micro-batches what the whole batch gives.
+"""Checks that a pipeline gives the result of the model, and micro-batches that of the whole batch.
 
-The first holds unless a stage needs something that a cut does not pass on. The second does not if
-samples depend on each other, if an input has no dimension of samples, or if a model computes a loss
-that is no mean over samples. Otherwise the weights would differ without an error.
+The first fails if a stage needs something that a cut does not pass on. The second fails if samples
+depend on each other, if an input has no dimension of samples, or if a model computes a loss that is
+no mean over samples. Without the check the weights would differ silently.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.kept_results import (
-    KeptResults,
-    Path,
-    left_as_before,
-)
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     MicroBatch,
     ignored_unevenly,
     joined,
     rows_in,
+)
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import (
+    Path,
+    SideOutputs,
+    undoing_side_effects,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import copied_call, tensors_in
 from hvkit.main_rank import warn_once
@@ -31,7 +31,7 @@ from hvkit.main_rank import warn_once
 if TYPE_CHECKING:
     from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 
-# How far apart the outputs of a batch and of its micro-batches may be, relative to the largest.
+# How far outputs of a batch and of its micro-batches may differ, relative to the largest value.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _TOLERANCE_OF_FEW_BITS = 5e-2
 
@@ -46,15 +46,15 @@ class ResultComparison:
 
     def __init__(self, pipeline: Pipeline, expected: list[torch.Tensor] | None) -> None:
         self._pipeline, self._expected = pipeline, expected
-        # Calls in several micro-batches, and whether one with targets left out was compared.
+        # How many calls there were, and whether one with ignored targets was compared.
         self._calls = 0
         self._compared_ignored = False
 
     def _compares(self, args: Any, kwargs: Any, batches: Sequence[MicroBatch]) -> bool:
         """Whether to compare the micro-batches of this call with the whole batch.
 
-        The first ones are. A model that computes its loss may give another mean later, where
-        padding begins: then also after 2, 4, 8, ... calls, and where targets are left out first.
+        The first call is compared. A model that computes its loss may give another mean later, as
+        when padding begins: calls 2, 4, 8, ..., and the first one with ignored targets are, too.
         """
         self._calls += 1
         if len(batches) == 1:
@@ -69,10 +69,10 @@ class ResultComparison:
         return ignored or self._calls & (self._calls - 1) == 0
 
     def check(self, args: Any, kwargs: Any, batches: list[MicroBatch]) -> None:
-        """Compare what a call's micro-batches give with what the whole batch gives; a collective.
+        """Compare the outputs of micro-batches with those of the whole batch; a collective.
 
-        Layers are in evaluation meanwhile: then dropout and batch norm do not depend on the batch.
-        A model whose results are random even then cannot be compared.
+        Layers are in evaluation meanwhile, so that dropout and batch norm do not depend on the
+        batch. A model whose results are random even then cannot be compared.
 
         Raises:
             ValueError: the results differ.
@@ -81,18 +81,20 @@ class ResultComparison:
             return
         pipeline = self._pipeline
         source = pipeline.stages.rank_of[pipeline.last]
-        kind = pipeline.links.device.type
-        with _trial(pipeline.modules, [pipeline.links.device] if kind == "cuda" else []):
+        kind = pipeline.channel.device.type
+        with _trial(pipeline.modules, [pipeline.channel.device] if kind == "cuda" else []):
             parts, *whole = (
                 pipeline.forward(pipeline.divide(*copied_call(args, kwargs), count=count), seed)
                 for seed, count in enumerate((len(batches), 1, 1))
             )
         found: list[str | None] | None = None
-        if pipeline.links.rank == source:
+        if pipeline.channel.rank == source:
             once, again = (tensors_in(each.result[0]) for each in whole)
-            own = len(once) - (kept := pipeline.staged.kept_in(whole[0].result[0]))
+            returned = len(once) - (
+                side_outputs := pipeline.staged.side_outputs_in(whole[0].result[0])
+            )
             found_parts = [tensors_in(each) for each in parts.result]
-            rows = rows_in(found_parts, parts.sizes, kept)
+            rows = rows_in(found_parts, parts.sizes, side_outputs)
             mean = joined(found_parts, parts.sizes, rows)
             expected, self._expected = self._expected or once, None
             few_bits = pipeline.has_few_bits or torch.is_autocast_enabled(kind)
@@ -100,13 +102,15 @@ class ResultComparison:
                 _difference(a, b, few_bits=few_bits)
                 for a, b in (
                     (once, expected),
-                    (mean[:own], once[:own]),
+                    (mean[:returned], once[:returned]),
                     (again, once),
-                    (mean[own:], once[own:]),
+                    (mean[returned:], once[returned:]),
                 )
             ]
-        of_pipeline, text, by_chance, of_kept = pipeline.links.object_from_rank(source, found)
-        if (of_pipeline or text or of_kept) and by_chance:
+        of_pipeline, of_microbatches, random, of_side_outputs = pipeline.channel.object_from_rank(
+            source, found
+        )
+        if random and (of_pipeline or of_microbatches or of_side_outputs):
             warn_once(
                 "random results",
                 "the model's results are random in evaluation, too, so hvkit cannot see whether "
@@ -117,35 +121,36 @@ class ResultComparison:
             raise ValueError(
                 f"in a pipeline the model gives another result than without: {of_pipeline}. A "
                 "later stage needs something that no cut passes on, such as a buffer that depends "
-                "on activations, or what a module changes beside its result: choose other cuts "
+                "on activations, or what a module changes apart from its result: choose other cuts "
                 "with stages=[...], or return what is needed"
             )
-        elif text:
+        elif of_microbatches:
             raise ValueError(
                 f"in {len(batches)} micro-batches the model gives another result than for the "
-                f"whole batch: {text}. Its samples must not depend on each other, its inputs must "
-                "have the batch as their first dimension (batch_first=True in recurrent layers), "
-                "and a loss that it computes itself must be a mean over samples, without padding: "
-                "compute the loss outside of the model, or pass microbatches=1"
+                f"whole batch: {of_microbatches}. Its samples must not depend on each other, its "
+                "inputs must have the batch as their first dimension (batch_first=True in "
+                "recurrent layers), and a loss that it computes itself must be a mean over "
+                "samples, without padding: compute the loss outside of the model, or pass "
+                "microbatches=1"
             )
-        elif of_kept:
+        elif of_side_outputs:
             warn_once(
                 "kept results in micro-batches",
                 f"what the model keeps for the script, such as an auxiliary loss, is another mean "
-                f"over {len(batches)} micro-batches than for the whole batch: {of_kept}. Training "
-                "uses the mean over micro-batches, as one process would that trains in them. For "
-                "that of the whole batch, keep what it is computed from, with the batch as its "
-                "first dimension, or pass microbatches=1",
+                f"over {len(batches)} micro-batches than for the whole batch: {of_side_outputs}. "
+                "Training uses the mean over micro-batches, as one process would that trains in "
+                "them. For that of the whole batch, keep what it is computed from, with the batch "
+                "as its first dimension, or pass microbatches=1",
             )
 
 
 @contextmanager
 def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Surrounds a forward of a model in evaluation that leaves everything as it was.
+    """Surrounds forwards of a model in evaluation, and undoes all that they change.
 
     Args:
         modules: of the model, which is the first of them.
-        devices: whose random numbers it may draw, beside the CPU.
+        devices: GPUs whose random numbers the forwards may draw.
     """
     buffers = [
         (module, name, b, b.data, b.clone())
@@ -154,12 +159,12 @@ def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Ite
     ]
     caches = torch.is_autocast_cache_enabled()
     try:
-        # Weights that autocast casts here have no gradient, and must not be used again.
+        # Autocast must not use the weights again that it casts here without a gradient.
         torch.set_autocast_cache_enabled(False)
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            left_as_before(modules[0]),
+            undoing_side_effects(modules[0]),
         ):
             for module in modules:
                 module.training = False
@@ -174,24 +179,24 @@ def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Ite
 def plain_result(
     model: nn.Module, args: Any, kwargs: Any, passed_on: Sequence[Path] = ()
 ) -> list[torch.Tensor] | None:
-    """The tensors that a model returns in evaluation, and keeps, before it is divided.
+    """The outputs and side outputs of a model in evaluation, before it is divided.
 
-    None if it is on another device than its inputs.
+    None if the model is on another device than its inputs.
     """
     tensors = tensors_in((args, kwargs))
     if len({t.device for t in (*tensors, *model.parameters())}) > 1:
         return None
     with _trial(list(model.modules()), [t.device for t in tensors[:1] if t.is_cuda]):
-        kept = KeptResults(model, passed_on)
-        kept.begin()
+        side_outputs = SideOutputs(model, passed_on)
+        side_outputs.begin()
         args, kwargs = copied_call(args, kwargs)
-        return tensors_in((model.forward(*args, **kwargs), kept.tree()))
+        return tensors_in((model.forward(*args, **kwargs), side_outputs.tree()))
 
 
 def _difference(
     found: list[torch.Tensor], whole: list[torch.Tensor], *, few_bits: bool
 ) -> str | None:
-    """What is wrong with outputs; None if they are equal but for rounding."""
+    """How outputs differ; None if they are equal except for rounding."""
     for number, (own, expected) in enumerate(zip(found, whole, strict=True)):
         if own.shape != expected.shape:
             return f"output {number} is of shape {tuple(own.shape)}, not {tuple(expected.shape)}"

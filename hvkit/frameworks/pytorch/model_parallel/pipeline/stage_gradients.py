@@ -1,4 +1,4 @@
-"""Where autograd enters and leaves a stage, and the settings of autocast under which it runs."""
+"""Lets autograd enter and leave a stage, under the same settings of autocast as the script."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hvkit.pipeline.channel import TensorSpec, in_pass
 
 
 class StageInput:
-    """Catches the gradients of what a stage receives.
+    """Catches the gradients of the tensors that a stage receives.
 
-    Received tensors are no leaves for autograd, since a stage may begin with an operation in place.
+    These are no leaves for autograd, since a stage may begin with an operation in place.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-        self.specs = [each for each in specs if each.trained]
+        self.specs = [each for each in specs if each.requires_grad]
         self.caught: list[torch.Tensor | None] = [None] * len(self.specs)
         self._device = tensors[0].device if tensors else torch.device("cpu")
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of each tensor that gets one; zeros if the stage has not used it."""
+        """The gradients of the tensors that need one; zeros if the stage has not used a tensor."""
         return [
             torch.zeros(each.shape, dtype=each.dtype, device=self._device) if g is None else g
             for g, each in zip(self.caught, self.specs, strict=True)
@@ -54,30 +54,34 @@ _received_by: Callable[..., tuple[torch.Tensor, ...]] = _Received.apply
 def enter(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
 ) -> tuple[StageInput, list[torch.Tensor]]:
-    """What catches the gradients of a stage's input, and the input, which nobody else may hold."""
+    """Prepare the input of a stage, of which the caller must keep no tensor.
+
+    Returns:
+        What catches the gradients of the input, and the input.
+    """
     entry = StageInput(specs, tensors)
     if not entry.specs or not torch.is_grad_enabled():
         return entry, list(tensors)
     pairs = zip(specs, tensors, strict=True)
-    trained = iter(_received_by(anchor(), entry, [t for each, t in pairs if each.trained]))
+    received = iter(_received_by(anchor(), entry, [t for each, t in pairs if each.requires_grad]))
     return entry, [
-        next(trained) if each.trained else t for each, t in zip(specs, tensors, strict=True)
+        next(received) if each.requires_grad else t for each, t in zip(specs, tensors, strict=True)
     ]
 
 
 def anchor() -> torch.Tensor:
-    """Makes autograd record an operation that has no inputs."""
+    """An input for an operation that autograd would not record without one."""
     return torch.empty(0, requires_grad=True)
 
 
 def same_memory(t: torch.Tensor) -> torch.Tensor:
-    """The same values in the same memory, but for autograd no view."""
+    """A tensor in the same memory, which autograd does not see as a view."""
     alias: torch.Tensor = torch.empty(0, dtype=t.dtype, device=t.device)
     return alias.set_(t)  # type: ignore[call-overload,no-any-return]
 
 
 def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
-    """Whether autocast is on, and its dtype, for each kind of device."""
+    """By kind of device, whether autocast is on, and its dtype."""
     return tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -85,7 +89,7 @@ def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
 
 
 def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
-    """Autocast as ``autocast_state`` has found it."""
+    """A context with the settings that ``autocast_state`` has returned."""
     stack = ExitStack()
     for kind, (enabled, dtype) in zip(("cpu", "cuda"), state, strict=True):
         if enabled or torch.is_autocast_enabled(kind):
@@ -97,17 +101,16 @@ def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
 def refuse_chosen_inputs() -> None:
     """Make ``backward(inputs=...)`` and ``torch.autograd.grad`` raise for a model's parameters.
 
-    And ``backward()`` of a loss that has no value, since it depends on those of other stages.
-
-    Autograd would not run what other stages have computed: no gradients, and no error. Both call
-    one function of PyTorch's, also where a script has imported their names before.
+    Autograd would not run the other stages, and give no gradients and no error. ``backward()`` also
+    raises for a loss without a value, which depends on weights of other stages. All of these call
+    one function of PyTorch, also where a script has imported their names before.
     """
     module: Any = autograd
     run = module._engine_run_backward
 
     @functools.wraps(run)
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        # After gradients, and whether to keep and to make a graph.
+        # They follow the gradients, and whether to retain and to create a graph.
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         if not in_pass() and any(isinstance(t, torch.Tensor) and is_in_pipeline(t) for t in inputs):
             raise ValueError(

@@ -1,9 +1,8 @@
 """Runs a rank's part of a model through the model's own forward.
 
-A rank runs the forward from its beginning. What comes before its stage has no weights here, so it
-gives shapes only; modules that were called before need not even compute those again. Where the
-stage begins, the results of the stage before take the place of what a module returns. Where it
-ends, the forward is left.
+A rank runs the forward from its beginning. Modules before its stage have no weights here, and give
+shapes only, which are computed once. Where the stage begins, a module returns the outputs of the
+stage before instead of its own. Where the stage ends, an exception leaves the forward.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.cut_places import CutPlace
+from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleCut
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
-from hvkit.frameworks.pytorch.model_parallel.kept_results import (
-    HOOKS,
-    KeptResults,
-    left_as_before,
-)
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import Stages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import (
+    HOOKS,
+    SideOutputs,
+    undoing_side_effects,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import gathered
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     call_key,
@@ -39,7 +38,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     with_tensors,
 )
 
-# The structure of what is kept travels in multiples of so many bytes.
+# The message with the structure of side outputs has a multiple of so many bytes.
 _PACKED = 1024
 _LARGEST_SEED = 2**62
 
@@ -62,7 +61,7 @@ class StagedForward:
     Args:
         model: parameters of other ranks' stages are on the meta device. Its modules' ``forward``
             are replaced on the instances.
-        stages: of it.
+        stages: of the model.
         found: by the dry run.
         device: of this rank's parameters.
         seeded: called when random numbers begin with a seed that all stages share.
@@ -71,61 +70,61 @@ class StagedForward:
     def __init__(
         self,
         model: nn.Module,
-        stages: Stages,
+        stages: ModuleStages,
         found: DryRun,
         device: torch.device,
         seeded: Callable[[], None],
     ) -> None:
         self._forward = model.forward
-        # What stages pass on to the script.
-        self._kept = KeptResults(model, found.kept) if found.kept else None
-        # What earlier stages have kept.
-        self._given: list[Any] | None = None
-        # By cut, its last hook on the module.
-        self._leaving: list[tuple[nn.Module, int]] = []
+        paths = found.side_outputs
+        self._side_outputs = SideOutputs(model, paths) if paths else None
+        # The side outputs of earlier stages.
+        self._earlier_outputs: list[Any] | None = None
+        # By cut, the module, and the hook that ends a stage.
+        self._end_hooks: list[tuple[nn.Module, int]] = []
         self._stages = stages
         self._device = device
         self._stage = 0
         self._received: Sequence[torch.Tensor] = ()
-        # By module, the tensors of its result that another stage needs beside a cut.
-        self._beside: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        # By module, the tensors of its output, which skip over a cut.
+        self._skips: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self._before: _Before | None = None
         self._shapes: dict[Hashable, Any] = {}
         self._running = False
         modules = self._modules = dict(model.named_modules())
         for name, module in modules.items():
-            # The model itself is called from outside, and may hold parameters of any stage.
+            # The script calls the model itself, which may have parameters of any stage.
             if name and any(p.is_meta for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(functools.partial(self._refuse_outside, name))
-        # What looks at values, and what holds such a module.
-        self._looking = {modules[name] for name in found.looking}
+        # Modules that read values.
+        self._reading = {modules[name] for name in found.reading}
         self._numbers = SharedNumbers(device, _on_one_rank(model, stages), seeded)
         for number, cut in enumerate(stages.cuts):
-            self._cut(modules[cut.module], number, cut)
-        beside = {each.module for cut in stages.cuts for each in cut.beside}
-        for name in self._skipped(found, beside):
-            self._skip(modules[name], stages.of_module[name])
-        for name in beside:
+            self._cut(modules[cut.name], number, cut)
+        skips = {each.module for cut in stages.cuts for each in cut.skips}
+        for name in self._shape_only(found, skips):
+            self._replace_by_shapes(modules[name], stages.of_module[name])
+        for name in skips:
             self._pass_on(name, modules[name])
 
     def run(
         self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch, seed: int
     ) -> Any:
-        """What a stage gives for a micro-batch: the arguments of the next one, or the result.
+        """Run a stage for a micro-batch; return the inputs of the next stage, or the result.
 
         Args:
             stage: one of this rank's.
-            received: the tensors that the stage before has given; none for the first stage.
+            received: the outputs of the stage before; none for the first stage.
             batch: the arguments of the model.
             seed: of the random numbers that all stages draw alike.
 
         Raises:
-            ValueError: the forward needs more of earlier stages than what they have given.
+            ValueError: the stage needs more of earlier stages than their outputs.
         """
         self._stage, self._running = stage, True
-        self._beside.clear()
+        self._skips.clear()
         self._receive(stage, received)
-        for module, hook in self._leaving:  # after those that the script has added since
+        for module, hook in self._end_hooks:  # after hooks that the script has added since
             cast(Any, module._forward_hooks).move_to_end(hook)
         try:
             with ExitStack() as stack:
@@ -134,8 +133,8 @@ class StagedForward:
                     self._before = _Before(self._device)
                     stack.enter_context(self._before)
                 output = self._forward(*batch.args, **batch.kwargs)
-                if self._kept is not None:
-                    output = output, gathered(self._kept.tree())
+                if self._side_outputs is not None:
+                    output = output, gathered(self._side_outputs.tree())
         except StageEnd as end:
             output = end.output
         except (RuntimeError, NotImplementedError) as error:
@@ -144,57 +143,59 @@ class StagedForward:
             raise self._not_passed_on(stage) from error
         finally:
             self._running = False
-            if self._kept is not None:
-                self._kept.restore()
+            if self._side_outputs is not None:
+                self._side_outputs.restore()
         if any(t.is_meta for t in tensors_in(output)):
             raise self._not_passed_on(stage)
         return output
 
     def _receive(self, stage: int, received: Sequence[torch.Tensor]) -> None:
-        """Divide what a stage is given into results of modules, and what is kept."""
+        """Divide the inputs of a stage into outputs of modules and side outputs."""
         self._received = received
-        if self._kept is None:
+        if self._side_outputs is None:
             return
-        self._kept.begin()
-        self._given = None
+        self._side_outputs.begin()
+        self._earlier_outputs = None
         if stage:
             cut = self._stages.cuts[stage - 1]
-            count = cut.slots.count(None) + len(cut.beside)
+            count = cut.aliases.count(None) + len(cut.skips)
             structure = pickle.loads(bytes(received[count].tolist()))
             self._received = received[:count]
-            self._given = with_tensors(structure, received[count + 1 :])
-            self._kept.put_tree(self._given)  # code before the stage may add them up
+            self._earlier_outputs = with_tensors(structure, received[count + 1 :])
+            self._side_outputs.put_tree(
+                self._earlier_outputs
+            )  # code before the stage may add them up
 
-    def _kept_for_next(self) -> list[torch.Tensor]:
-        """What is kept at the end of a stage: its structure, and its tensors."""
-        if self._kept is None:
+    def _side_outputs_for_next(self) -> list[torch.Tensor]:
+        """The side outputs at the end of a stage: their structure, and their tensors."""
+        if self._side_outputs is None:
             return []
-        tree = self._kept.tree()
+        tree = self._side_outputs.tree()
         text = pickle.dumps(structure_of(tree))
-        # Of a length that is the same for all micro-batches.
+        # The same length for all micro-batches.
         text = text.ljust(-(-len(text) // _PACKED) * _PACKED, b"\0")
         structure = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         return [structure, *tensors_in(gathered(tree))]
 
     @property
-    def keeps(self) -> bool:
-        """Whether the forward may keep something, or take it away, in any call."""
-        return self._kept is not None
+    def has_side_outputs(self) -> bool:
+        """Whether any call of the forward may keep or remove side outputs."""
+        return self._side_outputs is not None
 
     def filled(self) -> tuple[bool, ...]:
-        """Which of the lists that keep something hold any: a forward may clear them."""
-        return () if self._kept is None else self._kept.filled()
+        """Which lists of side outputs are not empty before a forward, which may clear them."""
+        return () if self._side_outputs is None else self._side_outputs.filled()
 
-    def kept_in(self, output: Any) -> int:
-        """How many tensors of what the last stage gives the model keeps, and does not return."""
-        return 0 if self._kept is None else len(tensors_in(output[1]))
+    def side_outputs_in(self, output: Any) -> int:
+        """How many tensors in the output of the last stage are side outputs."""
+        return 0 if self._side_outputs is None else len(tensors_in(output[1]))
 
-    def shown(self, output: Any) -> Any:
-        """The model's result, from what the last stage gives; what is kept is put in its place."""
-        if self._kept is None:
+    def result_of(self, output: Any) -> Any:
+        """The model's result from the output of the last stage; puts side outputs into place."""
+        if self._side_outputs is None:
             return output
-        self._kept.begin()
-        self._kept.put_tree(output[1])
+        self._side_outputs.begin()
+        self._side_outputs.put_tree(output[1])
         return output[0]
 
     def _not_passed_on(self, stage: int) -> ValueError:
@@ -205,7 +206,7 @@ class StagedForward:
         )
 
     def _refuse_outside(self, name: str, module: nn.Module, args: Any) -> None:
-        """Before a call of a module of another rank's stage."""
+        """A hook before the call of a module of another rank's stage."""
         if not self._running:
             raise ValueError(
                 f"{name} was called outside of the model's forward, but another rank of the "
@@ -214,11 +215,11 @@ class StagedForward:
                 "enters, model.generate() has the whole model"
             )
 
-    def _cut(self, module: nn.Module, number: int, cut: CutPlace) -> None:
+    def _cut(self, module: nn.Module, number: int, cut: ModuleCut) -> None:
         """Leave the forward after this module in stage ``number``, and enter it in the next."""
         own = module.forward
-        # Others that it calls pass on results, too, which hooks of the script may take there.
-        inside = any(each.module.startswith(f"{cut.module}.") for each in cut.beside)
+        # Modules inside pass on outputs, too, which hooks of the script may take there.
+        inside = any(each.module.startswith(f"{cut.name}.") for each in cut.skips)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._running:  # a checkpoint computes it again
@@ -228,38 +229,38 @@ class StagedForward:
                 if inside:
                     own(*args, **kwargs)
                 self._before.end()
-                given = self._received[len(self._received) - len(cut.beside) :]
+                skips = self._received[len(self._received) - len(cut.skips) :]
                 new = iter(self._received)
-                tensors = [next(new) if slot is None else given[slot] for slot in cut.slots]
+                tensors = [next(new) if i is None else skips[i] for i in cut.aliases]
                 return with_tensors(cut.structure, tensors)
-            # A tensor that it passes on may have arrived from another stage.
-            passes_on = inside or any(slot is not None for slot in cut.slots)
+            # A tensor that it passes on may come from another stage.
+            passes_on = inside or any(i is not None for i in cut.aliases)
             if self._stage > number + 1 and not passes_on:
                 return self._shape_of(module, own, args, kwargs)
             return own(*args, **kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._running and self._stage == number + 1 and self._given is not None:
-                assert self._kept is not None
-                self._kept.put_tree(self._given)
+            if self._running and self._stage == number + 1 and self._earlier_outputs is not None:
+                assert self._side_outputs is not None
+                self._side_outputs.put_tree(self._earlier_outputs)
             if self._running and self._stage == number:
-                if missing := [each.module for each in cut.beside if not self._beside[each.module]]:
+                if missing := [each.module for each in cut.skips if not self._skips[each.module]]:
                     raise ValueError(
                         f"the cut after {cut} passes on a result of {missing[0]}, which the "
                         "model's first call made, and this one, in training or in evaluation, does "
                         "not: choose other cuts with stages=[...]"
                     )
-                beside = [self._beside[each.module][each.number] for each in cut.beside]
-                pairs = zip(tensors_in(output), cut.slots, strict=True)
+                skips = [self._skips[each.module][each.number] for each in cut.skips]
+                pairs = zip(tensors_in(output), cut.aliases, strict=True)
                 # Ranks of the tensor axis may have parts of the sequence, and send the whole.
-                passed = gathered([*(t for t, slot in pairs if slot is None), *beside])
-                raise StageEnd([*passed, *self._kept_for_next()])
+                passed = gathered([*(t for t, i in pairs if i is None), *skips])
+                raise StageEnd([*passed, *self._side_outputs_for_next()])
 
         module.forward = forward
-        self._leaving.append((module, module.register_forward_hook(leave).id))
+        self._end_hooks.append((module, module.register_forward_hook(leave).id))
 
     def _pass_on(self, name: str, module: nn.Module) -> None:
-        """Note the result of this module where a stage ends, and receive it where one begins."""
+        """Note the output of a module for the cut that it skips; replace it in a later stage."""
 
         def exchange(module: nn.Module, args: Any, output: Any) -> Any:
             if not self._running:
@@ -268,33 +269,34 @@ class StagedForward:
             arrived = self._arrived(name)
             for number, received in arrived.items():
                 tensors[number] = received
-            self._beside[name] = tensors
+            self._skips[name] = tensors
             return with_tensors(structure_of(output), tensors) if arrived else None
 
         module.register_forward_hook(exchange)
 
     def _arrived(self, name: str) -> dict[int, torch.Tensor]:
-        """The tensors of a module's result that this stage has received, by number."""
+        """The tensors of a module's output that this stage has received, by number."""
         if not self._stage:
             return {}
         cut = self._stages.cuts[self._stage - 1]
-        given = self._received[len(self._received) - len(cut.beside) :]
-        pairs = zip(cut.beside, given, strict=True)
+        skips = self._received[len(self._received) - len(cut.skips) :]
+        pairs = zip(cut.skips, skips, strict=True)
         return {each.number: t for each, t in pairs if each.module == name}
 
-    def _skipped(self, found: DryRun, beside: Collection[str]) -> list[str]:
-        """The modules of which shapes are enough for later stages."""
+    def _shape_only(self, found: DryRun, skips: Collection[str]) -> list[str]:
+        """The modules of which later stages need the shapes only."""
         modules = self._modules
-        cuts = {modules[cut.module] for cut in self._stages.cuts}
-        given = {modules[name] for name in beside}
+        cuts = {modules[cut.name] for cut in self._stages.cuts}
+        sending = {modules[name] for name in skips}
         return [
             name
-            for name in found.closed
+            for name in found.shape_only
             if cuts.isdisjoint(inside := set(modules[name].modules()))
-            and given.isdisjoint(inside - {modules[name]})
+            and sending.isdisjoint(inside - {modules[name]})
         ]
 
-    def _skip(self, module: nn.Module, stage: int) -> None:
+    def _replace_by_shapes(self, module: nn.Module, stage: int) -> None:
+        """Let a module compute shapes only in the stages after its own."""
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -305,20 +307,20 @@ class StagedForward:
         module.forward = forward
 
     def _shape_of(self, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a module of an earlier stage returns, on the meta device."""
+        """The output of a module of an earlier stage, on the meta device."""
         key = (id(module), module.training, call_key(args, kwargs))
         if key not in self._shapes:
             buffers = {name: b.clone() for name, b in module.named_buffers()}
-            # Its hooks run around the call that wants the shapes.
+            # Its hooks already run around the call of the stage.
             changed = {"forward": own, **{name: OrderedDict() for name in HOOKS}}
             patched = {name: vars(module)[name] for name in changed}
             vars(module).update(changed)
             assert self._before is not None
-            mode, looks = self._before.mode, not self._looking.isdisjoint(module.modules())
-            before, mode.look = mode.look, _nothing if looks else self._before.mode.look
+            mode, reads = self._before.mode, not self._reading.isdisjoint(module.modules())
+            before, mode.look = mode.look, _ignore if reads else mode.look
             try:
-                with torch.no_grad(), explaining_meta(), left_as_before(module):
-                    # Values that are there, such as masks, stay: it may look at them.
+                with torch.no_grad(), explaining_meta(), undoing_side_effects(module):
+                    # Real values, such as masks, stay: the module may read them.
                     output = torch.func.functional_call(module, buffers, args, kwargs)
                     self._shapes[key] = tree_map_only(torch.Tensor, lambda t: t.to("meta"), output)
             finally:
@@ -327,13 +329,13 @@ class StagedForward:
         return self._shapes[key]
 
 
-def _nothing(error: Exception) -> None:
-    """What is looked at changes no shape of the result."""
+def _ignore(error: Exception) -> None:
+    """Accept a read of a value on which no shape of the output depends."""
 
 
-def _on_one_rank(model: nn.Module, stages: Stages) -> list[nn.Module]:
+def _on_one_rank(model: nn.Module, stages: ModuleStages) -> list[nn.Module]:
     """The largest modules without a cut inside."""
-    cuts = {model.get_submodule(cut.module) for cut in stages.cuts}
+    cuts = {model.get_submodule(cut.name) for cut in stages.cuts}
     found: dict[nn.Module, None] = {}
 
     def look_into(module: nn.Module) -> None:
@@ -352,7 +354,7 @@ _modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 
 
 class _Before:
-    """Surrounds what a forward computes before a stage: shapes only, and nothing compiled."""
+    """Surrounds the part of a forward before a stage: shapes only, and no compiled code."""
 
     def __init__(self, device: torch.device) -> None:
         self.mode = OnMeta(device)
@@ -363,7 +365,7 @@ class _Before:
         self._stack.enter_context(self.mode)
 
     def end(self) -> None:
-        """The stage begins. A mode that the forward itself has entered since then stays."""
+        """End this where the stage begins; a mode that the forward itself has entered stays."""
         if _modes()[-1:] == [self.mode]:
             self._stack.close()
         else:
@@ -374,18 +376,18 @@ class _Before:
 
 
 class SharedNumbers:
-    """Random numbers that all stages of a pipeline draw alike, such as noise that a forward adds.
+    """Random numbers that are the same in all stages of a pipeline, such as noise in a forward.
 
-    Each rank runs the model's forward, but computes only its own stage. What the forward itself
-    draws must be the same on all of them, although modules, whose dropout draws too, compute on one
+    Each rank runs the model's forward, but computes only its own stage. The forward itself must
+    draw the same numbers on all ranks, although modules, whose dropout draws too, compute on one
     rank only. So a pass begins with a seed that the ranks share, and each call of a module takes
-    one number of that stream, from which its own numbers follow. Gradient checkpointing gets the
-    same ones again.
+    one number of that stream to seed its own numbers. Gradient checkpointing draws the same ones
+    again.
 
     Args:
-        device: of the model; the numbers cover it, the CPU, and Python's ``random``.
-        modules: those that compute on one rank only, none inside another.
-        seeded: called when a pass has got its seed.
+        device: of the model; this covers its generator, those of the CPU, and Python's ``random``.
+        modules: that compute on one rank only; none is inside another.
+        seeded: called when a pass has set its seed.
     """
 
     def __init__(
@@ -399,16 +401,16 @@ class SharedNumbers:
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
         self._seeded = seeded
-        # What was before each call that is running: a module may be called for its shapes inside.
+        # The states before each running call: computing shapes may call a module inside of one.
         self._before: list[list[torch.Tensor]] = []
         for module in modules:
             module.register_forward_pre_hook(self._enter)
-            # Also after an error: checkpoints leave modules by one.
+            # Also after an error: checkpoints leave modules by an exception.
             module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def drawn(self, seed: int) -> Iterator[None]:
-        """Surrounds a pass; afterwards the rank's own generators go on."""
+        """Surrounds a pass; afterwards the rank's own generators continue."""
         own = self._states()
         of_python = random.getstate()
         self._seed(seed)

@@ -1,7 +1,7 @@
 """PyTorch's schedules of a pipeline: 1F1B, interleaved and zero-bubble ones.
 
-They run forward and backward of micro-batches in turns, so a rank keeps fewer results, and waits
-less. PyTorch's ``torch.distributed.pipelining`` is alpha: this module alone uses it.
+They alternate forward and backward of micro-batches, so that a rank keeps fewer activations, and
+waits less. PyTorch's ``torch.distributed.pipelining`` is alpha: this module alone uses it.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 
 from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
-    DeferredRun,
+    DeferredBatch,
     means_or_sums,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
@@ -36,7 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
     autocast_state,
     same_memory,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_messages import like
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import empty
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     samples_in,
     tensors_in,
@@ -58,20 +58,20 @@ STAGES_PER_RANK = {
 }
 """By schedule, how many stages a rank has unless ``stages=[...]`` names the cuts."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Those in which the last stage is on the first rank."""
+"""Schedules in which the last stage is on the first rank."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Those that compute the gradients of weights apart from those of inputs."""
+"""Schedules that compute gradients of weights and of inputs in separate passes."""
 
 _LOSSES = (F.cross_entropy, F.nll_loss)
-# Their index of targets that they leave out.
+# The default of their ignore_index.
 _IGNORED = -100
 
 
 class ScheduledPipeline:
-    """A pipeline whose training batches take one of PyTorch's schedules.
+    """A pipeline whose training batches run by one of PyTorch's schedules.
 
     The first batch of each shape, batches that cannot be divided as the schedule needs, and
-    evaluation take GPipe.
+    evaluation run by GPipe.
 
     Args:
         pipeline: this rank's part.
@@ -83,33 +83,34 @@ class ScheduledPipeline:
         self, pipeline: Pipeline, schedule: str, parameters: Mapping[str, nn.Parameter]
     ) -> None:
         self._pipeline, self._schedule, self._parameters = pipeline, schedule, parameters
-        self._runs: dict[Hashable, Any] = {}
-        self._now: DeferredRun | None = None
+        self._schedules: dict[Hashable, Any] = {}
+        self._current: DeferredBatch | None = None
         self._loss_of: Callable[[Any, torch.Tensor], torch.Tensor]
-        # By what was computed from outputs: whether each number is a sum over samples.
+        # By description of what the script computes: whether each number is a sum over samples.
         self._sums: dict[tuple[str, ...], list[bool | None]] = {}
         self._steps = 0
         # The last deferred batch, until its backward pass.
-        self._latest: DeferredRun | None = None
+        self._latest: DeferredBatch | None = None
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        """Deferred outputs, or those of GPipe."""
+        """Return deferred outputs, or outputs by GPipe."""
         pipeline = self._pipeline
         batches = pipeline.divide(args, kwargs, pipeline.microbatches, even=True)
         if not torch.is_grad_enabled() or not self._fits(len(batches)):
             return pipeline(args, kwargs)
         found = pipeline.result_of(batches)
-        if found is None:  # the first of its shape, which shows the shapes of all stages
+        if found is None:  # the first batch of its shape shows the shapes of all stages
             return pipeline(args, kwargs, batches)
         structure, specs = found
         earlier, self._latest = self._latest, None
-        if earlier is not None and earlier.waits:
-            # One backward pass may need both: the same on every rank, so not by what is alive.
+        if earlier is not None and earlier.is_pending:
+            # One backward pass may need both batches. All ranks decide alike, so this does not look
+            # whether the script still holds the earlier one.
             seed = pipeline.seed
-            earlier.make_known()
+            earlier.run_by_gpipe()
             pipeline.seed = seed
             return pipeline(args, kwargs, batches)
-        run = self._latest = DeferredRun(
+        run = self._latest = DeferredBatch(
             self,
             args,
             kwargs,
@@ -120,12 +121,12 @@ class ScheduledPipeline:
             pipeline.modes(),
             pipeline.seed,
         )
-        metas = [like(each, "meta") for each in specs]
-        outputs = run.outputs(metas, pipeline.links.device)
-        return pipeline.staged.shown(with_tensors(structure, outputs))
+        metas = [empty(each, "meta") for each in specs]
+        outputs = run.outputs(metas, pipeline.channel.device)
+        return pipeline.staged.result_of(with_tensors(structure, outputs))
 
     def _fits(self, batches: int) -> bool:
-        ranks = len(self._pipeline.links.ranks)
+        ranks = len(self._pipeline.channel.ranks)
         if batches >= len(self._pipeline.stages) and batches % ranks == 0:
             return True
         warn_once(
@@ -136,20 +137,20 @@ class ScheduledPipeline:
         )
         return False
 
-    def run_now(self, run: DeferredRun) -> list[torch.Tensor]:
-        """The outputs of the whole batch, by GPipe; the script needs a value already."""
+    def run_now(self, run: DeferredBatch) -> list[torch.Tensor]:
+        """The outputs of the whole batch, by GPipe, since the script needs a value already."""
         pipeline, self._pipeline.seed = self._pipeline, run.seed
         with _in_modes(pipeline, run.modes):
             return tensors_in(pipeline(run.args, run.kwargs, run.batches))
 
-    def run_backward(self, run: DeferredRun) -> None:
-        """Run forward and backward of all micro-batches; the values of single numbers follow."""
-        pipeline, self._now = self._pipeline, run
-        kind = run.kind()
+    def run_backward(self, run: DeferredBatch) -> None:
+        """Run forward and backward of all micro-batches; then give single numbers their values."""
+        pipeline, self._current = self._pipeline, run
+        operations = run.description()
         self._steps += 1
-        # A loss that was a mean over samples is none where padding begins.
+        # A loss that was a mean over samples may be none when padding begins: check it again.
         if self._steps & (self._steps - 1) == 0 or _ignores_unevenly(run):
-            self._sums.pop(kind, None)
+            self._sums.pop(operations, None)
         found: list[list[torch.Tensor]] = []
         outputs: list[list[torch.Tensor]] = []
         is_last = pipeline.last in pipeline.own
@@ -159,20 +160,20 @@ class ScheduledPipeline:
             i = int(number)
             evaluate = run.evaluator(tensors_in(output), i)
             assert run.root is not None
-            with pipeline.links.times.computing("loss", i, pipeline.last):
+            with pipeline.channel.times.computing("loss", i, pipeline.last):
                 loss = evaluate(run.root)
                 with torch.no_grad():
                     found.append([evaluate(node).detach() for node in run.singles])
-            if kind not in self._sums:
+            if operations not in self._sums:
                 outputs.append([t.detach() for t in tensors_in(output)])
             return loss / len(run.batches)
 
         schedule = self._schedule_for(run)
         self._loss_of = loss_of
-        links = pipeline.links
-        with links.in_call():
+        channel = pipeline.channel
+        with channel.in_call():
             end = pipeline.around_backward()
-            with links.times.passing(), links.waiting():
+            with channel.times.passing(), channel.waiting():
                 schedule.step(
                     mb=numbers,
                     target=numbers if is_last else None,
@@ -182,24 +183,24 @@ class ScheduledPipeline:
             self._count(run)
             self._latest = None
             end()
-        self._share_values(run, kind, found, outputs)
+        self._share_values(run, operations, found, outputs)
 
     def _share_values(
         self,
-        run: DeferredRun,
-        kind: tuple[str, ...],
+        run: DeferredBatch,
+        operations: tuple[str, ...],
         found: list[list[torch.Tensor]],
         outputs: list[list[torch.Tensor]],
     ) -> None:
-        """Give all ranks the numbers that the last stage knows.
+        """Send the single numbers from the last stage to all ranks.
 
         Raises:
             ValueError: the loss is not a mean over samples; on every rank of the pipeline.
         """
         pipeline, source = self._pipeline, self._pipeline.stages.rank_of[self._pipeline.last]
-        sums = self._sums.get(kind)
+        sums = self._sums.get(operations)
         if sums is None:
-            kinds = None
+            checked = None
             if found:
                 with torch.no_grad():
                     sizes = [batch.samples for batch in run.batches]
@@ -209,8 +210,8 @@ class ScheduledPipeline:
                 assert run.root is not None
                 root = run.singles.index(run.root)
                 finite = all(bool(torch.isfinite(value)) for value in whole)
-                kinds = means_or_sums(found, whole), root, finite
-            sums, root, finite = pipeline.links.object_from_rank(source, kinds)
+                checked = means_or_sums(found, whole), root, finite
+            sums, root, finite = pipeline.channel.object_from_rank(source, checked)
             if sums[root] is not False:
                 raise ValueError(
                     f"with schedule={self._schedule!r} the loss must be a mean over samples, but "
@@ -220,68 +221,68 @@ class ScheduledPipeline:
                     'schedule="GPipe", which takes any loss'
                 )
             if finite:  # else the next batch shows it
-                self._sums[kind] = sums
-        values = torch.zeros(len(sums), dtype=torch.float64, device=pipeline.links.device)
+                self._sums[operations] = sums
+        values = torch.zeros(len(sums), dtype=torch.float64, device=pipeline.channel.device)
         if found:
             columns = [torch.stack(column).double() for column in zip(*found, strict=True)]
             pairs = zip(columns, sums, strict=True)
             values = torch.stack([c.sum() if is_sum else c.mean() for c, is_sum in pairs])
-        pipeline.links.broadcast(source, [values])
+        pipeline.channel.broadcast(source, [values])
         run.values = {
             node: value.to(node.meta.dtype, copy=True)
             for node, value, is_sum in zip(run.singles, values, sums, strict=True)
             if is_sum is not None
         }
-        # The graph of what the script has computed is not needed any more.
+        # Free the batch, and what the script has computed from it.
         run.args = run.kwargs = None
         run.batches = []
 
-    def _count(self, run: DeferredRun) -> None:
-        """Count what PyTorch has sent between stages."""
+    def _count(self, run: DeferredBatch) -> None:
+        """Count the bytes that PyTorch has sent between stages."""
         pipeline = self._pipeline
         for stage in pipeline.own:
-            received, given = pipeline.specs[stage, run.key]
-            for other, specs in ((stage - 1, received), (stage + 1, given)):
+            received, sent = pipeline.specs[stage, run.key]
+            for other, specs in ((stage - 1, received), (stage + 1, sent)):
                 if not 0 <= other <= pipeline.last or other in pipeline.own:
                     continue
-                sent = [each for each in specs if each.trained or other > stage]
-                size = sum(math.prod(each.shape) * each.dtype.itemsize for each in sent)
-                count("activations", size * len(run.batches), len(sent) * len(run.batches))
+                passed = [each for each in specs if each.requires_grad or other > stage]
+                size = sum(math.prod(each.shape) * each.dtype.itemsize for each in passed)
+                count("activations", size * len(run.batches), len(passed) * len(run.batches))
 
-    def _schedule_for(self, run: DeferredRun) -> Any:
+    def _schedule_for(self, run: DeferredBatch) -> Any:
         pipeline = self._pipeline
         key = run.key, len(run.batches)
-        if key not in self._runs:
+        if key not in self._schedules:
             stages = []
             for stage in pipeline.own:
-                received, given = pipeline.specs[stage, key[0]]
-                used = pipeline.stages.of_parameter
-                own = [p for name, p in self._parameters.items() if stage in used[name]]
+                received, sent = pipeline.specs[stage, key[0]]
+                users = pipeline.stages.of_weight
+                own = [p for name, p in self._parameters.items() if stage in users[name]]
                 stages.append(
                     _TimedStage(
-                        pipeline.links.times,
+                        pipeline.channel.times,
                         _StageModule(self, stage, own),
                         stage,
                         len(pipeline.stages),
-                        pipeline.links.device,
-                        input_args=_like(received),
-                        output_args=_like(given),
-                        group=pipeline.links.group,
+                        pipeline.channel.device,
+                        input_args=_empty(received),
+                        output_args=_empty(sent),
+                        group=pipeline.channel.group,
                     )
                 )
-            kind: Any = get_schedule_class(self._schedule)
+            schedule: Any = get_schedule_class(self._schedule)
             several = STAGES_PER_RANK[self._schedule] > 1
-            self._runs[key] = kind(
+            self._schedules[key] = schedule(
                 stages if several else stages[0],
                 len(run.batches),
                 loss_fn=lambda output, number: self._loss_of(output, number),
                 scale_grads=False,
             )
-        return self._runs[key]
+        return self._schedules[key]
 
     def run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
-        """What a stage gives for a micro-batch of the current batch."""
-        run = self._now
+        """Run a stage for a micro-batch of the current batch."""
+        run = self._current
         assert run is not None
         with autocast_as(run.autocast), _in_modes(self._pipeline, run.modes):
             entered = [_entered(t) if t.requires_grad else t for t in received]
@@ -304,8 +305,8 @@ def _in_modes(pipeline: Pipeline, modes: Sequence[bool]) -> Iterator[None]:
             module.training = mode
 
 
-def _ignores_unevenly(run: DeferredRun) -> bool:
-    """Whether a loss leaves out other numbers of targets in each micro-batch."""
+def _ignores_unevenly(run: DeferredBatch) -> bool:
+    """Whether a loss ignores different shares of the targets of micro-batches."""
     sizes = [batch.samples for batch in run.batches]
     for node in run.nodes:
         given = inspect.signature(node.function).bind_partial if node.function in _LOSSES else None
@@ -317,22 +318,22 @@ def _ignores_unevenly(run: DeferredRun) -> bool:
     return False
 
 
-def _like(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
-    return tuple(like(each, "meta").requires_grad_(each.trained) for each in specs)
+def _empty(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    return tuple(empty(each, "meta").requires_grad_(each.requires_grad) for each in specs)
 
 
 class _StageModule(nn.Module):
-    """A stage as PyTorch's schedules call it: with what the stage before gives, and a number."""
+    """A stage for PyTorch's schedules, which pass its inputs, and the number of the micro-batch."""
 
     def __init__(
         self, pipeline: ScheduledPipeline, stage: int, parameters: Sequence[nn.Parameter]
     ) -> None:
         super().__init__()
-        # Not as attributes that PyTorch registers: the parameters belong to the model.
+        # PyTorch must not register these attributes: the parameters belong to the model.
         vars(self).update(_of=pipeline, _stage=stage, _own=parameters)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of this stage, whose gradients zero-bubble schedules compute by themselves."""
+        """The parameters of this stage, whose gradients zero-bubble schedules compute."""
         return iter(vars(self)["_own"])
 
     def forward(self, *received: torch.Tensor, mb: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -366,8 +367,8 @@ class _TimedStage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-class Entered(torch.autograd.Function):
-    """A received tensor that a stage may change in place."""
+class _Entered(torch.autograd.Function):
+    """Returns a received tensor that a stage may change in place."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
@@ -378,13 +379,13 @@ class Entered(torch.autograd.Function):
         return gradient.contiguous()
 
 
-_entered: Callable[[torch.Tensor], torch.Tensor] = Entered.apply
+_entered: Callable[[torch.Tensor], torch.Tensor] = _Entered.apply
 
 
 def _no_outputs(schedule: Any) -> dict[str, bool]:
-    """The argument that keeps a schedule from joining results that nobody reads.
+    """The argument with which a schedule does not join outputs, which nobody reads.
 
-    PyTorch 2.9 has none, and would give it to the stages.
+    PyTorch 2.9 does not know it, and would pass it to the stages.
     """
     known = "return_outputs" in inspect.signature(schedule.step).parameters
     return {"return_outputs": False} if known else {}

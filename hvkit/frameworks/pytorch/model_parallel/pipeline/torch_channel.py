@@ -1,4 +1,4 @@
-"""Messages between ranks of a mesh that compute on one batch, by ``torch.distributed``."""
+"""Messages between ranks of a mesh, by ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hvkit.pipeline.channel import Channel, TensorSpec
 from hvkit.transport.traffic import count
 
 
-class StageLinks(Channel):
-    """Sends between this rank and others.
+class TorchChannel(Channel):
+    """Sends tensors between this rank and others.
 
     Args:
         group: the ranks.
@@ -36,19 +36,19 @@ class StageLinks(Channel):
     ) -> None:
         super().__init__(ranks, dist.get_rank(), name)
         self.group, self.device = group, device
-        self._carrier = torch.device("cpu") if through_host else device
+        self._wire_device = torch.device("cpu") if through_host else device
 
     def start(self, data: Any, to: int) -> Callable[[], object]:
         if isinstance(data, np.ndarray):
             t = torch.from_numpy(data)
         else:
             count("activations", data.numel() * data.element_size())
-            t = data.detach().to(self._carrier).contiguous()
+            t = data.detach().to(self._wire_device).contiguous()
         work = dist.isend(t, self.ranks[to], group=self.group)
-        return lambda: (work and work.wait(), t)  # until then it must stay in memory
+        return lambda: (work and work.wait(), t)  # the tensor stays in memory until then
 
     def expect(self, spec: TensorSpec, source: int) -> Callable[[], torch.Tensor]:
-        t = like(spec, self._carrier)
+        t = empty(spec, self._wire_device)
         work = dist.irecv(t, self.ranks[source], group=self.group)
 
         def wait() -> torch.Tensor:
@@ -69,7 +69,7 @@ class StageLinks(Channel):
     def dtype_named(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def handed_on(self, tensors: list[Any]) -> list[Any]:
+    def detached(self, tensors: list[Any]) -> list[Any]:
         return [t.detach() for t in tensors]
 
     def broadcast(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -80,19 +80,19 @@ class StageLinks(Channel):
                     count("activations", t.numel() * t.element_size())
                 dist.broadcast(t, self.ranks[source], group=self.group)
 
-    def object_from_rank(self, source: int, thing: Any) -> Any:
-        """One rank's object on all of them."""
-        box = [thing]
+    def object_from_rank(self, source: int, obj: Any) -> Any:
+        """Copy one rank's object to all ranks."""
+        box = [obj]
         with self.waiting():
             dist.broadcast_object_list(box, self.ranks[source], group=self.group)
         return box[0]
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """What is known of a tensor before it arrives."""
+    """Describe a tensor for another rank."""
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def like(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
-    """A tensor with memory for what will arrive."""
+def empty(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
+    """A tensor to receive into, or one on the meta device."""
     return torch.empty(spec.shape, dtype=spec.dtype, device=device)
