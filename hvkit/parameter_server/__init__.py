@@ -3,9 +3,8 @@
 ::
 
     worker         exchanges a model's weights with the server after each step
-    └── client     the weights on the server, as one rank sees them
+    └── client     requests of one rank to the server
         └── server a thread on rank 0
 
-The rule for who may go on, and what the server does with a change, are in
-``hvkit.strategies.parameter_server``.
+``hvkit.strategies.parameter_server`` decides which ranks may continue, and adds their changes.
 """

@@ -1,9 +1,9 @@
-"""The weights of a model on the parameter server, as one rank sees them.
+"""Requests of one rank to the parameter server.
 
-A rank that waits for all others in a collective first says so to the server, which then counts it
-as away: it must not hold up a rank that waits for the server and comes to that collective later. At
-the end of the script a rank waits until all ranks have ended theirs, since Horovod ends on all
-ranks with the first.
+A rank that enters a collective first tells the server, which then counts it as away: it must not
+hold up a rank that waits for the server and comes to that collective later. At the end of the
+script a rank waits until all ranks have ended theirs, since Horovod ends on all ranks with the
+first.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from hvkit.transport.mailbox import Mailbox
 from hvkit.watch.calls import call, waiting
 
 _STEP = "optimizer.step()"
-_MEETING = "hvkit.settled"
+_SETTLED = "hvkit.settled"
 _END_OF_SCRIPT = "the end of the script"
 
 
 class Client:
-    """The server, as ranks other than 0 reach it.
+    """Sends requests of a rank other than 0 to the server.
 
     Args:
         mailbox: of this rank.
@@ -55,7 +55,7 @@ class Client:
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         # One request at a time, also if the script has several threads.
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
 
     def exchange(self, number: int, changes: list[Array]) -> list[Array]:
         """Send the changes of a step; wait until this rank may go on, and return the weights.
@@ -102,7 +102,7 @@ class Client:
         Raises:
             RankLostError: there will be none.
         """
-        with self._one:
+        with self._lock:
             for each in sent:
                 self._mailbox.send(each, 0, number * KINDS + kind, purpose)
             if answers and (found := self._mailbox.wait()).tag == LOST:
@@ -114,7 +114,7 @@ class Client:
 
 
 class Service:
-    """This rank's way to the server, for all models; making it is a collective.
+    """This rank's connection with the server, for all models; making it is a collective.
 
     Args:
         user: what needs it, for errors.
@@ -123,12 +123,12 @@ class Service:
     def __init__(self, user: str) -> None:
         self._mailbox = open_mailbox(user)
         self.server: Server | None = None
-        self._reach: Server | Client
+        self._requests: Server | Client
         if runtime.rank() == 0:
-            self._reach = self.server = Server(self._mailbox, runtime.size())
+            self._requests = self.server = Server(self._mailbox, runtime.size())
         else:
-            self._reach = Client(self._mailbox)
-        # Models that this rank has dropped, which the server does not know yet.
+            self._requests = Client(self._mailbox)
+        # Models that this rank has dropped, but has not told the server about.
         self._dropped: deque[int] = deque()
         engines.before_collective.append(self.leave)
         # Registered after Horovod's own function and the watcher's, so it runs before them.
@@ -137,16 +137,16 @@ class Service:
     def exchange(self, number: int, changes: list[Array]) -> list[Array]:
         """As ``Client.exchange``."""
         self._drop_some()
-        return self._reach.exchange(number, changes)
+        return self._requests.exchange(number, changes)
 
     def leave(self) -> None:
         """As ``Client.leave``."""
         self._drop_some()
-        self._reach.leave()
+        self._requests.leave()
 
     def take(self, request: Array) -> int:
         """As ``Client.take``."""
-        return self._reach.take(request)
+        return self._requests.take(request)
 
     def drop_later(self, number: int) -> None:
         """Drop a model with the next request: the garbage collector calls this at any time."""
@@ -154,7 +154,7 @@ class Service:
 
     def _drop_some(self) -> None:
         while self._dropped:
-            self._reach.drop(self._dropped.popleft())
+            self._requests.drop(self._dropped.popleft())
 
     def _end(self) -> None:
         """Wait at the end of the script for the others, unless this rank has failed."""
@@ -164,7 +164,7 @@ class Service:
                 self.server.stop()
             return
         with contextlib.suppress(RankLostError), call(_END_OF_SCRIPT), waiting():
-            self._reach.end()
+            self._requests.end()
             self._mailbox.close()
 
 
@@ -177,7 +177,7 @@ _uneven: set[int] = set()
 
 
 def take_batch(queue: int, iteration: int, count: int = 1) -> int:
-    """Take a batch that no other rank has taken, and return its number.
+    """Take the next batch that no rank has taken, and return its number.
 
     Args:
         queue: a number, the same on every rank.
@@ -204,7 +204,7 @@ def compare_iterations() -> None:
 
     This is no error: scripts that count steps instead of epochs end in different epochs.
     """
-    gathered = [dict(each) for each in collectives.gather(_MEETING, [*_iterations.items()])]
+    gathered = [dict(each) for each in collectives.gather(_SETTLED, [*_iterations.items()])]
     for queue in sorted(set().union(*gathered) - _uneven):
         begun = [iterations.get(queue, 0) for iterations in gathered]
         if len(set(begun)) > 1:
@@ -233,8 +233,8 @@ class Exchange:
         self._service = _service
         self._strategy = strategy
         self._number: int | None = None
-        # Of each vector: its dtype and length.
-        self._kinds: list[tuple[Any, int]] = []
+        # Dtype and length of each vector.
+        self._layout: list[tuple[Any, int]] = []
         self._drop: weakref.finalize[Any, Any] | None = None
 
     @property
@@ -248,7 +248,7 @@ class Exchange:
         The values of rank 0 count.
         """
         global _models
-        collectives.gather(_STEP, None)  # no rank trains from here on
+        collectives.gather(_STEP, None)  # from here on no rank trains
         server = self._service.server
         if self._number is None:
             _models += 1
@@ -259,8 +259,8 @@ class Exchange:
             self._drop.atexit = False
         elif server:
             server.extend(self._number, weights)
-        self._kinds += [(each.dtype, each.size) for each in weights]
-        collectives.gather(_STEP, None)  # and none before the server has them
+        self._layout += [(each.dtype, each.size) for each in weights]
+        collectives.gather(_STEP, None)  # until the server has the vectors
 
     def exchange(self, changes: list[Array]) -> list[Array]:
         """Send the changes of a step, and return the weights to go on with.
@@ -284,7 +284,7 @@ class Exchange:
         if server:
             weights = server.read(self._number)
         else:
-            weights = [np.empty(length, dtype) for dtype, length in self._kinds]
+            weights = [np.empty(length, dtype) for dtype, length in self._layout]
         engine = runtime.any_engine()
         return [
             engines.broadcast_in_pieces(engine, each.view(np.uint8), 0, "weights").view(each.dtype)

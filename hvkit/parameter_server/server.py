@@ -1,8 +1,8 @@
 """The parameter server: a thread on rank 0 that holds the weights and answers the other ranks.
 
-``hvkit.strategies.parameter_server`` has the rule for who may go on, ``client`` sends the
-requests. A rank sends one at a time and waits for its answer; rank 0's own need no message. The tag
-of a message says what it is and for which model, so messages hold nothing but values.
+``hvkit.strategies.parameter_server`` decides which ranks may continue, ``client`` sends the
+requests. A rank sends one at a time and waits for its answer; rank 0 calls the server directly. The
+tag of a message holds its kind and the number of the model, so messages hold nothing but values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvkit.strategies.parameter_server import (
 from hvkit.transport.mailbox import Mailbox, pauses
 from hvkit.watch.diagnosis import LIMIT_SET_BY, Limits
 
-# Kinds of messages: requests, an answer, and what ends a wait without one.
+# Kinds of messages: requests, an answer, and the end of a wait for an answer that cannot come.
 PUSH, LEAVE, END, DROP, TAKE, ANSWER, LOST, KINDS = range(8)
 NOTHING = np.empty(0, np.uint8)
 
@@ -228,7 +228,7 @@ class Server:
                     self._wake.set()
 
     def _send_answers(self) -> bool:
-        """Send what waits in the outbox; return whether there was anything."""
+        """Send the answers in the outbox; return whether there were any."""
         sent = bool(self._outbox)
         while self._outbox:
             rank, tag, arrays = self._outbox.popleft()
@@ -238,7 +238,7 @@ class Server:
         return sent
 
     def _look_for_long_waits(self) -> None:
-        """Report a rank that waits for an answer for long, and end the wait some time after."""
+        """Report ranks that wait long for an answer, and end such a wait after the time limit."""
         with self._changed:
             for (number, rank), since in list(self._since.items()):
                 seconds = time.monotonic() - since

@@ -22,16 +22,16 @@ from hvkit.watch.calls import call
 
 Array = np.ndarray[Any, Any]
 
-# Begins the names of the server's weights in a checkpoint.
+# Prefix of the names of the server's weights in a checkpoint.
 _SERVED = "served."
 
 
 class _Vector(NamedTuple):
-    """Weights that travel together.
+    """Weights that are sent as one vector.
 
     Attributes:
         numbers: of the weights.
-        read: their values as this rank holds them since its last exchange, one after the other.
+        read: their values on this rank after its last exchange, one after the other.
     """
 
     numbers: list[int]
@@ -55,17 +55,17 @@ class ServerKeeper(LocalWeightsKeeper):
         self.strategy = strategy
         self._exchange = Exchange(strategy)
         self._vectors: list[_Vector] = []
-        # The mean over ranks of what scripts have changed since the last exchange, by vector, as of
-        # the last collective.
+        # By vector, the mean over ranks of the changes since the last exchange, at the time of the
+        # last collective.
         self._unsent: list[Array] = []
         self._served: set[int] = set()
-        # The server's weights by number: those of a checkpoint until a step is about to train them,
-        # and those that were shown last.
+        # The server's weights by number: from a checkpoint, until a step trains them; and as shown
+        # last.
         self._resumed: dict[int, Array] = {}
         self._shown: dict[int, Array] = {}
 
     def _before_step(self, number: int) -> None:
-        """Have the server hold the weights that this step is the first to train.
+        """Give the server the weights that this step is the first to train.
 
         A collective if there are any; before the first step also a comparison of the ranks.
         """
@@ -73,16 +73,16 @@ class ServerKeeper(LocalWeightsKeeper):
         self._serve(number, trained)
 
     def _serve(self, number: int, trained: Iterable[int]) -> None:
-        """Have the server hold weights that an optimizer is about to train."""
+        """Give the server weights that an optimizer is about to train."""
         new = [i for i in trained if i not in self._served]
         if not new and self._exchange.begun:
             return
         with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
             self._require_same(new)
-            kinds = self.weights.by_dtype(new)
-            values = [[self._served_value(i) for i in kind] for kind in kinds]
+            lists = self.weights.by_dtype(new)
+            values = [[self._initial_value(i) for i in numbers] for numbers in lists]
             self._exchange.add([np.concatenate(each) for each in values])
-        self._vectors += [_Vector(kind, self._held(kind)) for kind in kinds]
+        self._vectors += [_Vector(numbers, self._joined(numbers)) for numbers in lists]
         self._served.update(new)
         for i in new:
             self._resumed.pop(i, None)
@@ -96,18 +96,18 @@ class ServerKeeper(LocalWeightsKeeper):
         if not self._exchange.begun and not self._resumed:
             self.weights.require_equal()
 
-    def _served_value(self, i: int) -> Array:
+    def _initial_value(self, i: int) -> Array:
         return self._resumed.get(i, self.weights.to_numpy(self.weights.read(i)))
 
-    def _held(self, numbers: Sequence[int]) -> Array:
+    def _joined(self, numbers: Sequence[int]) -> Array:
         return self.weights.to_numpy(self.weights.join([self.weights.read(i) for i in numbers]))
 
     def _changes(self) -> list[Array]:
-        """What this rank has changed since its last exchange, by vector."""
-        return [self._held(each.numbers) - each.read for each in self._vectors]
+        """This rank's changes since its last exchange, by vector."""
+        return [self._joined(each.numbers) - each.read for each in self._vectors]
 
     def _end_step(self, number: int) -> None:
-        """Send what the step has changed, and go on from the server's weights."""
+        """Send the changes of the step, and continue with the server's weights."""
         with call(self._optimizers[number].call, self._steps_ended, self._name):
             served = self._exchange.exchange(self._changes())
         for at, (vector, values) in enumerate(zip(self._vectors, served, strict=True)):
@@ -116,7 +116,7 @@ class ServerKeeper(LocalWeightsKeeper):
             for i, piece in zip(vector.numbers, pieces, strict=True):
                 self.weights.write(i, piece)
             # Weights of 16 bits hold these values rounded.
-            self._vectors[at] = vector._replace(read=self._held(vector.numbers))
+            self._vectors[at] = vector._replace(read=self._joined(vector.numbers))
 
     def _split(self, vector: _Vector, values: Array) -> dict[int, Array]:
         """A vector of the server's, by the weight's number."""
@@ -127,8 +127,8 @@ class ServerKeeper(LocalWeightsKeeper):
         compare_iterations()
         self._unsent = self._changes()
         if any(collectives.gather("hvkit.settled", any(each.any() for each in self._unsent))):
-            for n, (vector, own) in enumerate(zip(self._vectors, self._unsent, strict=True)):
-                of_weights = self.weights.from_numpy(own, vector.numbers[0])
+            for n, (vector, unsent) in enumerate(zip(self._vectors, self._unsent, strict=True)):
+                of_weights = self.weights.from_numpy(unsent, vector.numbers[0])
                 mean = self.weights.mean(of_weights, f"{self._name}.unsent.{n}")
                 self._unsent[n] = self.weights.to_numpy(mean)
         return self._exchange.begun or bool(self._resumed)
@@ -151,7 +151,7 @@ class ServerKeeper(LocalWeightsKeeper):
         return local + (chosen - agreed)
 
     def end_rounds(self) -> None:
-        """Go on from the server's weights, as at the end of training; a collective.
+        """Continue with the server's weights, as at the end of training; a collective.
 
         All ranks then hold the same weights.
         """
@@ -159,8 +159,8 @@ class ServerKeeper(LocalWeightsKeeper):
             return
         self._show_agreed()
         for at, (vector, unsent) in enumerate(zip(self._vectors, self._unsent, strict=True)):
-            # The next step sends what the script has changed, which the server lacks.
-            self._vectors[at] = vector._replace(read=self._held(vector.numbers) - unsent)
+            # The next step sends the script's changes, which the server lacks.
+            self._vectors[at] = vector._replace(read=self._joined(vector.numbers) - unsent)
         self._shown = {}
 
     def put_back(self) -> None:
@@ -169,7 +169,7 @@ class ServerKeeper(LocalWeightsKeeper):
         self._shown = {}
 
     def start_over(self) -> None:
-        """Begin with the weights that the ranks hold now, the same on all."""
+        """Begin with the present weights of the ranks, the same on all."""
         self._exchange.close()
         self._exchange = Exchange(self.strategy)
         self._vectors = []
@@ -185,8 +185,8 @@ class ServerKeeper(LocalWeightsKeeper):
 
         Args:
             arrays: from ``state``.
-            in_round: whether each rank holds its own weights again. If not, the server begins with
-                the weights that all hold now.
+            in_round: whether each rank has its local weights again. If not, the server begins with
+                the weights that all ranks have now.
         """
         self.start_over()
         if in_round:

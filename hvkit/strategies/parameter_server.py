@@ -108,8 +108,8 @@ class ServedWeights:
         self.waiting: set[int] = set()
         self._staleness = staleness
         self._log = log
-        # By rank, with staleness 0: changes that wait for those of the others.
-        self._held: dict[int, Update] = {}
+        # By rank, with staleness 0: changes to add once those of all ranks have come.
+        self._pending: dict[int, Update] = {}
 
     def push(self, rank: int, changes: list[Array], away: Set[int]) -> None:
         """Take the changes of a rank's step.
@@ -122,9 +122,9 @@ class ServedWeights:
         lead = self.lead(rank, away)
         self.clocks[rank] += 1
         self.waiting.add(rank)
-        self._held[rank] = Update(rank, self.clocks[rank], lead, changes)
+        self._pending[rank] = Update(rank, self.clocks[rank], lead, changes)
         if self._staleness != 0:
-            self._add_held()
+            self._add_pending()
 
     def release(self, away: Set[int]) -> list[int]:
         """The waiting ranks that may go on, in rank order; they wait no more.
@@ -133,11 +133,11 @@ class ServedWeights:
             away: ranks that are not training now.
         """
         if self._staleness == 0 and self.waiting.issuperset(self._training(away)):
-            self._add_held()
+            self._add_pending()
         bound = math.inf if self._staleness is None else self._staleness
-        free = sorted(rank for rank in self.waiting if self.lead(rank, away) <= bound)
-        self.waiting.difference_update(free)
-        return free
+        released = sorted(rank for rank in self.waiting if self.lead(rank, away) <= bound)
+        self.waiting.difference_update(released)
+        return released
 
     def lead(self, rank: int, away: Set[int]) -> int:
         """How many steps a rank is ahead of the slowest that trains."""
@@ -156,9 +156,9 @@ class ServedWeights:
     def _training(self, away: Set[int]) -> list[int]:
         return [rank for rank in range(len(self.clocks)) if rank not in away]
 
-    def _add_held(self) -> None:
-        for rank in sorted(self._held):
-            update = self._held.pop(rank)
+    def _add_pending(self) -> None:
+        for rank in sorted(self._pending):
+            update = self._pending.pop(rank)
             if self._log is not None:
                 copies = [each.copy() for each in update.changes]
                 self._log.append(update._replace(changes=copies))
@@ -179,7 +179,7 @@ def add(weights: Sequence[Array], changes: Sequence[Array], size: int) -> None:
 
 
 class Attendance:
-    """Which ranks train. Those that wait for all others in a collective must not hold up any.
+    """Which ranks train. A rank that waits in a collective for all others must not hold up any.
 
     Ranks make the same collectives in the same order. So a rank that has entered more of them than
     another is still waiting in its last one.

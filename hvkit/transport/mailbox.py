@@ -1,4 +1,4 @@
-"""Messages from one rank to another, which poll: the one place that imports mpi4py.
+"""Messages from one rank to another, by MPI: the one place that imports mpi4py.
 
 Horovod has collectives only. Where it runs on MPI, messages use the same MPI, with communicators of
 their own to keep them apart from Horovod's. Horovod starts and finalises MPI; hvkit does neither.
@@ -23,12 +23,12 @@ from hvkit.transport.engines import CHUNK, Engine
 from hvkit.transport.traffic import count
 from hvkit.watch.calls import translated, waiting_for_all_ranks
 
-# Seconds between two polls: at first none, for answers that come at once; later a part of the time
-# that the wait has taken, so that the pause makes the wait longer by that part at most.
+# Seconds between two polls: at first none, for answers that come at once; later a fraction of the
+# time waited so far, so that pauses lengthen a wait by that fraction at most.
 _LOOKS_WITHOUT_PAUSE = 30
 _SHORTEST_PAUSE = 5e-5
 _LONGEST_PAUSE = 5e-3
-_PART = 0.03
+_FRACTION = 0.03
 
 
 class Envelope(NamedTuple):
@@ -40,11 +40,11 @@ class Envelope(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """An array that is on its way: it must stay in memory until it has gone.
+    """An array that is being sent, and must stay in memory until then.
 
     Attributes:
-        array: what is sent.
-        requests: what ``finish`` waits for.
+        array: of the message.
+        requests: to wait for.
     """
 
     array: NDArray[Any]
@@ -59,7 +59,7 @@ class Mailbox(ABC):
     """
 
     def send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> None:
-        """Send an array; wait until it has gone.
+        """Send an array; wait until it was sent.
 
         Args:
             array: of shape (n,), contiguous.
@@ -71,11 +71,11 @@ class Mailbox(ABC):
 
     @abstractmethod
     def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
-        """Start to send an array, and return what ``finish`` waits for; the rest as in ``send``."""
+        """Start to send an array, with the arguments of ``send``; the result is for ``finish``."""
 
     @abstractmethod
     def finish(self, sending: Sending) -> None:
-        """Wait until an array has gone."""
+        """Wait until an array was sent."""
 
     @abstractmethod
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
@@ -115,7 +115,6 @@ class MpiMailbox(Mailbox):
         self._communicator = communicator
 
     def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
-        """As in ``Mailbox``."""
         self.require_ranks()
         requests = []
         for piece in _pieces(array):
@@ -125,18 +124,15 @@ class MpiMailbox(Mailbox):
         return Sending(array, requests)
 
     def finish(self, sending: Sending) -> None:
-        """As in ``Mailbox``."""
         for request in sending.requests:
             self._finish(request)
 
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
-        """As in ``Mailbox``."""
         for piece in _pieces(into):
             self.require_ranks()
             self._finish(self._communicator.Irecv([piece, self._mpi.BYTE], source=source, tag=tag))
 
     def look(self) -> Envelope | None:
-        """As in ``Mailbox``; a message may be the first piece of an array."""
         self.require_ranks()
         status = self._mpi.Status()
         if not self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
@@ -144,7 +140,6 @@ class MpiMailbox(Mailbox):
         return Envelope(status.Get_source(), status.Get_tag(), status.Get_count(self._mpi.BYTE))
 
     def require_ranks(self) -> None:
-        """As in ``Mailbox``."""
         # Horovod ends MPI on all ranks as soon as one has ended, from a thread of its own.
         if self._mpi.Is_finalized():
             with translated():
@@ -170,7 +165,7 @@ def pauses() -> Iterator[float]:
         yield 0.0
     while True:
         waited = time.monotonic() - since
-        yield min(max(_PART * waited, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+        yield min(max(_FRACTION * waited, _SHORTEST_PAUSE), _LONGEST_PAUSE)
 
 
 def _pieces(array: NDArray[Any]) -> list[NDArray[np.uint8]]:

@@ -2,7 +2,7 @@
 
 Two ranks that send each other messages have a connection, which the first of them to send opens.
 Both ends prove that they know a key that rank 0 has sent to all ranks (``hvkit.connections``).
-A thread for each connection reads what arrives, and another one writes what was sent.
+For each connection one thread reads and another one writes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _TICK = 0.2
 
 
 class _Request:
-    """A message on its way."""
+    """A message that is being sent."""
 
     def __init__(self, tag: int, data: NDArray[np.uint8]) -> None:
         self.tag = tag
         self.data = data
-        self.gone = threading.Event()
+        self.sent = threading.Event()
 
 
 class TcpMailbox(Mailbox):
@@ -47,11 +47,11 @@ class TcpMailbox(Mailbox):
         rank: this rank.
         key: of this run.
         one_host: whether all ranks are on this host.
-        run_ends: whether no wait is of use any more.
+        run_ends: whether the run ends, so that every wait must end.
 
     Attributes:
-        address: addresses at which other ranks that know the key find this one, and its port.
-        addresses: those of all ranks, by rank; to be set before anything is sent.
+        address: the network addresses and the port at which other ranks connect to this one.
+        addresses: of all ranks, by rank; to be set before anything is sent.
     """
 
     def __init__(self, rank: int, key: bytes, one_host: bool, run_ends: Callable[[], bool]) -> None:
@@ -73,25 +73,22 @@ class TcpMailbox(Mailbox):
         threads.start("hvkit-mailbox", self._listener.serve, self._admit)
 
     def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
-        """As in ``Mailbox``."""
         count(purpose, array.nbytes)
         return self.post(array, to, tag)
 
     def post(self, array: NDArray[Any], to: int, tag: int) -> Sending:
-        """``start_to_send`` for bytes that were counted already."""
+        """``start_to_send`` of bytes that ``hvkit.traffic`` has counted already."""
         self.require_ranks()
         request = _Request(tag, array.view(np.uint8))
         self._outbox(to).put(request)
         return Sending(array, [request])
 
     def finish(self, sending: Sending) -> None:
-        """As in ``Mailbox``."""
         for request in sending.requests:
-            while not request.gone.wait(_TICK):
+            while not request.sent.wait(_TICK):
                 self.require_ranks()
 
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
-        """As in ``Mailbox``."""
         with self._changed:
             while not (waiting := self._arrived.get((source, tag))):
                 self.require_ranks()
@@ -106,7 +103,6 @@ class TcpMailbox(Mailbox):
         into.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
 
     def look(self) -> Envelope | None:
-        """As in ``Mailbox``."""
         with self._changed:
             if self._order:
                 source, tag = self._order[0]
@@ -115,22 +111,21 @@ class TcpMailbox(Mailbox):
         return None
 
     def require_ranks(self) -> None:
-        """As in ``Mailbox``."""
         if self._lost or self._run_ends():
             raise rank_errors.lost(calls.current_call())
 
     def close(self) -> None:
-        """Say that this rank sends no more, and wait until that has gone."""
+        """Send all ranks a last message, and wait until it was sent."""
         self._listener.close()
         last = [_Request(_BYE, np.empty(0, np.uint8)) for _ in self._outboxes]
         for outbox, request in zip(self._outboxes.values(), last, strict=True):
             outbox.put(request)
         for request in last:
-            while not request.gone.wait(_TICK) and not self._lost:
+            while not request.sent.wait(_TICK) and not self._lost:
                 pass
 
     def _outbox(self, to: int) -> queue.SimpleQueue[_Request]:
-        """The queue of what goes to a rank, over a connection to it."""
+        """The queue of messages to a rank; the first use opens a connection."""
         with self._changed:
             if to not in self._outboxes:
                 self._begin(to, self._connected(to))
@@ -191,7 +186,7 @@ class TcpMailbox(Mailbox):
             while True:
                 request = outbox.get()
                 connection.send(request.tag, memoryview(request.data))  # type: ignore[arg-type]
-                request.gone.set()
+                request.sent.set()
         except OSError:
             with self._changed:
                 self._lost = True
