@@ -155,7 +155,7 @@ class Checkpoint:
                 "sharded=True writes at once, from all ranks: leave out background= and replicas="
             )
         for part in self.parts if self.sharded else ():
-            if (record := part.record) and record.gathered and not record.in_parts:
+            if (record := part.record) and record.gathered and not record.sharded:
                 raise ValueError(
                     f"sharded=True saves the parts of PyTorch's meshes, but {part.name} is divided "
                     "in another way: use mesh=hvkit.Mesh(shard=...) in place of FullyShard, or "

@@ -19,7 +19,7 @@ from hvkit.monitor.monitor import Monitor
 from hvkit.random_states import Arrays
 from hvkit.registry import JAX, KERAS_ON_TENSORFLOW, framework_of
 from hvkit.sync.distributed_objects import keepers_of
-from hvkit.sync.port import InShares, Keeper, KeeperInParts
+from hvkit.sync.port import Keeper, Sharded, ShardedKeeper
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")
@@ -146,15 +146,15 @@ class StrategyPart(Part):
     Args:
         model: the name of the model's part.
         keeper: of the model.
-        in_parts: the same, if the model is in a mesh.
+        sharded: the same, if the model is in a mesh.
     """
 
     optional = True
 
-    def __init__(self, model: str, keeper: Keeper, in_parts: KeeperInParts | None = None) -> None:
+    def __init__(self, model: str, keeper: Keeper, sharded: ShardedKeeper | None = None) -> None:
         super().__init__(f"{model}-strategy", ".npz", keeper)
         self.keeper = keeper
-        self._in_parts = in_parts
+        self._sharded = sharded
         self._identity = {
             "strategy": repr(keeper.strategy),
             "compression": repr(keeper.compression),
@@ -163,12 +163,12 @@ class StrategyPart(Part):
         """Whether ``load`` goes on in the saved round, with each rank's own weights."""
 
     def facts(self) -> dict[str, Any]:
-        divided = self._in_parts
+        divided = self._sharded
         where = {"mesh": divided.mesh, "layout": divided.layout} if divided else {}
         return self._identity | where
 
     def gathered(self) -> AbstractContextManager[None]:
-        return self._in_parts.gathered() if self._in_parts else nullcontext()
+        return self._sharded.gathered() if self._sharded else nullcontext()
 
     def own(self) -> Arrays:
         return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.rank_state().items()}
@@ -178,15 +178,15 @@ class StrategyPart(Part):
 
     def may_go_on(self, facts: Mapping[str, Any]) -> bool:
         """Whether as many ranks can go on in the saved round: also their mesh is the same."""
-        mesh = self._in_parts.mesh if self._in_parts else None
+        mesh = self._sharded.mesh if self._sharded else None
         return facts.items() >= self._identity.items() and facts.get("mesh") == mesh
 
     def save(self, path: Path) -> None:
         write_arrays(path, self.keeper.state())
 
     @property
-    def in_shares(self) -> InShares | None:
-        return self._in_parts if self._in_parts and self._in_parts.is_divided else None
+    def sharded(self) -> Sharded | None:
+        return self._sharded if self._sharded and self._sharded.is_divided else None
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
         if self._begins_with(facts):
@@ -194,14 +194,14 @@ class StrategyPart(Part):
                 arrays = {name: values[name] for name in values.files}
             self.keeper.load_state(arrays, in_round=self.in_round)
 
-    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+    def load_shards(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
         from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState
 
         if not self._begins_with(facts):
             return
         saved = SavedState(files)
-        if self._in_parts:
-            self._in_parts.load_shares(saved, in_round=self.in_round)
+        if self._sharded:
+            self._sharded.load_shards(saved, in_round=self.in_round)
         else:
             self.keeper.load_state(saved.plain(), in_round=self.in_round)
 
@@ -212,8 +212,8 @@ class StrategyPart(Part):
             return False
         if not self.in_round:
             self._log("begins a new round: other ranks or mesh, or another model's strategy")
-        if self._in_parts:
-            self._in_parts.saved_layout = facts.get("layout")
+        if self._sharded:
+            self._sharded.saved_layout = facts.get("layout")
         return True
 
     def start_over(self, reason: str) -> None:
@@ -240,9 +240,9 @@ def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
             part.is_local = part.record.local
         else:  # a scheduler, for example, is local if any of the models is
             part.is_local = any(keeper.local for keeper in models.get(part, names))
-    in_parts = {
-        keeper: part.record.keeper_in_parts if part.record else None
+    sharded = {
+        keeper: part.record.sharded_keeper if part.record else None
         for part, keepers in models.items()
         for keeper in keepers
     }
-    return [StrategyPart(name, keeper, in_parts[keeper]) for keeper, name in names.items()]
+    return [StrategyPart(name, keeper, sharded[keeper]) for keeper, name in names.items()]

@@ -28,7 +28,7 @@ from hvkit.frameworks.pytorch.gradients.reducer import is_averaged
 from hvkit.frameworks.pytorch.port import is_distributed_parameter
 from hvkit.frameworks.pytorch.refusals import is_divided, is_in_mesh
 from hvkit.random_states import Arrays
-from hvkit.sync.port import InParts, InShares, Warmup
+from hvkit.sync.port import Sharded, ShardedObject, Warmup
 
 # The name of the array with a rank's own steps of the warm-up, in a round of local weights.
 _WARMUP = f"{LOCAL}warmup-steps"
@@ -61,20 +61,20 @@ class TorchPart(Part):
         _write(path, self, state)
 
     @property
-    def in_shares(self) -> InShares | None:
-        parts = self._in_parts
+    def sharded(self) -> Sharded | None:
+        parts = self._sharded
         return parts if parts and parts.is_divided else None
 
-    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+    def load_shards(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
         from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState
 
-        saved, parts = SavedState(files), self._in_parts
-        if parts is None or not parts.reads_shares:
+        saved, parts = SavedState(files), self._sharded
+        if parts is None or not parts.reads_shards:
             self._load_state(saved.plain())
         else:
             if self.model is None:
                 self._load_state({"state": {}} | saved.plan["rest"])
-            parts.load_shares(saved, functools.partial(self._load_state, whole=False))
+            parts.load_shards(saved, functools.partial(self._load_state, whole=False))
         self._load_warmup(facts)
 
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class TorchPart(Part):
         if not self.is_local:
             buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
             return buffers | self._numbers()
-        parts = self._in_parts
+        parts = self._sharded
         state = self.object.state_dict() if parts is None else parts.own()
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(state), content)
@@ -115,13 +115,13 @@ class TorchPart(Part):
         return found | self._numbers()
 
     @property
-    def _in_parts(self) -> InParts | None:
+    def _sharded(self) -> ShardedObject | None:
         """The object itself, if each rank of a mesh holds a part of it."""
-        return self.record.in_parts if self.record else None
+        return self.record.sharded if self.record else None
 
     def _whole(self) -> str:
         """The name of the array with a rank's whole state, in a round of local weights."""
-        in_file = self.model is None and self._in_parts is None
+        in_file = self.model is None and self._sharded is None
         return f"{LOCAL if in_file else NOT_IN_FILE}state"
 
     def _numbers(self) -> Arrays:
@@ -147,7 +147,7 @@ class TorchPart(Part):
 
     def _load_own_state(self, state: Any) -> None:
         """Load a rank's whole state, or that of its part."""
-        if (parts := self._in_parts) is None:
+        if (parts := self._sharded) is None:
             self._load_state(state)
         elif state:  # else the model was not divided yet
             parts.load_own(functools.partial(self._load_state, state, whole=False))
@@ -205,10 +205,10 @@ def write_share(path: Path, part: Part, *, first: bool) -> bool:
         part: one with shares, also of a strategy.
         first: whether this rank adds what belongs to no rank's share.
     """
-    assert part.in_shares is not None
-    state = part.in_shares.shares()
+    assert part.sharded is not None
+    state = part.sharded.shards()
     if state or first:
-        _write(path, part, {"plan": part.in_shares.plan() if first else None, "state": state})
+        _write(path, part, {"plan": part.sharded.plan() if first else None, "state": state})
     return bool(state or first)
 
 

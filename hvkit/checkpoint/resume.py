@@ -179,7 +179,7 @@ def load(
                 take(part.file, content)
         try:
             if shares:
-                part.load_shares(shares, facts)
+                part.load_shards(shares, facts)
             elif problem is None:
                 part.load(content, facts)
         except Exception as error:  # any error: the other ranks must not wait for this one

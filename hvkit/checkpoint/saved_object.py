@@ -25,7 +25,7 @@ from hvkit.communication import collectives
 from hvkit.random_states import Arrays
 from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import InShares, Record
+from hvkit.sync.port import Record, Sharded
 
 SEED = "seed-"
 """Prefix of the names of seeds, which a rank keeps also if another number of ranks resumes."""
@@ -88,7 +88,7 @@ class Part(ABC):
             Exception: the content does not fit the object.
         """
 
-    def load_shares(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
+    def load_shards(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
         """Load the object, or this rank's part of it, from files that all ranks have written.
 
         Raises:
@@ -110,7 +110,7 @@ class Part(ABC):
         return record_of(self.object)
 
     @property
-    def in_shares(self) -> InShares | None:
+    def sharded(self) -> Sharded | None:
         """What a sharded checkpoint saves in parts; None if every rank has the whole object."""
         return None
 

@@ -325,7 +325,7 @@ def _write_share(folder: Path, parts: Sequence[Part], own: Mapping[str, Arrays])
     files = [states_file(rank)]
     write_states(folder / states_file(rank), [own])
     for part in parts:
-        if part.in_shares is not None:
+        if part.sharded is not None:
             from hvkit.checkpoint.pytorch import write_share
 
             share_file = f"{part.name}-of-rank-{rank:05}.pt"

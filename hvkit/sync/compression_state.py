@@ -1,4 +1,4 @@
-"""What a compression keeps from one mean to the next: residuals, and PowerSGD's factors."""
+"""The state of a compression from one mean to the next: residuals, and PowerSGD's factors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 class CompressionState:
-    """What a compression keeps of each parameter, by a key: its number, or its id.
+    """The state that a compression has for each parameter, by a key: its number, or its id.
 
     Args:
-        compression: how float32 gradients or weights travel.
+        compression: of float32 gradients or weights.
         ops: the framework's functions on tensors.
         group: the ranks that take part, and this one among them.
 
     Attributes:
-        kept: what counts, by key and name.
-        pending: what will once an update has used the means.
+        kept: the state, by key and name.
+        pending: the new state, which ``commit`` keeps once an update has used the means.
     """
 
     def __init__(self, compression: Compression, ops: Ops, group: Ranks) -> None:
@@ -35,14 +35,14 @@ class CompressionState:
         self.pending: dict[Hashable, dict[str, Tensor]] = {}
         self._ops = ops
         self._group = group
-        # What a checkpoint has set of parameters of which nothing is kept yet.
+        # State from a checkpoint, of parameters without a state yet.
         self._loaded: dict[Hashable, dict[str, np.ndarray[Any, Any]]] = {}
 
     def suits(self, dtype: Any) -> bool:
-        """Whether vectors of this dtype, of NumPy or a framework, travel so.
+        """Whether vectors of this dtype, of NumPy or a framework, are compressed.
 
         Raises:
-            ValueError: they cannot, and must not travel otherwise.
+            ValueError: they cannot be, and must not be sent otherwise.
         """
         name = getattr(dtype, "name", str(dtype)).removeprefix("torch.")
         suits = name == "float32" or not self.compression.float32_only
@@ -100,7 +100,7 @@ class CompressionState:
     def arrays(
         self, names: Iterable[str], keys: Sequence[Hashable]
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """What is kept under these names, for a checkpoint: by name and place in ``keys``."""
+        """The state under these names, for a checkpoint: by name and index in ``keys``."""
         found = {}
         for i, key in enumerate(keys):
             for name in names:
@@ -118,12 +118,12 @@ class CompressionState:
 
 
 class CompressionKeeper:
-    """A ``hvkit.sync.port.Keeper`` of what a compression of gradients keeps.
+    """A ``hvkit.sync.port.Keeper`` of the state of a compression of gradients.
 
     Args:
         strategy: as passed to ``distribute``.
         compression: as passed to ``distribute``.
-        states: by what begins their names in a checkpoint.
+        states: by the prefix of their names in a checkpoint.
         keys: returns those of the model's parameters, in order.
     """
 
@@ -152,7 +152,7 @@ class CompressionKeeper:
     unsettled = settled
 
     def start_over(self) -> None:
-        """Forget what the compression keeps."""
+        """Forget all states."""
         for each in self._states.values():
             each.start_over()
 
@@ -171,15 +171,15 @@ class CompressionKeeper:
 
     def load_rank_state(self, arrays: Arrays) -> None:
         """Set what ``rank_state`` returned on this rank."""
-        for begins, each in self._states.items():
-            own = {k.removeprefix(begins): a for k, a in arrays.items() if k.startswith(begins)}
-            each.load(own, self._keys())
+        for prefix, each in self._states.items():
+            of_it = {k.removeprefix(prefix): a for k, a in arrays.items() if k.startswith(prefix)}
+            each.load(of_it, self._keys())
 
     def _arrays(
         self, names: Callable[[Compression], Sequence[str]]
     ) -> dict[str, np.ndarray[Any, Any]]:
         return {
-            f"{begins}{key}": array
-            for begins, each in self._states.items()
+            f"{prefix}{key}": array
+            for prefix, each in self._states.items()
             for key, array in each.arrays(names(each.compression), self._keys()).items()
         }

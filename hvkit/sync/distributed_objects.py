@@ -1,7 +1,7 @@
-"""The models and optimizers that were passed to ``hvkit.distribute``, with what keeps their state.
+"""The models and optimizers that were passed to ``hvkit.distribute``, and their keepers.
 
-Here a second call finds that there was a first, ``hvkit.settled`` and checkpoints find the keepers
-of a model, and checkpoints the step count of a warm-up.
+A second call of ``distribute`` looks here for a first one. ``hvkit.settled`` and checkpoints look
+for the keepers of a model, and checkpoints for the step count of a warm-up.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ def record(
     Args:
         models: as passed to ``distribute``.
         records: of their optimizers, and of models.
-        keeper: what keeps state of them.
+        keeper: of their state.
         group: the ranks that train them, if these are not all.
     """
     of_keeper = None if keeper is None else ref(keeper)
-    held, known = list(models), list(records)
-    _models.update((_plain(model), of_keeper) for model in held)
+    plain = [_plain(model) for model in models]
+    known = [(_plain(thing), each) for thing, each in records]
+    _models.update((model, of_keeper) for model in plain)
     if group is not None and not group.is_all_ranks:
-        _groups.update((_plain(each), group) for each in (*held, *(thing for thing, _ in known)))
+        _groups.update((each, group) for each in (*plain, *(thing for thing, _ in known)))
     local = keeper is not None and keeper.local
-    _records.update((_plain(thing), replace(each, local=local)) for thing, each in known)
+    _records.update((thing, replace(each, local=local)) for thing, each in known)
 
 
 def refuse_groups(call: str, things: Iterable[Any]) -> None:
@@ -94,11 +95,9 @@ def is_distributed(model_or_optimizer: Any) -> bool:
 
 
 def keepers_of(model: Any) -> list[Keeper]:
-    """What strategies and compressions keep of a model; nothing if they keep nothing.
+    """The keepers of a model, and of distributed models that share weights with it.
 
     Every rank must call it, because ranks may begin to train the model together here.
-
-    A model that was not distributed itself may be a part of one, or contain some.
     """
     plain = _plain(model)
     if (reference := _unbuilt.get(plain)) is not None and (begin := reference()) is not None:
@@ -106,11 +105,11 @@ def keepers_of(model: Any) -> list[Keeper]:
     if plain in _models:
         found = [_models[plain]]
     else:
-        own = set(map(id, _weights_of(plain)))
+        weights = set(map(id, _weights_of(plain)))
         found = [
             keeper
-            for whole, keeper in list(_models.items())
-            if not own.isdisjoint(map(id, _weights_of(whole)))
+            for other, keeper in list(_models.items())
+            if not weights.isdisjoint(map(id, _weights_of(other)))
         ]
     return [keeper for each in found if each is not None and (keeper := each()) is not None]
 

@@ -51,68 +51,69 @@ class RandomNumbers(Protocol):
     """Random numbers that some ranks draw together."""
 
     numbers: list[np.ndarray[Any, Any]]
-    """Where they go on, by generator; empty if there are none. May be set."""
+    """The states of the generators; empty if there are none. May be set."""
 
 
-class InShares(Protocol):
-    """What each rank of a mesh has a part of, for sharded checkpoints."""
+class Sharded(Protocol):
+    """An object of which each rank of a mesh has a part, for sharded checkpoints."""
 
     @property
     def is_divided(self) -> bool:
         """Whether each rank has its part already."""
 
-    def shares(self) -> dict[str, Any]:
-        """What this rank writes, in pieces, by parameter."""
+    def shards(self) -> dict[str, Any]:
+        """The pieces that this rank writes, by parameter."""
 
     def plan(self) -> dict[str, Any]:
-        """What rank 0 adds."""
+        """A description of the whole, which rank 0 adds."""
 
 
-class InParts(InShares, Protocol):
+class ShardedObject(Sharded, Protocol):
     """A model or an optimizer of which each rank of a mesh holds a part."""
 
     @property
-    def reads_shares(self) -> bool:
+    def reads_shards(self) -> bool:
         """Whether a rank must read its part only; if not, it holds the whole object."""
 
-    def load_shares(self, saved: Any, load: Callable[[dict[str, Any]], None]) -> None:
+    def load_shards(self, saved: Any, load: Callable[[dict[str, Any]], None]) -> None:
         """Read this rank's part, once the model is divided.
 
         Args:
             saved: by a sharded checkpoint.
-            load: gets the part of an optimizer's state dict, or what a model's has but tensors.
+            load: gets the part of an optimizer's state dict, or the entries of a model's that are
+                no tensors.
         """
 
     def own(self) -> dict[str, Any]:
         """The state of this rank's part; empty before the model is divided."""
 
     def load_own(self, load: Callable[[], None]) -> None:
-        """Load what ``own`` returned, if the ranks go on in the saved round.
+        """Load what ``own`` returned, if the ranks continue the saved round.
 
         Args:
             load: called once the model is divided.
         """
 
 
-class KeeperInParts(InShares, Protocol):
+class ShardedKeeper(Sharded, Protocol):
     """A keeper of which each rank of a mesh holds a part."""
 
     mesh: str
     layout: int | None
-    """A number for who holds what; None before the model is divided."""
+    """A hash of the division: which rank has which part; None before the model is divided."""
     saved_layout: int | None
-    """That of the checkpoint that is loaded next."""
+    """The same of the checkpoint that is loaded next."""
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which ``state`` works on rank 0; a collective."""
 
-    def load_shares(self, saved: Any, *, in_round: bool) -> None:
+    def load_shards(self, saved: Any, *, in_round: bool) -> None:
         """Read this rank's part, once the model is divided; as ``load_state``."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What ``distribute`` attached to one optimizer, or to a model."""
+    """The objects that ``distribute`` attached to one optimizer, or to a model."""
 
     warmup: Warmup | None = None
     """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
@@ -122,14 +123,14 @@ class Record:
     """Random numbers that a model keeps apart from the global generators; None if none."""
     local: bool = False
     """Whether the ranks train local weights, so that its state differs; ``record`` sets it."""
-    in_parts: InParts | None = None
-    """Itself, if it is in a mesh."""
-    keeper_in_parts: KeeperInParts | None = None
-    """What keeps the strategy's state of a model in a mesh; None if it has none."""
+    sharded: ShardedObject | None = None
+    """Its part on this rank, in a mesh."""
+    sharded_keeper: ShardedKeeper | None = None
+    """The keeper of a model in a mesh; None if it has none."""
 
 
 class Keeper(Protocol):
-    """What a strategy or a compression keeps of models that train together, from step to step."""
+    """Keeps the state of a strategy or a compression for models that train together."""
 
     @property
     def strategy(self) -> Strategy:
@@ -151,13 +152,13 @@ class Keeper(Protocol):
         """Wait for overlapped agreements; a collective."""
 
     def settled(self) -> AbstractContextManager[None]:
-        """Hold the weights that the ranks would agree on now; a collective if ``local``."""
+        """A context with the weights that ranks would agree on now; a collective if ``local``."""
 
     def unsettled(self) -> AbstractContextManager[None]:
-        """Hold this rank's own weights for a while, inside ``settled``."""
+        """A context, inside ``settled``, with the local weights again."""
 
     def start_over(self) -> None:
-        """Forget the state; begin with the weights that the ranks hold now, the same on all."""
+        """Forget the state; begin with the ranks' present weights, the same on all."""
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves, the same on every rank."""
@@ -167,8 +168,8 @@ class Keeper(Protocol):
 
         Args:
             arrays: from ``state``.
-            in_round: whether each rank will hold its own weights again. If not, a new round begins,
-                with the weights that all hold now.
+            in_round: whether each rank will have its local weights again. If not, a new round
+                begins, with the weights that all ranks have now.
         """
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -202,12 +203,12 @@ class Port(Protocol):
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         """Keep the ranks in step from now on, as the strategy says.
 
-        Returns each optimizer with its record, and what keeps state that a checkpoint saves.
+        Returns each optimizer with its record, and the keeper of state that a checkpoint saves.
         """
 
 
 def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
-    """Say that layers cannot normalise over all ranks' batches where ranks train local weights."""
+    """Warn that layers cannot normalise over all ranks' batches where ranks train local weights."""
     warn_once(
         "own batches",
         f"{layers} normalise with each rank's own batch, since with {strategy} each trains at its "
@@ -216,7 +217,7 @@ def warn_of_own_batches(layers: str, strategy: Strategy) -> None:
 
 
 def warn_of_own_models(optimizer: str) -> None:
-    """Say that ranks train apart what an optimizer updates that was not passed, nor its model."""
+    """Warn of a model that each rank trains for itself, as ``distribute`` did not get it."""
     warn_once(
         "own models",
         f"optimizer {optimizer} updates a model, but neither was passed to hvkit.distribute: each "

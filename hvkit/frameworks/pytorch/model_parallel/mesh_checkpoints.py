@@ -1,8 +1,9 @@
-"""What checkpoints save and load of a model in a mesh, its optimizers, and its strategy.
+"""Saves and loads a model in a mesh, its optimizers, and the state of its strategy.
 
-Each rank keeps state of its own part. A checkpoint holds what the strategy keeps of each parameter
-in full, as without a mesh, so that ranks of another mesh find it. What the compression keeps, and
-what an agreement will still add, is saved for each rank, which finds it in the same mesh only.
+Each rank keeps the strategy's state of its own parameters. A checkpoint holds it for the full
+parameters, as without a mesh, so that ranks of another mesh can load it. The state of the
+compression, and pending agreements, are saved for each rank, which loads them in the same mesh
+only.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     SavedState,
     model_plan,
     optimizer_plan,
-    part,
     strategy_arrays,
     strategy_plan,
     strategy_values,
+    with_tensors_of,
 )
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
@@ -50,7 +51,7 @@ class MeshKeeper:
         names: of all parameters, in the order in which one process numbers them.
 
     Attributes:
-        layout: a number for who holds what; None before the model is divided.
+        layout: a number for which rank holds which part; None before the model is divided.
         saved_layout: of the checkpoint that is loaded next.
     """
 
@@ -70,47 +71,47 @@ class MeshKeeper:
         self.saved_layout: int | None = None
         self._rank = options.position.rank
         self._number = {name: i for i, name in enumerate(names)}
-        # This rank's parameters, with the numbers that the keeper of its part gives them.
+        # The numbers of this rank's parameters in the keeper of its part.
         self._own: dict[str, int] = {}
         self._keeper: Keeper | None = None
         self._model: ModelState | None = None
         self._in_round = False
-        # What a checkpoint has loaded before the model is divided.
-        self._waiting: list[Callable[[], None]] = []
-        # How many ``settled`` are under way that began before this was loaded.
-        self._showing = 0
-        # The whole state, on rank 0 inside ``gathered``.
-        self._whole: _Arrays = {}
+        # Loads that wait until the model is divided.
+        self._pending: list[Callable[[], None]] = []
+        # The number of open ``settled`` contexts that began while loads were pending.
+        self._settled = 0
+        # The full state, on rank 0 inside ``gathered``.
+        self._full: _Arrays = {}
 
     def divided(self, keeper: Keeper, model: ModelState, own: Sequence[str], layout: int) -> None:
         """Begin with this rank's part.
 
         Args:
             own: the names of this rank's parameters, in the keeper's order.
-            layout: the same number on all ranks, and another if they hold other parts.
+            layout: the same number on all ranks; another one for another division.
         """
         self._keeper, self._model, self.layout = keeper, model, layout
         self._own = {name: i for i, name in enumerate(own)}
 
-    def load_waiting(self) -> None:
+    def load_pending(self) -> None:
         """Load what a checkpoint has read before the model was divided.
 
         Until then, and inside ``settled``, the ranks hold the weights that they had agreed on.
         """
-        if self._keeper is None or self._showing:
+        if self._keeper is None or self._settled:
             return
-        waiting, self._waiting = self._waiting, []
-        for load in waiting:
+        pending, self._pending = self._pending, []
+        for load in pending:
             load()
 
     def _when_divided(self, load: Callable[[], None]) -> None:
-        if self._keeper is None or self._waiting:
-            self._waiting.append(load)
+        if self._keeper is None or self._pending:
+            self._pending.append(load)
         else:
             load()
 
     def in_saved_round(self, load: Callable[[], None]) -> None:
-        """Load something of this rank's own if the ranks go on in the round that was saved."""
+        """Load rank-local state if the ranks continue the saved round."""
         self._when_divided(lambda: load() if self._in_round else None)
 
     def arrive(self) -> None:
@@ -120,82 +121,82 @@ class MeshKeeper:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Hold the weights that the ranks would agree on now; a collective if ``local``."""
-        if self._keeper is not None and not self._waiting:
+        """A context with the weights of an agreement now; a collective if ``local``."""
+        if self._keeper is not None and not self._pending:
             with self._keeper.settled():
                 yield
             return
-        self._showing += 1
+        self._settled += 1
         try:
             yield
         finally:
-            self._showing -= 1
-            self.load_waiting()
+            self._settled -= 1
+            self.load_pending()
 
     def unsettled(self) -> AbstractContextManager[None]:
-        """Hold this rank's own weights for a while, inside ``settled``."""
+        """A context with this rank's local weights, inside ``settled``."""
         return nullcontext() if self._keeper is None else self._keeper.unsettled()
 
     def start_over(self) -> None:
-        """Forget the state; begin with the weights that the ranks hold now."""
-        self._waiting.clear()
+        """Forget the state; begin with the present weights."""
+        self._pending.clear()
         self._in_round = False
         if self._keeper is not None:
             self._keeper.start_over()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have the whole state on rank 0 for a while; a collective."""
+        """A context in which rank 0 has the full state; a collective."""
         if self._keeper is not None and self._model is not None and self.local:
             state = self._keeper.state()
             found = self._model.collected(self._by_parameter(state), self._number)
             if self._model.keeps_whole:
-                self._whole = strategy_arrays(state[COUNTS], found, self._number)
+                self._full = strategy_arrays(state[COUNTS], found, self._number)
         try:
             yield
         finally:
-            self._whole = {}
+            self._full = {}
 
     def _by_parameter(self, state: _Arrays) -> dict[str, dict[str, torch.Tensor]]:
-        """What the strategy keeps of this rank's parameters, in the shape of its slices of them."""
+        """The strategy's state of this rank's parameters, in the shape of its slices."""
         assert self._model is not None
         return strategy_values(state, self._own, self._model.shape_of)
 
     @property
     def is_divided(self) -> bool:
-        """Whether this rank has a part of what the strategy keeps."""
+        """Whether this rank has a part of the strategy's state."""
         return self._keeper is not None and self.local
 
     def plan(self) -> dict[str, Any]:
-        """What rank 0 adds to ``shares``."""
+        """The state that belongs to no parameter, for rank 0's file."""
         assert self._keeper is not None
         return strategy_plan(self._keeper.state()[COUNTS], list(self._number))
 
-    def shares(self) -> dict[str, Any]:
-        """What this rank writes into a sharded checkpoint."""
+    def shards(self) -> dict[str, Any]:
+        """This rank's part of a sharded checkpoint."""
         assert self._keeper is not None
         assert self._model is not None
-        return self._model.shares_of(self._by_parameter(self._keeper.state()))
+        return self._model.saved_slices(self._by_parameter(self._keeper.state()))
 
     def state(self) -> _Arrays:
-        """What a checkpoint saves, on rank 0 inside ``gathered``."""
-        return self._whole
+        """The full state, on rank 0 inside ``gathered``."""
+        return self._full
 
     def load_state(self, arrays: _Arrays, *, in_round: bool) -> None:
-        """Set what ``state`` returned, when the model is divided."""
-        self._load_later(lambda: self._own_of(arrays), in_round=in_round)
+        """Set the full state, when the model is divided."""
+        self._load_later(lambda: self._slices_of(arrays), in_round=in_round)
 
-    def load_shares(self, saved: SavedState, *, in_round: bool) -> None:
+    def load_shards(self, saved: SavedState, *, in_round: bool) -> None:
         """Read this rank's part from a sharded checkpoint, when the model is divided."""
-        self._load_later(lambda: self._own_of_saved(saved), in_round=in_round)
+        self._load_later(lambda: self._saved_slices(saved), in_round=in_round)
 
     def _load_later(self, own: Callable[[], _Arrays], *, in_round: bool) -> None:
         """Set the state of this rank's part when the model is divided.
 
         Args:
-            in_round: whether each rank will hold its own weights again.
+            in_round: whether each rank will hold its local weights again.
         """
-        self._waiting.clear()
+        self._pending.clear()
         saved_layout = self.saved_layout
 
         def load() -> None:
@@ -215,7 +216,7 @@ class MeshKeeper:
 
         self._when_divided(load)
 
-    def _own_of(self, arrays: _Arrays) -> _Arrays:
+    def _slices_of(self, arrays: _Arrays) -> _Arrays:
         """This rank's part of the full state."""
         assert self._model is not None
         if COUNTS not in arrays:
@@ -223,26 +224,28 @@ class MeshKeeper:
         number = {name: self._number[name] for name in self._own}
         full = strategy_values(arrays, number, self._model.full_shape_of)
         own = {
-            name: {key: self._model.slicing(name).along_tensor(t) for key, t in kept.items()}
+            name: {key: self._model.slicing(name).tensor_slice(t) for key, t in kept.items()}
             for name, kept in full.items()
         }
         return strategy_arrays(arrays[COUNTS], own, self._own)
 
-    def _own_of_saved(self, saved: SavedState) -> _Arrays:
+    def _saved_slices(self, saved: SavedState) -> _Arrays:
         """This rank's part of the state in a sharded checkpoint."""
         assert self._model is not None
         own = {
-            name: part(saved.values[name], functools.partial(self._model.part_of_saved, name))
+            name: with_tensors_of(
+                saved.values[name], functools.partial(self._model.part_of_saved, name)
+            )
             for name in self._own
         }
         return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def rank_state(self) -> _Arrays:
         """What a checkpoint saves for each rank, for the same mesh only."""
-        if self._waiting:
+        if self._pending:
             raise ValueError(
-                f"what a checkpoint holds of {self.strategy} is loaded when the first batch shows "
-                "how to divide the model, and cannot be saved again before: call model(x) first"
+                f"the state of {self.strategy} in a checkpoint is loaded when the first batch "
+                "shows how to divide the model, and cannot be saved before: call model(x) first"
             )
         if self._keeper is None:
             return {}
@@ -264,7 +267,7 @@ class MeshKeeper:
 
 
 class _InParts:
-    """Implements ``hvkit.sync.port.InParts``.
+    """Implements ``hvkit.sync.port.ShardedObject``.
 
     Args:
         parallel: divides the model.
@@ -279,7 +282,7 @@ class _InParts:
         return self._parallel.state is not None
 
     @property
-    def reads_shares(self) -> bool:
+    def reads_shards(self) -> bool:
         return self.is_divided or self._parallel.is_deferred
 
     @property
@@ -291,7 +294,7 @@ class _InParts:
         if self._keeper is not None:
             self._keeper.in_saved_round(load)
 
-    def load_shares(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
+    def load_shards(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
         self._parallel.when_divided(functools.partial(self._load, saved, load))
 
     @abstractmethod
@@ -309,12 +312,12 @@ class ModelInParts(_InParts):
         self._model = model
 
     def own(self) -> dict[str, Any]:
-        return self._state.own_of(self._model) if self.is_divided else {}
+        return self._state.slices_of(self._model) if self.is_divided else {}
 
-    def shares(self) -> dict[str, Any]:
+    def shards(self) -> dict[str, Any]:
         names = set(self.plan()["names"].values())  # without buffers that are not saved
-        own = self._state.own_of(self._model)
-        return self._state.shares_of({n: t for n, t in own.items() if n in names})
+        own = self._state.slices_of(self._model)
+        return self._state.saved_slices({n: t for n, t in own.items() if n in names})
 
     def plan(self) -> dict[str, Any]:
         return model_plan(*self._state.named_state(self._model))
@@ -325,7 +328,7 @@ class ModelInParts(_InParts):
         if expected != saved.values.keys():
             missing, unknown = expected - saved.values.keys(), saved.values.keys() - expected
             raise ValueError(f"it lacks {sorted(missing)}, and has unknown {sorted(unknown)}")
-        for name, own in self._state.own_of(self._model).items():
+        for name, own in self._state.slices_of(self._model).items():
             if name in expected:
                 found = self._state.part_of_saved(name, saved.values[name])
                 if found.shape != own.shape:
@@ -351,9 +354,9 @@ class OptimizerInParts(_InParts):
     def own(self) -> dict[str, Any]:
         return rank_state(self._optimizer)
 
-    def shares(self) -> dict[str, Any]:
+    def shards(self) -> dict[str, Any]:
         state = self._optimizer.state
-        return self._state.shares_of({n: state.get(p) for n, p in self._named().items()})
+        return self._state.saved_slices({n: state.get(p) for n, p in self._named().items()})
 
     def plan(self) -> dict[str, Any]:
         return optimizer_plan(rank_state(self._optimizer), list(self._named()))
@@ -363,7 +366,9 @@ class OptimizerInParts(_InParts):
 
     def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
         state = {
-            i: part(saved.values[name], functools.partial(self._state.part_of_saved, name))
+            i: with_tensors_of(
+                saved.values[name], functools.partial(self._state.part_of_saved, name)
+            )
             for i, (name, p) in enumerate(self._named().items())
             if name in saved.values and not p.is_meta
         }

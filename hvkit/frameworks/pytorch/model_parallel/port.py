@@ -1,4 +1,4 @@
-"""The steps of ``distribute`` for a model of which each rank of a mesh holds a part."""
+"""The port of PyTorch's models in a mesh: the steps of ``distribute``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from hvkit.sync.update_hooks import Feature, Order
 class MeshPort(PyTorchPort):
     """A module in a mesh, and the optimizers that update it.
 
-    The ranks of ``options.group`` hold the same part of the model, and are kept in step by the
-    strategy as other models are.
+    The ranks of ``options.group`` hold the same part of the model. The strategy keeps them in step
+    as without a mesh.
     """
 
     _recipe: Recipe | None = None
@@ -71,10 +71,10 @@ class MeshPort(PyTorchPort):
                     "which no other rank of a pipeline can take over: use "
                     "torch.nn.utils.parametrizations.weight_norm"
                 )
-        held = set(self.model.parameters())
+        parameters = set(self.model.parameters())
         for each in self.optimizers:
             for p in (p for group in each.param_groups for p in group["params"]):
-                if p not in held:
+                if p not in parameters:
                     raise ValueError(
                         f"{type(each).__name__} updates a parameter of shape {tuple(p.shape)} that "
                         f"is not in the model, and ranks of {self.mesh.mesh} keep in step what is: "
@@ -127,13 +127,13 @@ class MeshPort(PyTorchPort):
             self._device(),
             name,
             functools.partial(self._train_part, hooks, name),
-            _nothing if self._keeper is None else self._keeper.load_waiting,
+            _nothing if self._keeper is None else self._keeper.load_pending,
             self._recipe,
             self._rounded(),
         )
-        # The model keeps it; a record must not lead to the model.
-        held: Any = weakref.proxy(parallel)
-        divided = functools.partial(ParallelModel.require_division, held)
+        # The model keeps it; a record must hold no reference to the model.
+        proxy: Any = weakref.proxy(parallel)
+        divided = functools.partial(ParallelModel.require_division, proxy)
         for each in hooks.values():
             each.add(
                 Feature(
@@ -143,25 +143,26 @@ class MeshPort(PyTorchPort):
                     update_ends=parallel.whole.end_update,
                 )
             )
-        self._parallel: ParallelModel = held
+        self._parallel: ParallelModel = proxy
         model: Any = weakref.proxy(self.model)
         of_model = Record(
-            gathered=functools.partial(ParallelModel.gathered, held),
-            numbers=held,
-            in_parts=ModelInParts(held, self._keeper, model),
-            keeper_in_parts=self._keeper,
+            gathered=functools.partial(ParallelModel.gathered, proxy),
+            numbers=proxy,
+            sharded=ModelInParts(proxy, self._keeper, model),
+            sharded_keeper=self._keeper,
         )
         of_optimizers: list[tuple[Any, Record]] = []
         for optimizer, found in self._attach(hooks, divided=True):
             its: Any = weakref.proxy(optimizer)
-            in_parts = OptimizerInParts(held, self._keeper, its)
-            of_optimizers.append((optimizer, replace(found, in_parts=in_parts)))
+            sharded = OptimizerInParts(proxy, self._keeper, its)
+            of_optimizers.append((optimizer, replace(found, sharded=sharded)))
         return [(self.model, of_model), *of_optimizers], self._keeper
 
     def _rounded(self) -> Literal["gradients", "weights", "nothing"]:
-        """What means over ranks with the same part round by what else travels with it.
+        """The means over ranks with the same part that two stages would round differently.
 
-        A ring adds up in another order for each place; two numbers have the same sum in both.
+        A ring adds each element in an order that depends on its place in the message. The sum of
+        two numbers does not depend on the order.
         """
         ranks, compressed = self.options.group.size, self.options.compression is not None
         if ranks == 1:
@@ -171,7 +172,7 @@ class MeshPort(PyTorchPort):
         return "weights" if compressed else "nothing"
 
     def _new_keeper(self) -> MeshKeeper | None:
-        """What shows the strategy's state to checkpoints; None if it keeps none."""
+        """The keeper of the strategy's state for checkpoints; None if it keeps none."""
         strategy, compression = self.options.strategy, self.options.compression
         if self.options.group.size == 1 or self.mesh.mesh.shard > 1:
             return None
@@ -183,7 +184,7 @@ class MeshPort(PyTorchPort):
         return MeshKeeper(strategy, compression, self.mesh, names)
 
     def _nonfinite(self) -> None:
-        """Nothing that looks at this rank's gradients alone: ``NonFiniteInMesh`` does."""
+        """Do nothing: ``NonFiniteInMesh`` looks at the gradients of all ranks."""
 
     def _device(self) -> torch.device:
         if torch.cuda.is_available():
@@ -197,10 +198,10 @@ class MeshPort(PyTorchPort):
         own: dict[str, nn.Parameter],
         norms: nn.ModuleList,
     ) -> Callable[[], Callable[[], None]]:
-        """Keep this rank's part in step with those of the ranks that hold the same.
+        """Keep this rank's part in step with the ranks that hold the same part.
 
         Returns:
-            What to call before each backward pass, and what that returns after it.
+            A function to call before each backward pass, which returns one to call after it.
         """
         if self.mesh.mesh.shard > 1:  # PyTorch averages the gradients
             if len(norms) and self.options.batch_norm == "average":
@@ -226,7 +227,7 @@ class MeshPort(PyTorchPort):
         return self._begin_pass
 
     def _let_hooks_wait(self, own: dict[str, nn.Parameter]) -> None:
-        """Call the script's hooks on parameters with whole gradients of the whole batch."""
+        """Call the script's hooks on parameters with full gradients of the whole batch."""
         state = self._parallel.state
         assert state is not None
         if self.reducer is not None:
@@ -239,7 +240,7 @@ class MeshPort(PyTorchPort):
             hooks = self._script_hooks = ScriptHooks(names.__getitem__, lambda: "")
             hooks.add(names)
         if self.mesh.mesh.tensor > 1:
-            hooks.divide(state.full_gradient, state.own_gradient)
+            hooks.divide(state.full_gradient, state.gradient_slice)
 
     def _begin_pass(self) -> Callable[[], None]:
         if self.reducer is None:
@@ -250,4 +251,4 @@ class MeshPort(PyTorchPort):
 
 
 def _nothing() -> None:
-    """Where there are no gradients to average, or no state to load."""
+    """Load nothing: no state is kept."""
