@@ -19,7 +19,7 @@ from hvkit.host.run_reports import report
 from hvkit.host.system import claim
 from hvkit.log import logger
 from hvkit.transport.engines import ENGINES, Engine, broadcast_message, built_for
-from hvkit.watch import heartbeat
+from hvkit.watch.calls import report_every_second
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _join(framework: str | None = None) -> _World:
         return _world
     announced = launched(os.environ)
     if announced is None or announced.size == 1:
-        heartbeat.begin()
+        report_every_second()
         _world = _World(rank=0, size=1, local_rank=0, local_size=1)
         return _world
     _refuse_second_process()
@@ -161,7 +161,7 @@ def _join(framework: str | None = None) -> _World:
     if hvd.size() != announced.size:
         raise LaunchError(_another_size(announced, hvd.size(), engine.library))
     report(pid=os.getpid())
-    heartbeat.begin()
+    report_every_second()
     _world = _World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     engine.take_device(_world.local_rank, _world.local_size)
     _engines[framework] = engine

@@ -13,9 +13,11 @@ its own samples against all others.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from hvkit.communication.collectives import (
     gather,
@@ -33,10 +35,12 @@ from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 Object = TypeVar("Object")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a public function that loss functions contain, which PyTorch may compile.
+def _outside_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: call a function outside of PyTorch's compiled code, for what losses contain.
 
     A script may import PyTorch after hvkit, so its own decorator is put on by the first call that
     finds it.
@@ -53,7 +57,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     return _uncompiled
 
 
-@uncompiled
+@_outside_compiled_code
 @named("hvkit.allgather")
 def allgather(obj: Object) -> list[Object]:
     """Return the objects of all ranks, in rank order, on every rank.
@@ -131,7 +135,7 @@ def _gather_alike(
     return gathered
 
 
-@uncompiled
+@_outside_compiled_code
 @named("hvkit.mean")
 def mean(total: Any, count: Any) -> Any:
     """Return the mean over what all ranks have counted, and let gradients flow back through it.

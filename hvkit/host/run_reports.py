@@ -57,7 +57,7 @@ class RunReport(TypedDict, total=False):
     """Its process, once Horovod runs."""
     now: Whereabouts
     spans: list[list[Any]]
-    """For the timeline, see ``hvkit.watch.heartbeat``."""
+    """For the timeline, see ``hvkit.watch.spans``."""
     speed: float
     """Samples a second."""
     saved: int

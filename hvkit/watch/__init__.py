@@ -5,7 +5,7 @@ forever, and neither Horovod nor MPI can name the lines of the script. So hvkit 
 calls each rank is in. When a wait has lasted some seconds, a thread of that rank reports it to rank
 0 over a socket, without any collective. Training steps take no longer for it::
 
-    calls          this rank's current call, and whether it waits there
+    calls          this rank's current call, and whether it waits there; reports to `hvkit run`
     script_lines   at which lines of the script its threads are
     watcher        a thread on each rank: reports waits, and on rank 0 collects and judges them
     diagnosis      turns the reports of all ranks into a sentence, and decides whether the run ends
@@ -13,7 +13,6 @@ calls each rank is in. When a wait has lasted some seconds, a thread of that ran
     channel        authenticated sockets between rank 0 and the others
     rank_errors    one traceback from the rank that failed, one line from each of the others
     spans          when calls and waits began and ended, for monitors and timelines
-    heartbeat      reports every second to ``hvkit top`` and ``hvkit run --timeline``
 
 From a wait to the last line: ``calls.waiting`` marks the wait. The rank's ``Reporter`` sends it to
 rank 0's ``Hub``. ``diagnosis.diagnose`` finds that the ranks' calls do not match. Rank 0 prints the

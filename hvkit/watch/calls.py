@@ -1,6 +1,7 @@
 """Marks which call of hvkit this rank is in, whether it waits there, and at which line.
 
-A wait that fails raises hvkit's error for it.
+A wait that fails raises hvkit's error for it. At every full second the rank reports its call to
+``hvkit run``, if that has started it.
 
 Threads of the training script only set a few fields. The watcher's thread reads those fields, and
 the stacks only when a wait has lasted long enough to matter.
@@ -18,12 +19,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from hvkit import threads
+from hvkit.host.run_reports import listened_to, report, timeline_wanted
 from hvkit.watch.rank_errors import is_failure, meaning_of
 from hvkit.watch.script_lines import MAIN, OWN_FOLDER, frames, inside_tensorflow, line_of_script
-from hvkit.watch.spans import WAITING, mark, observers
+from hvkit.watch.spans import WAITING, Recorder, mark, observers
 from hvkit.wording import in_short
 
+# The function of ``hvkit.tensors`` that keeps PyTorch's compiler out of a call.
 _UNCOMPILED = "_uncompiled"
+# Seconds between two reports to `hvkit run`; characters of a call, and of a line of the script.
+_REPORT_EVERY = 1.0
+_TEXT = 200
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -177,24 +184,6 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return in_call
 
     return decorate
-
-
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a public function that loss functions contain, which PyTorch may compile.
-
-    A script may import PyTorch after hvkit, so its own decorator is put on by the first call that
-    finds it.
-    """
-    without: list[Callable[P, R]] = []
-
-    @functools.wraps(function)
-    def _uncompiled(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not without and (torch := sys.modules.get("torch")) is not None:
-            without.append(torch.compiler.disable(function))
-        return (without[0] if without else function)(*args, **kwargs)
-
-    _uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]  # of that decorator
-    return _uncompiled
 
 
 class _Entered:
@@ -376,9 +365,9 @@ def _of_graphs() -> list[_Graph]:
 def status() -> Status:
     """This rank's current call, as the watcher's thread reads it."""
     moment = time.monotonic()
-    threads = list(_threads.values())
-    serial, turns = sum(each.serial for each in threads), sum(each.turns for each in threads)
-    now = _thread_that_counts(threads)
+    records = list(_threads.values())
+    serial, turns = sum(each.serial for each in records), sum(each.turns for each in records)
+    now = _thread_that_counts(records)
     waits, since, thread, ranks = now.waits > 0, now.since, now.ident, now.ranks
     name, key = _described(now.call, now.step), now.key
     for graph in _of_graphs():
@@ -409,11 +398,11 @@ def status() -> Status:
     )
 
 
-def _thread_that_counts(threads: list[_ThreadRecord]) -> _ThreadRecord:
+def _thread_that_counts(records: list[_ThreadRecord]) -> _ThreadRecord:
     """The thread that has waited longest; if none waits, the one that called hvkit last."""
     with frames() as now:
         running = set(now)
-    alive = [each for each in threads if each.ident in running] or threads
+    alive = [each for each in records if each.ident in running] or records
     if waiting := [each for each in alive if each.waits]:
         return min(waiting, key=lambda each: each.since)
     return max(alive, key=lambda each: (bool(each.call), each.since))
@@ -421,3 +410,39 @@ def _thread_that_counts(threads: list[_ThreadRecord]) -> _ThreadRecord:
 
 def _described(name: str, step: int | None) -> str:
     return name if step is None else f"{name} of step {step}"
+
+
+def report_every_second() -> None:
+    """Report from now on, in a thread, if ``hvkit run`` has started this rank.
+
+    ``hvkit top`` shows where ranks are, ``hvkit run --timeline`` their spans.
+    """
+    if listened_to():
+        recorder = Recorder() if timeline_wanted() else None
+        threads.start("hvkit-heartbeat", _report_always, recorder)
+
+
+def _report_always(recorder: Recorder | None) -> None:
+    never = threading.Event()
+    while not never.wait(_until_next(time.time())):
+        report_now(status())
+        if recorder is not None:
+            recorder.send()
+
+
+def _until_next(now: float) -> float:
+    """Seconds until the clock's next full second, at which all ranks report."""
+    return _REPORT_EVERY - now % _REPORT_EVERY
+
+
+def report_now(now: Status) -> None:
+    """Report where this rank is; also called before it ends, so that the last step is known."""
+    report(
+        now={
+            "call": now.call[:_TEXT],
+            "waits": round(now.seconds, 1) if now.waits else 0,
+            "where": now.where[-_TEXT:],
+            "step": last_step(),
+            "made": round(time.time(), 3),
+        }
+    )

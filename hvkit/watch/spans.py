@@ -1,12 +1,23 @@
 """Spans of time in the threads of a script: calls of hvkit, waits, loaded batches.
 
-``calls`` and the frameworks' ports mark spans; a monitor and the timeline of a run observe them.
+``calls`` and the frameworks' ports mark spans. A monitor observes them, and a ``Recorder``, which
+sends them to ``hvkit run --timeline`` through the pipe of ``hvkit.host.run_reports``.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from hvkit.host.run_reports import LONGEST, report
+
+# Spans after which a recorder sends them.
+_SPANS = 200
+# Bytes of a report in addition to its spans.
+_AROUND = 32
 
 
 class Span(NamedTuple):
@@ -54,3 +65,41 @@ def mark(name: str, begun: float, ended: float, step: int | None = None) -> None
     span = Span(name, begun, ended, step)
     for observer in observers:
         observer(span)
+
+
+class Recorder:
+    """Collects this rank's spans from now on, and sends them; the rest at the end of the script.
+
+    If the rank is killed, what it has collected since the last ``send`` is lost.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[list[Any]] = []
+        observe(self.take)
+        atexit.register(self.send)
+        self._threads: dict[int, int] = {threading.main_thread().ident or 0: 0}
+        self._one_sends = threading.Lock()
+
+    def take(self, span: Span) -> None:
+        """Keep a span."""
+        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+        length = round(1e6 * (span.ended - span.begun))
+        self._spans.append([span.name, span.step, thread, round(span.begun, 6), length])
+        if len(self._spans) >= _SPANS:
+            self.send()
+
+    def send(self) -> None:
+        """Send all spans, in lines that the pipe takes as a whole."""
+        with self._one_sends:
+            spans, self._spans = self._spans, []
+            line: list[list[Any]] = []
+            size = _AROUND
+            for span in spans:
+                length = len(json.dumps(span)) + 2
+                if line and size + length > LONGEST:
+                    report(spans=line)
+                    line, size = [], _AROUND
+                line.append(span)
+                size += length
+            if line:
+                report(spans=line)

@@ -15,20 +15,8 @@ from typing import Any
 from hvkit import threads
 from hvkit.host.run_reports import report
 from hvkit.watch import calls, channel
-from hvkit.watch.calls import Status
-from hvkit.watch.channel import (
-    EndRun,
-    GotSigterm,
-    HoldStep,
-    HostLost,
-    LeaveAt,
-    Message,
-    RankEnded,
-    StatusRequest,
-    StepHeld,
-)
+from hvkit.watch.calls import Status, report_now
 from hvkit.watch.diagnosis import LIMIT_SET_BY, About, Diagnosis, Limits, diagnose
-from hvkit.watch.heartbeat import report_now
 from hvkit.watch.preemption import PREEMPTION, StepAgreement
 from hvkit.watch.rank_errors import SAME_CALLS, SAME_STEPS
 from hvkit.watch.script_lines import inside, line_of_script, stack_of_script
@@ -122,12 +110,9 @@ class Watcher:
         """Report to the others that an error in a thread of hvkit's ends this process now."""
         self._own_end = how
         _report_cause(f"rank {self.rank} {how}")
-        self._report_end()
+        self._send_to_all(channel.RankEnded(self.rank, self._own_end))
 
-    def _report_end(self) -> None:
-        self._send_to_all(RankEnded(self.rank, self._own_end))
-
-    def _send_to_all(self, message: Message) -> None:
+    def _send_to_all(self, message: channel.Message) -> None:
         """To rank 0, or from rank 0 to the others."""
         for peer in list(self._peers.values()):
             _send(peer, message)
@@ -137,11 +122,15 @@ class Watcher:
         if os.getpid() != self._process:
             return
         self._stopped.set()
-        self._report_end()
+        self._send_to_all(channel.RankEnded(self.rank, self._own_end))
         with self._reading_stacks:  # wait: stacks must not be read while the interpreter ends
             pass
 
     # Called by the watcher's thread.
+
+    def _run(self, watch: Callable[..., None], *given: object) -> None:
+        watch(*given)
+        self._end_after_error()
 
     def _explain(self, text: str, shown_by: int, *, diagnosis: bool) -> None:
         """Keep the first explanation: rank 0's diagnosis, or how another rank ended."""
@@ -209,11 +198,7 @@ class Reporter(Watcher):
 
     def start(self, endpoint: channel.Endpoint) -> None:
         """Watch from now on."""
-        threads.start("hvkit-watch", self._run, endpoint)
-
-    def _run(self, endpoint: channel.Endpoint) -> None:
-        self._watch(endpoint)
-        self._end_after_error()
+        threads.start("hvkit-watch", self._run, self._watch, endpoint)
 
     def _watch(self, endpoint: channel.Endpoint) -> None:
         hub = channel.connect(endpoint, self.rank)
@@ -234,7 +219,7 @@ class Reporter(Watcher):
                 return
             if PREEMPTION.requested and not sent_at:
                 sent_at = time.monotonic()
-                _send(hub, GotSigterm())
+                _send(hub, channel.GotSigterm())
             late = sent_at and not self._agreeing and time.monotonic() - sent_at > _HOLDS_WITHIN
             if late and not channel.is_acknowledged(hub):
                 PREEMPTION.give_up()  # rank 0 is not just busy
@@ -264,21 +249,21 @@ class Reporter(Watcher):
     def _waits(self, now: Status) -> str:
         return f"rank {self.rank} waits in {now.call} ({now.where}) for {now.seconds:.0f} s"
 
-    def _take(self, hub: Connection, message: Message) -> None:
+    def _take(self, hub: Connection, message: channel.Message) -> None:
         match message:
-            case EndRun(diagnosis, within):
+            case channel.EndRun(diagnosis, within):
                 self._explain(diagnosis, 0, diagnosis=True)
                 self._must_end(within)
-            case RankEnded(rank, how, shown_by):
+            case channel.RankEnded(rank, how, shown_by):
                 self._learn_of_end(rank, how, shown_by)
-            case HoldStep():
+            case channel.HoldStep():
                 self._agreeing = True
-                _send(hub, StepHeld(PREEMPTION.hold()))
-            case LeaveAt(step):
+                _send(hub, channel.StepHeld(PREEMPTION.hold()))
+            case channel.LeaveAt(step):
                 PREEMPTION.leave_at(step)
-            case HostLost():
+            case channel.HostLost():
                 PREEMPTION.give_up()
-            case StatusRequest():
+            case channel.StatusRequest():
                 _send(hub, self._status(with_stack=True))
 
 
@@ -313,7 +298,7 @@ class Hub(Watcher):
     def start(self) -> None:
         """Watch from now on."""
         threads.start("hvkit-watch-listener", self._listener.serve, self._admit)
-        threads.start("hvkit-watch", self._run)
+        threads.start("hvkit-watch", self._run, self._watch)
 
     def stop(self) -> None:
         """As for any rank; waits for a shutdown in progress."""
@@ -330,14 +315,13 @@ class Hub(Watcher):
         if len(self._connected) == self._size - 1:
             self._listener.close()
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         while not self._stopped.is_set():
             self._admit_new()
             self._read_messages()
             self._agree_on_last_step()
             if not self._explained.is_set() or self._ended:
                 self._diagnose()
-        self._end_after_error()
 
     def _admit_new(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -348,24 +332,23 @@ class Hub(Watcher):
     def _read_messages(self) -> None:
         # A copy, since the script's thread may admit further ones (``stop``).
         peers = list(self._peers.items())
-        by_connection = {id(connection): rank for rank, connection in peers}
-        ready: list[Any] = wait([self._wakes, *(each for _, each in peers)], timeout=_TICK)
+        ready: set[Any] = {*wait([self._wakes, *(each for _, each in peers)], timeout=_TICK)}
         if self._wakes in ready:
-            ready.remove(self._wakes)
             self._wakes.recv_bytes()
-        for connection in ready:
-            rank = by_connection[id(connection)]
+        for rank, connection in peers:
+            if connection not in ready:
+                continue
             try:
                 message = channel.receive_message(connection)
             except (OSError, EOFError, ValueError):
                 self._end_of(rank, "died without reporting an error")
                 continue
             match message:
-                case RankEnded(how=how):
+                case channel.RankEnded(how=how):
                     self._end_of(rank, how)
-                case GotSigterm():
+                case channel.GotSigterm():
                     self._somebody_leaves = True
-                case StepHeld(step):
+                case channel.StepHeld(step):
                     self._agreement.take(rank, step)
                 case Status():
                     self._statuses[rank] = message
@@ -382,15 +365,15 @@ class Hub(Watcher):
         if wanted and all_here and not self._agreement.begun and not self._explained.is_set():
             self._agreement.begin()
             self._agreement.take(0, PREEMPTION.hold())
-            self._send_to_all(HoldStep())
+            self._send_to_all(channel.HoldStep())
         if self._agreement.decided:
             step, missing = self._agreement.step, self._agreement.missing & self._peers.keys()
             if any(not channel.is_acknowledged(self._peers[rank]) for rank in missing):
                 PREEMPTION.give_up()
-                self._send_to_all(HostLost())
+                self._send_to_all(channel.HostLost())
                 return
             PREEMPTION.leave_at(step)
-            self._send_to_all(LeaveAt(step))
+            self._send_to_all(channel.LeaveAt(step))
             if step is None:
                 self._agreement = StepAgreement(self._size)
 
@@ -403,7 +386,7 @@ class Hub(Watcher):
         first = not self._ended
         self._learn_of_end(rank, how, shown_by=0)
         if first:
-            self._send_to_all(RankEnded(rank, how, shown_by=0))
+            self._send_to_all(channel.RankEnded(rank, how, shown_by=0))
 
     def _diagnose(self) -> None:
         """If a rank waits, collect all ranks' statuses, and act on the diagnosis."""
@@ -418,7 +401,7 @@ class Hub(Watcher):
         for rank, peer in list(self._peers.items()):
             if rank not in self._asked:
                 self._asked[rank] = now
-                _send(peer, StatusRequest())
+                _send(peer, channel.StatusRequest())
         statuses = {0: self._status(with_stack=True)}
         for rank in range(1, self._size):
             if rank in self._ended:
@@ -443,7 +426,7 @@ class Hub(Watcher):
         _report_cause(diagnosis.text.split("\n")[0])
         self._printed = True
         seconds = _GRACE if diagnosis.answered else _GRACE_FOR_STOPPED
-        self._send_to_all(EndRun(diagnosis.text, seconds))
+        self._send_to_all(channel.EndRun(diagnosis.text, seconds))
         self._explain(diagnosis.text, 0, diagnosis=True)
         self._must_end(seconds)
         self._stopped.wait(_TICK)  # so that the others read it before their waits end
@@ -461,8 +444,7 @@ def _report_cause(text: str) -> None:
     report(cause=shortened(text, _CAUSE))
 
 
-def _send(connection: Connection, message: Message) -> None:
-    try:
+def _send(connection: Connection, message: channel.Message) -> None:
+    # If the other end has gone, whoever reads from the connection notices that.
+    with contextlib.suppress(OSError, ValueError):
         channel.send_message(connection, message)
-    except (OSError, ValueError):
-        return  # it has gone, and whoever reads from the connection notices that

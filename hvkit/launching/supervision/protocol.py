@@ -71,7 +71,7 @@ class Kind(IntEnum):
     REPORT = 6
     """A report of the rank, see ``hvkit.host.run_reports``: a line of JSON."""
     SPANS = 11
-    """What the rank has done, see ``hvkit.watch.heartbeat``: a line of JSON. Counts as output."""
+    """What the rank has done, see ``hvkit.watch.spans``: a line of JSON. Counts as output."""
     OUTCOME = 14
     """A piece of the file with what the function has returned or raised on another host; a SEAL
     follows the last. Counts as output."""

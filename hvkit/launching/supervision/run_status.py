@@ -4,7 +4,7 @@
 restarts. A thread serves it: the socket is ``PID`` in a folder that only this user can enter, and
 a client that connects gets the state as JSON.
 
-Ranks report where they are at each full second of the clock (``hvkit.watch.heartbeat``), and so at
+Ranks report where they are at each full second of the clock (``hvkit.watch.calls``), and so at
 the same instant, as far as their hosts' clocks agree. The supervisor keeps the last reports of each
 rank, and ``hvkit top`` shows all ranks at the newest second that all of them have reported. So a
 rank whose report arrives first does not seem to be behind.

@@ -318,3 +318,8 @@ def test_a_working_directory_that_is_gone_hides_no_line(tmp_path, monkeypatch):
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert line_of_script().endswith(f"test_calls.py:{inspect.currentframe().f_lineno}")
+
+
+@pytest.mark.parametrize(("now", "left"), [(1e9 + 0.25, 0.75), (1e9, 1.0), (1e9 + 0.999, 0.001)])
+def test_ranks_report_at_the_full_seconds_of_the_clock(now, left):
+    assert calls._until_next(now) == pytest.approx(left, abs=1e-6)

@@ -134,7 +134,7 @@ def test_a_rank_that_dies_without_a_word_is_said_to_have(hub):
 def test_a_rank_that_has_ended_does_not_blame_another_that_ends_because_of_it(admitted, causes):
     listener, found = admitted
     rank_1 = Reporter(1, LIMITS, lambda: None)
-    watching = threading.Thread(target=rank_1._run, args=(listener.endpoint,))
+    watching = threading.Thread(target=rank_1._watch, args=(listener.endpoint,))
     watching.start()
     _, connection = found.get(timeout=10)
     rank_1.stop()

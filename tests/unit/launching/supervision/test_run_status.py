@@ -14,7 +14,7 @@ from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RankReports, RunStatus, at_one_moment
 from hvkit.launching.supervision.supervisor import Supervisor, _Rank
-from hvkit.watch import heartbeat
+from hvkit.watch import calls
 from hvkit.watch.calls import Status
 
 
@@ -189,12 +189,12 @@ def test_the_state_of_a_run_shows_running_ranks_at_one_moment_and_ended_ones_at_
 ):
     """Reports as ranks make them, of the same seconds, that come one after another."""
     sent = []
-    monkeypatch.setattr(heartbeat, "report", lambda **values: sent.append(values))
+    monkeypatch.setattr(calls, "report", lambda **values: sent.append(values))
 
     def report(rank, now, step):
-        monkeypatch.setattr(heartbeat.time, "time", lambda: now)
-        monkeypatch.setattr(heartbeat.calls, "last_step", lambda: step)
-        heartbeat.report_now(Status())
+        monkeypatch.setattr(calls.time, "time", lambda: now)
+        monkeypatch.setattr(calls, "last_step", lambda: step)
+        calls.report_now(Status())
         supervisor._take_report(supervisor._ranks[rank], json.dumps(sent.pop()).encode())
         return [each.get("step") for each in supervisor.state()["ranks"]]
 
