@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from hvkit.frameworks.keras.averaged_updates import average_in_apply
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.graph_refusals import refuse_xla
+from hvkit.frameworks.keras.collectives.graph_collectives import refuse_xla
+from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply
 from hvkit.frameworks.keras.loss_scale import skip_together
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.refusals import is_averaged_by_horovod, note_averaged_by_horovod

@@ -1,29 +1,203 @@
-"""Variables that layers assign in ``call``: means over ranks on TensorFlow, and differences."""
+"""Batch norm, and what else layers assign in forward passes.
+
+``batch_norm="average"``: each update averages the layers' moving statistics over ranks.
+``batch_norm="sync"``: layers normalise with the statistics of all ranks' batches together. So do
+those with ``synchronized=True`` by default.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
     backend_variable,
     not_converted,
     outside_graphs,
 )
+from hvkit.frameworks.keras.loss_means import rows_in_step
 from hvkit.frameworks.keras.refusals import weights_of_models
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
+from hvkit.sync.nonfinite import kept_statistics
 
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
+    from hvkit.frameworks.keras.collectives.gather import gather_rows
+    from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, refuse_xla, widened
     from hvkit.frameworks.keras.collectives.wire import Wire
-    from hvkit.frameworks.keras.graph_refusals import refuse_xla
+
+
+GatherRow = Callable[[str, Group, Any], Any]
+"""From a name and a vector: that of each rank of a group as a row, in rank order; a collective."""
+
+
+def synchronise_batch_norm(
+    model: keras.Model, *, everything: bool, gather: GatherRow, group: Group
+) -> None:
+    """Make the model's batch-norm layers compute batch statistics over all ranks of a group.
+
+    Args:
+        model: may have no weights yet.
+        everything: all layers, or those with ``synchronized=True``.
+        gather: the collective, with a backward pass.
+        group: the ranks that train the model.
+    """
+    for layer in layers_of(model) if everything else made_synchronised(model):
+        if "_moments" not in vars(layer):
+            name = group.numbered("hvkit.batch_norm")
+            everyones = functools.partial(gather, name, group)
+            layer._moments = _moments_over_ranks(layer, everyones)
+
+
+def made_synchronised(model: keras.Model) -> list[Any]:
+    """The layers with ``synchronized=True``, as a script for ``tf.distribute`` makes them."""
+    return [layer for layer in layers_of(model) if layer.synchronized]
+
+
+def layers_of(model: keras.Model) -> list[Any]:
+    normalisation = keras.layers.BatchNormalization
+    return [layer for layer in model._flatten_layers() if isinstance(layer, normalisation)]
+
+
+def _moments_over_ranks(layer: Any, gather: Callable[[Any], Any]) -> Any:
+    """A ``_moments`` for the layer: mean and biased variance of each channel over all samples.
+
+    It combines the ranks' moments as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
+    algorithm for computing sample variances" (1979).
+    """
+    of_own_batch = layer._moments
+
+    def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
+        mean, variance = of_own_batch(inputs, mask)
+        count = ops.reshape(_samples(layer, inputs, mask), [1])
+        everyone = gather(ops.concatenate([mean, variance, count], axis=0))
+        channels = int(mean.shape[0])
+        means, variances, counts = ops.split(everyone, [channels, 2 * channels], axis=1)
+        total = ops.sum(counts)
+        mean = ops.sum(means * counts, axis=0) / total
+        spread = ops.sum((variances + (means - mean) ** 2) * counts, axis=0)
+        return mean, spread / total
+
+    return moments
+
+
+def _samples(layer: Any, inputs: Any, mask: Any) -> Any:
+    """How many values each channel has in this batch."""
+    if mask is None:
+        return ops.cast(ops.size(inputs) / inputs.shape[layer.axis], inputs.dtype)
+    shape = ops.shape(inputs)[len(mask.shape) :]
+    per_entry = ops.prod(ops.convert_to_tensor(shape)) / inputs.shape[layer.axis]
+    return ops.sum(ops.cast(mask, inputs.dtype)) * ops.cast(per_entry, inputs.dtype)
+
+
+def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> None:
+    """Average the moving statistics of the model's trainable batch-norm layers; a collective.
+
+    Frozen layers use their statistics without changing them, so those are already equal.
+
+    Args:
+        model: with weights.
+        wait: counts the waits in this collective.
+        group: the ranks that train the model.
+    """
+    kept = _statistics_in(model)
+    if not kept:
+        return
+    flat = tf.concat([tf.cast(tf.reshape(v.value, [-1]), tf.float32) for v in kept], axis=0)
+
+    mean = wait.around(flat, lambda vector: Wire("batch norm", group).mean(vector, wait.key))
+    pieces = tf.split(mean, [int(v.shape[0]) for v in kept])
+    for variable, piece in zip(kept, pieces, strict=True):
+        variable.assign(tf.cast(piece, variable.dtype))
+
+
+class LastStatistics:
+    """The moving statistics of a model after the last update that was not skipped.
+
+    A batch with a NaN spoils them in the forward pass, before anybody looks at its gradients.
+
+    Args:
+        model: need not have weights yet.
+        averaged: averages them over the ranks: a skipped update must leave all ranks alike, too.
+    """
+
+    def __init__(self, model: keras.Model, averaged: Callable[[], None]) -> None:
+        self._model = model
+        self._averaged = averaged
+        self._kept: list[tuple[Any, tf.Variable]] = []
+        kept_statistics.add(self)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make room for them; the first time that the model has weights.
+
+        In eager code the first batch may have spoilt them already: then they are those of a new
+        layer.
+        """
+        if not self._kept:
+            with tf.init_scope():
+                means_and_variances = enumerate(_statistics_in(self._model))
+                self._kept = [
+                    (each, tf.Variable(_finite(each.value, float(i % 2)), trainable=False))
+                    for i, each in means_and_variances
+                ]
+
+    def keep(self) -> None:
+        """Remember them."""
+        for now, kept in self._kept:
+            kept.assign(_finite(now.value, kept))
+
+    def put_back(self) -> None:
+        """Put those that are no longer finite back; a collective."""
+        self._averaged()
+        for now, kept in self._kept:
+            now.assign(_finite(now.value, kept))
+
+
+def _finite(values: Any, otherwise: Any) -> Any:
+    """The values if all of them are finite; otherwise others."""
+    fine = tf.reduce_all(tf.math.is_finite(values))
+    return tf.where(fine, values, tf.cast(otherwise, values.dtype))
+
+
+def _statistics_in(model: keras.Model) -> list[Any]:
+    return [
+        variable
+        for layer in layers_of(model)
+        if layer.trainable and layer.built
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
+
+
+def gather_row(name: str, group: Group, row: tf.Tensor) -> tf.Tensor:
+    """All ranks' vectors as rows, in rank order; a collective, as is its backward pass."""
+    refuse_xla("batch norm over all ranks' batches")
+    rows = rows_in_step()
+    sent = row if rows is None else tf.concat([row, tf.cast([rows], row.dtype)], axis=0)
+
+    def share(everyone: tf.Tensor) -> tf.Tensor | None:
+        if rows is None:
+            return None
+        of_ranks = tf.cast(everyone[:, -1], tf.float64)
+        return tf.math.divide_no_nan(tf.reduce_sum(of_ranks), of_ranks[group.rank])
+
+    wire = Wire("batch norm", group)
+    everyone = gather_rows(sent[None], [1] * group.size, name, _wait_for_row(group), wire, share)
+    return everyone[:, : row.shape[0]]
+
+
+@functools.cache
+def _wait_for_row(group: Group) -> GraphWait:
+    """One counter for all layers together: each one costs the watcher time."""
+    return GraphWait("hvkit.batch_norm", "synchronised batch norm", group)
 
 
 @not_converted

@@ -1,21 +1,33 @@
-"""Copies the first rank's weights and optimizer state to every rank, bit for bit.
+"""Copies the first rank's weights, optimizer state and vocabularies to every rank, bit for bit.
 
 The first of all ranks is rank 0, as messages and names here call it; a group has another.
+
+Layers may compute with more than their weights. ``adapt`` of ``StringLookup``, ``IntegerLookup``
+and ``TextVectorization`` fills a table, that of ``Discretization`` a list. ``Normalization`` has
+variables, but computes with constants that it derives from them. With rank 0's weights alone, such
+layers would still differ between ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
+from keras.ops import convert_to_tensor
 from keras.src.backend import AutocastScope
 
 from hvkit.communication import collectives
-from hvkit.communication.collectives import require_equal
+from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.backends import have_values, outside_graphs
+from hvkit.frameworks.keras.backends import have_values, is_symbolic, outside_graphs
+from hvkit.main_rank import warn_once
+from hvkit.sync.fingerprints import Compared, Rows, describe_differences, fingerprint, hashed
 
 
 class Together(keras.Model):  # type: ignore[misc]
@@ -57,6 +69,13 @@ def synchronise(weights: Sequence[Any], group: Group) -> None:
         )
         require_equal("model", facts, advice, group=group)
         _broadcast(weights, group)
+
+
+def synchronise_model(model: keras.Model, group: Group) -> None:
+    """Give a model the first rank's weights, and what its layers have learnt; a collective."""
+    learnt = Learnt(model)
+    synchronise(model.weights, group)
+    learnt.take_from_first(group)
 
 
 def _name(weight: Any) -> str:
@@ -115,3 +134,241 @@ def _broadcast(variables: Sequence[Any], group: Group) -> None:
         pieces = np.split(received, ends[:-1])
         for variable, value, piece in zip(variables, values, pieces, strict=True):
             variable.assign(piece.view(value.dtype).reshape(value.shape))
+
+
+_LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+# By kind of layer: the attributes that it computes with.
+_CONSTANTS = {
+    keras.layers.Normalization: ("mean", "variance"),
+    keras.layers.Discretization: ("bin_boundaries",),
+    keras.layers.Rescaling: ("scale", "offset"),
+}
+
+ADAPT = (
+    "adapt layers to all of the data, before hvkit.shard divides it: on every rank, or on rank 0 "
+    "before hvkit.distribute, which sends to all ranks what they have learnt"
+)
+# Of layers that derive something from their variables: what Keras calls after it has changed them.
+_DERIVES = ("finalize_state", "load_own_variables")
+
+# The fingerprint of a vocabulary by its table, which a layer replaces as a whole.
+_of_tables: WeakKeyDictionary[Any, Rows] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A layer that computes with more than its weights.
+
+    Attributes:
+        layer: of Keras.
+        name: the same on every rank.
+    """
+
+    layer: Any
+    name: str
+
+    @property
+    def labels(self) -> list[str]:
+        """What ``values`` and ``rows`` hold."""
+        names = ("vocabulary", "idf_weights") if self._looks_up else self._constants
+        return [f"{each} of layer {self.name}" for each in names]
+
+    def values(self) -> list[Any]:
+        """Arrays, and a list of tokens; None for what the layer does not have."""
+        if self._looks_up:
+            weights = getattr(self.layer, "idf_weights", None)
+            return [self._vocabulary(), None if weights is None else weights.numpy()]
+        found = [getattr(self.layer, each) for each in self._constants]
+        # In a layer that a graph has built, they are values of that graph until derived again.
+        unknown = [each is None or is_symbolic(each) for each in found]
+        return [None if u else _as_numpy(v) for v, u in zip(found, unknown, strict=True)]
+
+    def rows(self) -> list[Rows]:
+        """Fingerprints of the values."""
+        if not self._looks_up:
+            return [hashed("") if each is None else fingerprint(each) for each in self.values()]
+        table = self.layer.lookup_table
+        if table not in _of_tables:
+            _of_tables[table] = hashed(repr(self._vocabulary()))
+        weights = getattr(self.layer, "idf_weights", None)
+        return [_of_tables[table], hashed("") if weights is None else fingerprint(weights.numpy())]
+
+    def has_learnt(self) -> bool:
+        """Whether the layer has seen data, or was made with what others learn from data."""
+        if self._looks_up:
+            return int(self.layer.lookup_table.size().numpy()) > 0
+        values = self.values()
+        if isinstance(self.layer, keras.layers.Normalization):  # before ``adapt``: 0 and 1
+            mean, variance = values
+            return mean is not None and bool(mean.any() or (variance != 1).any())
+        return all(each is not None and each.size for each in values)  # Keras 3.5: no boundaries
+
+    def derive_again(self) -> None:
+        """Renew what the layer derives from its variables."""
+        kind = type(self.layer)
+        if self._looks_up or not self.layer.built:
+            return
+        if isinstance(self.layer, keras.layers.Normalization) or _is_users(kind, _DERIVES[0]):
+            self.layer.finalize_state()
+        if _is_users(kind, _DERIVES[1]):
+            store: dict[str, Any] = {}
+            self.layer.save_own_variables(store)
+            self.layer.load_own_variables(store)
+
+    def take(self, values: list[Any]) -> None:
+        """Compute with these values from now on.
+
+        Raises:
+            Exception: of Keras, if the layer was built for a vocabulary of another size.
+        """
+        if self._looks_up:
+            tokens, weights = values
+            self.layer.set_vocabulary(tokens, None if weights is None else weights[: len(tokens)])
+            return
+        for name, value in zip(self._constants, values, strict=True):
+            is_tensor = keras.ops.is_tensor(getattr(self.layer, name))
+            setattr(self.layer, name, convert_to_tensor(value) if is_tensor else value.tolist())
+
+    @property
+    def _looks_up(self) -> bool:
+        return isinstance(self.layer, _LOOKUPS)
+
+    @property
+    def _constants(self) -> tuple[str, ...]:
+        kinds = (names for kind, names in _CONSTANTS.items() if isinstance(self.layer, kind))
+        return next(kinds, ())
+
+    def _vocabulary(self) -> list[Any]:
+        # Keras reads integers as those of NumPy.
+        tokens = self.layer.get_vocabulary() if self.has_learnt() else []
+        return [each if isinstance(each, str) else int(each) for each in tokens]
+
+
+def _adapted_in(model: Any) -> list[_Adapted]:
+    """The layers, in an order that is the same on every rank."""
+    names: Counter[str] = Counter()
+    found = []
+    layers = model._flatten_layers()
+    text = keras.layers.TextVectorization
+    # The vocabulary of such a layer is in one inside it.
+    outer = {id(each._lookup_layer): each.name for each in layers if isinstance(each, text)}
+    for layer in layers:
+        derives = any(_is_users(type(layer), each) for each in _DERIVES)
+        if not (derives or isinstance(layer, (*_LOOKUPS, *_CONSTANTS))):
+            continue
+        # Keras numbers the layers of a process, which may have made others on some ranks.
+        name = re.sub(r"_\d+$", "", outer.get(id(layer), layer.name))
+        names[name] += 1
+        number = f" number {names[name]}" if names[name] > 1 else ""
+        found.append(_Adapted(layer, f"{name!r}{number}"))
+    return found
+
+
+def compared_in(model: Any) -> tuple[list[Compared], list[Rows]]:
+    """What the model's layers compute with beside their weights, and fingerprints of it."""
+    with outside_graphs():
+        found = _adapted_in(model)
+        labels = [Compared(label, fix=ADAPT) for each in found for label in each.labels]
+        return labels, [row for each in found for row in each.rows()]
+
+
+class Learnt:
+    """What the layers of a model have learnt on this rank, before it gets rank 0's weights.
+
+    Args:
+        model: with its weights.
+    """
+
+    def __init__(self, model: Any) -> None:
+        with outside_graphs():
+            self._layers = _adapted_in(model)
+            self._has_learnt = [each.has_learnt() for each in self._layers]
+            self._compared, self._rows = compared_in(model)
+
+    def take_from_first(self, group: Group) -> None:
+        """Make the layers compute with what the first rank's do; a collective.
+
+        The model holds that rank's weights by now. Of all ranks it is rank 0.
+
+        Raises:
+            RanksDisagreeError: the ranks' models have other layers.
+            ValueError: a layer has learnt on another rank only, or was built for a vocabulary of
+                another size.
+        """
+        labels = [each.label for each in self._compared]
+        require_equal("model", labels, "build the same model on every rank", group=group)
+        if not self._layers:
+            return
+        with outside_graphs():
+            everyone = collectives.gather("distribute", (self._has_learnt, self._rows), group)
+            problem = self._problem([learnt for learnt, _ in everyone], group)
+            raise_together(problem, group=group)
+            self._warn(everyone, group)
+            self._take(group)
+
+    def _problem(self, everyone: list[list[bool]], group: Group) -> Exception | None:
+        for i, each in enumerate(self._layers):
+            pairs = zip(group.members, everyone, strict=True)
+            ranks = [rank for rank, learnt in pairs if learnt[i]]
+            if ranks and ranks[0] != group.first:
+                return ValueError(
+                    f"layer {each.name} has adapted to data on rank {ranks[0]}, but not on rank "
+                    f"{group.first}: {ADAPT}"
+                )
+        return None
+
+    def _warn(self, everyone: list[tuple[list[bool], list[Rows]]], group: Group) -> None:
+        """Warn if several ranks have adapted a layer, each to other data."""
+        owners = [i for i, each in enumerate(self._layers) for _ in each.labels]
+        first = everyone[0][1]
+        rows = [
+            [
+                mine if learnt[i] else of_0
+                for i, mine, of_0 in zip(owners, theirs, first, strict=True)
+            ]
+            for learnt, theirs in everyone
+        ]
+        if not first:
+            return
+        text, differ = describe_differences(np.array(rows), self._compared, False, group.members)
+        if differ:
+            source = f"all ranks use what rank {group.first}'s layers have learnt"
+            warn_once("adapted", f"{source}: {text}", group)
+
+    def _take(self, group: Group) -> None:
+        """Take over what differs."""
+        derived = _problem_of(_Adapted.derive_again, *((each,) for each in self._layers))
+        raise_together(derived, group=group)
+        mine = [[row.tolist() for row in each.rows()] for each in self._layers]
+        theirs = collectives.from_rank(group.first, mine, group)
+        unlike = {i for i, rows in enumerate(mine) if rows != theirs[i]}
+        wanted = sorted(set().union(*collectives.gather("distribute", sorted(unlike), group)))
+        mine_of_wanted = [self._layers[i].values() for i in wanted]
+        values = collectives.from_rank(group.first, mine_of_wanted, group)
+        taken = (
+            (self._layers[i], each) for i, each in zip(wanted, values, strict=True) if i in unlike
+        )
+        raise_together(_problem_of(_Adapted.take, *taken), group=group)
+
+
+def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> Exception | None:
+    """Call a method of layers; return why one of them cannot take over rank 0's state."""
+    for layer, *given in arguments:
+        try:
+            function(layer, *given)
+        except Exception as error:  # of any type: rank 0 must not go on alone
+            return ValueError(
+                f"layer {layer.name} cannot take over what that of rank 0 has learnt ({error}): "
+                f"{ADAPT}"
+            )
+    return None
+
+
+def _as_numpy(value: Any) -> Any:
+    return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
+
+
+def _is_users(kind: type[Any], method: str) -> bool:
+    """Whether a method of a layer's class is not Keras's own."""
+    owner = next((each for each in kind.__mro__ if method in vars(each)), None)
+    return owner is not None and not owner.__module__.startswith("keras.")

@@ -18,7 +18,7 @@ from keras.src.backend.jax import trainer
 from hvkit.communication.collectives import gather, pickled, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.jax import batches
-from hvkit.frameworks.jax.places import by_rows, position, whole
+from hvkit.frameworks.jax.shardings import position, replicated, sharded_by_rows
 
 # The epoch of ``fit``; empty outside. And the number of rows of each part of the last batch.
 _epoch: list[int] = []
@@ -96,7 +96,7 @@ def own_rows(model: Any, predict: Any) -> Any:
     def own(output: jax.Array) -> np.ndarray[Any, Any]:
         # XLA may have divided it in another way, as where weights are divided.
         part, in_parts = position().batch, batches.are_in_parts(_last_counts)
-        place = by_rows() if in_parts else whole(output.shape)
+        place = sharded_by_rows() if in_parts else replicated(output.shape)
         output = jax.jit(lambda rows: rows, out_shardings=place)(output)
         if in_parts:
             shards = sorted(output.addressable_shards, key=lambda each: each.index[0].start or 0)

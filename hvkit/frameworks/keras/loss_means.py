@@ -21,9 +21,7 @@ numbers of batches, so none waits there: each notes ``S_r`` and ``D_r`` of its b
 end the reported losses are corrected (``metric_results``). Elsewhere a loss is that of the rank's
 own batch; if it is for gradients, rank 0 warns.
 
-A loss that is no mean over samples, as Dice, contrastive losses, and functions of the script that
-return a ratio of sums, cannot be made right here. The first step compares such a loss of the batch
-with those of the batch's halves, and rank 0 names it.
+``loss_checks`` names losses that cannot be made right here.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from itertools import zip_longest
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -44,9 +41,17 @@ from keras import ops
 from keras.src.losses import loss as keras_losses
 from keras.src.trainers import compile_utils
 
-from hvkit import registry, runtime
+from hvkit import registry
 from hvkit.frameworks.keras.backends import may_be_differentiated
-from hvkit.main_rank import warn_once
+from hvkit.frameworks.keras.loss_checks import (
+    compare_with_halves,
+    gives_each_sample_its_own,
+    is_mean_over_samples,
+    note_own_count,
+    warn_of_factor,
+    warn_of_own_count,
+    warn_of_own_means,
+)
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -160,7 +165,7 @@ class _Step:
         compiled: Any = getattr(self.model, "_compile_loss", None)
         losses: Any = getattr(compiled, "_flat_losses", None) or ()
         one = self.of_keras and len(losses) == 1 and self.position_of_called == 0
-        return one and _gives_each_sample_its_own(self.called[0][0])
+        return one and gives_each_sample_its_own(self.called[0][0])
 
     def correct_reported(self, rows: int) -> None:
         """Make the reported loss that of all ranks' counts, now that their sum is there.
@@ -287,49 +292,6 @@ def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
     return totals.noted() if totals else []
 
 
-def corrections(
-    model: keras.Model, everyone: Sequence[Sequence[np.ndarray[Any, Any]]]
-) -> dict[int, float]:
-    """What to add to the totals of the losses that Keras reports, added up over ranks.
-
-    Args:
-        model: whose ``test_step`` has noted losses.
-        everyone: of each rank, what ``noted_of`` returned.
-
-    Returns:
-        By the id of a metric's variable; nothing if a ``test_step`` of the script's computes the
-        losses of ``compile`` more than once, or not on all ranks.
-    """
-    compiled: Any = getattr(model, "_compile_loss", None)
-    losses = getattr(compiled, "_flat_losses", None) or ()
-    found: dict[int, float] = {}
-    for steps in zip_longest(*everyone):  # the ranks' batches that one process has in one
-        held = [each for each in steps if each is not None]
-        if len({len(each) for each in held}) > 1:
-            _warn_of_own_means()
-            return {}
-        rows = np.array([each[0] for each in held])
-        reported = np.array([each[1] for each in held])
-        of_ranks = np.array([each[2:].reshape(-1, 5) for each in held])
-        if len({*of_ranks[0, :, 0]}) < of_ranks.shape[1]:
-            _warn_of_own_means()
-            return {}
-        for at, (number, mean, by_rows, *_) in enumerate(of_ranks[0]):
-            sums, counts = of_ranks[:, at, 3:].T
-            own = sums / np.where(counts, counts, 1) if mean else sums
-            whole = sums.sum() / (counts.sum() or 1) if mean else sums.sum()
-            _, _, weight, _ = losses[int(number)]
-            times = 1.0 if weight is None else float(weight)
-            trackers = [(model._loss_tracker, reported * times)]
-            if len(losses) > 1:
-                counted = rows if by_rows else np.ones_like(rows)
-                trackers.append((compiled.metrics[int(number)], counted))
-            for tracker, counted in trackers:
-                change = counted.sum() * whole - counted @ own
-                found[id(tracker.total)] = found.get(id(tracker.total), 0.0) + change
-    return found
-
-
 @functools.cache
 def _share_reduction() -> None:
     """Replace the function in which losses of Keras are reduced, and know which one computes."""
@@ -348,7 +310,9 @@ def _share_reduction() -> None:
         step = _step.get()
         if step is None:
             if (_averaged or _in_loops) and may_be_differentiated(loss):
-                _note_own_count(_count(values, sample_weight, mask, reduction))
+                note_own_count(_count(values, sample_weight, mask, reduction) is not None)
+                if _in_loops:  # whose updates do not come here
+                    warn_of_own_count(averaged=True)
             return loss
         if not ops.is_tensor(values) or not _has_rows(values):
             return loss
@@ -362,7 +326,7 @@ def _share_reduction() -> None:
             return loss
         if not step.trains and position is None:
             if step.position is not None:
-                _warn_of_own_means()
+                warn_of_own_means()
             return loss
         if not step.trains:
             own = ops.cast(loss, "float64")
@@ -373,7 +337,7 @@ def _share_reduction() -> None:
             return loss
         number = step.next_name()
         if count is None:
-            _warn_of_factor(step.model)
+            warn_of_factor(step.model)
             factor, _ = step.totals.of(None, number)
         else:
             count = ops.stop_gradient(count)
@@ -396,8 +360,6 @@ def _factor(totals: StepTotals, count: Any, number: int) -> Any:
     return share * ops.divide_no_nan(count, total)
 
 
-# Whether a loss of the script's, outside of steps of ``fit``, had a count of its own just now.
-_own_count = False
 # Models of loops with optimizers of PyTorch.
 _in_loops: WeakSet[keras.Model] = WeakSet()
 
@@ -406,53 +368,6 @@ def watch_loops(model: keras.Model) -> None:
     """Warn of losses with a count of their own in loops that train this model."""
     _in_loops.add(model)
     _share_reduction()
-
-
-def _note_own_count(count: Any) -> None:
-    global _own_count
-    _own_count = count is not None
-    if _in_loops:  # whose updates do not come here
-        warn_of_own_count(averaged=True)
-
-
-def warn_of_own_count(averaged: bool) -> None:
-    """Warn if the update that begins is of a loss with a count of its own.
-
-    Args:
-        averaged: whether the update is one of all ranks.
-    """
-    global _own_count
-    if _own_count and averaged:
-        warn_once(
-            "own count",
-            "a loss of Keras divides by what a mask shows of this rank's samples, or by their "
-            "weights, where other ranks have another number: N ranks do not train as one process. "
-            "fit divides by the numbers of all ranks; in a loop of your own make the loss with "
-            "reduction=None, and write loss = hvkit.mean(sum(losses * weights), sum(weights))",
-        )
-    _own_count = False
-
-
-def _warn_of_own_means() -> None:
-    warn_once(
-        "own means",
-        "evaluate reports losses with a mask or weights that a loss or test_step of the script's "
-        "computes as means of the ranks' own: they are not those of one process where ranks have "
-        "other numbers",
-    )
-
-
-def _warn_of_factor(model: keras.Model) -> None:
-    """Warn of a factor for sums that scripts needed before."""
-    compiled = getattr(model, "_compile_loss", None)
-    factors = keras.tree.flatten(getattr(compiled, "_user_loss_weights", None) or ())
-    if factors and all(each == runtime.size() for each in factors):
-        warn_once(
-            "factor",
-            f"loss_weights={factors[0]} is the number of ranks, and the loss a sum "
-            '(reduction="sum"): fit already trains with the sum over all ranks; leave '
-            "loss_weights out, unless one process would have them, too",
-        )
 
 
 @functools.cache
@@ -475,10 +390,10 @@ def _follow_losses() -> None:
         if outermost and step.position is not None:
             step.position += 1
         own = outermost and step.trains and calls == registry.script_calls
-        if own and not _is_mean_over_samples(self):
+        if own and not is_mean_over_samples(self):
             data = y_true, y_pred
             values = [ops.convert_to_tensor(each) for each in keras.tree.flatten(data)]
-            compare = functools.partial(_compare_with_halves, self, data)
+            compare = functools.partial(_compare_outside_step, self, data)
             step.totals.once(self.name, values, compare)
         return loss
 
@@ -497,74 +412,20 @@ def _follow_losses() -> None:
     compile_utils.CompileLoss.call = in_order
 
 
+def _compare_outside_step(loss: Any, data: Any, *values: Any) -> None:
+    """Compare a loss with those of halves, which count for nothing in the step."""
+    token = _step.set(None)
+    try:
+        compare_with_halves(loss, data, *values)
+    finally:
+        _step.reset(token)
+
+
 def _of_weights(called: tuple[Any, Any]) -> bool:
     """Whether a loss is one of weights, such as a penalty."""
     _, y_pred = called
     kinds = (keras.Variable, *([torch.nn.Parameter] if (torch := sys.modules.get("torch")) else []))
     return isinstance(y_pred, kinds)
-
-
-def _is_mean_over_samples(loss: Any) -> bool:
-    """Whether there is nothing to compare; in 16 bits a comparison would show nothing."""
-    return loss.dtype not in ("float32", "float64") or _gives_each_sample_its_own(loss)
-
-
-def _gives_each_sample_its_own(loss: Any) -> bool:
-    """Whether each sample has a loss of its own, as in nearly all losses of Keras."""
-    function = getattr(loss, "fn", type(loss))
-    module = getattr(function, "__module__", "") or ""
-    return module.startswith("keras.") and function.__name__ not in ("dice", "tversky", "circle")
-
-
-def _compare_with_halves(loss: Any, data: Any, *values: Any) -> None:
-    """Warn if a loss of a batch is not the mean of those of its halves.
-
-    Args:
-        loss: of Keras, or around a function of the script's.
-        data: targets and predictions.
-        values: of their tensors.
-    """
-    rows = len(values[-1]) if values[-1].ndim else 0
-    if rows < 2 or any(not each.ndim or len(each) != rows for each in values):
-        return
-    parts = slice(None), slice(None, rows // 2), slice(rows // 2, None)
-    token = _step.set(None)
-    try:
-        whole, first, second = (
-            _numbers_of(loss, data, [v[part] for v in values]) for part in parts
-        )
-    except Exception as error:  # of any type: the script's function's
-        _warn_of_no_mean(loss.name, f"it fails with half of a batch ({error})")
-        return
-    finally:
-        _step.reset(token)
-    if whole.shape and len(whole) == len(first) + len(second):
-        of_halves = np.concatenate([first, second])
-    elif whole.shape == first.shape == second.shape:
-        of_halves = (first * (rows // 2) + second * (rows - rows // 2)) / rows
-    else:
-        return
-    if not np.allclose(whole, of_halves, rtol=np.finfo(whole.dtype).eps ** 0.5, atol=1e-7):
-        halves = f"{np.mean(first):.4g} and {np.mean(second):.4g} of its halves"
-        _warn_of_no_mean(loss.name, f"it is {np.mean(whole):.4g} of a batch, {halves}")
-
-
-def _numbers_of(loss: Any, data: Any, values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    tensors = [ops.convert_to_tensor(each, dtype=loss.dtype) for each in values]
-    found: np.ndarray[Any, Any] = ops.convert_to_numpy(
-        loss.call(*keras.tree.pack_sequence_as(data, tensors))
-    )
-    return found
-
-
-def _warn_of_no_mean(name: str, why: str) -> None:
-    warn_once(
-        f"no mean {name}",
-        f"loss {name!r} is no mean over samples: {why}. Each rank computes it of "
-        "its own samples, so N ranks do not train as one process with all of them. Write a ratio "
-        "of sums as hvkit.mean(total, count), multiply a sum by hvkit.size(), and gather samples "
-        "that a loss needs together with hvkit.allgather",
-    )
 
 
 def _count(values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:

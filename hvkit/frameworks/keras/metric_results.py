@@ -9,6 +9,7 @@ these numbers when to stop and which weights to keep, so all ranks must see the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import keras
@@ -16,7 +17,8 @@ import numpy as np
 
 from hvkit.communication import collectives
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.loss_means import corrections, noted_of
+from hvkit.frameworks.keras.loss_checks import warn_of_own_means
+from hvkit.frameworks.keras.loss_means import noted_of
 from hvkit.main_rank import warn_once
 
 Number = np.ndarray[Any, Any] | float
@@ -52,7 +54,7 @@ def over_all_ranks(
     if states:
         if state is not None:
             combined = _combined(variables, states)
-            changes = corrections(model, [noted for *_, noted in everyone])
+            changes = _corrections(model, [noted for *_, noted in everyone])
             for at, variable in enumerate(variables):
                 if id(variable) in changes:
                     combined[at] = (combined[at] + changes[id(variable)]).astype(combined[at].dtype)
@@ -68,6 +70,49 @@ def over_all_ranks(
     ordered = [(name, own[name]) for name in ([names] if isinstance(names, str) else names)]
     first = group.members[with_data.index(True)]
     return dict(collectives.from_rank(first, ordered, group))  # messages sort dictionaries
+
+
+def _corrections(
+    model: keras.Model, everyone: Sequence[Sequence[np.ndarray[Any, Any]]]
+) -> dict[int, float]:
+    """What to add to the totals of the losses that Keras reports, added up over ranks.
+
+    Args:
+        model: whose ``test_step`` has noted losses.
+        everyone: of each rank, what ``noted_of`` returned.
+
+    Returns:
+        By the id of a metric's variable; nothing if a ``test_step`` of the script's computes the
+        losses of ``compile`` more than once, or not on all ranks.
+    """
+    compiled: Any = getattr(model, "_compile_loss", None)
+    losses = getattr(compiled, "_flat_losses", None) or ()
+    found: dict[int, float] = {}
+    for steps in zip_longest(*everyone):  # the ranks' batches that one process has in one
+        held = [each for each in steps if each is not None]
+        if len({len(each) for each in held}) > 1:
+            warn_of_own_means()
+            return {}
+        rows = np.array([each[0] for each in held])
+        reported = np.array([each[1] for each in held])
+        of_ranks = np.array([each[2:].reshape(-1, 5) for each in held])
+        if len({*of_ranks[0, :, 0]}) < of_ranks.shape[1]:
+            warn_of_own_means()
+            return {}
+        for at, (number, mean, by_rows, *_) in enumerate(of_ranks[0]):
+            sums, counts = of_ranks[:, at, 3:].T
+            own = sums / np.where(counts, counts, 1) if mean else sums
+            whole = sums.sum() / (counts.sum() or 1) if mean else sums.sum()
+            _, _, weight, _ = losses[int(number)]
+            times = 1.0 if weight is None else float(weight)
+            trackers = [(model._loss_tracker, reported * times)]
+            if len(losses) > 1:
+                counted = rows if by_rows else np.ones_like(rows)
+                trackers.append((compiled.metrics[int(number)], counted))
+            for tracker, counted in trackers:
+                change = counted.sum() * whole - counted @ own
+                found[id(tracker.total)] = found.get(id(tracker.total), 0.0) + change
+    return found
 
 
 def _flat(logs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,16 +23,15 @@ from keras.src.backend import in_stateless_scope
 from keras.src.backend.jax import distribution_lib
 
 from hvkit.communication.collectives import require_equal
-from hvkit.frameworks.jax.arrays import from_rank_0, placed, set_variable
-from hvkit.frameworks.jax.places import Place, arrange, whole
+from hvkit.frameworks.jax.arrays import from_rank_0, global_array, set_variable
+from hvkit.frameworks.jax.batches import require_same_weights
 from hvkit.frameworks.jax.port import JaxPort
-from hvkit.frameworks.jax.weight_checks import require_same_weights
+from hvkit.frameworks.jax.shardings import ShardingOf, replicated, set_mesh
 from hvkit.frameworks.keras import jax_batches
 from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others
-from hvkit.frameworks.keras.learning_rate import scale_rates
-from hvkit.frameworks.keras.optimizers import updating
+from hvkit.frameworks.keras.optimizers import scale_rates, updating
 from hvkit.learning_rate import Multiplier
 from hvkit.sync.port import Keeper, Options, Record
 from hvkit.watch import calls
@@ -83,7 +82,7 @@ class KerasOnJaxPort(JaxPort):
         pass  # Keras itself leaves variables where they are
 
     def synchronise(self) -> None:
-        arrange(self._mesh)
+        set_mesh(self._mesh)
         jax_batches.install()
         distribution_lib.distribute_tensor = _without_comparison
         for model in self.model:
@@ -115,7 +114,7 @@ class KerasOnJaxPort(JaxPort):
             call,
         )
         for number, variable in new.items():
-            place: Place = whole
+            place: ShardingOf = replicated
             if number in weights:
                 place = self._of_weights
             elif number in states:
@@ -258,4 +257,4 @@ def _without_comparison(tensor: Any, layout: Any) -> Any:
         moved: jax.Array = jax.jit(lambda array: array, out_shardings=layout)(tensor)
         return moved
     host = np.asarray(tensor)
-    return placed(tensor, host, lambda shape: layout)
+    return global_array(tensor, host, lambda shape: layout)

@@ -3,72 +3,71 @@
 A Keras model is a module there, and ``loss.backward()`` computes its gradients, in ``fit`` and in a
 loop of the script's own. So they are averaged when it returns, and ``optimizer.apply`` gets means.
 ``as_pytorch`` lends the model and the optimizer to PyTorch's port.
+
+In a loop, optimizers may be PyTorch's own. Its parameters of a Keras model are all variables: also
+seeds, the states of metrics, and statistics, which no gradient reaches. An optimizer made of them
+holds these as well. They are each rank's own, as PyTorch's buffers are.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
-from weakref import ref
 
 import torch
-from keras.src.backend import in_stateless_scope
+from torch.optim import Optimizer
 
 from hvkit.communication.collectives import gather, require_equal
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.adapted import Learnt
 from hvkit.frameworks.keras.as_pytorch import (
     KerasStep,
     ModelWeights,
+    PyTorchSampleCounts,
     learnt_by,
     modules_of_pytorch,
 )
-from hvkit.frameworks.keras.buffers import compared_of
-from hvkit.frameworks.keras.comparisons import made_trainable, require_same_weights
-from hvkit.frameworks.keras.divided_state import gathered, ids_of_slots
-from hvkit.frameworks.keras.fit import share_results, train_uncompiled
+from hvkit.frameworks.keras.backends import backend_variable
+from hvkit.frameworks.keras.buffers import synchronise_batch_norm
+from hvkit.frameworks.keras.checks import made_trainable
+from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.initial_state import (
     Together,
     has_weights,
-    synchronise,
+    synchronise_model,
     synchronise_optimizers,
 )
-from hvkit.frameworks.keras.learning_rate import scale_rates
-from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks
+from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks, watch_loops
 from hvkit.frameworks.keras.loss_scale import fit_half, share_scale
 from hvkit.frameworks.keras.optimizers import (
-    inner_optimizer,
     let_leave_out_updates,
-    more_than_sgd,
-    parts_of,
-    settings_of,
-    updating,
 )
-from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
+from hvkit.frameworks.keras.partial_state import ids_of_slots
+from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.keras.refusals import (
     let_differ,
+    living_layers,
     refuse_left_out,
     refuse_loss_scale,
-    refuse_optimizers,
     refuse_other_optimizers,
 )
-from hvkit.frameworks.keras.sharded import OptimizerShards, refuse_joint_updates
-from hvkit.frameworks.keras.synchronised_norm import synchronise_batch_norm
 from hvkit.frameworks.pytorch import PyTorchPort, buffers
-from hvkit.frameworks.pytorch import batch_norm as pytorch_batch_norm
 from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
-from hvkit.learning_rate import Multiplier
+from hvkit.frameworks.pytorch.modules import (
+    is_left_to_rank,
+    leave_to_rank,
+    refuse_optimizers_of_others,
+)
+from hvkit.frameworks.pytorch.optimizers import stepping_in
 from hvkit.main_rank import warn_once
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.distributed_objects import begin_with_weights, record
-from hvkit.sync.fingerprints import warn_of_unlike
 from hvkit.sync.local_weights import LocalWeightsKeeper
 from hvkit.sync.port import Keeper, Options, Record
 from hvkit.watch.calls import call
@@ -93,8 +92,8 @@ def synchronise_statistics(model: Any, group: Group) -> None:
     """Let batch norm use the batches of all ranks, as ``batch_norm="sync"`` promises."""
     synchronise_batch_norm(model, everything=True, gather=_gather_row, group=group)
     for module in modules_of_pytorch(model):
-        layers = pytorch_batch_norm.batch_norm_of(module)
-        pytorch_batch_norm.synchronise_batch_norm(layers, group)
+        layers = buffers.batch_norm_of(module)
+        buffers.synchronise_batch_norm(layers, group)
 
 
 class RoundsInFit:
@@ -131,7 +130,7 @@ class RoundsInFit:
             self.keeper.end_rounds()
 
 
-class ShareSender:
+class PyTorchSender:
     """Sends the variables that ranks own: what ``sharded`` needs of PyTorch.
 
     Args:
@@ -159,18 +158,13 @@ class ShareSender:
                 variables[i].copy_(part.clone().view(variables[i].dtype).view(variables[i].shape))
 
 
-class KerasOnPyTorchPort:
-    """Some models and the optimizers that update them."""
+class KerasOnPyTorchPort(KerasPort):
+    """Implements ``hvkit.sync.port.Port``."""
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        self.models, self.optimizers, self.options = list(models), list(optimizers), options
-        refuse_optimizers(models, optimizers, options)
-        self.model = models[0] if len(models) == 1 else Together(models)
-        self._steps: list[KerasStep] = []
-        if isinstance(options.strategy, ShardedOptimizer):
-            for each in updating(optimizers):
-                refuse_joint_updates(options.strategy, each)
+        super().__init__(models, optimizers, options)
         refuse_loss_scale(options, models, optimizers)
+        self._steps: list[KerasStep] = []
         self._begun = False
         self._synchronised: list[Any] = []
         trains_locally = isinstance(options.strategy, Rounds | ParameterServer)
@@ -178,24 +172,13 @@ class KerasOnPyTorchPort:
         self._rounds = RoundsInFit(equal_steps) if trains_locally else None
         self._samples: PyTorchSampleCounts | None = None
 
-    def facts(self) -> list[str]:
-        return [settings_of(each) for each in self.optimizers]
-
-    def more_than_sgd(self) -> list[str]:
-        return more_than_sgd(self.optimizers)
-
     def synchronise(self) -> None:
         """Left to ``keep_in_step``: models may get their weights in their first call only."""
 
-    def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
-        return scale_rates(updating(self.optimizers), multiplier)
-
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        inner = [inner_optimizer(each) for each in self.optimizers]
         group = self.options.group
         self._samples = samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
         for model in self.models:
-            refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
             if getattr(model, "compiled", False) and model.jit_compile:
                 # Keras itself warns of a later ``compile``.
                 warn_once(
@@ -203,27 +186,22 @@ class KerasOnPyTorchPort:
                     f"fit of model {model.name!r} ignores jit_compile=True: torch.compile would "
                     "trace the communication between ranks",
                 )
-            train_uncompiled(model)
+            self._let_update(model)
             use_counts_of_all_ranks(model, samples, trains=self._rounds is None)
-            share_results(model, (), self._end_epoch, self.options.group, self._rounds)
+            share_results(model, (), self._compare, group, self._rounds)
         if self._rounds:
-            let_differ([self.model, *self.models], inner)
-        for each in inner:
+            let_differ([self.model, *self.models], self.inner)
+        for each in self.inner:
             # Named after Keras's class in messages.
             kind: type[KerasStep] = type(type(each).__name__, (KerasStep,), {})
             self._steps.append(kind(each, self._before_update, self._rounds is not None))
             if self.options.on_nonfinite != "ignore":
                 let_leave_out_updates(each)
-        group = self.options.group
         if not self._rounds:
             for each in self.optimizers:
                 share_scale(each, functools.partial(_means_fit, group), group.size, self.models)
-        if isinstance(self.options.strategy, ShardedOptimizer):
-            held = [0] * group.size
-            for each in updating(self.optimizers):
-                shares = ShareSender(group.numbered("hvkit"), group)
-                OptimizerShards(self.options.strategy, each, held, shares, group)
-        built = gather("distribute", list(map(has_weights, self.models)), self.options.group)
+        self._divide_state(lambda: PyTorchSender(group.numbered("hvkit"), group))
+        built = gather("distribute", list(map(has_weights, self.models)), group)
         if all(map(all, built)):
             return self._begin()
         for model, on_ranks in zip(self.models, zip(*built, strict=True), strict=True):
@@ -231,32 +209,19 @@ class KerasOnPyTorchPort:
             if all(on_ranks):
                 self._synchronise(model)
             else:
-                self._begin_before_it_computes(model)
-        return [(each, self._record(each)) for each in self.optimizers], None
+                self._in_first_call(model, self._synchronise_and_begin)
+        return self._records(), None
 
-    def _begin_before_it_computes(self, model: Any) -> None:
-        """Copy rank 0's weights in the model's first call, before it computes.
-
-        The last model that builds itself lets the ranks begin.
-        """
-        call = model.call
-
-        def begin_and_call(*args: Any, **kwargs: Any) -> Any:
-            if not in_stateless_scope() and has_weights(model):
-                del model.call
-                self._synchronise(model)
-                self._begin_if_built()
-            return call(*args, **kwargs)
-
-        model.call = begin_and_call
+    def _synchronise_and_begin(self, model: Any) -> None:
+        """Copy rank 0's weights; the last model that builds itself lets the ranks begin."""
+        self._synchronise(model)
+        self._begin_if_built()
 
     def _synchronise(self, model: Any) -> None:
         """Copy rank 0's weights, once: a forward pass may have used them; a collective."""
         if not any(each is model for each in self._synchronised):
             self._synchronised.append(model)
-            learnt = Learnt(model)
-            synchronise(model.weights, self.options.group)
-            learnt.take_from_first(self.options.group)
+            synchronise_model(model, self.options.group)
             for module in modules_of_pytorch(model):
                 broadcast_tensors(list(module.buffers()), self.options.group)
 
@@ -289,13 +254,7 @@ class KerasOnPyTorchPort:
         if self._rounds:
             assert isinstance(keeper, LocalWeightsKeeper)
             self._rounds.keeper = keeper
-        return [(each, self._record(each)) for each in self.optimizers], keeper
-
-    def _record(self, optimizer: Any) -> Record:
-        if not isinstance(self.options.strategy, ShardedOptimizer):
-            return Record()
-        held = ref(optimizer)  # the record lives as long as the optimizer
-        return Record(gathered=lambda: gathered(held()))
+        return self._records(), keeper
 
     def _before_update(self, variables: Sequence[Any]) -> None:
         """Begin before the first update, for a ``train_step`` that calls only parts of a model."""
@@ -310,6 +269,97 @@ class KerasOnPyTorchPort:
         if any(id(v) not in own for v in variables):
             refuse_left_out(self.models, self.optimizers, variables)
 
-    def _end_epoch(self) -> None:
-        require_same_weights("fit", self.model, self.optimizers, self.options.group)
-        warn_of_unlike("fit", *compared_of(self.model), self.options.group)
+
+class KerasLoopPort(PyTorchPort):
+    """Implements ``hvkit.sync.port.Port``.
+
+    Args:
+        models: of Keras on PyTorch, with weights.
+        optimizers: of PyTorch.
+        options: as passed to ``distribute``.
+
+    Raises:
+        ValueError: a model has no weights yet, or an option does not suit it.
+    """
+
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
+        self._keras_models = list(models)
+        self._whole_batches = options.batch_norm == "sync"
+        for model in models:
+            if not has_weights(model):
+                raise ValueError(
+                    f"model {model.name!r} has no weights yet, which its optimizer updates: build "
+                    "it, then make the optimizer, then call hvkit.distribute"
+                )
+        weights = list(map(ModelWeights, models))
+        for model, its in zip(models, weights, strict=True):
+            its.add_tensors_of_pytorch(model)
+            for tensor in _untrained(model):
+                leave_to_rank(tensor)
+        if self._whole_batches:  # which Keras's layers do, not those of PyTorch
+            options = replace(options, batch_norm="local")
+        super().__init__(weights, optimizers, options)
+
+    def _refuse_optimizers_of_others(self) -> None:
+        held = [p for each in self.optimizers for g in each.param_groups for p in g["params"]]
+        left_out = refuse_left_out(self._keras_models, self.optimizers, held)
+        _leave_untrained(held)
+        refuse_optimizers_of_others(self.models, self.optimizers, left_out)
+
+    def synchronise(self) -> None:
+        group = self.options.group
+        for model in self._keras_models:
+            synchronise_model(model, group)
+        super().synchronise()
+
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+        group, strategy = self.options.group, self.options.strategy
+        model = self._keras_models[0] if len(self._keras_models) == 1 else None
+        together = model or Together(self._keras_models)
+        if self._whole_batches:
+            synchronise_statistics(together, group)
+        for optimizer in self.optimizers:
+            for stepping in stepping_in(optimizer):
+                _leave_untrained_of_later_groups(stepping)
+        records, keeper = super().keep_in_step()
+        rounds: RoundsInFit | None = None
+        if isinstance(strategy, Rounds | ParameterServer):
+            assert isinstance(keeper, LocalWeightsKeeper)
+            rounds = RoundsInFit(not isinstance(strategy, ParameterServer))
+            rounds.keeper = keeper
+            let_differ([together, *self._keras_models], [])
+        for each in self._keras_models:
+            refuse_other_optimizers(each, [])
+            watch_loops(each)
+            samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
+            use_counts_of_all_ranks(each, samples, trains=False)
+            share_results(each, (), lambda: None, group, rounds)
+        return records, keeper
+
+
+def _untrained(layer: Any) -> list[torch.Tensor]:
+    """Variables of a layer or model that no gradient reaches, and no script's own parameters."""
+    trained = set(map(id, made_trainable(layer)))
+    variables = (*layer.variables, *layer.metrics_variables)
+    return [backend_variable(v) for v in variables if id(v) not in trained]
+
+
+def _leave_untrained(parameters: Iterable[torch.Tensor]) -> None:
+    """Leave to each rank those that are variables of any layer which no gradient reaches."""
+    new = {id(p) for p in parameters if not (p.requires_grad or is_left_to_rank(p))}
+    for layer in living_layers() if new else ():
+        for tensor in _untrained(layer):
+            if id(tensor) in new:
+                leave_to_rank(tensor)
+
+
+def _leave_untrained_of_later_groups(optimizer: Optimizer) -> None:
+    """Do so with what the script adds to an optimizer; pickled optimizers leave this out."""
+
+    def add_and_leave(add: Callable[[Any], None], param_group: dict[str, Any]) -> None:
+        add(param_group)
+        _leave_untrained(optimizer.param_groups[-1]["params"])
+
+    optimizer.add_param_group = functools.partial(  # type: ignore[method-assign]
+        add_and_leave, optimizer.add_param_group
+    )

@@ -1,136 +1,55 @@
-"""The steps of ``distribute`` for Keras models and their optimizers.
-
-hvkit attaches nearly everything to the instances: to methods of the optimizer, and to the ``call``
-of a model that has no weights yet. Their classes stay Keras's, so saved files do not mention hvkit.
-
-An update on TensorFlow is a part of a graph, so it has no hooks as PyTorch's has. What runs around
-it wraps methods of the optimizer, the outermost first::
-
-    method                       wrapped by                      what it does there
-    apply                        averaged_updates                refuses, averages the gradients;
-                                 (averaged_apply)                may leave the update out
-    or, with local weights:      weights/around_updates          compares ranks, begins a round;
-                                 (apply_within)                  ends it, or writes to the server
-    apply                        learning_rate                   the rate counts as multiplied
-                                 (apply_at_multiplied_rate)      until the update ends
-    apply                        monitor/keras                   measures the gradients that the
-                                 (measured)                      update uses
-    build,                       sharded                         no state for the variables of
-    add_variable_from_reference                                  other ranks
-    _get_current_learning_rate   learning_rate (rate)            multiplies the rate
-    _backend_update_step         sharded (update_own)            updates this rank's variables,
-                                                                 sends them to all
-
-``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. ``compile`` makes it later,
-so hvkit replaces methods of the class: ``check_finite`` and others in ``loss_scale``, so that all
-ranks skip the updates that one process would, and with local weights ``apply`` in
-``weights/around_updates``, so that an update that it skips counts, too.
-"""
+"""The steps of ``distribute`` for Keras models and their optimizers that backends share."""
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 from keras.src.backend import in_stateless_scope
 
-from hvkit import runtime
-from hvkit.communication import collectives
-from hvkit.frameworks.keras.adapted import Learnt
-from hvkit.frameworks.keras.averaged_updates import (
-    Average,
-    average_in_apply,
-    finite_in,
-)
-from hvkit.frameworks.keras.backends import backend_variable, have_values
-from hvkit.frameworks.keras.batch_norm import (
-    LastStatistics,
-    average_statistics,
-    gather_row,
-)
 from hvkit.frameworks.keras.buffers import compared_of
-from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
-from hvkit.frameworks.keras.comparisons import require_same_weights
-from hvkit.frameworks.keras.divided_state import gathered, ids_of_slots
-from hvkit.frameworks.keras.fit import share_results, train_uncompiled
-from hvkit.frameworks.keras.gradients.averager import GradientAverager, keeper_of
-from hvkit.frameworks.keras.gradients.nonfinite import NonFinite
-from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
-from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute
-from hvkit.frameworks.keras.graph_shares import GraphShares
-from hvkit.frameworks.keras.initial_state import (
-    Together,
-    has_weights,
-    synchronise,
-    synchronise_optimizers,
-)
-from hvkit.frameworks.keras.learning_rate import scale_rates
-from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
-from hvkit.frameworks.keras.loss_scale import share_scale
+from hvkit.frameworks.keras.checks import require_same_weights
+from hvkit.frameworks.keras.fit import train_uncompiled
+from hvkit.frameworks.keras.initial_state import Together, has_weights
 from hvkit.frameworks.keras.optimizers import (
-    calls_of_apply,
     inner_optimizer,
     more_than_sgd,
     parts_of,
+    scale_rates,
     settings_of,
     updating,
 )
-from hvkit.frameworks.keras.refusals import (
-    let_differ,
-    refuse_left_out,
-    refuse_optimizers,
-    refuse_other_optimizers,
-    refuse_overwritten,
-    remember_updated,
-)
-from hvkit.frameworks.keras.sharded import (
-    OptimizerShards,
-    refuse_joint_updates,
-)
-from hvkit.frameworks.keras.synchronised_norm import made_synchronised, synchronise_batch_norm
-from hvkit.frameworks.keras.traced_steps import marks
-from hvkit.frameworks.keras.weights.parameter_server import ServedModel
-from hvkit.frameworks.keras.weights.rounds import TensorFlowRoundKeeper
+from hvkit.frameworks.keras.partial_state import gathered
+from hvkit.frameworks.keras.refusals import refuse_optimizers, refuse_other_optimizers
+from hvkit.frameworks.keras.sharded import OptimizerShards, VariableSender, refuse_joint_updates
 from hvkit.learning_rate import Multiplier
-from hvkit.strategies import ParameterServer, ShardedOptimizer
-from hvkit.strategies.strategy import Averaging, Rounds
+from hvkit.strategies import ShardedOptimizer
 from hvkit.sync.fingerprints import warn_of_unlike
-from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
-
-_KEEPER = "_hvkit_keeper"
+from hvkit.sync.port import Options, Record
 
 
 class KerasPort:
-    """Some models and the optimizers that update them."""
+    """Some models and the optimizers that update them: the base of a ``hvkit.sync.port.Port``.
+
+    Args:
+        models: of Keras.
+        optimizers: of Keras.
+        options: as passed to ``distribute``.
+
+    Attributes:
+        model: all models as one.
+        inner: the optimizers inside those that scale the loss.
+    """
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        if runtime.size() > 1:
-            for model in models:
-                refuse_tf_distribute(model)
-        self.models = list(models)
-        self.model = models[0] if len(models) == 1 else Together(models)
-        self.options = options
-        self.optimizers = list(optimizers)
+        self.models, self.optimizers, self.options = list(models), list(optimizers), options
         refuse_optimizers(self.models, self.optimizers, options)
         if isinstance(options.strategy, ShardedOptimizer):
             for each in updating(self.optimizers):
                 refuse_joint_updates(options.strategy, each)
-        self.averagers: list[GradientAverager] = []
-        self._samples: SampleCounts | None = None
-        self._synchronised: dict[int, Any] = {}
-        # Models whose weights no rank has sent yet.
-        self._pending = list(models)
-        self._optimizers_pending = True
-
-    def _name(self) -> str:
-        """A new name for collectives."""
-        return self.options.group.numbered("hvkit")
-
-    def _wait(self, name: str) -> GraphWait:
-        return GraphWait(name, group=self.options.group)
+        self.model = models[0] if len(models) == 1 else Together(models)
+        self.inner = [inner_optimizer(each) for each in self.optimizers]
 
     def facts(self) -> list[str]:
         return [settings_of(each) for each in self.optimizers]
@@ -138,202 +57,49 @@ class KerasPort:
     def more_than_sgd(self) -> list[str]:
         return more_than_sgd(self.optimizers)
 
-    def synchronise(self) -> None:
-        self._synchronise_batch_norm()
-        everyone = collectives.gather(
-            "distribute", [has_weights(each) for each in self.models], self.options.group
-        )
-        for model, built in zip(self.models, zip(*everyone, strict=True), strict=True):
-            if all(built):
-                self._synchronise_before_it_computes(model)
-            else:
-                self._synchronise_before_first_call(model)
-
-    def _synchronise_model(self, model: Any) -> None:
-        self._synchronise(model.weights)
-        self._pending = [each for each in self._pending if each is not model]
-        if not self._pending:
-            self._synchronise_optimizers()
-
-    def _synchronise_before_it_computes(self, model: Any) -> None:
-        """Synchronise a model with all that it computes with, also beside its weights."""
-        learnt = Learnt(model)
-        self._synchronise_model(model)
-        learnt.take_from_first(self.options.group)
-
-    def _synchronise(self, weights: Sequence[Any]) -> None:
-        self._synchronised.update((id(backend_variable(w)), w) for w in weights)
-        synchronise(weights, self.options.group)
-
-    def _synchronise_optimizers(self) -> None:
-        if self._optimizers_pending:
-            self._optimizers_pending = False
-            divided = ids_of_slots(self.optimizers)
-            trained = self.model.trainable_variables
-            synchronise_optimizers(self.optimizers, trained, self.options.group, divided)
-
-    def _synchronise_before_first_call(self, model: Any) -> None:
-        """Synchronise in the model's first call, after it has built itself, before it computes."""
-        call = model.call
-
-        def synchronise_and_call(*args: Any, **kwargs: Any) -> Any:
-            if not in_stateless_scope() and has_weights(model):
-                del model.call
-                self._synchronise_batch_norm()
-                if any(each is model for each in self._pending):
-                    self._synchronise_before_it_computes(model)
-            return call(*args, **kwargs)
-
-        model.call = synchronise_and_call
-
-    def _synchronise_batch_norm(self) -> None:
-        if self.options.batch_norm == "local":
-            return
-        everything = self.options.batch_norm == "sync"
-        if everything or isinstance(self.options.strategy, Averaging):
-            synchronise_batch_norm(
-                self.model, everything=everything, gather=gather_row, group=self.options.group
-            )
-        elif made_synchronised(self.model):
-            warn_of_own_batches("BatchNormalization(synchronized=True)", self.options.strategy)
-
-    def _before_update(self, variables: Sequence[Any]) -> None:
-        """Synchronise the weights that no call of a model has synchronised yet.
-
-        There are some if a ``train_step`` calls only parts of a model, and if the script uses a
-        layer for the first time.
-        """
-        refuse_overwritten(self.options.strategy, variables)
-        remember_updated(variables)
-        for model in self._pending:
-            if model.weights and have_values(model.weights):
-                self._synchronise_model(model)
-        new = [v for v in variables if id(backend_variable(v)) not in self._synchronised]
-        if new and have_values(new):
-            refuse_left_out(self.models, self.optimizers, new)
-            self._synchronise(new)
-        if self._optimizers_pending and have_values(variables):
-            self._synchronise_optimizers()
-
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
         return scale_rates(updating(self.optimizers), multiplier)
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        inner = [inner_optimizer(each) for each in self.optimizers]
-        for model in self.models:
-            refuse_other_optimizers(model, [o for each in inner for o in (each, *parts_of(each))])
-            train_uncompiled(model)
-        local: TensorFlowRoundKeeper | ServedModel | None = None
-        keeper: Keeper | None = None
-        compression = self.options.compression
-        self._samples = self._counts()
-        if isinstance(strategy := self.options.strategy, Rounds | ParameterServer):
-            keeper = local = self._local_weights(strategy, inner)
-        else:
-            assert isinstance(strategy, Averaging)
-            for each in inner:
-                average = self._average(strategy)
-                average_in_apply(each, average, self._before_update, self._nonfinite())
-            for each in self.optimizers:
-                agree = finite_in(self.options.group)
-                share_scale(each, agree, self.options.group.size, self.models)
-            if isinstance(strategy, ShardedOptimizer):
-                self._divide_state(strategy)
-            if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:
-                keeper = keeper_of(self.model, self.averagers, strategy, compression)
-        wait = None
-        if local is None and self.options.batch_norm == "average":
-            wait = self._wait(self._name())
-        end_epoch = functools.partial(self._end_epoch, wait)
-        for model in self.models:  # which keep all that is here by this
-            use_counts_of_all_ranks(model, self._samples, trains=local is None)
-            share_results(model, self.averagers, end_epoch, self.options.group, local, marks)
-            vars(model)[_KEEPER] = keeper
-        return [(each, self._record(each)) for each in self.optimizers], keeper
+    def _let_update(self, model: Any) -> None:
+        """Let only these optimizers update a model, in steps that no compiler has made."""
+        allowed = [o for each in self.inner for o in (each, *parts_of(each))]
+        refuse_other_optimizers(model, allowed)
+        train_uncompiled(model)
 
-    def _counts(self) -> SampleCounts:
-        accumulates = any(each.gradient_accumulation_steps for each in updating(self.optimizers))
-        return SampleCounts(self._name(), self.options.group, accumulates)
+    def _in_first_call(self, model: Any, act: Callable[[Any], None]) -> None:
+        """Do something in a model's first call, after it has built itself, before it computes."""
+        call = model.call
 
-    def _nonfinite(self) -> NonFinite | None:
-        if self.options.on_nonfinite == "ignore":
-            return None
-        name = f"{self._name()}.finite"
-        wait = self._wait(f"{name}.statistics")
+        def act_and_call(*args: Any, **kwargs: Any) -> Any:
+            if not in_stateless_scope() and has_weights(model):
+                del model.call
+                act(model)
+            return call(*args, **kwargs)
 
-        def averaged() -> None:
-            if self.options.batch_norm == "average":
-                average_statistics(self.model, wait, self.options.group)
+        model.call = act_and_call
 
-        skips = self.options.on_nonfinite == "skip"
-        statistics = LastStatistics(self.model, averaged) if skips else None
-        return NonFinite(self.options.on_nonfinite, name, statistics, self.options.group)
-
-    def _end_epoch(self, wait: GraphWait | None) -> None:
-        """Make the ranks alike also after batches that no update has followed yet; compare them.
+    def _divide_state(self, sender: Callable[[], VariableSender]) -> None:
+        """Divide the state of optimizers among the ranks, if the strategy does.
 
         Args:
-            wait: counts the waits for averaged statistics; None if they are not averaged here.
+            sender: makes one for each optimizer.
         """
-        steps = [each.gradient_accumulation_steps or 1 for each in updating(self.optimizers)]
-        left = any(
-            calls_of_apply(o) % n for o, n in zip(updating(self.optimizers), steps, strict=True)
-        )
-        if wait is not None and left:
-            average_statistics(self.model, wait, self.options.group)
-        require_same_weights("fit", self.model, self.optimizers, self.options.group)
-        warn_of_unlike("fit", *compared_of(self.model), self.options.group)
+        group, strategy = self.options.group, self.options.strategy
+        if isinstance(strategy, ShardedOptimizer):
+            owned_bytes = [0] * group.size
+            for each in updating(self.optimizers):
+                OptimizerShards(strategy, each, owned_bytes, sender(), group)
 
-    def _divide_state(self, strategy: ShardedOptimizer) -> None:
-        group = self.options.group
-        held = [0] * group.size
-        for each in updating(self.optimizers):
-            shares = GraphShares(self._name(), group)
-            OptimizerShards(strategy, each, held, shares, group)
+    def _records(self) -> list[tuple[Any, Record]]:
+        return [(each, self._record(each)) for each in self.optimizers]
 
     def _record(self, optimizer: Any) -> Record:
         if not isinstance(self.options.strategy, ShardedOptimizer):
             return Record()
-        optimizer = weakref.ref(optimizer)  # the record lives as long as the optimizer
-        return Record(gathered=lambda: gathered(optimizer()))
+        weak = ref(optimizer)  # the record lives as long as the optimizer
+        return Record(gathered=lambda: gathered(weak()))
 
-    def _local_weights(
-        self, strategy: Rounds | ParameterServer, optimizers: Sequence[Any]
-    ) -> TensorFlowRoundKeeper | ServedModel:
-        let_differ([self.model, *self.models], optimizers)
-        with_statistics = self.options.batch_norm == "average"
-        name = self._name()
-        keeper: TensorFlowRoundKeeper | ServedModel
-        if isinstance(strategy, ParameterServer):
-            keeper = ServedModel(strategy, self.model, name, with_statistics)
-        else:
-            compression = self.options.compression
-            group = self.options.group
-            keeper = TensorFlowRoundKeeper(
-                strategy, self.model, name, compression, with_statistics, group
-            )
-        for each in optimizers:
-            checks = Checks(self._name(), self.model, self.options.group, first_only=True)
-            keeper.watch_updates(each, checks, self._before_update)
-        return keeper
-
-    def _average(self, strategy: Averaging) -> Average:
-        name, group = self._name(), self.options.group
-        checks = Checks(name, self.model, group, self.options.check_every)
-        compression = self.options.compression
-        average_gradients = GradientAverager(
-            name, strategy, compression, checks, group, self._samples
-        )
-        self.averagers.append(average_gradients)
-        if self.options.batch_norm != "average":
-            return average_gradients
-        wait = self._wait(f"{name}.statistics")
-
-        def average(
-            gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
-        ) -> list[Any]:
-            means = average_gradients(gradients, variables, absent)
-            average_statistics(self.model, wait, self.options.group)
-            return means
-
-        return average
+    def _compare(self) -> None:
+        """Compare the ranks at the end of an epoch; a collective."""
+        require_same_weights("fit", self.model, self.optimizers, self.options.group)
+        warn_of_unlike("fit", *compared_of(self.model), self.options.group)

@@ -20,7 +20,7 @@ import keras
 
 from hvkit.frameworks.keras.backends import backend_variable, not_converted
 from hvkit.frameworks.keras.initial_state import has_weights
-from hvkit.frameworks.keras.loss_means import warn_of_own_count
+from hvkit.frameworks.keras.loss_checks import warn_of_own_count
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of, updating
 from hvkit.main_rank import warn_once
 from hvkit.strategies.parameter_server import ParameterServer

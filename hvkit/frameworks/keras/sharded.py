@@ -1,12 +1,15 @@
 """Optimizers whose state is divided among the ranks: each updates the variables that it owns.
 
 The update leaves out the variables of other ranks, of whose state there are placeholders
-(``partial_state``). Afterwards the owners send their variables to all.
+(``partial_state``). Afterwards the owners send their variables to all. An optimizer that is not
+Keras's own is tried on a few small weights first.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -22,14 +25,20 @@ from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
     backend_variable,
     numpy_dtype,
+    outside_graphs,
 )
-from hvkit.frameworks.keras.divided_state import remember
-from hvkit.frameworks.keras.partial_state import PartialState
-from hvkit.frameworks.keras.trials import why_not_by_variable
+from hvkit.frameworks.keras.optimizers import new_like
+from hvkit.frameworks.keras.partial_state import PartialState, remember
 from hvkit.strategies import ShardedOptimizer
 
+if ON_TENSORFLOW:
+    import tensorflow as tf
 
-class ShareExchange(Protocol):
+    from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
+    from hvkit.frameworks.keras.collectives.wire import Wire
+
+
+class VariableSender(Protocol):
     """Sends what ranks have updated, with the collectives of a backend."""
 
     def leave_out(self, gradients: Sequence[Any]) -> None:
@@ -51,8 +60,8 @@ class OptimizerShards:
     Args:
         strategy: chooses the owners.
         optimizer: one that updates variables, not one that scales the loss.
-        held: bytes that each rank owns already, in rank order; counts up.
-        shares: sends what ranks have updated.
+        owned_bytes: bytes that each rank owns already, in rank order; counts up.
+        sender: sends what ranks have updated.
         group: these ranks; owners are places in it.
     """
 
@@ -60,14 +69,14 @@ class OptimizerShards:
         self,
         strategy: ShardedOptimizer,
         optimizer: Any,
-        held: list[int],
-        shares: ShareExchange,
+        owned_bytes: list[int],
+        sender: VariableSender,
         group: Group,
     ) -> None:
         self._strategy = strategy
         self._group = group
-        self._held = held
-        self._shares = shares
+        self._owned_bytes = owned_bytes
+        self._sender = sender
         self._owner: dict[int, int] = {}
         # Every rank needs all sums of gradients: it averages them before it updates its own.
         self._state = PartialState(
@@ -96,10 +105,10 @@ class OptimizerShards:
 
         def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
             owners = self.owner_of(variables)
-            mine = [i for i, owner in enumerate(owners) if owner == self._group.rank]
-            self._shares.leave_out([g for i, g in enumerate(grads) if i not in mine])
-            if mine or ON_TENSORFLOW:  # PyTorch's operations on lists need at least one tensor
-                update([grads[i] for i in mine], [variables[i] for i in mine], rate)
+            owned = [i for i, owner in enumerate(owners) if owner == self._group.rank]
+            self._sender.leave_out([g for i, g in enumerate(grads) if i not in owned])
+            if owned or ON_TENSORFLOW:  # PyTorch's operations on lists need at least one tensor
+                update([grads[i] for i in owned], [variables[i] for i in owned], rate)
             self._send([backend_variable(v) for v in variables], owners)
 
         optimizer.build = build_divided
@@ -112,7 +121,7 @@ class OptimizerShards:
         """The ranks that own variables; new ones get an owner. Every rank passes the same."""
         keys = [id(backend_variable(v)) for v in variables]
         new = [v for v, key in zip(variables, keys, strict=True) if key not in self._owner]
-        owners = self._strategy.owners([_bytes(v) for v in new], self._held)
+        owners = self._strategy.owners([_bytes(v) for v in new], self._owned_bytes)
         self._owner.update(zip((id(backend_variable(v)) for v in new), owners, strict=True))
         return [self._owner[key] for key in keys]
 
@@ -120,7 +129,7 @@ class OptimizerShards:
         """Send the variables that this rank owns, and take over the others; a collective."""
         plan = chunks_by_owner([_bytes(v) for v in variables], owners, self._group.size)
         for number, piece in enumerate(plan):
-            self._shares.send(number, piece, variables)
+            self._sender.send(number, piece, variables)
 
     def slots(self) -> list[Any]:
         """The variables with the state of single weights."""
@@ -143,8 +152,8 @@ class OptimizerShards:
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 stack.enter_context(self.unfolded())
-            for theirs in messages.collect("hvkit.settled", own):  # on rank 0
-                for i, array in theirs.items():
+            for of_rank in messages.collect("hvkit.settled", own):  # on rank 0
+                for i, array in of_rank.items():
                     self._state.slots[i][0].assign(array)
             yield
 
@@ -179,3 +188,145 @@ def _bytes(variable: Any) -> int:
         * numpy_dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
     )
     return size
+
+
+class TensorFlowSender:
+    """Sends the variables that ranks own, in eager code and in graphs; a ``VariableSender``.
+
+    Args:
+        name: the same on every rank, and no other optimizer's.
+        group: the ranks among which the state is divided.
+    """
+
+    def __init__(self, name: str, group: Group) -> None:
+        self._wait = GraphWait(f"{name}.shares", group=group)
+        self._wire = Wire("weights", group)
+        with tf.init_scope():
+            self._used = tf.Variable(0.0, trainable=False)
+
+    def leave_out(self, gradients: Sequence[Any]) -> None:
+        """Use gradients, so that a graph computes their means: other ranks wait for this one."""
+        used = [tf.convert_to_tensor(0.0)]
+        for each in gradients:
+            values = each.values if isinstance(each, tf.IndexedSlices) else each
+            used.append(tf.cast(tf.reduce_sum(tf.reshape(values, [-1])[:1]), tf.float32))
+        self._used.assign(tf.add_n(used))
+
+    def send(self, number: int, piece: list[list[int]], variables: Sequence[tf.Variable]) -> None:
+        owned = [_as_bytes(variables[i].value()) for i in piece[self._wire.rank]]
+        # A graph computes with constants only once, even if there is nothing in them.
+        nothing = _as_bytes(variables[0].value())[:0]
+        sizes = [_bytes(variables[i]) for i in itertools.chain(*piece)]
+
+        def gather(sent: tf.Tensor) -> tf.Tensor:
+            received = self._wire.gather(sent, f"{self._wait.key}.{number}")
+            # Keeps the operation in the graph of a rank that needs no other's variables.
+            self._used.assign(tf.cast(tf.reduce_sum(received[:1]), tf.float32))
+            return tf.ensure_shape(received, sum(sizes))
+
+        parts = tf.split(self._wait.around(tf.concat([*owned, nothing], axis=0), gather), sizes)
+        for rank, numbers in enumerate(piece):
+            of_rank, parts = parts[: len(numbers)], parts[len(numbers) :]
+            for i, part in zip(numbers, of_rank, strict=True):
+                if rank != self._wire.rank:
+                    variables[i].assign(_from_bytes(part, variables[i]))
+
+
+def _as_bytes(value: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.bitcast(value, tf.uint8), [-1])
+
+
+def _from_bytes(data: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+    size = variable.dtype.size
+    shape = [*variable.shape, size] if size > 1 else variable.shape
+    return tf.bitcast(tf.reshape(data, shape), variable.dtype)
+
+
+_STEPS = 10
+_RANKS = 2
+_SHAPES = [(4, 3), (4, 3), (4,), (4,)]
+
+# Keras's own, each of which updates a weight from its own gradient and state.
+_BY_VARIABLE = frozenset(
+    getattr(keras.optimizers, name)
+    for name in (
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Ftrl",
+        "Lamb",
+        "Lion",
+        "Muon",
+        "Nadam",
+        "RMSprop",
+        "SGD",
+    )
+    if hasattr(keras.optimizers, name)
+)
+
+
+def why_not_by_variable(optimizer: Any) -> str:
+    """Why ranks cannot update some of the weights each; empty if they can.
+
+    Args:
+        optimizer: one that updates variables; it stays as it is.
+    """
+    if type(optimizer) in _BY_VARIABLE:
+        return ""
+    before = random.getstate()  # Keras draws seeds from it
+    try:
+        with outside_graphs():
+            return _tried(optimizer)
+    except Exception as error:  # of any type: what optimizers of others do is not known
+        return f"a trial on small weights failed with {type(error).__name__}: {error}"
+    finally:
+        random.setstate(before)
+
+
+def _tried(optimizer: Any) -> str:
+    numbers = np.random.default_rng(0)
+    begin, slopes = ([numbers.normal(size=shape) for shape in _SHAPES] for _ in range(2))
+    whole, *ranks = [new_like(optimizer) for _ in range(1 + _RANKS)]
+    weights = [
+        [keras.Variable(value, name=f"trial_{i}") for i, value in enumerate(begin)]
+        for _ in range(1 + _RANKS)
+    ]
+    for each, variables in zip((whole, *ranks), weights, strict=True):
+        each.build(variables)
+    for rank, each in enumerate(ranks):
+        _update_only(each, weights[1 + rank][rank::_RANKS])
+    for _ in range(_STEPS):
+        gradients = [slope + 0.1 * _random(slope.shape, numbers) for slope in slopes]
+        for each, variables in zip((whole, *ranks), weights, strict=True):
+            sent = [
+                keras.ops.convert_to_tensor(g, v.dtype)
+                for g, v in zip(gradients, variables, strict=True)
+            ]
+            each.apply(sent, variables)
+        for i, (expected, *of_ranks) in enumerate(zip(*weights, strict=True)):
+            if not np.array_equal(of_ranks[i % _RANKS].numpy(), expected.numpy()):
+                return "its update of one weight depends on others, or is random"
+            for each in of_ranks:
+                each.assign(expected)
+        for v, *of_ranks in zip(*(each.variables for each in (whole, *ranks)), strict=True):
+            if not len(v.shape) and any(each.numpy() != v.numpy() for each in of_ranks):
+                return f"it computes {v.name!r} from all weights together"
+    return ""
+
+
+def _update_only(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Leave the other weights out of an optimizer's updates."""
+    update, updated = optimizer._backend_update_step, set(map(id, variables))
+
+    def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
+        kept = [(g, v) for g, v in zip(grads, variables, strict=True) if id(v) in updated]
+        update([g for g, _ in kept], [v for _, v in kept], rate)
+
+    optimizer._backend_update_step = update_own
+
+
+def _random(shape: tuple[int, ...], numbers: np.random.Generator) -> Any:
+    return numbers.normal(size=shape).astype(np.float32)

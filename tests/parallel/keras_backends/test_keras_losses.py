@@ -231,7 +231,7 @@ def test_samples_that_a_layer_gathers_before_a_loss_with_weights():
 @on_pytorch
 @pytest.mark.parametrize(("penalised", "loss_weights"), [(False, 0.3), (True, None), (True, 0.3)])
 def test_sums_of_weights_that_arrive_with_the_gradients(penalised, loss_weights, monkeypatch):
-    from hvkit.frameworks.keras.pytorch_sample_counts import PyTorchSampleCounts
+    from hvkit.frameworks.keras.as_pytorch import PyTorchSampleCounts
 
     def weighted(rows_of_ranks):
         """Rank 0 alone is penalised; nothing counts in the third batch, on one rank in the next."""

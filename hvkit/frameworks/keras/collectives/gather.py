@@ -17,9 +17,13 @@ from tensorflow.python.eager import record
 
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import not_converted
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, name_in_graph, widened
+from hvkit.frameworks.keras.collectives.graph_collectives import (
+    GraphWait,
+    name_in_graph,
+    refuse_xla,
+    widened,
+)
 from hvkit.frameworks.keras.collectives.wire import Wire
-from hvkit.frameworks.keras.graph_refusals import refuse_xla
 from hvkit.runtime import size
 from hvkit.watch.rank_errors import for_graph
 

@@ -1,4 +1,4 @@
-"""Helpers for collectives in eager code and in graphs: counted waits, and compressed means.
+"""Helpers for collectives in graphs of TensorFlow: counted waits, names, and refusals.
 
 No Python code runs while a graph does, so no ``with`` statement can mark a wait inside one. Two
 counters in the graph take its place: one goes up before the collectives, one after them.
@@ -7,23 +7,21 @@ counters in the graph take its place: one goes up before the collectives, one af
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import keras
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
-from hvkit.communication.exchanges import RunningExchanges
 from hvkit.communication.group import Group
-from hvkit.compression import Compression
-from hvkit.compression.compression import Shape
-from hvkit.frameworks.keras.backends import backend_variable, quickly_read
-from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.backends import quickly_read
 from hvkit.host.run_reports import timeline_wanted
-from hvkit.sync.compression_state import Arrays, CompressionState
 from hvkit.watch import calls
 from hvkit.watch.calls import waiting_for_all_ranks
+from hvkit.watch.spans import WAITING, mark
 
 
 class BlockedInGraphs:
@@ -139,60 +137,6 @@ def name_in_graph(call: str) -> str:
     return f"{call}.graph.{next(_calls.setdefault(graph, itertools.count()))}"
 
 
-class CompressedMeans(CompressionState):
-    """Means over ranks of float32 vectors that travel compressed, in eager code and in graphs.
-
-    What the compression keeps is in variables, since graphs hold it; the keys are ids of weights.
-
-    Args:
-        compression: how they travel.
-        wire: counts the bytes.
-    """
-
-    def __init__(self, compression: Compression, wire: Wire) -> None:
-        super().__init__(compression, ops, wire)
-        self._wire = wire
-        self._shapes: dict[Hashable, Shape] = {}
-
-    def mean(self, vector: tf.Tensor, variables: Sequence[Any], name: str) -> tf.Tensor:
-        """The mean of a vector; a collective.
-
-        Args:
-            vector: of shape (n,), the same on all ranks: tensors, one after the other.
-            variables: to which the tensors belong.
-            name: the same on every rank, and no other collective's.
-        """
-        keys = [id(backend_variable(v)) for v in variables]
-        flow = self.reduce(keys, [tuple(v.shape) for v in variables], vector)
-        mean = RunningExchanges(self._wire.start, flow, name).result()
-        for key in keys:
-            self._assign(key, self.pending.pop(key))
-        return mean
-
-    def _begin(self, key: Hashable, shape: Shape, like: tf.Tensor) -> dict[str, tf.Variable]:
-        self._shapes[key] = shape
-        with tf.init_scope():
-            begun = super()._begin(key, shape, like)
-            return {name: tf.Variable(each, trainable=False) for name, each in begun.items()}
-
-    def _now(self, key: Hashable) -> dict[str, tf.Tensor]:
-        return {name: variable.value() for name, variable in self.kept[key].items()}
-
-    def _assign(self, key: Hashable, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            self.kept[key][name].assign(value)
-
-    def start_over(self) -> None:
-        self._loaded.clear()
-        for key in self.kept:
-            self._assign(key, self.compression.begin(self._shapes[key]))
-
-    def load(self, arrays: Arrays, keys: Sequence[Hashable]) -> None:
-        super().load(arrays, keys)
-        for key in self._loaded.keys() & self.kept.keys():
-            self._assign(key, self._loaded.pop(key))
-
-
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, in float32 if it has 16 bits.
 
@@ -204,3 +148,74 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
 def nothing() -> tf.Tensor:
     """The branch of a ``tf.cond`` in which nothing is done."""
     return tf.constant(True)
+
+
+def refuse_xla(call: str) -> None:
+    """Raise if XLA will compile the code that TensorFlow is tracing, or a function around it.
+
+    Args:
+        call: the call that needs the other ranks.
+
+    Raises:
+        ValueError: XLA will compile it.
+    """
+    if tf.executing_eagerly():
+        return
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            f"{call} is inside a tf.function with jit_compile=True, but XLA cannot compile the "
+            "communication between ranks: remove jit_compile=True from the tf.function that "
+            f"contains {call}. A separate tf.function with the forward and backward pass may keep "
+            "it"
+        )
+
+
+def refuse_tf_distribute(model: Any = None) -> None:
+    """Raise where a strategy of ``tf.distribute`` would divide the work, too.
+
+    Args:
+        model: one that may have been made in such a strategy's scope; None for the update of one.
+
+    Raises:
+        ValueError: names the strategy.
+    """
+    made_in = getattr(model, "_distribute_strategy", None)
+    if made_in is None and not tf.distribute.has_strategy():
+        return
+    found = type(made_in or tf.distribute.get_strategy()).__name__
+    raise ValueError(
+        f"{'an update' if model is None else f'model {model.name!r}'} is in the scope of "
+        f"tf.distribute.{found}, which would divide the work and average gradients, too: remove "
+        f"the strategy and `with strategy.scope():`, as hvkit starts one process for each device"
+    )
+
+
+def marks() -> list[keras.callbacks.Callback]:
+    """The callback that marks steps, in runs with a timeline."""
+    return [Marked()] if timeline_wanted() else []
+
+
+class Marked(keras.callbacks.Callback):  # type: ignore[misc]
+    """Marks steps, and the waits inside their graph, in the timeline of the run."""
+
+    never_stops = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocked_in_graphs.measure()
+        self._begun = 0.0
+        self._blocked = blocked_in_graphs.seconds()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Remember when the step begins."""
+        self._begun = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Mark the step, and its waits as one at the end of the last of them."""
+        now, blocked = time.monotonic(), blocked_in_graphs.seconds()
+        step = int(self.model.optimizer.iterations.numpy()) if self.model.optimizer else None
+        if waited := blocked - self._blocked:
+            ended = blocked_in_graphs.ended() - time.time() + now
+            mark(WAITING, ended - waited, ended, step)
+        mark("step", self._begun, now, step)
+        self._blocked = blocked

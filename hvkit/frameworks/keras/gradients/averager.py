@@ -1,6 +1,6 @@
 """The mean over ranks of a list of gradients, in eager code and in ``tf.function`` graphs.
 
-``hvkit.frameworks.keras.averaged_updates`` calls it inside ``optimizer.apply``.
+``hvkit.frameworks.keras.gradients.averaged_updates`` calls it inside ``optimizer.apply``.
 
 Before the gradients, the ranks exchange which of them they have: dense, row-sparse
 (``IndexedSlices``) or none. Eager code then fills in the gradients that this rank lacks. A graph
@@ -17,24 +17,26 @@ count as often as it has rows (``loss_means``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvkit.communication.exchanges import chunks
+from hvkit.communication.exchanges import RunningExchanges, chunks
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
+from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.collectives.graph_collectives import CompressedMeans, GraphWait, widened
+from hvkit.frameworks.keras.collectives import ops
+from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
 from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.compression_state import CompressionKeeper
+from hvkit.sync.compression_state import Arrays, CompressionKeeper, CompressionState
 from hvkit.watch.calls import call, waiting_for_all_ranks
 from hvkit.watch.rank_errors import for_graph
 
@@ -272,6 +274,60 @@ class GradientAverager:
             pieces = tf.split(mean, [g.shape.num_elements() for g in gradients])
             return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
         return self._wire.means(gradients, name)
+
+
+class CompressedMeans(CompressionState):
+    """Means over ranks of float32 vectors that travel compressed, in eager code and in graphs.
+
+    What the compression keeps is in variables, since graphs hold it; the keys are ids of weights.
+
+    Args:
+        compression: how they travel.
+        wire: counts the bytes.
+    """
+
+    def __init__(self, compression: Compression, wire: Wire) -> None:
+        super().__init__(compression, ops, wire)
+        self._wire = wire
+        self._shapes: dict[Hashable, Shape] = {}
+
+    def mean(self, vector: tf.Tensor, variables: Sequence[Any], name: str) -> tf.Tensor:
+        """The mean of a vector; a collective.
+
+        Args:
+            vector: of shape (n,), the same on all ranks: tensors, one after the other.
+            variables: to which the tensors belong.
+            name: the same on every rank, and no other collective's.
+        """
+        keys = [id(backend_variable(v)) for v in variables]
+        flow = self.reduce(keys, [tuple(v.shape) for v in variables], vector)
+        mean = RunningExchanges(self._wire.start, flow, name).result()
+        for key in keys:
+            self._assign(key, self.pending.pop(key))
+        return mean
+
+    def _begin(self, key: Hashable, shape: Shape, like: tf.Tensor) -> dict[str, tf.Variable]:
+        self._shapes[key] = shape
+        with tf.init_scope():
+            begun = super()._begin(key, shape, like)
+            return {name: tf.Variable(each, trainable=False) for name, each in begun.items()}
+
+    def _now(self, key: Hashable) -> dict[str, tf.Tensor]:
+        return {name: variable.value() for name, variable in self.kept[key].items()}
+
+    def _assign(self, key: Hashable, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self.kept[key][name].assign(value)
+
+    def start_over(self) -> None:
+        self._loaded.clear()
+        for key in self.kept:
+            self._assign(key, self.compression.begin(self._shapes[key]))
+
+    def load(self, arrays: Arrays, keys: Sequence[Hashable]) -> None:
+        super().load(arrays, keys)
+        for key in self._loaded.keys() & self.kept.keys():
+            self._assign(key, self._loaded.pop(key))
 
 
 def keeper_of(

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.graph_refusals import refuse_tf_distribute, refuse_xla
+from hvkit.frameworks.keras.collectives.graph_collectives import refuse_tf_distribute, refuse_xla
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.weights.updated_variables import UpdatedVariables
 from hvkit.frameworks.keras.weights.variables import Variables

@@ -7,8 +7,9 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import keras
 import numpy as np
@@ -84,6 +85,16 @@ class UpdatedVariables:
         with tf.init_scope(), tf.device("CPU:0"):
             return tf.queue.FIFOQueue(10, [tf.bool], [()])
 
+    @functools.cached_property
+    def _round_ends(self) -> SimpleQueue[Callable[[], None] | None]:
+        """Hands functions to a thread that lives as long as this object: TensorFlow takes 1 ms to
+        get to know a new thread.
+        """
+        functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threads.start("hvkit-round", _call_all, functions)
+        finalize(self, functions.put, None)
+        return functions
+
     def begin_by(self, method: Method) -> tf.Tensor:
         """Call a method that reads the variables, unless one was called since ``begun`` was unset.
 
@@ -145,7 +156,7 @@ class UpdatedVariables:
 
     def _start(self, method: WeakMethod[Method], vectors: Sequence[Array]) -> list[Array]:
         self._changed = Future()
-        threads.start("hvkit-round", self._run, method, vectors)
+        self._round_ends.put(functools.partial(self._run, method, vectors))
         return [np.array(True)]
 
     def _run(self, method: WeakMethod[Method], vectors: Sequence[Array]) -> None:
@@ -207,6 +218,13 @@ class UpdatedVariables:
                         f"{other} on rank {rank}: set the same rate on every rank"
                     )
                     raise mark_as_shown_by(error, group.first)
+
+
+def _call_all(functions: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Call functions from a queue until it has None."""
+    while (function := functions.get()) is not None:
+        function()
+        del function  # which keeps its object
 
 
 def _rate(optimizer: Any) -> str:
