@@ -30,13 +30,13 @@ from hvkit.frameworks.jax.arrays import (
     gathered,
     is_array,
     is_nnx,
-    is_whole_everywhere,
-    like,
+    is_replicated,
+    local_data,
     named_leaves,
-    on_host,
-    own_part,
-    shape_on_host,
+    shape_in_host,
+    to_host,
     tree_of,
+    with_numbers,
     with_tree,
 )
 from hvkit.random_states import Arrays
@@ -92,7 +92,7 @@ class ArraysPart(Part):
         for name, leaf in self._leaves(self._tree() if self._whole is None else self._whole):
             if name in values or name == _DTYPES:
                 raise ValueError(f"{self.name} has two arrays of the name {name}")
-            values[name] = on_host(leaf) if is_array(leaf) else np.asarray(leaf)
+            values[name] = to_host(leaf) if is_array(leaf) else np.asarray(leaf)
         dtypes = {name: value.dtype.name for name, value in values.items()}
         # NumPy's format knows none of ml_dtypes.
         plain = {
@@ -110,18 +110,18 @@ class ArraysPart(Part):
                     "save(..., extras={...})"
                 )
 
-    def own(self) -> Arrays:
+    def rank_state(self) -> Arrays:
         """In a round of local weights: all arrays, and where this rank's random numbers go on."""
         if not self.is_local:
             return {}
         seeds = self._seeds()
         kept = NOT_IN_FILE if self.model is not None else LOCAL
         return {
-            f"{SEED if name in seeds else kept}{name}": on_host(leaf)
+            f"{SEED if name in seeds else kept}{name}": to_host(leaf)
             for name, leaf in self._leaves(self._tree())
         }
 
-    def load_own(self, arrays: Arrays) -> None:
+    def load_rank_state(self, arrays: Arrays) -> None:
         found = {
             name.removeprefix(prefix): array
             for prefix in (SEED, NOT_IN_FILE, LOCAL)
@@ -168,11 +168,11 @@ class ArraysPart(Part):
         leaves = [
             each
             for each in self._leaves(self._tree())
-            if is_array(each[1]) and is_whole_everywhere(each[1])
+            if is_array(each[1]) and is_replicated(each[1])
         ]
         return (
             [Compared(f"{self.name} {name}") for name, _ in leaves],
-            [fingerprint(own_part(leaf)) for _, leaf in leaves],
+            [fingerprint(local_data(leaf)) for _, leaf in leaves],
         )
 
 
@@ -185,7 +185,7 @@ def _loaded(name: str, leaf: Any, value: np.ndarray[Any, Any]) -> Any:
     """A value of the file as the leaf that it replaces: an array in the same place, or a number."""
     if not is_array(leaf):
         return type(leaf)(value[()])
-    expected = shape_on_host(leaf)
+    expected = shape_in_host(leaf)
     if value.shape != expected:
         raise ValueError(f"{name} has the shape {value.shape} there and {expected} here")
-    return like(leaf, value)
+    return with_numbers(leaf, value)

@@ -2,11 +2,10 @@
 
 ::
 
-    port           the steps of ``hvkit.distribute``, and what it refuses
-    arrays         models as trees of arrays; updates that keep what is divided divided
-    places         where arrays are on the devices of all ranks, which stand in a mesh
-    batches        ``hvkit.batch``: the ranks' batches as one array
-    weight_checks  when ranks compare weights with each other
+    port           the steps of ``hvkit.distribute``, and its refusals
+    arrays         models as trees of arrays; updates whose results stay divided
+    shardings      the mesh of all ranks' devices, and how arrays are divided over it
+    batches        ``hvkit.batch``: the ranks' batches as one array; comparisons of weights
     local_weights  for LocalSGD and DiLoCo: modules of NNX that each rank trains for itself
 """
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from hvkit.communication.collectives import broadcast_state
-from hvkit.frameworks.jax.places import Place, whole
+from hvkit.frameworks.jax.shardings import ShardingOf, replicated
 
 _COUNTED = re.compile(r"_\d+(?=[_/]|$)")
 
@@ -33,7 +33,7 @@ def is_keras(thing: object) -> bool:
     return keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer)
 
 
-def is_in_place(thing: object) -> bool:
+def is_mutable(thing: object) -> bool:
     """Whether arrays are set inside this object, so that it stays the same one."""
     return is_nnx(thing) or is_keras(thing)
 
@@ -48,25 +48,25 @@ def tree_of(thing: Any) -> Any:
 
 
 def weights_of(model: Any) -> Any:
-    """As ``tree_of``; of a model of Keras also in ``fit``, which holds its values meanwhile."""
-    held = getattr(model, "_jax_state", None) if is_keras(model) else None
-    if not held or model._jax_state_synced:
+    """As ``tree_of``, also inside Keras's ``fit``, which then holds the values of the model."""
+    in_fit = getattr(model, "_jax_state", None) if is_keras(model) else None
+    if not in_fit or model._jax_state_synced:
         return tree_of(model)
     states = getattr(getattr(model, "optimizer", None), "variables", ())
     variables = [*model.variables, *states]
-    kinds = {
+    by_role = {
         "trainable_variables": model.trainable_variables,
         "non_trainable_variables": model.non_trainable_variables,
         "optimizer_variables": states,
     }
     values = {
         id(variable): value
-        for kind, those in kinds.items()
-        for variable, value in zip(those, held.get(kind) or (), strict=False)
+        for role, group in by_role.items()
+        for variable, value in zip(group, in_fit.get(role) or (), strict=False)
     }
-    made = {_name_of(i, v): values[id(v)] for i, v in enumerate(variables) if id(v) in values}
-    alive = not any(leaf.is_deleted() for leaf in jax.tree.leaves(made))
-    return made if alive else {}  # the step that runs has taken them over
+    tree = {_name_of(i, v): values[id(v)] for i, v in enumerate(variables) if id(v) in values}
+    alive = not any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+    return tree if alive else {}  # the step that runs has taken them over
 
 
 def with_tree(thing: Any, tree: Any) -> Any:
@@ -76,7 +76,7 @@ def with_tree(thing: Any, tree: Any) -> Any:
     elif is_keras(thing):
         for name, variable in _variables(thing).items():
             set_variable(variable, tree[name])
-    return thing if is_in_place(thing) else tree
+    return thing if is_mutable(thing) else tree
 
 
 def _variables(thing: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _name_of(number: int, variable: Any) -> str:
 
 
 def set_variable(variable: Any, array: jax.Array) -> None:
-    """Set a variable of Keras; what is assigned later, as from a file, goes to the same place."""
+    """Set a variable of Keras; values assigned later, as from a file, get the same sharding."""
     variable._layout, variable._value = array.sharding, array
 
 
@@ -123,61 +123,63 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """A copy of an array in host memory, of a key the numbers that it is made of.
+def to_host(leaf: Any) -> np.ndarray[Any, Any]:
+    """A copy of an array in host memory; a key becomes the numbers that it is made of.
 
-    Of a divided array, this needs all ranks: ``gathered`` comes first.
+    Gather a divided array first (``gathered``), which needs all ranks.
     """
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype), order="C")
 
 
-def own_part(leaf: Any) -> np.ndarray[Any, Any]:
-    """What this rank has of an array, in host memory: all of one that is whole on each device."""
+def local_data(leaf: Any) -> np.ndarray[Any, Any]:
+    """This rank's part of an array, in host memory: all of it if each device has the whole."""
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     if not isinstance(data, jax.Array) or data.is_fully_addressable:
         return np.asarray(data)
     return np.asarray(data.addressable_data(0))
 
 
-def own_place(leaf: Any) -> Any:
-    """Where in an array ``own_part`` is; None if it is all of it."""
-    return None if is_whole_everywhere(leaf) else leaf.addressable_shards[0].index
+def local_index(leaf: Any) -> Any:
+    """The index of ``local_data`` in the whole array; None if it is the whole array."""
+    return None if is_replicated(leaf) else leaf.addressable_shards[0].index
 
 
-def placed(leaf: Any, host: np.ndarray[Any, Any], place: Place) -> jax.Array:
+def global_array(leaf: Any, host: np.ndarray[Any, Any], sharding: ShardingOf) -> jax.Array:
     """An array with these numbers on the devices of all ranks.
 
     Args:
-        leaf: the array that it stands for.
-        host: as from ``on_host``, the same on every rank.
-        place: where it is.
+        leaf: the array that it replaces.
+        host: as from ``to_host``, the same on every rank.
+        sharding: of the array.
     """
     # Not device_put, which would compare the numbers of all ranks.
-    place = whole if is_key(leaf) else place
-    array = jax.make_array_from_callback(host.shape, place(host.shape), lambda part: host[part])
+    sharding = replicated if is_key(leaf) else sharding
+    array = jax.make_array_from_callback(
+        host.shape, sharding(host.shape), lambda index: host[index]
+    )
     return (
         jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
     )
 
 
-def shape_on_host(leaf: Any) -> tuple[int, ...]:
-    """The shape of what ``on_host`` returns."""
+def shape_in_host(leaf: Any) -> tuple[int, ...]:
+    """The shape of the array that ``to_host`` returns."""
     return tuple(jax.random.key_data(leaf).shape if is_key(leaf) else leaf.shape)
 
 
-def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
-    """An array with these numbers where another one is now.
+def with_numbers(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
+    """An array with these numbers, on the same devices as another one.
 
     Args:
         leaf: an array of NumPy or JAX.
-        host: as from ``on_host``, the same on every rank if the array belongs to several.
+        host: as from ``to_host``, the same on every rank if the array belongs to several.
     """
     if not isinstance(leaf, jax.Array):
         return host.astype(leaf.dtype)[() if isinstance(leaf, np.generic) else ...]
     host = host if is_key(leaf) else host.astype(leaf.dtype)
     if not leaf.is_fully_addressable:
-        return placed(leaf, host, lambda shape: leaf.sharding)
+        return global_array(leaf, host, lambda shape: leaf.sharding)
     # Not always: on a single device, an array that may go anywhere would be bound to it.
     on_several = len(leaf.sharding.device_set) > 1 and not is_key(leaf)
     array = jax.device_put(host, leaf.sharding) if on_several else jax.numpy.asarray(host)
@@ -186,29 +188,29 @@ def like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
     )
 
 
-def from_rank_0(tree: Any, place: Place | None) -> Any:
+def from_rank_0(tree: Any, sharding: ShardingOf | None) -> Any:
     """A tree whose arrays have rank 0's numbers; a collective.
 
     Args:
         tree: as from ``tree_of``.
-        place: where they are on all ranks' devices; None for this rank's own, where they are now.
+        sharding: over all ranks' devices; None for this rank's own devices, as they are now.
     """
 
     def received(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        host = on_host(leaf)
+        host = to_host(leaf)
         broadcast_state(host.reshape(-1).view(np.uint8))
-        return like(leaf, host) if place is None else placed(leaf, host, place)
+        return with_numbers(leaf, host) if sharding is None else global_array(leaf, host, sharding)
 
     return jax.tree.map(received, gathered(tree))
 
 
-def constrained(tree: Any, place: Place) -> Any:
-    """Inside a compiled function: a tree whose arrays are at these places."""
+def constrained(tree: Any, sharding: ShardingOf) -> Any:
+    """Inside a compiled function: a tree whose arrays have these shardings."""
     return jax.tree.map(
         lambda leaf: (
-            jax.lax.with_sharding_constraint(leaf, place(leaf.shape))
+            jax.lax.with_sharding_constraint(leaf, sharding(leaf.shape))
             if isinstance(leaf, jax.Array) and not is_key(leaf)
             else leaf
         ),
@@ -222,18 +224,18 @@ def gathered(tree: Any) -> Any:
     def whole_of(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
-        return jax.jit(lambda x: x, out_shardings=whole(leaf.shape))(leaf)
+        return jax.jit(lambda x: x, out_shardings=replicated(leaf.shape))(leaf)
 
     return jax.tree.map(whole_of, tree)
 
 
-def is_whole_everywhere(leaf: Any) -> bool:
+def is_replicated(leaf: Any) -> bool:
     """Whether every rank has all of an array."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
 
-def belongs_to_all(thing: Any) -> bool:
-    """Whether arrays of a model are on the devices of several ranks."""
+def is_global(thing: Any) -> bool:
+    """Whether arrays of a model or batch are on the devices of several ranks."""
     return any(
         isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         for leaf in jax.tree.leaves(tree_of(thing))
@@ -245,19 +247,19 @@ def is_transformation(thing: object) -> bool:
     return callable(getattr(thing, "init", None)) and callable(getattr(thing, "update", None))
 
 
-def divided_updates(transformation: Any, of_weights: Place, of_state: Place) -> Any:
-    """The same transformation, whose results are at these places, so that what is divided stays so.
+def sharded_updates(transformation: Any, of_weights: ShardingOf, of_state: ShardingOf) -> Any:
+    """The same transformation, whose results have these shardings, so that divided arrays stay so.
 
-    XLA chooses where the results of a compiled function are, and might gather what an update has
-    read in parts. ``ShardedOptimizer`` divides the optimizer's state (Rajbhandari et al., "ZeRO:
-    Memory optimizations toward training trillion parameter models", 2020, stage 1), ``FullyShard``
-    and meshes the weights as well (stage 3). Of the mean of gradients XLA then makes a
+    XLA chooses the shardings of a compiled function's results, and might gather arrays that an
+    update has read in parts. ``ShardedOptimizer`` divides the optimizer's state (Rajbhandari et
+    al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020, stage 1),
+    ``FullyShard`` and meshes the weights as well (stage 3). XLA then makes the mean of gradients a
     reduce-scatter, and it gathers weights where a layer needs them.
 
     Args:
         transformation: of Optax.
-        of_weights: where weights are, and so the changes of them.
-        of_state: where its state is.
+        of_weights: the sharding of weights and of their changes.
+        of_state: the sharding of its state.
     """
     import optax
 

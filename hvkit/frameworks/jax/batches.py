@@ -3,18 +3,22 @@
 A compiled function that gets such a batch computes with the rows of all ranks, as one process does
 with the whole batch: XLA has each rank compute with its own rows, and adds the collectives.
 
-It is also where ranks meet in Python once in a step, since steps of JAX are compiled. So here a
-rank that has ended or sleeps is noticed, and the ranks compare their weights now and then: a batch
-that has not come through here leaves them different, and nothing else would show it.
+Steps of JAX are compiled, so ``hvkit.batch`` is also where ranks wait for each other in Python,
+once in a step. Here they notice a rank that has ended or sleeps. Here they also compare their
+weights now and then: a batch that has not come through here leaves the weights different, and
+nothing else would show it. They compare models of NNX and Keras; weights in pytrees are out of
+reach.
 """
 
 from __future__ import annotations
 
 import atexit
+import operator
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import jax
 import numpy as np
@@ -23,24 +27,38 @@ from numpy.typing import NDArray
 from hvkit import runtime
 from hvkit.communication.collectives import gather, raise_together
 from hvkit.errors import RanksDisagreeError, ranks_text
-from hvkit.frameworks.jax import places
+from hvkit.frameworks.jax import shardings
 from hvkit.frameworks.jax.arrays import (
-    belongs_to_all,
+    global_array,
+    is_array,
+    is_global,
     is_key,
-    placed,
+    is_nnx,
+    is_replicated,
+    local_data,
+    local_index,
+    named_leaves,
+    weights_of,
 )
-from hvkit.frameworks.jax.weight_checks import WeightChecks
 from hvkit.main_rank import warn_once
+from hvkit.sync.fingerprints import Compared, fingerprint, require_same
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
+_FIX = (
+    "each rank has trained with batches, keys or arrays of its own, or weights were set on some "
+    "ranks only, after hvkit.distribute: pass each batch through hvkit.batch, and the same keys "
+    "and other arguments to compiled functions on every rank; load weights before "
+    "hvkit.distribute, on every rank, or with hvkit.Checkpoint"
+)
+
 _checks: list[WeightChecks] = []
 
-before_own_batch: list[Callable[[], None]] = []
-"""Called in ``batch`` where each rank trains a model of its own, and so keeps its batch."""
+before_local_batch: list[Callable[[], None]] = []
+"""Called in ``batch`` where ranks train local weights, and so keep their batches."""
 
-# Whether ranks train models of their own; None before the first call of distribute.
-_own: bool | None = None
+# Whether ranks train local weights; None before the first call of distribute.
+_local: bool | None = None
 # Batches of all ranks so far.
 _batches = 0
 
@@ -57,21 +75,21 @@ def _warn_without_batches() -> None:
 
 
 def expect(check_every: int | None, models: Sequence[Any]) -> None:
-    """From now on, compare the weights of these models now and then, with the batches."""
+    """From now on, compare the weights of these models at some of the batches."""
     if models:
         _checks.append(WeightChecks(check_every, models))
 
 
-def refuse_other_batches(own: bool) -> None:
-    """Raise if batches have been for the other kind of models: ``batch`` cannot know whose one is.
+def refuse_other_batches(local: bool) -> None:
+    """Raise if an earlier model needs the other kind of batches: ``batch`` does not know its model.
 
     Args:
-        own: whether each rank trains a model of its own.
+        local: whether ranks train local weights.
 
     Raises:
-        ValueError: they have.
+        ValueError: an earlier model does the opposite.
     """
-    if _own is not None and _own is not own:
+    if _local is not None and _local is not local:
         raise ValueError(
             "in one script, models of JAX train either with hvkit.LocalSGD or hvkit.DiLoCo, where "
             "hvkit.batch leaves each rank its batch, or with strategies whose ranks share one: "
@@ -79,12 +97,12 @@ def refuse_other_batches(own: bool) -> None:
         )
 
 
-def begin(own: bool) -> None:
-    """From now on, batches are each rank's own, or parts of one of all."""
-    global _own
-    if _own is None:
+def begin(local: bool) -> None:
+    """From now on, batches stay on their ranks, or become parts of a global batch."""
+    global _local
+    if _local is None:
         atexit.register(_warn_without_batches)
-    _own = own
+    _local = local
 
 
 @named("hvkit.batch")
@@ -95,22 +113,22 @@ def batch(*arrays: Any) -> Any:
         loss = train_step(model, optimizer, x, y)
 
     A collective: every rank must call it, in each step. The result has the rows of all ranks in
-    rank order, each on its own rank's devices, and a function of ``jax.jit`` or ``nnx.jit``
+    rank order, each row on the devices of its rank, and a function of ``jax.jit`` or ``nnx.jit``
     computes with all of them: its losses are means over the global batch, and so are the statistics
-    of batch norm. If the ranks have different numbers of rows, as at the end of an epoch, or ones
-    that their devices cannot share equally, every device gets all rows of that batch: the result is
-    the same, and takes as long as in one process.
+    of batch norm. If the ranks have different numbers of rows, as at the end of an epoch, or if
+    their devices cannot divide these equally, every device gets all rows of that batch: the result
+    is the same, and takes as long as in one process.
 
     With one process it returns what it was given, and so it does with ``LocalSGD`` and ``DiLoCo``,
-    whose ranks train models of their own, and agree here on weights at the end of a round.
+    whose ranks train local weights, and agree on them here at the end of a round.
 
     Args:
         *arrays: of NumPy or JAX, tensors in host memory of PyTorch or TensorFlow, or pytrees of
             these. All have equally many rows, the first dimension.
 
     Returns:
-        The same with arrays of JAX; one argument as itself, several as a tuple. What belongs to all
-        ranks already stays as it is.
+        The same with arrays of JAX; one argument as itself, several as a tuple. Arrays of all ranks
+        stay as they are.
 
     Raises:
         ValueError: there is no array, or the numbers of rows differ; on every rank.
@@ -123,23 +141,23 @@ def batch(*arrays: Any) -> Any:
     if runtime.size() == 1:
         return given
     runtime.init("jax")
-    if _own:
+    if _local:
         _batches += 1
-        for each in before_own_batch:
+        for each in before_local_batch:
             each()
         return given
     leaves, structure = jax.tree.flatten(given)
-    own: list[NDArray[Any]] = []
+    local: list[NDArray[Any]] = []
     problem: Exception | None = None
     try:
-        if leaves and all(map(belongs_to_all, leaves)):
+        if leaves and all(map(is_global, leaves)):
             return given
-        own = [rows_of(leaf) for leaf in leaves]
-        _require_rows(own)
+        local = [rows_of(leaf) for leaf in leaves]
+        _require_rows(local)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     raise_together(problem, "batch")
-    return jax.tree.unflatten(structure, as_one(own, str(structure), "batch")[0])
+    return jax.tree.unflatten(structure, as_one(local, str(structure), "batch")[0])
 
 
 def as_one(
@@ -149,26 +167,28 @@ def as_one(
 
     Args:
         arrays: this rank's, with equally many rows.
-        structure: what holds them, in words that are the same on every rank.
+        structure: of the pytree around them, in words that are the same on every rank.
         call: the user's call.
-        model: for which they are; None if that is not known.
+        model: trained with them; None if that is not known.
 
     Returns:
         The arrays, and the number of rows of each part of the batch, in general each rank's.
 
     Raises:
-        RanksDisagreeError: the ranks' arrays differ in anything but their number of rows, or those
-            of one part differ at all.
+        RanksDisagreeError: the ranks' arrays differ in anything but their number of rows, or two
+            ranks that give the same part have different arrays.
     """
     counts = _counts(arrays, structure, call)
     for each in _checks:
         if model is None or each.are_of(model):
             each.next_batch(call)
     if not are_in_parts(counts):
-        return [placed(each, _rows_of_all(each), places.whole) for each in arrays], counts
-    rows, placing = sum(counts), places.by_rows()
+        return [
+            global_array(each, _rows_of_all(each), shardings.replicated) for each in arrays
+        ], counts
+    rows, sharding = sum(counts), shardings.sharded_by_rows()
     return [
-        jax.make_array_from_process_local_data(placing, each, (rows, *each.shape[1:]))
+        jax.make_array_from_process_local_data(sharding, each, (rows, *each.shape[1:]))
         for each in arrays
     ], counts
 
@@ -178,20 +198,20 @@ def end(call: str, what: str) -> None:
 
     Args:
         call: as that of ``as_one``.
-        what: what has come to its end, for the error.
+        what: for the error: the loop that has ended.
 
     Raises:
-        RanksDisagreeError: a rank has; there, ``as_one`` raises it, too.
+        RanksDisagreeError: a rank has another batch; there, ``as_one`` raises it, too.
     """
     _require_all_or_none(gather(call, what))
 
 
-def _require_all_or_none(everyone: Sequence[Any]) -> None:
-    ended = [rank for rank, theirs in enumerate(everyone) if isinstance(theirs, str)]
-    if ended and len(ended) < len(everyone):
+def _require_all_or_none(by_rank: Sequence[Any]) -> None:
+    ended = [rank for rank, entry in enumerate(by_rank) if isinstance(entry, str)]
+    if ended and len(ended) < len(by_rank):
         raise mark_as_shown_by(
             RanksDisagreeError(
-                f"{everyone[ended[0]]} has stopped on {ranks_text(ended)} alone, before its last "
+                f"{by_rank[ended[0]]} has stopped on {ranks_text(ended)} alone, before its last "
                 "batch: in JAX all ranks compute each batch together, so a callback must stop it "
                 "on every rank or none"
             ),
@@ -200,12 +220,12 @@ def _require_all_or_none(everyone: Sequence[Any]) -> None:
 
 
 def are_in_parts(counts: Sequence[int]) -> bool:
-    """Whether each rank has its own rows of a batch, and not all of them.
+    """Whether each rank has only its part of the rows of a batch, not all rows.
 
     Args:
         counts: the number of rows of each part of the batch.
     """
-    return len(set(counts)) == 1 and counts[0] % places.all_devices().shape[places.LOCAL] == 0
+    return len(set(counts)) == 1 and counts[0] % shardings.device_mesh().shape[shardings.LOCAL] == 0
 
 
 def rows_of(leaf: Any) -> NDArray[Any]:
@@ -249,27 +269,27 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
     """The number of rows of each part of the batch; a collective.
 
     Raises:
-        RanksDisagreeError: the ranks' arrays differ in anything else, or those of one part differ.
+        RanksDisagreeError: as ``as_one``.
     """
     global _batches
     n = _batches
     _batches += 1
     kinds = f"{[(each.dtype.name, each.shape[1:]) for each in arrays]} {structure}"
     content = 0
-    part_of = places.parts_of_a_batch()
+    part_of = shardings.batch_parts()
     several_give_one = max(part_of) + 1 < len(part_of)
     if n == 0 or (several_give_one and n & (n - 1) == 0):
         for each in arrays:
             content = zlib.crc32(each.tobytes(), content)
     # One small message a step: the kinds in full only if they differ.
-    everyone = gather(call, (len(arrays[0]), zlib.crc32(kinds.encode()), content))
-    _require_all_or_none(everyone)
-    if len({theirs for _, theirs, _ in everyone}) > 1:
-        said = gather(call, kinds)
-        other = next(rank for rank, theirs in enumerate(said) if theirs != said[0])
+    by_rank = gather(call, (len(arrays[0]), zlib.crc32(kinds.encode()), content))
+    _require_all_or_none(by_rank)
+    if len({checksum for _, checksum, _ in by_rank}) > 1:
+        texts = gather(call, kinds)
+        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
         raise mark_as_shown_by(
             RanksDisagreeError(
-                f"rank {other} passes a batch of arrays of {said[other]}, rank 0 of {said[0]}: "
+                f"rank {other} passes a batch of arrays of {texts[other]}, rank 0 of {texts[0]}: "
                 "pass arrays of the same dtypes, and the same shapes behind the rows, on every rank"
             ),
             0,
@@ -277,7 +297,7 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
     # Of each part, the first rank that gives it.
     first = [part_of.index(part) for part in range(max(part_of) + 1)]
     for rank, part in enumerate(part_of):
-        if everyone[rank] != everyone[first[part]]:
+        if by_rank[rank] != by_rank[first[part]]:
             raise mark_as_shown_by(
                 RanksDisagreeError(
                     f"ranks {first[part]} and {rank} pass different batches, but stand along the "
@@ -287,19 +307,122 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
                 ),
                 0,
             )
-    if n == 0 < max(part_of) and len({everyone[rank][2] for rank in first}) == 1:
+    if n == 0 < max(part_of) and len({by_rank[rank][2] for rank in first}) == 1:
         warn_once(
             "equal work",
             f"{ranks_text(first)} train with the same first batch: "
             "give each rank its own part of the data with hvkit.shard(data)",
         )
-    return [everyone[rank][0] for rank in first]
+    return [by_rank[rank][0] for rank in first]
 
 
 def _rows_of_all(array: NDArray[Any]) -> NDArray[Any]:
     """The rows of all parts of a batch, in their order; a collective."""
     engine = runtime.engine("jax")
-    if places.position().along("tensor"):
+    if shardings.position().along("tensor"):
         array = array[:0]  # another rank gives them
     data = engine.allgather(array.reshape(-1).view(np.uint8))
     return data.view(array.dtype).reshape(-1, *array.shape[1:])
+
+
+class WeightChecks:
+    """Decides with which batches the ranks compare the weights of some models.
+
+    Args:
+        every: each so many batches, and before the first; None for before the first and after 1, 2,
+            4, 8, ...
+        models: of NNX or Keras.
+    """
+
+    def __init__(self, every: int | None, models: Sequence[Any]) -> None:
+        self._every = every
+        self._models = [ref(model) for model in models]
+        self._seen = [_arrays_of(model) for model in models]
+        self._batches = 0
+
+    def are_of(self, model: Any) -> bool:
+        """Whether this model's weights are compared."""
+        return any(reference() is model for reference in self._models)
+
+    def next_batch(self, call: str) -> None:
+        """Compare the weights, if it is time; a collective then."""
+        n = self._batches
+        self._batches += 1
+        if n % self._every == 0 if self._every else n & (n - 1) == 0:
+            models = [reference() for reference in self._models]
+            # A batch may be for another model, which does not change the weights of this one.
+            changed = [self._has_changed(number, model) for number, model in enumerate(models)]
+            require_same_weights(call, models, changed, fix=_FIX if n and call == "batch" else "")
+
+    def _has_changed(self, number: int, model: Any) -> bool:
+        """Whether the model has other arrays than at the last call."""
+        seen, now = self._seen[number], _arrays_of(model)
+        self._seen[number] = now
+        return len(seen) != len(now) or not all(map(operator.is_, seen, now))
+
+
+def _arrays_of(model: Any) -> list[ref[Any]]:
+    """References to the arrays of a model; one to the same array is the same object."""
+    return [ref(leaf) for _, leaf in _named_weights(model) if isinstance(leaf, jax.Array)]
+
+
+def require_same_weights(
+    call: str, models: Sequence[Any], changed: Sequence[bool] = (), fix: str = ""
+) -> None:
+    """Raise on every rank unless all hold the same weights of some models; a collective.
+
+    Args:
+        call: the user's.
+        models: of NNX or Keras; None for one that this rank has no more.
+        changed: which of them may differ, on any rank; all by default.
+        fix: for errors; by default the one for weights of any framework.
+
+    Raises:
+        RanksDisagreeError: names the first weight that differs.
+    """
+    named = [_named_weights(model) for model in models]
+    # Ranks may collect garbage at different times, and one may have another array.
+    divided = any(not is_replicated(leaf) for weights in named for _, leaf in weights)
+    sent = ([bool(weights) for weights in named], list(changed) or [True] * len(models), divided)
+    have, may_differ, are_divided = zip(*gather(call, sent), strict=True)
+    compared: list[tuple[str, Any]] = []
+    for model, weights, haves, flags in zip(
+        models, named, zip(*have, strict=True), zip(*may_differ, strict=True), strict=True
+    ):
+        if not all(haves) or not any(flags):
+            continue
+        if any(are_divided) and not all(flags):  # no other rank has the same part
+            of = ranks_text([rank for rank, has_changed in enumerate(flags) if has_changed])
+            raise mark_as_shown_by(
+                RanksDisagreeError(
+                    f"{of} alone changed weights of {type(model).__name__}, of which each rank "
+                    "holds a part: load or change weights before hvkit.distribute, on every rank, "
+                    "or with hvkit.Checkpoint"
+                ),
+                0,
+            )
+        compared += [each for each in weights if is_array(each[1])]
+    if not compared:
+        return
+    for whole in (True, False) if any(are_divided) else (True,):
+        leaves = [each for each in compared if is_replicated(each[1]) is whole]
+        require_same(
+            call,
+            [Compared(name, fix=fix) for name, _ in leaves],
+            [fingerprint(local_data(leaf)) for _, leaf in leaves],
+            part=repr([local_index(leaf) for _, leaf in leaves]) if not whole else "",
+        )
+
+
+def _named_weights(model: Any) -> list[tuple[str, Any]]:
+    """A model's weights with their names; none if it is gone, or its weights are elsewhere by now.
+
+    A loop that splits a module of NNX and donates its arrays to each step keeps the weights in a
+    pytree, and leaves the module with arrays that JAX has deleted.
+    """
+    if model is None:
+        return []
+    leaves = list(named_leaves(weights_of(model), in_variables=is_nnx(model)))
+    deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for _, leaf in leaves)
+    whose = f"{type(model).__name__}:" if is_nnx(model) else "variable"
+    return [] if deleted else [(f"{whose} {name}", leaf) for name, leaf in leaves]

@@ -1,9 +1,8 @@
-"""Weights of NNX that each rank trains for itself, and agrees on every so many steps.
+"""Local weights of NNX: each rank trains a copy, and all agree on it every so many steps.
 
-With ``LocalSGD`` and ``DiLoCo`` nothing belongs to all ranks: each has a model of its own, on its
-own device, and its compiled step sends nothing. The optimizer counts its steps in a variable. In
-``hvkit.batch``, before the next step, the ranks look at it, and agree on weights at the end of a
-round.
+With ``LocalSGD`` and ``DiLoCo`` each rank trains its copy of the model on its device, and its
+compiled step sends nothing. The optimizer counts its steps in a variable. In ``hvkit.batch``,
+before the next step, the ranks read it, and agree on weights at the end of a round.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hvkit.communication.allreduce import allreduce
 from hvkit.communication.exchanges import Exchange, Mean, RunningExchanges
 from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.jax import batches
-from hvkit.frameworks.jax.arrays import like
+from hvkit.frameworks.jax.arrays import with_numbers
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.fingerprints import Compared, fingerprint, require_same
 from hvkit.sync.rounds import RoundKeeper
@@ -92,7 +91,7 @@ class NnxWeights:
     def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
         kinds: dict[np.dtype[Any], list[int]] = {}
         for i in numbers:
-            if (kind := _travels_as(self._array(i).dtype)) is not None:
+            if (kind := _wire_dtype(self._array(i).dtype)) is not None:
                 kinds.setdefault(kind, []).append(i)
         return list(kinds.values())
 
@@ -100,14 +99,14 @@ class NnxWeights:
         return _flat(self._array(i))
 
     def write(self, i: int, vector: Vector) -> None:
-        self._variables[i].set_value(_shaped(self._array(i), vector))
+        self._variables[i].set_value(_shaped_like(self._array(i), vector))
 
     def show(self, i: int, vector: Vector) -> None:
         self.write(i, vector)  # the arrays that a backward pass holds do not change
 
     def equals(self, i: int, vector: Vector) -> bool:
-        held = self._array(i)
-        return np.array_equal(np.asarray(held), np.asarray(_shaped(held, vector)))
+        array = self._array(i)
+        return np.array_equal(np.asarray(array), np.asarray(_shaped_like(array, vector)))
 
     def join(self, vectors: Sequence[Vector]) -> Vector:
         return np.concatenate(vectors)
@@ -136,9 +135,9 @@ class NnxWeights:
 
     def average_statistics(self, name: str, *, keep: bool) -> None:
         for variable in self._statistics:
-            held = variable.get_value()
-            if _travels_as(held.dtype) is not None:
-                variable.set_value(_shaped(held, allreduce(_flat(held))))
+            array = variable.get_value()
+            if _wire_dtype(array.dtype) is not None:
+                variable.set_value(_shaped_like(array, allreduce(_flat(array))))
 
     def require_equal(self) -> None:
         self.require_close("batch", "", {i: self.read(i) for i in range(len(self))})
@@ -152,7 +151,7 @@ class NnxWeights:
         )
 
 
-def _travels_as(dtype: Any) -> np.dtype[Any] | None:
+def _wire_dtype(dtype: Any) -> np.dtype[Any] | None:
     """The dtype of the vector for an array of some dtype; None if it has no mean."""
     if dtype in (ml_dtypes.bfloat16, np.float16):
         return np.dtype(np.float32)
@@ -162,27 +161,27 @@ def _travels_as(dtype: Any) -> np.dtype[Any] | None:
 
 def _flat(array: Any) -> Vector:
     host = np.asarray(array).reshape(-1)
-    kind = _travels_as(host.dtype)
+    kind = _wire_dtype(host.dtype)
     assert kind is not None
     return host.view(kind).copy() if host.dtype.kind == "c" else host.astype(kind)
 
 
-def _shaped(held: Any, vector: Vector) -> Any:
-    """An array like one that is held, with the numbers of a vector."""
-    if held.dtype.kind == "c":
-        vector = vector.view(held.dtype)
-    return like(held, np.asarray(vector).reshape(held.shape))
+def _shaped_like(array: Any, vector: Vector) -> Any:
+    """An array like another one, with the numbers of a vector."""
+    if array.dtype.kind == "c":
+        vector = vector.view(array.dtype)
+    return with_numbers(array, np.asarray(vector).reshape(array.shape))
 
 
 def _start(exchange: Exchange, name: str) -> Callable[[], Vector]:
-    """A mean, in host memory; there is no compression, and no other strategy."""
+    """Start a mean in host memory, the only exchange of these strategies without compression."""
     assert isinstance(exchange, Mean)
     vector: Vector = exchange.vector
     return lambda: allreduce(vector)
 
 
 class NnxRounds(RoundKeeper):
-    """Ends rounds in ``hvkit.batch``, and before anybody looks at the weights."""
+    """Ends rounds in ``hvkit.batch``, and before agreed weights are shown."""
 
     def show(self) -> bool:
         if not self.shown:
@@ -279,13 +278,13 @@ class CountedOptimizer:
         """Nothing to compare: a step changes what the optimizer was made for."""
 
 
-# A keeper lives as long as its model, what counts steps, as long as its optimizer.
+# A keeper lives as long as its model, a counter of steps as long as its optimizer.
 _keepers: WeakKeyDictionary[Any, NnxRounds] = WeakKeyDictionary()
 _counted: WeakKeyDictionary[Any, tuple[CountedOptimizer, ref[NnxRounds]]] = WeakKeyDictionary()
 
 
 def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
-    """Have ranks train a module for rounds of steps, and agree on its weights.
+    """Let ranks train a module for rounds of steps, and agree on its weights.
 
     Args:
         strategy: takes means.
@@ -301,8 +300,8 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     counted = CountedOptimizer(optimizer, model, of_model)
     keeper.watch(counted, lambda: False)
     _keepers[model] = keeper
-    if next_batch not in batches.before_own_batch:
-        batches.before_own_batch.append(next_batch)
+    if next_batch not in batches.before_local_batch:
+        batches.before_local_batch.append(next_batch)
     _counted[optimizer] = counted, ref(keeper)
     return keeper
 

@@ -1,9 +1,9 @@
 """The steps of ``hvkit.distribute`` for JAX.
 
-A model's arrays become arrays of all ranks, each rank's batch a part of one batch of all
-(``hvkit.batch``). The script's own compiled step then computes what one process would with the
-whole batch: losses, batch norm and dropout included. XLA averages gradients inside of it, so that
-whatever hvkit does with gradients elsewhere is refused here, with what takes its place.
+A model's arrays become arrays of all ranks, and each rank's batch a part of one global batch
+(``hvkit.batch``). The script's own compiled step then computes the same as one process with the
+global batch, including losses, batch norm and dropout. XLA averages gradients inside the step, so
+this port refuses options that change gradients, and names alternatives.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 import jax
 
-from hvkit.frameworks.jax import batches, places
+from hvkit.frameworks.jax import batches, shardings
 from hvkit.frameworks.jax.arrays import (
-    belongs_to_all,
-    divided_updates,
     from_rank_0,
     gathered,
     is_array,
-    is_in_place,
+    is_global,
+    is_mutable,
     is_nnx,
     is_transformation,
     named_leaves,
+    sharded_updates,
     tree_of,
     with_tree,
 )
-from hvkit.frameworks.jax.places import ALL_BATCHES, Place
+from hvkit.frameworks.jax.shardings import BATCH_AXES, ShardingOf
 from hvkit.learning_rate import Multiplier
 from hvkit.log import logger
 from hvkit.mesh import Mesh
@@ -57,18 +57,18 @@ class JaxPort:
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         (self.model,), (self.optimizer,) = models, optimizers
         self._options = options
-        self._refuse_things()
+        self._refuse_model_and_optimizer()
         if self._is_local:
             self._refuse_for_local_weights()
         batches.refuse_other_batches(self._is_local)
         self._mesh = mesh = options.mesh.mesh if options.mesh else Mesh(options.group.size)
-        places.refuse_another(mesh)
+        shardings.refuse_other_mesh(mesh)
         tensor = [("tensor",)] if mesh.tensor > 1 else []
         shard = [("shard",)] if mesh.shard > 1 else []
-        of_weights = [ALL_BATCHES] if isinstance(options.strategy, FullyShard) else shard
-        of_state = [ALL_BATCHES] if isinstance(options.strategy, ShardedOptimizer) else of_weights
-        self._of_weights: Place = places.divided(*tensor, *of_weights)
-        self._of_state: Place = places.divided(*tensor, *of_state)
+        of_weights = [BATCH_AXES] if isinstance(options.strategy, FullyShard) else shard
+        of_state = [BATCH_AXES] if isinstance(options.strategy, ShardedOptimizer) else of_weights
+        self._of_weights: ShardingOf = shardings.sharded(*tensor, *of_weights)
+        self._of_state: ShardingOf = shardings.sharded(*tensor, *of_state)
         self._is_divided = bool(tensor or of_state)
         self._has_divided_weights = bool(tensor or of_weights)
         self._refuse_state_alone()
@@ -78,10 +78,10 @@ class JaxPort:
         return isinstance(self._options.strategy, Rounds)
 
     def _refuse_for_local_weights(self) -> None:
-        """Raise if ranks cannot train these weights for themselves.
+        """Raise if ranks cannot train local weights of these classes.
 
         Raises:
-            TypeError, ValueError: they cannot.
+            TypeError: names them.
         """
         strategy = self._options.strategy
         if not is_nnx(self.model) or not is_nnx(self.optimizer):
@@ -91,15 +91,16 @@ class JaxPort:
                 f"{type(self.optimizer).__name__}: steps replace the arrays of a pytree"
             )
 
-    def _refuse_things(self) -> None:
+    def _refuse_model_and_optimizer(self) -> None:
         """Raise if the model and the optimizer do not go together, or were passed before.
 
         Raises:
-            TypeError, ValueError: they do not, or were.
+            TypeError: they are of different libraries.
+            ValueError: one was passed before.
         """
         for role, thing in (("model", self.model), ("optimizer", self.optimizer)):
             for each in _each(thing):
-                if belongs_to_all(each):
+                if is_global(each):
                     raise ValueError(
                         f"this {role} ({type(each).__name__}) was passed to hvkit.distribute "
                         "before: pass a model and its optimizer once, before the first step"
@@ -115,7 +116,7 @@ class JaxPort:
         """Raise if a strategy has to change the optimizer's update, and only has a state.
 
         Raises:
-            TypeError: it has.
+            TypeError: with the fix.
         """
         if self._is_divided and not any(_transformations(self.model, self.optimizer)):
             by = self._mesh if self._options.mesh else self._options.strategy
@@ -143,24 +144,24 @@ class JaxPort:
         return []  # no strategy with a momentum of its own comes here
 
     def synchronise(self) -> None:
-        places.arrange(self._mesh)
+        shardings.set_mesh(self._mesh)
         if self._is_local:
-            # Apart from random numbers, of which each rank draws its own.
+            # Not the states of random generators: each rank draws its own numbers.
             nnx = sys.modules["flax.nnx"]
             state = nnx.state(self.model, nnx.Not(nnx.RngState))
             nnx.update(self.model, from_rank_0(state, None))
             with_tree(self.optimizer, from_rank_0(tree_of(self.optimizer), None))
             return
-        self.model = self._placed(self.model, self._of_weights)
-        self.optimizer = self._placed(self.optimizer, self._of_state)
+        self.model = self._from_rank_0(self.model, self._of_weights)
+        self.optimizer = self._from_rank_0(self.optimizer, self._of_state)
         if self._options.mesh and self._options.group.rank == 0:
-            held = places.share_held([tree_of(each) for each in _each(self.model)])
-            logger.info("each rank holds %.0f%% of the weights", 100 * held)
+            fraction = shardings.fraction_held([tree_of(each) for each in _each(self.model)])
+            logger.info("each rank holds %.0f%% of the weights", 100 * fraction)
 
-    def _placed(self, things: Any, place: Place) -> Any:
-        if not isinstance(things, list) or not any(map(is_in_place, things)):
-            return with_tree(things, from_rank_0(tree_of(things), place))
-        return [with_tree(each, from_rank_0(tree_of(each), place)) for each in things]
+    def _from_rank_0(self, things: Any, sharding: ShardingOf) -> Any:
+        if not isinstance(things, list) or not any(map(is_mutable, things)):
+            return with_tree(things, from_rank_0(tree_of(things), sharding))
+        return [with_tree(each, from_rank_0(tree_of(each), sharding)) for each in things]
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
         if not multiplier.changes_nothing:
@@ -180,24 +181,24 @@ class JaxPort:
             return [(self.optimizer, Record())], keeper
         if self._is_divided:
             self._divide_updates()
-        batches.expect(self._options.check_every, [m for m in _each(self.model) if is_in_place(m)])
+        batches.expect(self._options.check_every, [m for m in _each(self.model) if is_mutable(m)])
         return [
-            (thing, Record(gathered=partial(_whole_for_a_while, thing)))
+            (thing, Record(gathered=partial(_gathered_for_a_while, thing)))
             for things in (self.model, self.optimizer)
             for thing in _each(things)
-            if is_in_place(thing)
+            if is_mutable(thing)
         ], None
 
     def _divide_updates(self) -> None:
-        """Have each update leave its results divided."""
+        """Let each update leave its results divided."""
 
         def of(transformation: Any) -> Any:
-            return divided_updates(transformation, self._of_weights, self._of_state)
+            return sharded_updates(transformation, self._of_weights, self._of_state)
 
         for each in _each(self.optimizer):
             if is_nnx(each):
                 each.tx = of(each.tx)
-        if not any(map(is_in_place, _each(self.optimizer))):
+        if not any(map(is_mutable, _each(self.optimizer))):
             self.optimizer = jax.tree.map(
                 lambda leaf: of(leaf) if is_transformation(leaf) else leaf,
                 self.optimizer,
@@ -209,7 +210,7 @@ class JaxPort:
 
 def _each(thing: Any) -> list[Any]:
     """Modules or optimizers of NNX or Keras in a list; anything else by itself."""
-    if isinstance(thing, list | tuple) and any(map(is_in_place, thing)):
+    if isinstance(thing, list | tuple) and any(map(is_mutable, thing)):
         return list(thing)
     return [thing]
 
@@ -227,8 +228,8 @@ def _transformations(model: Any, optimizer: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _whole_for_a_while(thing: Any) -> Iterator[None]:
-    """Hold the whole arrays on every rank; a collective if some are divided."""
+def _gathered_for_a_while(thing: Any) -> Iterator[None]:
+    """Let every rank hold the whole arrays; a collective if some are divided."""
     before = jax.tree.map(lambda leaf: leaf, tree_of(thing))  # apart from the module's variables
     with_tree(thing, gathered(before))
     try:

@@ -93,7 +93,7 @@ def one_batch(data: Any, layouts: Any = None) -> Any:
 def own_rows(model: Any, predict: Any) -> Any:
     """``predict_function`` whose outputs are this rank's rows, as an array of NumPy."""
 
-    def own(output: jax.Array) -> np.ndarray[Any, Any]:
+    def local(output: jax.Array) -> np.ndarray[Any, Any]:
         # XLA may have divided it in another way, as where weights are divided.
         part, in_parts = position().batch, batches.are_in_parts(_last_counts)
         place = sharded_by_rows() if in_parts else replicated(output.shape)
@@ -111,7 +111,7 @@ def own_rows(model: Any, predict: Any) -> Any:
                 f"{model.steps_per_execution}: rows of several batches would be in another order"
             )
         outputs, state = predict(state, iterator)
-        return jax.tree.map(own, outputs), state
+        return jax.tree.map(local, outputs), state
 
     return predict_own_rows
 
@@ -131,13 +131,13 @@ def _enumerate_of_all_ranks(iterator: Any) -> Any:
     """In place of Keras's method: as many steps as the rank with the most batches has."""
     ranks = _distribution()
     if ranks is not None and not ranks.trains:
-        everyone = gather(_point(), [iterator.steps_per_epoch, iterator._num_batches])
-        steps = [theirs for theirs, _ in everyone]
-        if any(theirs != steps[0] for theirs in steps):
+        gathered = gather(_point(), [iterator.steps_per_epoch, iterator._num_batches])
+        steps = [of_rank for of_rank, _ in gathered]
+        if any(of_rank != steps[0] for of_rank in steps):
             raise RanksDisagreeError(
                 f"evaluate and predict take the same steps on every rank, got {steps} in rank order"
             )
-        numbers = [number for _, number in everyone]
+        numbers = [number for _, number in gathered]
         # Of None, as of a generator, Keras ends with the batches, which do so on all ranks.
         iterator._num_batches = None if None in numbers else max(numbers)
     return _enumerate_iterator(iterator)
@@ -152,10 +152,10 @@ def _of_all_ranks(iterator: Any, distribution: Any) -> Iterator[Any]:
     yield from _until_no_rank_has_more(iterator.data_adapter.get_jax_iterator())
 
 
-def _until_no_rank_has_more(own: Iterable[Any]) -> Iterator[Any]:
+def _until_no_rank_has_more(local: Iterable[Any]) -> Iterator[Any]:
     """Batches of all ranks, without rows of this rank once it has no more."""
     # Ranks take one without rows for the end of another's data.
-    iterator = (batch for batch in own if len(jax.tree.leaves(batch)[0]))
+    iterator = (batch for batch in local if len(jax.tree.leaves(batch)[0]))
     data = next(iterator, None)
     empty = _empty(data)
     while empty is not None:
@@ -168,9 +168,9 @@ def _until_no_rank_has_more(own: Iterable[Any]) -> Iterator[Any]:
 
 def _empty(data: Any) -> Any:
     """A batch without rows, also on a rank that has no batch; None if no rank has. A collective."""
-    everyone = gather(_point(), data is not None)
+    gathered = gather(_point(), data is not None)
     empty = None if data is None else jax.tree.map(lambda leaf: batches.rows_of(leaf)[:0], data)
-    if any(everyone) and not all(everyone):
-        first = everyone.index(True)
+    if any(gathered) and not all(gathered):
+        first = gathered.index(True)
         empty = unpickled(gather(_point(), pickled(empty))[first], first)
     return empty

@@ -3,21 +3,19 @@
 ::
 
     port                   the steps of distribute
-    ├── modules            several modules as one; parameters of modules that were left out
+    ├── modules            names of parameters; modules that an optimizer updates, but were left out
     ├── initial_state      copies rank 0's weights and optimizer state
-    ├── gradients/         averages gradients while backward() computes them (reducer)
-    ├── local_weights      parameters as vectors, and optimizers that count their steps
+    ├── gradients/         averages gradients while backward() computes them
+    ├── local_weights      for LocalSGD and others: parameters as vectors, optimizers with counted steps
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
     ├── model_parallel/    models whose parts lie on several ranks
-    ├── checks             do all ranks hold the same weights, rates and gradients?
+    ├── checks             compares the ranks while they train
     ├── fingerprints       of tensors, for checks
-    ├── batch_norm         statistics over ranks; averaged ones travel with the gradients
-    ├── buffers            what else forward passes learn: means, and differences
-    ├── step_hooks         calls what hvkit does around optimizer.step(); closures, new parameters
-    ├── learning_rate      scaling and warm-up inside optimizer.step()
+    ├── buffers            batch norm over ranks; means and comparisons of other buffers
+    ├── step_hooks         calls hvkit's functions around optimizer.step(); adds new parameters
+    ├── learning_rate      scaling and warm-up inside optimizer.step(); comparing rates
     ├── optimizers         parent classes, wrappers, GradScaler: optimizers that step unusually
-    ├── traced_steps       steps and backward passes in the timeline of a run
-    ├── refusals           other wrappers, torch.distributed, what cannot be divided
+    ├── refusals           other wrappers, other optimizers, parameters that cannot be divided
     └── collectives/       tensors to the other ranks and back; operations for compressions
 """
 

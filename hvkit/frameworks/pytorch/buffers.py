@@ -1,19 +1,269 @@
-"""Buffers that forward passes change: their means over ranks, and whether they differ."""
+"""Buffers of models: the statistics of batch norm, and others that forward passes change.
+
+``batch_norm="average"``: running statistics differ between ranks that see different batches, so
+they are averaged along with the gradients. Every rank then holds the same ones after each step, and
+any rank can evaluate or save the model.
+``batch_norm="sync"``: layers compute the statistics of each training batch over all ranks' batches,
+as one process with the larger batch does. So do PyTorch's ``SyncBatchNorm`` layers by default.
+
+Other buffers stay each rank's own, until the script calls ``hvkit.average_buffers``. Ranks compare
+them, and rank 0 warns if they differ.
+"""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.communication.group import Group
+from hvkit.frameworks.pytorch.collectives.wire import Wire, set_from_vector, to_vector
 from hvkit.frameworks.pytorch.fingerprints import fingerprints_of
 from hvkit.frameworks.pytorch.initial_state import own_elements
-from hvkit.frameworks.pytorch.local_weights import flat_copy, set_flat
 from hvkit.frameworks.pytorch.modules import named_in
 from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
+from hvkit.sync.nonfinite import kept_statistics
+from hvkit.watch.calls import call
+
+
+class RunningStatistics:
+    """The running means and variances of a model's normalisation layers, as one vector.
+
+    Synchronised layers are left out: theirs are the same on every rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [each for each in _statistics_in(model) if each[0] not in _synchronised]
+        self._sizes = [getattr(module, name).numel() for module, name in self._kept]
+        self.length = sum(self._sizes)
+        # The buffers as they were last, and what writes into them.
+        self._buffers: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._flat: list[torch.Tensor] = []
+
+    def _flat_buffers(self) -> list[torch.Tensor]:
+        """The buffers as vectors, not seen by autograd.
+
+        ``model.to()`` and similar calls replace the buffers or their memory.
+        """
+        buffers = [getattr(module, name) for module, name in self._kept]
+        places = list(map(torch.Tensor.data_ptr, buffers))
+        if places != self._places or not all(map(operator.is_, buffers, self._buffers)):
+            self._buffers, self._places = buffers, places
+            self._flat = [buffer.data.view(-1) for buffer in buffers]
+        return self._flat
+
+    def read_into(self, vector: torch.Tensor) -> None:
+        """Copy them into a vector of shape ``(length,)``."""
+        if self._kept:  # one GPU kernel instead of one per buffer
+            torch._foreach_copy_(list(torch.split(vector, self._sizes)), self._flat_buffers())
+
+    def write(self, vector: torch.Tensor, *, also_in_evaluation: bool = False) -> None:
+        """Copy a vector of shape ``(length,)`` back, by default only into layers in training mode.
+
+        This writes through ``data``, because a graph that still needs its backward pass may hold
+        the buffers.
+        """
+        pieces = zip(
+            self._kept, self._flat_buffers(), torch.split(vector, self._sizes), strict=True
+        )
+        changed = [
+            (mine, piece)
+            for (module, _), mine, piece in pieces
+            if module.training or also_in_evaluation
+        ]
+        if changed:
+            torch._foreach_copy_([mine for mine, _ in changed], [piece for _, piece in changed])
+
+
+class LastStatistics:
+    """The running statistics of a model after the last step that was not skipped.
+
+    A batch with a NaN spoils them in the forward pass, before anybody looks at its gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = _statistics_in(model)
+        self._kept = [getattr(module, name).detach().clone() for module, name in self._places]
+        kept_statistics.add(self)
+
+    def keep(self) -> None:
+        """Remember them."""
+        if self._places:
+            now = [getattr(module, name).data for module, name in self._places]
+            torch._foreach_copy_(self._kept, now)
+
+    def put_back(self) -> None:
+        """Put those that are no longer finite back."""
+        for (module, name), kept in zip(self._places, self._kept, strict=True):
+            now = getattr(module, name).data
+            if not torch.isfinite(now).all():
+                now.copy_(kept)
+
+
+def _statistics_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, name)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for name in ("running_mean", "running_var")
+        if getattr(module, name) is not None
+    ]
+
+
+# Synchronised layers with the names of their collectives, and the ranks that take part.
+_synchronised: WeakKeyDictionary[nn.Module, tuple[str, Group]] = WeakKeyDictionary()
+
+
+def synchronise_batch_norm(layers: Sequence[nn.Module], group: Group) -> None:
+    """Make batch-norm layers compute batch statistics over all ranks of a group.
+
+    The classes' ``forward`` checks whether its module is one of these. The modules themselves do
+    not change and pickle as before.
+    """
+    if not layers:
+        return
+    for module in layers:
+        _synchronised[module] = group.numbered("hvkit.batch_norm"), group
+    _patch_forward()
+
+
+def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
+    """The layers that ``synchronise_batch_norm`` synchronises.
+
+    Raises:
+        ValueError: the class of a layer has a ``forward`` of its own.
+    """
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module in found:
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            raise ValueError(
+                f'batch_norm="sync" cannot synchronise {type(module).__module__}.'
+                f"{type(module).__qualname__}, which has a forward of its own: use "
+                'torch.nn.BatchNorm layers, or batch_norm="average"'
+            )
+    return found
+
+
+def made_synchronised(model: nn.Module) -> list[nn.Module]:
+    """The ``SyncBatchNorm`` layers, as a script for DDP makes them."""
+    kind = nn.SyncBatchNorm
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    return [module for module in found if type(module).forward is kind.forward]
+
+
+@functools.cache
+def _patch_forward() -> None:
+    for kind in (_BatchNorm, nn.SyncBatchNorm):
+        kind.forward = _forward_of(kind.forward)  # type: ignore[method-assign]
+
+
+def _forward_of(local: Any) -> Any:
+    @functools.wraps(local)
+    def forward(self: Any, input: torch.Tensor) -> Any:
+        if self.training and self in _synchronised:
+            return _normalise(self, input)
+        return local(self, input)
+
+    return forward
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _normalise(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module._check_input_dim(x)
+    name, group = _synchronised[module]
+    apply: Any = _Normalise.apply
+    y, mean, variance, count = apply(x, module.weight, module.bias, module.eps, name, group)
+    if module.track_running_stats and module.running_mean is not None:
+        module.num_batches_tracked.add_(1)
+        momentum = module.momentum
+        if momentum is None:
+            momentum = 1.0 / float(module.num_batches_tracked)
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        with torch.no_grad():
+            module.running_mean.data.lerp_(mean.to(module.running_mean.dtype), momentum)
+            module.running_var.data.lerp_(unbiased.to(module.running_var.dtype), momentum)
+    return y  # type: ignore[no-any-return]
+
+
+class _Normalise(torch.autograd.Function):
+    """Ioffe and Szegedy, "Batch Normalization" (2015), over the batches of all ranks.
+
+    It combines the ranks' means and variances as in Chan, Golub and LeVeque, "Updating formulae and
+    a pairwise algorithm for computing sample variances" (1979).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, eps: float, name: str, group: Group
+    ) -> Any:
+        wire = Wire("batch norm", group)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean, variance, count = _statistics(wide, f"{name}.forward", wire)
+        scale = torch.rsqrt(variance + eps)
+        normalised = (wide - _channels(mean, x)) * _channels(scale, x)
+        ctx.save_for_backward(normalised, scale, count, weight)
+        ctx.name, ctx.wire = name, wire
+        ctx.mark_non_differentiable(mean, variance, count)
+        y = normalised
+        if weight is not None:
+            y = y * _channels(weight, x) + _channels(bias, x)
+        return y.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+        normalised, scale, count, weight = ctx.saved_tensors
+        wide = grad.to(normalised.dtype)
+        dims = _all_but_channels(wide)
+        of_bias, of_weight = wide.sum(dims), (wide * normalised).sum(dims)
+        factor = scale if weight is None else scale * weight
+        # A sum over the ranks' losses: the gradients of the weights are averaged later.
+        with call("backward()"):
+            sums = ctx.wire.sum(torch.cat([of_bias, of_weight]), f"{ctx.name}.backward")
+        mean_grad, mean_product = (sums / count).chunk(2)
+        x_grad = wide - _channels(mean_grad, wide) - normalised * _channels(mean_product, wide)
+        x_grad = (x_grad * _channels(factor, wide)).to(grad.dtype)
+        if weight is None:
+            return x_grad, None, None, None, None, None
+        return x_grad, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None
+
+
+def _statistics(
+    x: torch.Tensor, name: str, wire: Wire
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of each channel over all ranks' samples; the number of samples."""
+    dims = _all_but_channels(x)
+    samples = x.numel() // x.shape[1]
+    if samples:
+        variance, mean = torch.var_mean(x, dims, correction=0)
+    else:
+        variance = mean = x.new_zeros(x.shape[1])
+    mine = torch.cat([mean, variance, x.new_tensor([samples])])
+    with call("the forward pass of synchronised batch norm"):
+        everyone = wire.gather(mine[None], name)
+    counts = everyone[:, -1:]
+    means, variances = everyone[:, :-1].chunk(2, dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    spread = ((variances + (means - mean) ** 2) * counts).sum(0)
+    return mean, spread / total, total
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One value per channel, in a shape that broadcasts to ``x`` of shape (n, channels, ...)."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
 @torch.no_grad()
@@ -32,10 +282,10 @@ def average(modules: Sequence[nn.Module]) -> None:
         if each.is_floating_point() or each.is_complex():
             groups.setdefault((each.dtype, each.device), []).append(own_elements(each.data))
     for number, group in enumerate(groups.values()):
-        flats = [flat_copy(each) for each in group]
+        flats = [to_vector(each) for each in group]
         mean = wire.wait(wire.start_mean(torch.cat(flats), f"hvkit.average_buffers.{number}"))
         for each, piece in zip(group, torch.split(mean, list(map(len, flats))), strict=True):
-            set_flat(each, piece)
+            set_from_vector(each, piece)
     if first:
         rest = {n: b for n, b in held.items() if not (b.is_floating_point() or b.is_complex())}
         warn_of_integers(*_compared(rest))

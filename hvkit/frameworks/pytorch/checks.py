@@ -1,17 +1,18 @@
-"""What ranks compare while they train, and the errors that all of them raise if they disagree.
+"""Compares the ranks while they train, and raises on all of them if they disagree.
 
 Before the first update, after 1, 2, 4, 8, ... steps or every ``check_every``, the ranks exchange
 fingerprints in one small message along with the gradients, where they wait for each other anyway:
 do they hold the same weights, and do they compute different gradients?
 
-Other comparisons travel in the report on each step (``gradients/step_report.py``). If it shows that
-ranks disagree, they find out here about what, and raise.
+The report on each step (``gradients/reduction.py``) has checksums of everything else. If these
+differ, the ranks exchange more here, to name the difference in the error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,9 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
 from hvkit.frameworks.pytorch.fingerprints import fingerprints_of, unit_of
+from hvkit.frameworks.pytorch.gradients.changed_gradients import NO_CHANGES, Changes
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
-from hvkit.frameworks.pytorch.gradients.step_report import rates_of, refuse_other_rates
+from hvkit.frameworks.pytorch.learning_rate import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows, warn_of_unlike
@@ -39,22 +41,47 @@ _CHANGED = (
 )
 
 
+@dataclass(frozen=True)
+class Disagreement:
+    """How the ranks differ.
+
+    Attributes:
+        frozen: whether some ranks train parameters that others do not.
+        checksums: whether they use different learning rates, have used different gradients, or only
+            some have hooks of the script.
+        steps: whether they have done different numbers of optimizer steps.
+        nonfinite: whether any has a gradient that is NaN or infinite.
+        shapes: whether their losses have other shapes.
+        changes: what any has done to gradients.
+    """
+
+    frozen: bool = False
+    checksums: bool = False
+    steps: bool = False
+    nonfinite: bool = False
+    shapes: bool = False
+    changes: Changes = NO_CHANGES
+
+
 class Checks:
     """Compares the ranks while they train one model.
 
     Args:
         names: the parameters by name.
-        optimizers: the ranks compare their state before the first update.
+        optimizers: their state is compared before the first update.
         every: optimizer steps from one comparison of weights to the next; None after 1, 2, 4, ...
+        accumulate: backward passes from one average of gradients to the next.
         name: the same on every rank, and no other model's.
-        learnt: returns fingerprints of what forward passes learn, of which ranks are warned.
+        learnt: returns fingerprints of buffers; if these differ, rank 0 warns.
         group: the ranks that train it.
 
     Attributes:
         name: as passed.
-        next: the number of optimizer steps after which ranks exchange fingerprints again.
+        parameters: to compare, in the same order on every rank; the list grows.
+        optimizers: those that update the parameters; the list grows.
+        steps: optimizer steps done.
         handle: of the exchange that is running.
-        losses: what losses are means over.
+        losses: which numbers of elements the losses are means over.
     """
 
     def __init__(
@@ -62,6 +89,7 @@ class Checks:
         names: Mapping[str, torch.Tensor],
         optimizers: Sequence[Optimizer],
         every: int | None,
+        accumulate: int,
         name: str,
         learnt: Callable[[], tuple[list[Compared], list[Rows]]],
         group: Group,
@@ -70,107 +98,109 @@ class Checks:
         self._wire = Wire("checks", group)
         self.name = name
         self._every = every
+        self._accumulate = accumulate
+        self.parameters: list[nn.Parameter] = []
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
-        self._optimizers = list(optimizers)
+        self.optimizers: list[Optimizer] = []
+        # Compared before the first update.
+        self._with_state = list(optimizers)
         self._learnt = learnt
-        self.next = 0
+        self.steps = 0
+        # The number of steps after which ranks exchange fingerprints again.
+        self._next = 0
         self.handle: int | None = None
         self._looked_at_gradients = False
         self._compared: list[Compared] = []
         self.losses = LossCounts()
 
-    def label(self, number: int, parameter: torch.Tensor) -> str:
-        """The name of a parameter in error messages."""
-        return _label(self._labels, number, parameter)
+    @property
+    def due(self) -> bool:
+        """Whether ranks exchange fingerprints along with the next average."""
+        return self.steps >= self._next
 
-    def require_same(
-        self, point: str, note: str, held: Sequence[tuple[int, nn.Parameter, torch.Tensor]]
-    ) -> bool:
+    def label(self, i: int) -> str:
+        """The name of a parameter in error messages."""
+        return _label(self._labels, i, self.parameters[i])
+
+    def require_same(self, call: str, note: str, tensors: Mapping[int, torch.Tensor]) -> bool:
         """Raise on every rank unless all ranks hold the same tensors, up to rounding; a collective.
 
         Args:
-            point: the name of the call that the user made.
+            call: the user's.
             note: for the error message, after the name of a parameter.
-            held: the numbers of parameters, these, and what to compare in their place.
+            tensors: compared in place of parameters, by the parameter's index.
 
         Returns:
-            Whether they hold the same bit for bit.
+            Whether they are the same bit for bit.
         """
-        compared = [Compared(f"{self.label(i, p)}{note}", unit_of(p)) for i, p, _ in held]
-        return fingerprints.require_same(
-            point, compared, fingerprints_of([tensor for *_, tensor in held]), self.group
-        )
+        compared = [
+            Compared(f"{self.label(i)}{note}", unit_of(self.parameters[i])) for i in tensors
+        ]
+        rows = fingerprints_of(list(tensors.values()))
+        return fingerprints.require_same(call, compared, rows, self.group)
 
-    def require_same_gradients(
-        self, used: Mapping[int, Rows], parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def require_same_gradients(self, used: Mapping[int, Rows]) -> None:
         """Raise on every rank unless all ranks' steps used the same gradients; a collective.
 
         Args:
-            used: results of ``rows_of_gradients``, by the parameter's number.
-            parameters: all averaged ones.
+            used: results of ``rows_of_gradients``, by the parameter's index.
 
         Raises:
             RanksDisagreeError: names the first gradient that differs by more than rounding.
         """
-        numbers = sorted(used)
-        labels = [f"the gradient of {self.label(i, p)}" for i, p in enumerate(parameters)]
-        everyone = collectives.gather("backward()", numbers, self.group)
-        if unlike := fingerprints.first_unlike(everyone, self.group):
-            i, has, lacks = unlike
-            text = f"{labels[i]} is None on rank {lacks}, but not on rank {has}; {_CHANGED}"
-            raise mark_as_shown_by(RanksDisagreeError(text), self.group.first)
-        compared = [Compared(labels[i], unit_of(parameters[i]), _CHANGED) for i in numbers]
-        fingerprints.require_same("backward()", compared, [used[i] for i in numbers], self.group)
+        if found := self._first_difference(set(used), "backward()"):
+            label, has, lacks = found
+            text = f"the gradient of {label} is None on rank {lacks}, but not on rank {has}"
+            raise self._disagreement(f"{text}; {_CHANGED}")
+        compared = [
+            Compared(f"the gradient of {self.label(i)}", unit_of(self.parameters[i]), _CHANGED)
+            for i in sorted(used)
+        ]
+        rows = [used[i] for i in sorted(used)]
+        fingerprints.require_same("backward()", compared, rows, self.group)
 
-    def refuse_other_steps(self, done: int) -> NoReturn:
-        """Raise because the ranks have done different numbers of optimizer steps.
-
-        Args:
-            done: how many this rank has done.
-        """
-        raise RanksDisagreeError(
-            f"the ranks are at different optimizer steps (rank {runtime.rank()} has done {done}): "
-            "every rank must call backward() and step() equally often"
-        )
-
-    def require_same_parameters(
-        self, parameters: Sequence[nn.Parameter], call: str = "backward()"
-    ) -> None:
+    def require_same_parameters(self, call: str = "backward()") -> None:
         """Raise on every rank unless all train the same parameters; a collective.
 
         Args:
-            parameters: all of the model's.
             call: the user's call.
         """
-        mine = {i for i, p in enumerate(parameters) if p.requires_grad}
-        everyone = collectives.gather(call, mine, self.group)
-        if found := fingerprints.first_unlike(everyone, self.group):
-            i, trains, freezes = found
-            error = RanksDisagreeError(
-                f"{self.label(i, parameters[i])} requires a gradient on rank {trains} but not on "
-                f"rank {freezes}: freeze the same parameters on every rank (to choose them at "
-                "random, use a generator with the same seed on all ranks)"
+        trained = {i for i, p in enumerate(self.parameters) if p.requires_grad}
+        if found := self._first_difference(trained, call):
+            label, trains, freezes = found
+            raise self._disagreement(
+                f"{label} requires a gradient on rank {trains} but not on rank {freezes}: freeze "
+                "the same parameters on every rank (to choose them at random, use a generator with "
+                "the same seed on all ranks)"
             )
-            raise mark_as_shown_by(error, self.group.first)
 
-    def require_same_formats(
-        self, channels_last: Set[int], parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def require_same_formats(self, channels_last: Set[int]) -> None:
         """Raise on every rank unless all hold weights in the same memory format; a collective.
 
         Args:
             channels_last: indices of the parameters in that format.
-            parameters: all of the model's.
         """
-        everyone = collectives.gather("backward()", set(channels_last), self.group)
-        if found := fingerprints.first_unlike(everyone, self.group):
-            i, last, other = found
-            error = RanksDisagreeError(
-                f"{self.label(i, parameters[i])} is in torch.channels_last on rank {last} but not "
-                f"on rank {other}: call model.to(memory_format=...) alike on every rank"
+        if found := self._first_difference(channels_last, "backward()"):
+            label, last, other = found
+            raise self._disagreement(
+                f"{label} is in torch.channels_last on rank {last} but not on rank {other}: call "
+                "model.to(memory_format=...) in the same way on every rank"
             )
-            raise mark_as_shown_by(error, self.group.first)
+
+    def _first_difference(self, indices: Set[int], call: str) -> tuple[str, int, int] | None:
+        """A parameter whose index is in the sets of some ranks only; a collective.
+
+        Returns:
+            Its label, a rank with the index, and a rank without it; None if all sets are equal.
+        """
+        found = fingerprints.first_unlike(
+            collectives.gather(call, set(indices), self.group), self.group
+        )
+        return None if found is None else (self.label(found[0]), *found[1:])
+
+    def _disagreement(self, text: str) -> RanksDisagreeError:
+        """An error that all ranks raise and the group's first one shows."""
+        return mark_as_shown_by(RanksDisagreeError(text), self.group.first)
 
     def require_same_rates(self, optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
         """Raise on every rank unless all use the same learning rates; a collective.
@@ -179,78 +209,95 @@ class Checks:
             optimizers: those that update the parameters.
             call: the user's call.
         """
-        everyone = collectives.gather(call, rates_of(optimizers, fetch=True), self.group)
-        refuse_other_rates(dict(zip(self.group.members, everyone, strict=True)))
+        by_rank = collectives.gather(call, rates_of(optimizers, fetch=True), self.group)
+        refuse_other_rates(dict(zip(self.group.members, by_rank, strict=True)))
 
-    def require_hooks_on_all_ranks(self, hooks: Sequence[str], accumulate: int) -> None:
-        """Raise on every rank if hooks have only some average in each pass; a collective.
+    def require_hooks_on_all_ranks(self, hooks: Sequence[str]) -> None:
+        """Raise on every rank if only some have hooks that need each pass averaged; a collective.
 
         Args:
             hooks: this rank's hooks that need the mean of each pass.
-            accumulate: backward passes from one reduction to the next without them.
         """
-        everyone = collectives.gather("backward()", list(hooks), self.group)
+        by_rank = collectives.gather("backward()", list(hooks), self.group)
         ranks = self.group.members
-        has = next((r for r, its in zip(ranks, everyone, strict=True) if its), None)
-        lacks = next((r for r, its in zip(ranks, everyone, strict=True) if not its), None)
+        has = next((r for r, names in zip(ranks, by_rank, strict=True) if names), None)
+        lacks = next((r for r, names in zip(ranks, by_rank, strict=True) if not names), None)
         if has is not None and lacks is not None:
-            error = RanksDisagreeError(
-                f"rank {has} has registered the hook {everyone[ranks.index(has)][0]}, and rank "
+            raise self._disagreement(
+                f"rank {has} has registered the hook {by_rank[ranks.index(has)][0]}, and rank "
                 f"{lacks} has none: gradients are averaged in each backward pass for it, instead "
-                f"of once in accumulate={accumulate}. Register hooks on every rank, and what one "
-                "rank is to do alone, such as printing, do inside the hook: "
+                f"of once in accumulate={self._accumulate}. Register hooks on every rank; if only "
+                "one rank is to act, as for printing, decide inside the hook: "
                 "`if hvkit.is_main(): ...`"
             )
-            raise mark_as_shown_by(error, self.group.first)
 
     def compare_losses(self) -> None:
-        """Look at what losses of other shapes are means over; a collective."""
-        mine = torch.from_numpy(self.losses.numbers()[None])
-        everyone = self._wire.gather(mine, f"{self.name}.losses")
-        self.losses.compare(everyone.numpy(), self.group, for_shapes=True)
+        """Compare the numbers of elements of losses whose shapes differ; a collective."""
+        numbers = torch.from_numpy(self.losses.numbers()[None])
+        by_rank = self._wire.gather(numbers, f"{self.name}.losses")
+        self.losses.compare(by_rank.numpy(), self.group, for_shapes=True)
 
-    def refuse_early_changes(self, accumulate: int) -> NoReturn:
-        """Raise because a rank has changed gradients that no pass has averaged.
+    def refuse(
+        self,
+        found: Disagreement,
+        channels_last: Set[int],
+        hooks: Sequence[str],
+        used: Mapping[int, Rows],
+        drop: Callable[[], None],
+    ) -> None:
+        """Raise on every rank if the report on a step shows that ranks disagree; then a collective.
 
         Args:
-            accumulate: backward passes from one reduction to the next.
+            found: by the report.
+            channels_last: as for ``require_same_formats``.
+            hooks: as for ``require_hooks_on_all_ranks``.
+            used: as for ``require_same_gradients``.
+            drop: waits for this rank's buckets, before the error, if all ranks have sent the same.
 
         Raises:
-            ValueError: names the fix.
+            RanksDisagreeError: about steps, parameters, learning rates, or gradients used so far.
+            ValueError: a rank has changed gradients that were not averaged yet.
         """
-        error = ValueError(
-            "gradients were changed (clipped, say) after backward(), but before they were "
-            f"averaged: accumulate={accumulate} averages once in {accumulate} passes, and step() "
-            "came after fewer. Call hvkit.reduce_gradients(model) after the last backward() before "
-            "step(), or take each batch, just before its backward(), from a DataLoader of several "
-            "batches that hvkit.shard returned"
-        )
-        raise mark_as_shown_by(error, self.group.first)
+        same_buckets = not found.frozen
+        try:
+            if found.steps:
+                raise RanksDisagreeError(
+                    f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
+                    f"{self.steps}): every rank must call backward() and step() equally often"
+                )
+            if found.frozen:
+                self.require_same_parameters()
+            if found.checksums:
+                same_buckets = False
+                self.require_same_formats(channels_last)
+                same_buckets = not found.frozen
+                self.require_same_rates(self.optimizers)
+                self.require_hooks_on_all_ranks(hooks)
+                self.require_same_gradients(used)
+            if found.changes.early:
+                raise mark_as_shown_by(_changed_early(self._accumulate), self.group.first)
+        except (RanksDisagreeError, ValueError):
+            if same_buckets:
+                drop()
+            raise
 
-    def send(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Start to exchange fingerprints; call before this rank's gradients become means.
-
-        Args:
-            parameters: all averaged ones, with this rank's own gradients.
-        """
+    def send(self) -> None:
+        """Start to exchange fingerprints; call before this rank's gradients become means."""
         if self.handle is not None:  # of a reduction that failed
             self._wire.wait(self.handle)
-        self._compared, rows = _of_parameters(parameters, self._labels)
-        for entry in (each for o in self._optimizers for each in _of_optimizer(o)):
+        self._compared, rows = _of_parameters(self.parameters, self._labels)
+        for entry in (each for o in self._with_state for each in _of_optimizer(o)):
             self._compared.append(Compared(entry.heading))
             rows.append(entry.in_one_row())
-        gradients = fingerprints_of([p.grad for p in parameters if p.grad is not None])
+        gradients = fingerprints_of([p.grad for p in self.parameters if p.grad is not None])
         head = [*fingerprints.of_gradients(gradients), processes_of_torch_distributed()]
         learnt = fingerprints.hashed(repr([row.tolist() for row in self._learnt()[1]]))
         learnt[1:] = self.losses.numbers().view(np.int64)
-        mine = torch.from_numpy(np.stack([head, learnt, *rows]))
-        self.handle = self._wire.start_gather(mine, f"{self.name}.check")
+        sent = torch.from_numpy(np.stack([head, learnt, *rows]))
+        self.handle = self._wire.start_gather(sent, f"{self.name}.check")
 
-    def receive(self, steps: int) -> None:
-        """Compare what ``send`` has started to exchange; call before using the means.
-
-        Args:
-            steps: optimizer steps done so far, the same number on every rank.
+    def receive(self) -> None:
+        """Compare the fingerprints that ``send`` exchanges; call before using the means.
 
         Raises:
             RanksDisagreeError: the ranks hold different weights, or another library started
@@ -258,26 +305,39 @@ class Checks:
         """
         assert self.handle is not None
         gathered, self.handle = self._wire.wait(self.handle), None
-        everyone = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
-        heads, learnt, rows = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
+        by_rank = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
+        heads, learnt, rows = by_rank[:, 0], by_rank[:, 1], by_rank[:, 2:]
         if (processes := int(heads[:, 2].max())) > 1:
-            raise mark_as_shown_by(RanksDisagreeError(two_at_once(processes)), self.group.first)
-        if text := fingerprints.judge(rows, self._compared, exact=steps == 0, group=self.group):
-            raise mark_as_shown_by(RanksDisagreeError(text), self.group.first)
+            raise self._disagreement(two_at_once(processes))
+        exact = self.steps == 0
+        if text := fingerprints.judge(rows, self._compared, exact=exact, group=self.group):
+            raise self._disagreement(text)
         if not self._looked_at_gradients:
             self._looked_at_gradients = fingerprints.warn_of_equal_work(heads[:, :2], self.group)
         if (learnt[:, 0] != learnt[0, 0]).any():
             warn_of_unlike("backward()", *self._learnt(), self.group)
         losses = np.ascontiguousarray(learnt[:, 1:]).view(np.float64)
         self.losses.compare(losses, self.group)
-        self._optimizers = []
+        self._with_state = []
         if self._looked_at_gradients:
-            self.next = steps + (self._every or max(1, steps))
+            self._next = self.steps + (self._every or max(1, self.steps))
             self.losses.look(wanted=False)
 
-    def begin_step(self, steps: int) -> None:
-        """Look at losses if ranks compare in the step after so many."""
-        self.losses.look(wanted=steps >= self.next)
+    def count_step(self) -> None:
+        """Count an optimizer step, and look at losses if ranks compare after it."""
+        self.steps += 1
+        if self.due:
+            self.losses.look(wanted=True)
+
+
+def _changed_early(accumulate: int) -> ValueError:
+    return ValueError(
+        "gradients were changed (clipped, say) after backward(), but before they were averaged: "
+        f"accumulate={accumulate} averages once in {accumulate} passes, and step() came after "
+        "fewer. Call hvkit.reduce_gradients(model) after the last backward() before step(), or "
+        "take each batch, just before its backward(), from a DataLoader of several batches that "
+        "hvkit.shard returned"
+    )
 
 
 def compared_in(

@@ -1,4 +1,4 @@
-"""Multiplies the learning rates of a PyTorch optimizer while an update reads them.
+"""The learning rates of PyTorch's optimizers: multiplied while an update reads them, and compared.
 
 ``param_groups[i]["lr"]`` is the user's: scripts, schedulers, loggers and checkpoints read and write
 it at any time. It holds the multiplied rate only while ``step()`` updates.
@@ -7,15 +7,18 @@ it at any time. It holds the multiplied rate only while ``step()`` updates.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.learning_rate import Multiplier
 from hvkit.sync.update_hooks import Feature, Order
+from hvkit.watch.rank_errors import mark_as_shown_by
 
 
 class RateInStep:
@@ -99,3 +102,45 @@ def _refuse_graph_capture() -> None:
             "rate; all replays would use the rate of this step: capture it after the warm-up, or "
             "pass warmup_steps=0 to hvkit.distribute"
         )
+
+
+def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
+    """A number that differs, in all likelihood, if the learning rates do."""
+    return zlib.crc32(repr([rate for _, rate in rates_of(optimizers, fetch=False)]).encode())
+
+
+def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:
+    """The learning rates, with names.
+
+    Args:
+        optimizers: those that update the parameters.
+        fetch: also those on a GPU, which would delay every step.
+    """
+    return [
+        (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
+        for optimizer in optimizers
+        for g, group in enumerate(optimizer.param_groups)
+        if isinstance(rate := group.get("lr"), int | float)
+        or (isinstance(rate, torch.Tensor) and (fetch or rate.device.type == "cpu"))
+    ]
+
+
+def refuse_other_rates(everyone: Mapping[int, Sequence[tuple[str, float]]]) -> None:
+    """Raise on every rank unless all use the same learning rates.
+
+    Args:
+        everyone: the ranks' rates, with names, by rank in ascending order.
+
+    Raises:
+        RanksDisagreeError: names the first rate that differs.
+    """
+    (shows, rates), *others = everyone.items()
+    for rank, theirs in others:
+        for (name, first), (_, other) in zip(rates, theirs, strict=True):
+            if first != other:
+                error = RanksDisagreeError(
+                    f"the learning rate of {name} is {first!r} on rank {shows} but {other!r} on "
+                    f"rank {rank}: set the same rate on every rank; a scheduler that follows a "
+                    "metric needs the mean over ranks: scheduler.step(hvkit.average(loss))"
+                )
+                raise mark_as_shown_by(error, shows)

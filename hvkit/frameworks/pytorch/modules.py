@@ -148,3 +148,31 @@ def _needs(module: nn.Module) -> str:
         ),
     }
     return " and ".join(part for part, has in parts.items() if has)
+
+
+def named_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The parameters of the models, and those that only an optimizer holds; each once."""
+    named: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, p in named_in(models, lambda model: model.named_parameters()).items():
+        if id(p) not in seen:  # not again in a model that shares it
+            seen.add(id(p))
+            named[name] = p
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in seen and not is_left_to_rank(p):
+                    seen.add(id(p))
+                    named[f"optimizer {o} group {g} parameter {i}"] = p
+    return named
+
+
+def sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
+    """The weights whose gradients will be row-sparse."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }

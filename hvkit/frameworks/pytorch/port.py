@@ -14,19 +14,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.batch_norm import (
+from hvkit.frameworks.pytorch.buffers import (
     RunningStatistics,
     batch_norm_of,
+    compared_of,
     made_synchronised,
     synchronise_batch_norm,
 )
-from hvkit.frameworks.pytorch.buffers import compared_of
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.divided_state.sharded import (
     OptimizerShards,
     gathered,
     refuse_joint_updates,
 )
+from hvkit.frameworks.pytorch.gradients.backward_passes import trace_steps
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_averaged, reducers_of
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
@@ -38,26 +39,28 @@ from hvkit.frameworks.pytorch.local_weights import (
     is_kept,
 )
 from hvkit.frameworks.pytorch.modules import (
-    is_left_to_rank,
     named_in,
+    named_parameters,
     refuse_optimizers_of_others,
+    sparse_embeddings,
 )
 from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
 from hvkit.frameworks.pytorch.refusals import (
+    checked_optimizer,
     is_divided,
     is_in_mesh,
     refuse_changes_in_forward,
+    refuse_other_optimizers,
     refuse_other_wrappers,
+    refuse_uninitialised,
     refuse_what_cannot_be_divided,
+    watch_steps,
 )
 from hvkit.frameworks.pytorch.step_hooks import (
     UpdateHooks,
     attach,
     follow_groups,
-    refuse_other_optimizers,
-    watch_steps,
 )
-from hvkit.frameworks.pytorch.traced_steps import trace_steps
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
 from hvkit.parameter_server.worker import ServerKeeper
@@ -82,10 +85,10 @@ class PyTorchPort:
         self._make_deferred(models)
         self.models = list(models)
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.optimizers: list[Optimizer] = list(map(_checked, optimizers))
+        self.optimizers: list[Optimizer] = list(map(checked_optimizer, optimizers))
         self.options = options
         self._refuse_optimizers_of_others()
-        self.parameters = _named_parameters(self.models, self.optimizers)
+        self.parameters = named_parameters(self.models, self.optimizers)
         _refuse_distributed(self.parameters, several=len(models) > 1)
         self.multiplier = Multiplier()
         self.reducer: GradientReducer | None = None
@@ -103,7 +106,7 @@ class PyTorchPort:
                 from hvkit.frameworks.pytorch.divided_state import fully_shard  # noqa: F401
         for name, tensor in (self.parameters | self._named_buffers()).items():
             if not self._is_deferred(tensor):
-                _refuse_uninitialised(name, tensor)
+                refuse_uninitialised(name, tensor)
 
     def _refuse_optimizers_of_others(self) -> None:
         refuse_optimizers_of_others(self.models, self.optimizers)
@@ -111,10 +114,10 @@ class PyTorchPort:
     def _make_deferred(self, models: Sequence[nn.Module]) -> None:
         """Make the weights of models that were built under ``hvkit.deferred_init``."""
         if any(t.is_meta for model in models for t in (*model.parameters(), *model.buffers())):
-            from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
+            from hvkit.frameworks.pytorch.model_parallel.init_recording import recording_of
 
-            for recipe in filter(None, map(recipe_of, models)):
-                recipe.make_all()
+            for recording in filter(None, map(recording_of, models)):
+                recording.make_all()
 
     def _is_deferred(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor will be made when the model is divided."""
@@ -197,7 +200,7 @@ class PyTorchPort:
         hooks = {each: UpdateHooks() for each in self.optimizers}
         statistics = self._averaged_statistics(self.model)
         name = self.options.group.numbered("hvkit")
-        keeper = self._keep_weights_in_step(hooks, name, statistics, counts_passes=False)
+        keeper = self._keep_weights_in_step(hooks, name, statistics, follows_passes=False)
         self._attach(hooks)
         assert self.reducer is not None
         return self.reducer, keeper
@@ -229,7 +232,7 @@ class PyTorchPort:
         name: str,
         statistics: RunningStatistics | None,
         *,
-        counts_passes: bool = True,
+        follows_passes: bool = True,
     ) -> Keeper | None:
         """Keep the parameters in step from now on.
 
@@ -237,13 +240,15 @@ class PyTorchPort:
             hooks: around the optimizers' steps.
             name: the same on every rank, and no other models'.
             statistics: of normalisation layers, averaged as well.
-            counts_passes: whether gradients are averaged in backward passes; if not, whoever runs
+            follows_passes: whether gradients are averaged in backward passes; if not, whoever runs
                 these calls ``begin_pass`` and ``end_pass`` of ``self.reducer``.
         """
         learnt = functools.partial(compared_of, self.models)
         every = self.options.check_every
         group = self.options.group
-        checks = Checks(self.parameters, self.optimizers, every, name, learnt, group)
+        checks = Checks(
+            self.parameters, self.optimizers, every, self.options.accumulate, name, learnt, group
+        )
         compression = self.options.compression
         keeper: GradientReducer | RoundKeeper | ServerKeeper
         if isinstance(strategy := self.options.strategy, Rounds):
@@ -256,14 +261,14 @@ class PyTorchPort:
             assert isinstance(strategy, Averaging)
             keeper = self.reducer = GradientReducer(
                 self.parameters.values(),
-                row_sparse=_sparse_embeddings(self.model) & set(self.parameters.values()),
+                row_sparse=sparse_embeddings(self.model) & set(self.parameters.values()),
                 accumulate=self.options.accumulate,
                 checks=checks,
                 strategy=strategy,
                 compression=compression,
                 statistics=statistics,
                 nonfinite=self._nonfinite(),
-                counts_passes=counts_passes,
+                follows_passes=follows_passes,
             )
         firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
         _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
@@ -381,46 +386,6 @@ def watch_updates() -> None:
     watch_steps(is_distributed_parameter)
 
 
-def _checked(optimizer: Any) -> Optimizer:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
-            f"got {type(optimizer).__module__}.{type(optimizer).__qualname__}: pass the one whose "
-            "step() updates this model; a script that updates weights by hand needs one, too"
-        )
-    if not stepping_in(optimizer):
-        raise TypeError(
-            f"optimizer {type(optimizer).__name__} does not call super().__init__(parameters, "
-            "defaults), so it calls no hooks around its step, and holds no optimizer that does: "
-            "add the call, or pass the optimizer that it was made from"
-        )
-    if type(optimizer).__module__.startswith("horovod."):
-        raise TypeError(
-            "optimizer is already wrapped by Horovod's DistributedOptimizer: pass the plain "
-            "torch.optim optimizer, hvkit.distribute does the averaging"
-        )
-    return optimizer
-
-
-def _named_parameters(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> dict[str, nn.Parameter]:
-    """The parameters of the models, and those that only an optimizer holds; each once."""
-    named: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    for name, p in named_in(models, lambda model: model.named_parameters()).items():
-        if id(p) not in seen:  # not again in a model that shares it
-            seen.add(id(p))
-            named[name] = p
-    for o, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if id(p) not in seen and not is_left_to_rank(p):
-                    seen.add(id(p))
-                    named[f"optimizer {o} group {g} parameter {i}"] = p
-    return named
-
-
 def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool) -> None:
     """Raise if an earlier call got one of the parameters, with another model.
 
@@ -435,22 +400,3 @@ def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool
                 "models that share parameters or an optimizer in one call, "
                 "hvkit.distribute([encoder, decoder], [first, second])"
             )
-
-
-def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
-    if torch.nn.parameter.is_lazy(tensor):
-        raise ValueError(
-            f"{name} has no shape yet (a lazy module): run one batch through the model, then make "
-            "the optimizer, then call hvkit.distribute"
-        )
-    if tensor.is_meta:
-        raise ValueError(f"{name} is on the meta device: load or initialise the weights first")
-
-
-def _sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
-    """The weights whose gradients will be row-sparse."""
-    return {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }

@@ -5,15 +5,21 @@ Wrappers of models and ``torch.distributed`` would average gradients as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.optimizers import optimizers_held, optimizers_inside, stepping_in
 from hvkit.strategies.fully_shard import FullyShard
+from hvkit.sync.port import warn_of_own_models
 
 # Class names, so that looking for them imports nothing, and what to do instead.
 _WRAPPERS = {
@@ -198,3 +204,102 @@ def _refuse_optimizer(strategy: FullyShard, own: set[nn.Parameter], optimizer: O
             f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's, "
             f"and {strategy} divides a model only: make them parameters of the model"
         )
+
+
+def checked_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer.
+
+    Raises:
+        TypeError: it is none of PyTorch's, or calls no hooks around its step.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
+            f"got {type(optimizer).__module__}.{type(optimizer).__qualname__}: pass the one whose "
+            "step() updates this model; a script that updates weights by hand needs one, too"
+        )
+    if not stepping_in(optimizer):
+        raise TypeError(
+            f"optimizer {type(optimizer).__name__} does not call super().__init__(parameters, "
+            "defaults), so it calls no hooks around its step, and holds no optimizer that does: "
+            "add the call, or pass the optimizer that it was made from"
+        )
+    if type(optimizer).__module__.startswith("horovod."):
+        raise TypeError(
+            "optimizer is already wrapped by Horovod's DistributedOptimizer: pass the plain "
+            "torch.optim optimizer, hvkit.distribute does the averaging"
+        )
+    return optimizer
+
+
+def refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
+    """Raise for a tensor without values.
+
+    Raises:
+        ValueError: it belongs to a lazy module, or is on the meta device.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"{name} has no shape yet (a lazy module): run one batch through the model, then make "
+            "the optimizer, then call hvkit.distribute"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device: load or initialise the weights first")
+
+
+_ours: WeakSet[Optimizer] = WeakSet()
+# Optimizers that held no parameter of a distributed model, with their number of parameters then.
+_harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
+def refuse_other_optimizers(
+    optimizers: Sequence[Optimizer], is_averaged: Callable[[torch.Tensor], bool]
+) -> None:
+    """Let only these optimizers, and those of earlier calls, update distributed models.
+
+    Args:
+        optimizers: those that ``distribute`` got.
+        is_averaged: whether any distributed model has the parameter.
+    """
+    _ours.update(optimizers)
+    watch_steps(is_averaged)
+
+
+@functools.cache
+def watch_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
+    """Look at each step of an optimizer that was not passed; ``is_averaged`` as above."""
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in _ours:
+            _refuse_if_distributed(optimizer, is_averaged)
+
+    register_optimizer_step_pre_hook(before)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_if_distributed(
+    optimizer: Optimizer, is_averaged: Callable[[torch.Tensor], bool]
+) -> None:
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _harmless.get(optimizer) == held:
+        return
+    around_one_of_ours = any(each in _ours for each in optimizers_inside(optimizer))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not around_one_of_ours and any(map(is_averaged, parameters)):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
+            "to hvkit.distribute, but was not passed itself, so nothing keeps it equal on all "
+            "ranks: use the optimizer that was passed, and pass those of later phases in the same "
+            "call: distribute(model, [first, second])"
+        )
+    # One of ours may update copies, such as master weights, with an optimizer that it holds.
+    held_by_ours = any(optimizer is each for ours in _ours for each in optimizers_held(ours))
+    # Tensors that are no parameters may be inputs or codes, of which each rank has its own.
+    of_model = any(isinstance(p, nn.Parameter) for p in parameters)
+    # Horovod's wrapper averages by itself, and so may PyTorch where nothing was passed to hvkit.
+    by_others = type(optimizer).__module__.startswith("horovod.") or (
+        not _ours and torch.distributed.is_available() and torch.distributed.is_initialized()
+    )
+    if of_model and not around_one_of_ours and not held_by_ours and not by_others:
+        warn_of_own_models(type(optimizer).__name__)
+    _harmless[optimizer] = held

@@ -4,9 +4,6 @@
 around its ``step()``, by hooks of PyTorch's: they also run if a script compiles ``optimizer.step``,
 or has kept it from before the call of ``distribute``. PyTorch skips its hooks after a step that
 raises, so ``attach`` also replaces ``step`` on the instance; pickled optimizers leave that out.
-
-Other optimizers must not step for a distributed model, because nothing keeps their state, rate and
-steps equal on all ranks: ``refuse_other_optimizers`` looks at each.
 """
 
 from __future__ import annotations
@@ -16,12 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit.communication.collectives import require_equal
 from hvkit.communication.group import Group
@@ -30,10 +24,7 @@ from hvkit.frameworks.pytorch.modules import is_left_to_rank
 from hvkit.frameworks.pytorch.optimizers import (
     hook_steps_of_parents,
     leaves_update_to_parent,
-    optimizers_held,
-    optimizers_inside,
 )
-from hvkit.sync.port import warn_of_own_models
 from hvkit.sync.update_hooks import Closure, Feature
 
 _Hooks = OrderedDict[int, Callable[..., Any]]
@@ -341,61 +332,3 @@ def follow_groups(
             add_and_adopt, each.add_param_group
         )
     return adopt
-
-
-_ours: WeakSet[Optimizer] = WeakSet()
-# Optimizers that held no parameter of a distributed model, with their number of parameters then.
-_harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-
-
-def refuse_other_optimizers(
-    optimizers: Sequence[Optimizer], is_averaged: Callable[[torch.Tensor], bool]
-) -> None:
-    """Let only these optimizers, and those of earlier calls, update distributed models.
-
-    Args:
-        optimizers: those that ``distribute`` got.
-        is_averaged: whether any distributed model has the parameter.
-    """
-    _ours.update(optimizers)
-    watch_steps(is_averaged)
-
-
-@functools.cache
-def watch_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
-    """Look at each step of an optimizer that was not passed; ``is_averaged`` as above."""
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in _ours:
-            _refuse_if_distributed(optimizer, is_averaged)
-
-    register_optimizer_step_pre_hook(before)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_if_distributed(
-    optimizer: Optimizer, is_averaged: Callable[[torch.Tensor], bool]
-) -> None:
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _harmless.get(optimizer) == held:
-        return
-    around_one_of_ours = any(each in _ours for each in optimizers_inside(optimizer))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not around_one_of_ours and any(map(is_averaged, parameters)):
-        raise ValueError(
-            f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
-            "to hvkit.distribute, but was not passed itself, so nothing keeps it equal on all "
-            "ranks: use the optimizer that was passed, and pass those of later phases in the same "
-            "call: distribute(model, [first, second])"
-        )
-    # One of ours may update copies, such as master weights, with an optimizer that it holds.
-    held_by_ours = any(optimizer is each for ours in _ours for each in optimizers_held(ours))
-    # Tensors that are no parameters may be inputs or codes, of which each rank has its own.
-    of_model = any(isinstance(p, nn.Parameter) for p in parameters)
-    # Horovod's wrapper averages by itself, and so may PyTorch where nothing was passed to hvkit.
-    by_others = type(optimizer).__module__.startswith("horovod.") or (
-        not _ours and torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
-    if of_model and not around_one_of_ours and not held_by_ours and not by_others:
-        warn_of_own_models(type(optimizer).__name__)
-    _harmless[optimizer] = held

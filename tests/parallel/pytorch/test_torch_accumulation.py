@@ -25,8 +25,8 @@ from torch_nets import (
 )
 
 import hvkit
+from hvkit.frameworks.pytorch.gradients.bucket_layout import CompressedBucket
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket
 
 
 def plain(parameters):

@@ -207,4 +207,4 @@ def test_a_rank_that_changes_its_memory_format_alone_is_an_error(changed):
     if changed == "before the call":
         distributed(model=model)
     text = "parameter 0.weight is in torch.channels_last on rank 1 but not on rank 0"
-    assert raised_everywhere(new_gradients, text, "alike on every rank")
+    assert raised_everywhere(new_gradients, text, "in the same way on every rank")

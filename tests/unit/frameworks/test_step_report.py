@@ -5,13 +5,10 @@ import torch
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch import checks
-from hvkit.frameworks.pytorch.gradients.step_report import (
-    Disagreement,
-    ReportVector,
-    StepReport,
-    checksum_of_rates,
-    rates_of,
-)
+from hvkit.frameworks.pytorch.checks import Disagreement
+from hvkit.frameworks.pytorch.gradients.bucket_layout import StepReport
+from hvkit.frameworks.pytorch.gradients.reduction import ReportVector
+from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates, rates_of
 
 
 def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):
@@ -92,7 +89,7 @@ def test_a_rate_on_the_gpu_of_one_rank_is_compared(monkeypatch, there):
 
     monkeypatch.setattr(checks, "Wire", lambda *_: None)
     monkeypatch.setattr(checks.collectives, "gather", gather)
-    compared = checks.Checks({}, [], None, "model", lambda: ([], []), Group(0, (0, 1)))
+    compared = checks.Checks({}, [], None, 1, "model", lambda: ([], []), Group(0, (0, 1)))
     assert len({checksum_of_rates([each]) for each in ranks}) == 2
     with pytest.raises(
         RanksDisagreeError, match=r"SGD is 0\.5 on rank 0 but 0\.0(1|09)\d* on rank 1"

@@ -16,8 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.group import Group, all_ranks
-from hvkit.frameworks.pytorch.collectives.wire import Wire
-from hvkit.frameworks.pytorch.gradients.buckets import like, wire_dtype
+from hvkit.frameworks.pytorch.collectives.wire import Wire, shaped_like, wire_dtype
 from hvkit.frameworks.pytorch.gradients.reducer import trained_parameters
 from hvkit.runtime import size
 from hvkit.watch.calls import call
@@ -186,4 +185,4 @@ class _Gather(torch.autograd.Function):
         mine = total[start * width : (start + own.numel()) * width]
         if ctx.weight not in (0, 1):  # this rank's gradients are multiplied by it later
             mine = mine / ctx.weight
-        return like(own, mine).to(own.dtype), None, None, None, None
+        return shaped_like(own, mine).to(own.dtype), None, None, None, None

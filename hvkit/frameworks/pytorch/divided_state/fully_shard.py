@@ -132,7 +132,7 @@ class DividedModels(ModelState):
             {p: before[name] for name, p in after.items()},
             lambda p: f"parameter {self._names[p].partition('.')[2]}",
             self.full_gradient,
-            self.own_gradient,
+            self.gradient_slice,
         )
 
     def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:

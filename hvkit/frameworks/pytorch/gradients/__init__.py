@@ -2,14 +2,13 @@
 
 ::
 
-    reducer                averages gradients during backward() or before the step; the order of it
-    ├── backward_passes    hooks: which gradients are final; the passes of a step, passes in passes
-    ├── buckets            tensors that carry many gradients
-    ├── bucket_layout      which gradients travel together, for parameters as they are now
-    ├── compressed_buckets those that travel compressed, and what the compression keeps
-    ├── sparse             gradients of few rows
-    ├── step_report        which gradients each rank has and what it changed; steps and rates
-    ├── loss_counts        whether ranks' losses are means over different numbers
+    reducer                decides when: in backward(), or before a step
+    ├── backward_passes    hooks on parameters; nested passes, accumulation; the timeline
+    ├── reduction          averages: sends buckets and a report, gives the means
+    ├── bucket_layout      which gradients share a bucket, which are compressed
+    ├── buckets            tensors that carry many gradients; row-sparse gradients
+    ├── changed_gradients  gradients that the script changes after backward()
+    ├── loss_counts        whether ranks' losses are means over different numbers of elements
     ├── script_hooks       the script's own hooks on parameters, run on averaged gradients
     └── nonfinite          gradients that are NaN or infinite
 """

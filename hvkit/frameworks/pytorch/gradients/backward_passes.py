@@ -24,17 +24,25 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvkit.frameworks.pytorch.gradients import loss_counts
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, are_dense
+from hvkit.frameworks.pytorch.gradients.reduction import Reduction
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.sync.update_hooks import Feature, Order
+from hvkit.watch.calls import of_run
+from hvkit.watch.spans import DATA, REDUCTION, Span, mark, observe
 
 running_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Autograd's id of the pass that this thread is in; -1 outside of any."""
@@ -47,36 +55,30 @@ class GradientHooks:
     """The hooks on the parameters of one model.
 
     Args:
+        reduction: sends buckets, and has their layout.
         begin_pass: prepares for the first gradient of the script's own backward pass, and returns
             whether it ends with a reduction. If not, buckets wait for the gradients of a later one.
         end_pass: called at the end of that pass with autograd's id of it.
-        send: sends a bucket, given its gradients.
-        lock: held meanwhile; parameters on several devices have their hooks called from several
-            threads.
 
     Attributes:
         running: autograd's id of the pass that is running; None between passes.
         outermost: that of the script's own pass: another one if the running pass is nested in it.
-        outdated: buckets that were sent before one of their gradients changed.
     """
 
     def __init__(
         self,
+        reduction: Reduction,
         begin_pass: Callable[[], bool],
         end_pass: Callable[[int], None],
-        send: Callable[[Bucket, list[torch.Tensor | None]], None],
-        lock: threading.RLock,
     ) -> None:
         self.running: int | None = None
         self.outermost: int | None = None
-        self.outdated: set[Bucket] = set()
+        self._reduction = reduction
         self._begin_pass = begin_pass
         self._end_pass = end_pass
-        self._send = send
-        self._lock = lock
         watch_nested_passes(end_pass)
-        self._layout: Layout | None = None
-        # By parameter: what calls its hook, and the bucket that the hook counts for.
+        self._followed: Layout | None = None
+        # By parameter: the hook's handle, and the bucket that the hook counts for.
         self._hooks: dict[int, RemovableHandle] = {}
         self._hooked: dict[int, Bucket | None] = {}
         self._index_of: dict[torch.Tensor, int] = {}
@@ -91,11 +93,13 @@ class GradientHooks:
 
     def follow(self, layout: Layout) -> None:
         """Count for the buckets of a layout."""
-        self._layout = layout
+        if layout is self._followed:
+            return
+        self._followed = layout
         hook_of = {id(bucket): self._hook(bucket) for bucket in layout.buckets}
         outside = self._hook(None)
         for i, hook in self._hooks.items():
-            bucket = layout.of.get(i)
+            bucket = layout.bucket_of.get(i)
             # Frozen parameters need none, and often return to the same bucket.
             if bucket is not self._hooked[i] and i in layout.trained:
                 # In place, because this may run inside one of them.
@@ -109,7 +113,7 @@ class GradientHooks:
         Args:
             pass_id: autograd's.
         """
-        with self._lock:
+        with self._reduction.lock:
             outermost = outermost_pass(pass_id)
             # Another thread was here first, or a nested pass begins or ends.
             if outermost == self.outermost:
@@ -119,16 +123,17 @@ class GradientHooks:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(functools.partial(self._end_pass, pass_id))
             reduces = self._begin_pass()
-            assert self._layout is not None
+            layout = self._reduction.layouts.current
+            self.follow(layout)
             self._full = None
-            # Drop what a failed pass has left in the buckets.
-            for bucket in self._layout.buckets:
+            # Drop gradients of a pass that failed.
+            for bucket in layout.buckets:
                 if bucket.handle is None:
                     bucket.reset()
                     if not reduces:
                         bucket.left = _NEVER
                 else:
-                    self.outdated.add(bucket)
+                    self._reduction.outdated.add(bucket)
             self.outermost = outermost
             self.running = pass_id  # last: other threads go on when they see it
 
@@ -155,8 +160,8 @@ class GradientHooks:
             pass_id = running_pass()
             if pass_id != hooks.running:
                 hooks._begin(pass_id)
-                assert hooks._layout is not None
-                bucket = hooks._layout.of.get(hooks._index_of[parameter])
+                layout = hooks._reduction.layouts.current
+                bucket = layout.bucket_of.get(hooks._index_of[parameter])
             elif hooks._full is not None:
                 hooks._send_full()
             if bucket is not None:
@@ -168,23 +173,22 @@ class GradientHooks:
 
     def _is_full(self, bucket: Bucket) -> None:
         """Send a bucket that has all gradients soon, or note that it was sent too early."""
-        assert self._layout is not None
-        with self._lock:
+        with self._reduction.lock:
             self._send_full()
             if bucket.handle is not None:
-                self.outdated.add(bucket)
-            elif bucket in self._layout.buckets[:-1]:
+                self._reduction.outdated.add(bucket)
+            elif bucket in self._reduction.layouts.current.buckets[:-1]:
                 self._full = bucket
 
     def _send_full(self) -> None:
-        with self._lock:
+        with self._reduction.lock:
             bucket, self._full = self._full, None
             if bucket is None or bucket.handle is not None:
                 return
             gradients = bucket.gradients()
             # One that is there twice makes a bucket look full.
             if are_dense(gradients):
-                self._send(bucket, gradients)
+                self._reduction.send(bucket, gradients)
 
 
 def _no_bucket() -> None:
@@ -384,3 +388,61 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
             _nested.pop()
 
     torch.autograd.backward = backward
+
+
+# When batches were asked for, and the step of the last reduction, in the order of events.
+_batches: deque[float] = deque(maxlen=100)
+_reduced: deque[int | None] = deque(maxlen=1)
+
+
+def trace_steps(hooks: UpdateHooks) -> None:
+    """Mark the steps of an optimizer, and the script's backward passes, for ``--timeline``.
+
+    A step begins with its first batch if a monitor loads it, else at the end of the step before.
+    """
+    _trace_backward()
+    hooks.add(Feature(Order.TIMELINE, after=_TracedSteps().end))
+
+
+class _TracedSteps:
+    """The steps of one optimizer."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+        self._ended = time.monotonic()
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Mark the step that has ended."""
+        now = time.monotonic()
+        self._taken += 1
+        begun = next((each for each in _batches if each >= self._ended), self._ended)
+        self._ended = now
+        mark("step", begun, now, of_run(self._taken))
+
+
+@functools.cache
+def _trace_backward() -> None:
+    observe(_note_span)
+    run = torch.autograd.backward
+
+    @functools.wraps(run)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if running_pass() != -1:  # inside another: part of that one
+            run(*args, **kwargs)
+            return
+        begun = time.monotonic()
+        _reduced.clear()
+        try:
+            run(*args, **kwargs)
+        finally:
+            step = _reduced[0] if _reduced else None
+            mark("backward()", begun, time.monotonic(), step)
+
+    torch.autograd.backward = backward
+
+
+def _note_span(span: Span) -> None:
+    if span.name == DATA:
+        _batches.append(span.begun)
+    elif span.name == REDUCTION:
+        _reduced.append(span.step)

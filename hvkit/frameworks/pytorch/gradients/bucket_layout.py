@@ -1,26 +1,26 @@
-"""Which gradients share a bucket, and where the report on a step travels.
+"""Which gradients share a bucket, which are compressed, and where the report on a step travels.
 
-Runs only when the parameters of a model have changed.
+A layout is made only when the parameters of a model have changed.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from hvkit.communication.exchanges import chunks
-from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Extra, wire_dtype
-from hvkit.frameworks.pytorch.gradients.compressed_buckets import CompressedBucket
-from hvkit.frameworks.pytorch.gradients.step_report import StepReport
+from hvkit.communication.exchanges import RunningExchanges, chunks
+from hvkit.frameworks.pytorch.collectives.wire import Wire, wire_dtype
+from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Extra
 from hvkit.sync.compression_state import CompressionState
 
-Kind = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
-"""What decides the layout: the parameters' dtypes, the indices of their devices, whether each is
-contiguous and requires a gradient, and the indices of those whose gradients are row-sparse."""
+Properties = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
+"""The properties of parameters that decide the layout: dtypes; indices of devices; whether each is
+contiguous; whether each requires a gradient; indices of parameters with row-sparse gradients."""
 
 # A device itself takes twice the time.
 device_index = torch.Tensor.get_device
@@ -29,25 +29,140 @@ device_index = torch.Tensor.get_device
 _LAYOUTS_KEPT = 4
 
 
-class Layout(NamedTuple):
-    """The buckets of a model whose parameters are of one kind.
+# What a script can do that averages more than once in a step, by the call that does.
+_FIXES = {
+    "backward()": (
+        "pass accumulate=, the number of backward passes before each step, to hvkit.distribute, "
+        "and do not skip steps; where gradients pass through one model to train another, as in a "
+        "GAN, set requires_grad_(False) on the first"
+    ),
+    "hvkit.reduce_gradients()": (
+        "pass accumulate= one more than the backward passes of a step to hvkit.distribute, so that "
+        "only this call averages"
+    ),
+}
+
+
+def refuse_another_mean(state: CompressionState, call: str) -> None:
+    """Raise if a residual counts for a mean that no update has used.
+
+    Args:
+        state: of the compression.
+        call: what the script has called.
+
+    Raises:
+        ValueError: the compression keeps residuals, and this is a second reduction in a step.
+    """
+    if state.compression.keeps_state and state.pending:
+        raise ValueError(
+            f"{call} again before optimizer.step(): {state.compression} has already averaged the "
+            "gradients of this step, and keeps what it has not sent for the next one: "
+            f"{_FIXES[call]}"
+        )
+
+
+def refuse_scaled_step(state: CompressionState, scaler: Any, step: Callable[[], Any]) -> Any:
+    """Raise if the scale of the gradients changes from step to step; otherwise step.
+
+    Raises:
+        ValueError: residuals of other steps would have another scale.
+    """
+    if scaler.is_enabled():
+        raise ValueError(
+            f"{state.compression} adds what earlier steps have not sent to the gradients of this "
+            "one, but GradScaler scales each step's differently: train in bfloat16 without a "
+            "GradScaler, or choose a compression without residuals"
+        )
+    return step()
+
+
+class CompressedBucket(Bucket):
+    """A bucket of float32 gradients that travel compressed.
+
+    Args:
+        name: the same on every rank, and no other bucket's.
+        members: indices and parameters, at least one.
+        state: of the compression, for all buckets of a model.
+    """
+
+    _keeps_formats = False
+
+    def __init__(
+        self, name: str, members: Sequence[tuple[int, torch.Tensor]], state: CompressionState
+    ) -> None:
+        super().__init__(name, members)
+        self._large = False  # a compression gets the gradients as they are
+        self._state = state
+        self._running: RunningExchanges[torch.Tensor]
+
+    def launch(self, wire: Wire) -> None:
+        self.left = 0
+        flow = self._state.reduce(self.indices, self._shapes, self.flat)
+        self._running = RunningExchanges(wire.start, flow, self.name)
+        self.handle = self._running.waiting
+
+    def exchange(self, wire: Wire) -> None:
+        self._running.next()
+        self.handle = self._running.waiting
+
+    def wait(self, wire: Wire) -> None:
+        self.flat.copy_(self._running.result())
+        del self._running  # which holds the mean
+        self.handle = None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank, or any rank, had in one reduction.
 
     Attributes:
-        kind: of the parameters.
+        dense: indices of the parameters with a dense gradient.
+        sparse: indices of those with a sparse gradient.
+        outdated: indices of some whose gradient changed after their bucket had been sent.
+        trained: indices of those that require a gradient.
+    """
+
+    dense: Set[int]
+    sparse: Set[int]
+    outdated: Set[int]
+    trained: Set[int]
+
+
+def report_of(gradients: Mapping[int, torch.Tensor | None], outdated: Set[int]) -> StepReport:
+    """The report of a rank.
+
+    Args:
+        gradients: of the parameters that require one, by index.
+        outdated: indices of some whose gradient changed after their bucket had been sent.
+    """
+    there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
+    return StepReport(
+        dense=frozenset(i for i, sparse in there.items() if not sparse),
+        sparse=frozenset(i for i, sparse in there.items() if sparse),
+        outdated=outdated,
+        trained=frozenset(gradients),
+    )
+
+
+class Layout(NamedTuple):
+    """The buckets of a model, as long as its parameters have the same properties.
+
+    Attributes:
+        properties: of the parameters.
         buckets: in the order in which backward fills them; the last has one name in all layouts,
             and every rank sends it, also if layouts differ.
-        of: the bucket of each parameter that is in one, by the parameter's index.
+        bucket_of: the bucket of each parameter that is in one, by the parameter's index.
         trained: indices of the parameters that require a gradient.
         report: numbers at the end of the last bucket, in the host's memory.
         statistics: numbers at the end of a bucket on the parameters' device.
-        usual: what a rank reports that has all gradients, of which none is sparse.
+        usual: the report of a rank that has all gradients, none of them sparse.
         channels_last: indices of the parameters whose numbers lie in their bucket in that order.
         checksum: of those indices.
     """
 
-    kind: Kind
+    properties: Properties
     buckets: list[Bucket]
-    of: dict[int, Bucket]
+    bucket_of: dict[int, Bucket]
     trained: frozenset[int]
     report: Extra
     statistics: Extra
@@ -61,41 +176,71 @@ class Layouts:
 
     Args:
         name: the same on every rank, and no other model's.
+        parameters: of the model, in the same order on every rank; the list may grow.
         compression: how float32 gradients travel; None for as they are.
+        statistics: how many numbers of running statistics travel along.
+
+    Attributes:
+        sparse: indices of the parameters whose gradients are row-sparse.
     """
 
-    def __init__(self, name: str, compression: CompressionState | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[torch.nn.Parameter],
+        compression: CompressionState | None,
+        statistics: int,
+    ) -> None:
+        self.sparse: Set[int] = frozenset()
         self._name = name
+        self._parameters = parameters
         self._compression = compression
+        self._statistics = statistics
+        self._current: Layout | None = None
         self._known: list[Layout] = []
         self._made = itertools.count()
 
-    def of(
-        self, kind: Kind, parameters: Sequence[torch.Tensor], report: int, statistics: int
-    ) -> Layout:
-        """The layout for parameters of one kind; the same object each time.
+    @property
+    def current(self) -> Layout:
+        """The layout that ``arrange`` returned last."""
+        assert self._current is not None
+        return self._current
+
+    def arrange(self, report: int) -> Layout:
+        """The layout for the parameters as they are now; the last one if a bucket is in flight.
 
         Args:
-            kind: of the parameters as they are now.
-            parameters: all parameters, in the same order on every rank.
             report: how many numbers the report on a step has.
-            statistics: how many numbers of running statistics travel along.
+
+        Returns:
+            The same object for parameters that are the same in everything that decides the layout.
         """
+        parameters = self._parameters
+        properties = (
+            [p.dtype for p in parameters],
+            list(map(device_index, parameters)),
+            list(map(torch.Tensor.is_contiguous, parameters)),
+            [p.requires_grad for p in parameters],
+            self.sparse,
+        )
+        if self._current:
+            in_flight = any(bucket.handle is not None for bucket in self._current.buckets)
+            if properties == self._current.properties or in_flight:
+                return self._current
         for known in self._known:
-            if known.kind == kind:
+            if known.properties == properties:
+                self._current = known
                 return known
         # GANs freeze and thaw parameters in every step, which comes back to few layouts.
         del self._known[: -_LAYOUTS_KEPT + 1]
-        layout = self._new(kind, parameters, report, statistics)
-        self._known.append(layout)
-        return layout
+        self._current = self._new(properties, report)
+        self._known.append(self._current)
+        return self._current
 
-    def _new(
-        self, kind: Kind, parameters: Sequence[torch.Tensor], report: int, statistics: int
-    ) -> Layout:
-        *_, sparse = kind
+    def _new(self, properties: Properties, report: int) -> Layout:
+        parameters = self._parameters
         trained = frozenset(i for i, p in enumerate(parameters) if p.requires_grad)
-        dense = [(i, parameters[i]) for i in sorted(trained - sparse)]
+        dense = [(i, parameters[i]) for i in sorted(trained - self.sparse)]
         device = parameters[0].device
         buckets, at_report, at_statistics = make_buckets(
             f"{self._name}.{next(self._made)}",
@@ -103,14 +248,40 @@ class Layouts:
             # The extra numbers need a bucket, too.
             dense or [(NO_PARAMETER, torch.zeros(1, device=device))],
             report,
-            statistics,
+            self._statistics,
             self._compression,
         )
-        of = {i: bucket for bucket in buckets for i in bucket.indices if i != NO_PARAMETER}
-        usual = StepReport(frozenset(of), frozenset(), frozenset(), trained)
+        bucket_of = {i: bucket for bucket in buckets for i in bucket.indices if i != NO_PARAMETER}
+        usual = StepReport(frozenset(bucket_of), frozenset(), frozenset(), trained)
         last = frozenset().union(*(bucket.channels_last for bucket in buckets))
         checksum = zlib.crc32(repr(sorted(last)).encode())
-        return Layout(kind, buckets, of, trained, at_report, at_statistics, usual, last, checksum)
+        return Layout(
+            *(properties, buckets, bucket_of, trained),
+            *(at_report, at_statistics, usual, last, checksum),
+        )
+
+    def report(self, outdated: Set[Bucket]) -> StepReport:
+        """Which gradients this rank has; the same object as long as it has all dense ones.
+
+        Args:
+            outdated: buckets that were sent before one of their gradients changed.
+        """
+        layout = self.current
+        complete = all(b.complete for b in layout.buckets if b.indices[0] != NO_PARAMETER)
+        if complete and not outdated and not self.sparse & layout.trained:
+            return layout.usual
+        first = {bucket.indices[0] for bucket in outdated} - {NO_PARAMETER}
+        gradients = {i: self._parameters[i].grad for i in layout.trained}
+        return report_of(gradients, frozenset(first))
+
+    def gradients_to_keep(self) -> set[int]:
+        """Indices of the parameters whose gradients must stay the same tensors.
+
+        Call it before a pass replaces gradients: nobody else holds a tensor that a pass makes.
+        """
+        if torch.is_grad_enabled():  # backward(create_graph=True): they carry their graph
+            return set(range(len(self._parameters)))
+        return set().union(*(bucket.kept() for bucket in self.current.buckets))
 
 
 def make_buckets(

@@ -24,16 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvkit.compression import Compression, for_rows
 from hvkit.compression.compression import Shape
-from hvkit.frameworks.pytorch.collectives.wire import Wire
-
-# Horovod's allreduce has no bfloat16, and a sum in float16 may overflow although the mean fits.
-_WIRE_DTYPE = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
+from hvkit.frameworks.pytorch.collectives import ops
+from hvkit.frameworks.pytorch.collectives.wire import Wire, real_shape, wire_dtype
 
 # Bytes of gradients that are worth a call each, which copies and scales in one pass.
 _LARGE = 1 << 17
@@ -142,7 +136,7 @@ class Bucket:
         self.handle: Any = None
         self._parameters = [p for _, p in members]
         self._lengths = [p.numel() * (2 if p.is_complex() else 1) for _, p in members] + [extra]
-        self._shapes = [shape_of(p) for _, p in members]
+        self._shapes = [real_shape(p) for _, p in members]
         self._complex = any(p.is_complex() for _, p in members)
         dtype = wire_dtype(members[0][1].dtype)
         self._strides = {
@@ -351,17 +345,44 @@ def _holders_of_new_gradient() -> tuple[int, int]:
 _UNHELD = _holders_of_new_gradient()
 
 
-def shape_of(parameter: torch.Tensor) -> Shape:
-    """The shape of its real values; a complex one is two."""
-    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+def average_rows(
+    gradient: torch.Tensor | None,
+    parameter: torch.Tensor,
+    name: str,
+    wire: Wire,
+    compression: Compression | None = None,
+) -> torch.Tensor:
+    """Average a gradient that is sparse in its first dimension over ranks; a collective.
 
+    Args:
+        gradient: sparse or dense tensor of the parameter's shape; None counts as zero.
+        parameter: of shape (rows, ...).
+        name: the same on every rank, and no other parameter's.
+        wire: counts the bytes.
+        compression: one that rounds value by value is used for float32 values; others are not.
 
-def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Real values, as many as in ``shape_of``, in the parameter's shape."""
-    values = values.view(shape_of(parameter))
-    return torch.complex(*values.unbind(-1)) if parameter.is_complex() else values
-
-
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` travel and are summed."""
-    return _WIRE_DTYPE.get(dtype, dtype)
+    Returns:
+        A coalesced sparse tensor of the parameter's shape and dtype.
+    """
+    if gradient is None:
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty((0, *parameter.shape[1:]))
+    else:
+        by_row = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        by_row = by_row.coalesce()
+        rows, values = by_row.indices()[0].contiguous(), by_row.values().contiguous()
+    values = values.to(wire_dtype(values.dtype))
+    rounding = for_rows(compression) if values.dtype is torch.float32 else None
+    sent = rounding.encode(values.view(-1), ops).view_as(values) if rounding else values
+    handles = [
+        wire.start_gather(rows, f"{name}.rows"),
+        wire.start_gather(sent, f"{name}.values"),
+    ]
+    all_rows, all_values = (wire.wait(handle) for handle in handles)
+    if rounding:
+        all_values = rounding.decode(all_values.view(-1, 1), ops).view_as(all_values)
+    # Not check_invariants=False, of which PyTorch 2.11 warns all the same.
+    unchecked = torch.sparse.check_sparse_tensor_invariants(False)  # type: ignore[no-untyped-call]
+    with unchecked:
+        mean = torch.sparse_coo_tensor(all_rows[None], all_values / wire.size, parameter.shape)
+        return mean.coalesce().to(parameter.dtype)

@@ -52,12 +52,11 @@ class LossCounts:
     """What the losses of one model's passes are means over.
 
     Attributes:
-        own_weight: returns how often this rank's gradients count in the mean over ranks; None for
-            once.
+        rank_weight: returns the weight of this rank's gradients in the mean over ranks; None for 1.
     """
 
     def __init__(self) -> None:
-        self.own_weight: Callable[[], float] | None = None
+        self.rank_weight: Callable[[], float] | None = None
         self._comparisons = 0
         self._noted: list[_Mean] = []
         self._noted_elements = 0
@@ -116,12 +115,12 @@ class LossCounts:
         losses, so that none is hidden behind one that counts much more.
         """
         totals, weight = [0.0, 0.0], 0.0
-        own = 1.0 if self.own_weight is None else self.own_weight()
+        own = 1.0 if self.rank_weight is None else self.rank_weight()
         for factors, count in self._means:
             factor, number = math.prod(map(_value, factors)), _value(count)
             # It may be the weight of a penalty, which has no count: any other tells more.
             guessed = isinstance(count, _Count)
-            if guessed and self.own_weight is not None:
+            if guessed and self.rank_weight is not None:
                 continue
             if number > 0 and math.isfinite(factor):
                 totals[guessed] += number

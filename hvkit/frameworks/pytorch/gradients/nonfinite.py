@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hvkit.communication import collectives
 from hvkit.communication.group import Group
-from hvkit.frameworks.pytorch.batch_norm import LastStatistics
+from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
