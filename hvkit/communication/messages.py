@@ -16,7 +16,6 @@ from hvkit.communication.encoding import decode, encode
 from hvkit.errors import HvkitError, LaunchError
 from hvkit.runtime import any_engine, local_size, rank, size
 from hvkit.transport import engines, mailbox
-from hvkit.transport.tcp_mailbox import TcpMailbox
 from hvkit.watch.calls import waiting_for_all_ranks
 
 T = TypeVar("T")
@@ -33,7 +32,7 @@ def open_mailbox(user: str) -> mailbox.Mailbox:
     """
     engine = any_engine()
     if not engine.hvd.mpi_enabled():
-        opened = TcpMailbox(
+        opened = mailbox.TcpMailbox(
             rank(),
             from_rank(0, secrets.token_bytes(32)),
             local_size() == size(),

@@ -6,6 +6,5 @@
     jax_engine             the same for JAX, whose processes have their own collectives on arrays
     host_collectives       what JAX's ranks use for hvkit's messages: MPI, or TCP
     mailbox                messages between two ranks; the one place that imports mpi4py
-    tcp_mailbox            the same without MPI
     traffic                hvkit.traffic: bytes sent, by purpose
 """

@@ -24,8 +24,7 @@ import numpy as np
 
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.rank_variables import launched, launched_rank
-from hvkit.transport.mailbox import load_mpi
-from hvkit.transport.tcp_mailbox import TcpMailbox
+from hvkit.transport.mailbox import TcpMailbox, load_mpi
 from hvkit.watch import calls, rank_errors
 from hvkit.wording import in_short
 

@@ -11,7 +11,7 @@ import pytest
 from hvkit.connections import connect, frame
 from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
 from hvkit.transport.host_collectives import TcpCollectives, _LauncherStore
-from hvkit.transport.tcp_mailbox import TcpMailbox
+from hvkit.transport.mailbox import TcpMailbox
 
 KEY = b"k" * 32
 
