@@ -36,7 +36,7 @@ from hvkit.sync.port import Options
 Strategies = tuple[type[Strategy], ...]
 
 
-# What leaves an option out, if it is not None.
+# Defaults of options, where they are not None.
 _DEFAULTS = {"accumulate": 1, "warmup_steps": 0, "on_nonfinite": "ignore", "schedule": "GPipe"}
 
 
@@ -52,10 +52,10 @@ class Refusal:
         option: a field of ``Options`` or of ``MeshOptions``.
         because: why, and what to do. ``{value}``, ``{strategy}``, ``{mesh}`` and ``{framework}``
             stand for those of the call.
-        unless: whether a value is possible; None if only that is which leaves the option out.
-        strategies: with which strategies the others are not.
-        axis: along which axis of a mesh they are not; ``"any"`` for all meshes, and an empty one
-            with and without a mesh.
+        unless: whether a value is possible; None if only the default is.
+        strategies: with which strategies the other values are refused.
+        axis: along which axis of a mesh they are refused: ``"any"`` for all meshes; empty for all
+            calls, also without a mesh.
     """
 
     option: str
@@ -86,15 +86,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Support:
-    """What a framework supports.
+    """The strategies, axes and options that a framework supports.
 
     Attributes:
-        strategies: all that it has; a script may have some of its own.
-        in_mesh: those that work along the data axis of a mesh.
-        other_strategies: why it does not have others, and what to use.
+        strategies: the base classes of its strategies; a script may write subclasses.
+        in_mesh: the strategies that work along the data axis of a mesh.
+        other_strategies: why it does not have others, and an alternative.
         axes: of a mesh.
-        other_axes: what to use.
+        other_axes: an alternative to other axes.
         refused: values of options that it does not have.
+        without: subclasses of ``strategies`` that it does not have.
     """
 
     strategies: Strategies

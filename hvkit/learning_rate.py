@@ -68,7 +68,7 @@ def make_multiplier(lr_scaling: str, size: int, warmup_steps: int) -> Multiplier
 
 
 def describe(rates: Sequence[tuple[float, Multiplier | None]], lr_scaling: str, size: int) -> str:
-    """One line about the rates that the user set and those that a step uses.
+    """One line about the rates that the user has set and the rates that a step uses.
 
     Args:
         rates: for each optimizer or parameter group its rate, and the multiplier of its updates;
@@ -76,25 +76,25 @@ def describe(rates: Sequence[tuple[float, Multiplier | None]], lr_scaling: str, 
         lr_scaling: the user's argument.
         size: the number of ranks that each have batches of their own.
     """
-    said = [_one_kind(rates, multiplier, lr_scaling, size) for _, multiplier in rates]
+    said = [_with_multiplier(rates, multiplier, lr_scaling, size) for _, multiplier in rates]
     return "; ".join(dict.fromkeys(said)) or "no learning rate"
 
 
-def _one_kind(
+def _with_multiplier(
     rates: Sequence[tuple[float, Multiplier | None]],
     multiplier: Multiplier | None,
     lr_scaling: str,
     size: int,
 ) -> str:
     """The part of the line about the rates that share a multiplier."""
-    own = [rate for rate, its in rates if its == multiplier]
+    shown = [rate for rate, its in rates if its == multiplier]
 
     def times(factor: float) -> str:
-        return ", ".join(dict.fromkeys(f"{rate * factor:g}" for rate in own))
+        return ", ".join(dict.fromkeys(f"{rate * factor:g}" for rate in shown))
 
     if multiplier is None:
         return f"step length {times(1)} of LBFGS, never scaled"
-    if multiplier.changes_nothing and size == 1:  # the ranks hold one model together
+    if multiplier.changes_nothing and size == 1:  # the ranks divide one model
         return f"learning rate {times(1)}"
     if multiplier.changes_nothing:
         return (

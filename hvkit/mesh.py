@@ -114,7 +114,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """A rank's place in a mesh.
+    """A rank's position in a mesh.
 
     Attributes:
         mesh: without -1.
@@ -154,22 +154,22 @@ def rows(mesh: Mesh, *axes: Axis) -> list[tuple[int, ...]]:
     """
     others = [axis for axis in AXES if axis not in axes]
     found: dict[tuple[int, ...], list[int]] = {}
-    for place in positions(mesh):
-        found.setdefault(tuple(place.along(axis) for axis in others), []).append(place.rank)
+    for each in positions(mesh):
+        found.setdefault(tuple(each.along(axis) for axis in others), []).append(each.rank)
     return [tuple(row) for row in found.values()]
 
 
 def positions(mesh: Mesh) -> Iterator[MeshPosition]:
-    """The places of all ranks, in their order."""
+    """The positions of all ranks, in their order."""
     for rank in range(math.prod(getattr(mesh, axis) for axis in AXES)):
         yield MeshPosition(mesh, rank)
 
 
 def position_in(mesh: Mesh) -> MeshPosition:
-    """This process's place. One process alone has all of the model, whatever the mesh.
+    """This process's position. A single process has all of the model, whatever the mesh.
 
     Raises:
-        TypeError: ``mesh`` is none.
+        TypeError: ``mesh`` is no ``Mesh``.
         ValueError: the mesh is of another number of ranks.
     """
     if not isinstance(mesh, Mesh):
@@ -238,7 +238,7 @@ def mesh_options(
     stages: Sequence[str] | str,
     plan: Mapping[str, Any] | None,
 ) -> MeshOptions | None:
-    """What was passed about a mesh; None if nothing.
+    """The arguments about a mesh; None if there are none, or all ranks are along the data axis.
 
     Raises:
         TypeError, ValueError: a wrong value, or one that needs a mesh.
@@ -284,10 +284,10 @@ def allow_groups() -> None:
 def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group:
     """Divide all ranks into groups, and return this process's; a collective of all ranks.
 
-    The same rows give the same groups again.
+    Equal rows give equal groups in each call.
 
     Args:
-        rows: the numbers of each group's ranks; each rank is in one group. The same on every rank.
+        rows: the numbers of each group's ranks; each rank is in one group. Equal on every rank.
         framework: ``"torch"`` or ``"tensorflow"``, whose tensors the groups will send; by default
             the one that is imported.
 
@@ -314,8 +314,8 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
         )
     raise_together(problem, "distribute")
     require_equal("division into groups", [str(group) for group in groups], "pass the same rows")
-    own = next(group for group in groups if runtime.rank() in group)
-    if own == all_ranks().members:
+    members = next(group for group in groups if runtime.rank() in group)
+    if members == all_ranks().members:
         return all_ranks()
     engine = runtime.engine(framework) if framework else runtime.any_engine()
     sets = {}
@@ -324,8 +324,8 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
             if len(group) > 1:
                 sets[group] = _process_set_of(engine, group)
     name = framework or runtime.name_of(engine)
-    position = own.index(runtime.rank())
-    return Group(position, own, sets[own], name) if own in sets else Group(position, own)
+    rank = members.index(runtime.rank())
+    return Group(rank, members, sets[members], name) if len(members) > 1 else Group(rank, members)
 
 
 def _process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
@@ -333,7 +333,7 @@ def _process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
 
     The engine was started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
     """
-    # This library's functions: those in horovod.common call the library that was loaded last.
+    # Functions of this library: those in horovod.common call the library that was loaded last.
     basics = engine.hvd.mpi_ops._basics
     number = basics._add_process_set_impl(ranks)
     if number is None:  # it knows them already
@@ -353,14 +353,14 @@ def deferred_init() -> AbstractContextManager[None]:
         model, optimizer = hvkit.distribute(model, optimizer, mesh=hvkit.Mesh(pipeline=2))
 
     Inside the block parameters and buffers get shapes, but neither memory nor values: they are on
-    PyTorch's meta device. ``hvkit.distribute`` makes those that this rank needs, with the values
+    PyTorch's meta device. ``hvkit.distribute`` makes the ones that this rank needs, with the values
     that the plain constructor would have given. In one process it gives the plain model.
 
-    Initialise, load, convert and move the model inside the block: what changes values after it and
-    before ``hvkit.distribute`` has no effect, and is refused where hvkit can notice it. Values that
-    depend on no random numbers can be read in the block (``.item()``, ``if tensor > 0``), and are
-    computed then. Until the model is made, PyTorch's random numbers are others than without the
-    block; afterwards they go on as without it, unless the script drew some in between.
+    Initialise, load, convert and move the model inside the block. Changes of values after it and
+    before ``hvkit.distribute`` have no effect, and are refused where hvkit can notice them. Values
+    that depend on no random numbers can be read in the block (``.item()``, ``if tensor > 0``), and
+    are computed then. Until the model is made, PyTorch's random numbers are others than without the
+    block; afterwards they continue as without it, unless the script drew some in between.
 
     Raises:
         ValueError: in the block, where the script reads random values, draws with a

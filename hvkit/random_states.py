@@ -33,7 +33,7 @@ def global_states() -> States:
 
 
 def set_global_states(states: States) -> None:
-    """Set those of the global generators that ``states`` names."""
+    """Set the global generators that ``states`` names."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
@@ -64,13 +64,13 @@ def from_text(text: Mapping[str, str]) -> States:
     return {name: _from_text(name, each) for name, each in text.items()}
 
 
-def own_in(text: Mapping[str, str]) -> States:
-    """The states of the data's own generators among all that ``as_text`` returned."""
+def states_of_data(text: Mapping[str, str]) -> States:
+    """The states of the data's generators among all that ``as_text`` returned."""
     return from_text({name: each for name, each in text.items() if name not in _GLOBAL})
 
 
 def begins_an_epoch(text: Mapping[str, str]) -> bool:
-    """Whether these are the states of all generators, and not only of the data's own."""
+    """Whether these are the states of all generators, and not only of the data's."""
     return "python" in text
 
 

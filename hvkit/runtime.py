@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and the start of Horovod.
+"""This process's rank, and the start of Horovod.
 
 With one process nothing is started. With several, the first use starts Horovod through the library
 of the framework that the script has imported, or for JAX, MPI and JAX's own processes.
@@ -40,7 +40,7 @@ class _World:
 
 _FRAMEWORKS = (*ENGINES, "jax")
 
-# A rank sets this variable, so that processes that it starts do not take themselves for ranks.
+# A rank sets this variable, so that processes that it starts know that they are no ranks.
 _MARK = "HVKIT_RANK"
 
 _world: _World | None = None
@@ -122,7 +122,7 @@ def started() -> bool:
 
 
 def is_below_rank() -> bool:
-    """Whether this process is a rank that has started Horovod, or one has started it."""
+    """Whether this process is a rank that has started Horovod, or was started by one."""
     return _MARK in os.environ
 
 
@@ -136,7 +136,7 @@ def _joined() -> _World:
 
 
 def _join(framework: str | None = None) -> _World:
-    """Find this process's place; start Horovod if there are several ranks."""
+    """Find this process's rank; start Horovod if there are several."""
     global _world
     if (parent := _rank_of_parent()) is not None:
         _world = parent
@@ -251,7 +251,7 @@ def _became_child() -> None:
 os.register_at_fork(after_in_child=_became_child)
 
 
-# What a script has to leave to its launcher.
+# The end of errors about processes that the script itself starts.
 _STARTS_PROCESSES = (
     "through torch.multiprocessing.spawn, multiprocessing or subprocess: call the function that "
     "trains directly, and start the script with `hvkit run -np N script.py`"
@@ -281,7 +281,7 @@ _warned_of_others = False
 
 
 def refuse_separate_training() -> None:
-    """Without a launcher, complain if processes that the script has started train side by side.
+    """Without a launcher, refuse or warn if several processes of the script train separately.
 
     Each would train a model of its own, as hvkit does not join them.
     ``torch.multiprocessing.spawn`` is for one training; other processes may rightly be separate, as

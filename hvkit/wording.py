@@ -46,5 +46,5 @@ def duration(seconds: float) -> str:
 
 
 def interrupted(rank: int, where: str) -> str:
-    """What Ctrl-C has done to a rank, and at which line of the script, if that is known."""
+    """The sentence about a rank that Ctrl-C has ended, with the script's line, if that is known."""
     return f"rank {rank} was interrupted" + (f" ({where})" if where else "")

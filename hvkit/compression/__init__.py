@@ -1,4 +1,4 @@
-"""How gradients and weights are compressed between ranks. One file for each kind of compression.
+"""How gradients and weights are compressed between ranks. One file for each method.
 
 ::
 
@@ -28,7 +28,7 @@ BY_NAME: dict[str, Compression | None] = {
     "bf16": BFloat16(),
     "int8": Int8(),
 }
-"""What the strings mean that ``hvkit.distribute`` takes."""
+"""The compressions that ``hvkit.distribute`` takes by name."""
 
 
 def for_rows(compression: Compression | None) -> Rounding | None:

@@ -15,7 +15,7 @@ from hvkit.communication.exchanges import Exchange, Ranks, Tensor
 Shape = tuple[int, ...]
 
 State = dict[str, list[Tensor]]
-"""What a compression keeps from one mean to the next, by name: a vector for each tensor."""
+"""A compression's state from one mean to the next, by name: a vector for each tensor."""
 
 Reduction = Generator[Exchange, Tensor, tuple[Tensor, State]]
 
@@ -97,9 +97,9 @@ class Compression(ABC):
     """How ranks average float32 vectors with fewer bytes. All ranks must pass an equal one."""
 
     common: ClassVar[tuple[str, ...]] = ()
-    """Names of what it keeps that is the same on every rank."""
+    """Names of the state that is the same on every rank."""
     per_rank: ClassVar[tuple[str, ...]] = ()
-    """Names of what it keeps that is each rank's own: residuals."""
+    """Names of the state that differs between ranks: residuals."""
     exclusive: ClassVar[bool] = False
     """Whether all gradients must use it, so that row-sparse ones and other dtypes are refused."""
 
@@ -114,7 +114,7 @@ class Compression(ABC):
         return bool(self.common or self.per_rank)
 
     def begin(self, shape: Shape) -> dict[str, NDArray[np.float32]]:
-        """What it keeps of a tensor of this shape before the first mean, as vectors."""
+        """The state of a tensor of this shape before the first mean, as vectors."""
         return {}
 
     @abstractmethod

@@ -84,16 +84,16 @@ class PowerSGD(Compression):
             bases = [
                 ops.orthonormal(ops.reshape(mean, (-1, self.rank))) for mean in means[: len(thin)]
             ]
-            own = [
+            rights = [
                 ops.transpose(matrix) @ basis for matrix, basis in zip(matrices, bases, strict=True)
             ]
-            sent = [ops.reshape(each, (-1,)) for each in own]
+            sent = [ops.reshape(right, (-1,)) for right in rights]
             factors = ops.split((yield Mean(ops.concat(sent))), [each.shape[0] for each in sent])
             for at, i in enumerate(thin):
                 basis = bases[at]
                 factor = ops.reshape(factors[at], (-1, self.rank))
                 before = ops.reshape(state["factor"][i], (-1, self.rank))
-                left_out = matrices[at] - basis @ ops.transpose(own[at])
+                left_out = matrices[at] - basis @ ops.transpose(rights[at])
                 pieces[i] = ops.reshape(basis @ ops.transpose(factor), (-1,))
                 # A column of zeros would stay one, and later gradients in the residual.
                 used = ops.transpose(ops.largest(ops.transpose(factor))) > 0

@@ -56,9 +56,9 @@ class TopK(Compression):
         waiting = vector + ops.concat(state["residual"])
         at = ops.largest_at(waiting, count)
         sent = ops.join(byte_row(ops, at), byte_row(ops, ops.take(waiting, at)))
-        everyone = yield Gather(sent)
-        positions = ops.reshape(ops.bits(everyone[:, : 4 * count], "int32"), (-1,))
-        values = ops.reshape(ops.bits(everyone[:, 4 * count :], "float32"), (-1,))
+        gathered = yield Gather(sent)
+        positions = ops.reshape(ops.bits(gathered[:, : 4 * count], "int32"), (-1,))
+        values = ops.reshape(ops.bits(gathered[:, 4 * count :], "float32"), (-1,))
         mean = ops.sum_at(length, positions, values) / group.size
         residual = ops.split(ops.without(waiting, at), [math.prod(shape) for shape in shapes])
         return mean, {"residual": residual}

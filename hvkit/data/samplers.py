@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from hvkit.communication.collectives import from_rank, gather, raise_together, require_equal
 from hvkit.data.pytorch_datasets import in_whole
-from hvkit.data.rank_samples import Position, Share, seed_from
-from hvkit.data.sampler_kinds import (
-    cut_of,
+from hvkit.data.rank_samples import Position, Split, seed_from
+from hvkit.data.sampler_properties import (
     drawn_workers_seed,
     draws_at_end,
     draws_at_once,
     length_of,
+    loader_batching,
     needs_comparison,
     only_reads_a_list,
     reads_each_once,
@@ -38,7 +38,7 @@ from hvkit.random_states import (
     as_text,
     begins_an_epoch,
     from_text,
-    own_in,
+    states_of_data,
 )
 
 _LOOP = "the loop over a sharded DataLoader"
@@ -73,27 +73,27 @@ class RankSampler(Sampler[Any]):
 
     Args:
         loader: the user's.
-        share: rank and size.
+        split: rank and size.
         seed: the seed of an epoch's random numbers, together with the epoch's number; or None.
     """
 
-    def __init__(self, loader: DataLoader[Any], share: Share, seed: int | None) -> None:
-        self._cut, self._share, self._seed = cut_of(loader), share, seed
+    def __init__(self, loader: DataLoader[Any], split: Split, seed: int | None) -> None:
+        self._batching, self._split, self._seed = loader_batching(loader), split, seed
         batches = loader.batch_sampler if loader.batch_size is None else None
         of_user: Any = loader.sampler if batches is None else batches
-        several = (of_user, self._cut.source, getattr(of_user, "sampler", None))
+        several = (of_user, self._batching.source, getattr(of_user, "sampler", None))
         self._samplers = list({id(each): each for each in several if each is not None}.values())
         self._loaders_generator = loader.generator
         self._persistent = loader.persistent_workers
         own = (loader.generator, *(getattr(each, "generator", None) for each in self._samplers))
         self._generators = Generators(each for each in own if isinstance(each, torch.Generator))
-        self.as_without_hvkit = share.size == 1 and seed is None
+        self.as_without_hvkit = split.size == 1 and seed is None
         """Whether this is one process that draws the user's own random numbers."""
         # In exact parts the last batch of some ranks is smaller and must be kept.
-        all_kept = share.exact and not self.as_without_hvkit
-        self.drop_last = self._cut.drop_last and not all_kept
-        compared = needs_comparison(self._cut.source, exact=share.exact)
-        self._compared = share.size > 1 and compared
+        all_kept = split.exact and not self.as_without_hvkit
+        self.drop_last = self._batching.drop_last and not all_kept
+        compared = needs_comparison(self._batching.source, exact=split.exact)
+        self._compared = split.size > 1 and compared
         self._fixed: SampledEpoch | None = None
         self.position = Position()
         self.of_part = False
@@ -103,7 +103,7 @@ class RankSampler(Sampler[Any]):
     @property
     def batched(self) -> bool:
         """Whether it returns lists of indices."""
-        return self._cut.batched
+        return self._batching.batched
 
     @property
     def draws_workers_seed(self) -> bool:
@@ -117,7 +117,7 @@ class RankSampler(Sampler[Any]):
         collective only with a sampler of the user's own.
         """
         iteration = self.position.begin()
-        number = 0 if self._share.exact else self.position.epoch
+        number = 0 if self._split.exact else self.position.epoch
         epoch = SampledEpoch(number, self._randomness(number))
         if self._seed is not None:
             epoch.workers_seed = seed_from(self._seed, number)
@@ -130,16 +130,16 @@ class RankSampler(Sampler[Any]):
 
     def _randomness(self, number: int) -> AbstractContextManager[None]:
         """The context in which the sampler draws this epoch's random numbers."""
-        position, exact = self.position, self._share.exact
+        position, exact = self.position, self._split.exact
         if begins_an_epoch(position.random):  # the run has resumed in the middle of an epoch
             return FixedRandomness(from_text(position.random), self._generators)
         if self._seed is not None or position.samples:
             return FixedRandomness(seed_from(self._seed or 0, number), self._generators)
-        if exact and not self.as_without_hvkit and not reads_each_once(self._cut.source):
+        if exact and not self.as_without_hvkit and not reads_each_once(self._batching.source):
             return FixedRandomness(seed_from(0, number), self._generators)
         states = self._generators.states()
         position.random = as_text(states)
-        if self._share.size == 1 or exact or type(self._cut.source) is SequentialSampler:
+        if self._split.size == 1 or exact or type(self._batching.source) is SequentialSampler:
             return nullcontext()
         if not self.require_same_position(0, str(position.random)):
             position.random = from_rank(0, position.random)
@@ -201,7 +201,7 @@ class RankSampler(Sampler[Any]):
         """
         if (facts := epoch.digests.pop(steps, None)) is None:
             return
-        kind = type(self._cut.source).__qualname__
+        kind = type(self._batching.source).__qualname__
         require_equal(
             f"order of {kind} in epoch {epoch.number}",
             facts,
@@ -239,19 +239,19 @@ class RankSampler(Sampler[Any]):
     def _keys_of_rank(self, epoch: SampledEpoch) -> Iterator[Any]:
         """The indices, or lists of them, that this rank reads after the samples that are done."""
         with epoch.randomness:
-            source = None if self._cut.lazy else iter(self._cut.source)
+            source = None if self._batching.lazy else iter(self._batching.source)
         return self._keys(epoch, self._steps(epoch, source, self.position.samples))
 
     def _keys(self, epoch: SampledEpoch, steps: Iterator[Sequence[Any]]) -> Iterator[Any]:
         digest, number, seen, ended = hashlib.sha256(), 0, 0, False
         epoch.steps.clear()
         for step in steps:
-            samples = len(step) if self._cut.samples else sum(map(len, step))
+            samples = len(step) if self._batching.samples else sum(map(len, step))
             number, seen = number + 1, seen + samples
             own = self._part(step)
             # Ranks without a part of the last step compare it at their end, the others before they
             # deliver it, since a loop may end there.
-            ended = self._share.exact and len(step) < self._share.size
+            ended = self._split.exact and len(step) < self._split.size
             if self._compared:
                 digest.update(str(step).encode())
                 if ended or number.bit_count() == 1:
@@ -267,11 +267,11 @@ class RankSampler(Sampler[Any]):
         self, epoch: SampledEpoch, source: Iterator[Any] | None, done: int
     ) -> Iterator[Sequence[Any]]:
         """The samples of each step on all ranks together, or the batches if they stay whole."""
-        group = self._share.size * (self._cut.samples or 1)
+        group = self._split.size * (self._batching.samples or 1)
         order = None
         if not self.as_without_hvkit:
             with epoch.randomness:
-                order = whole_order(self._cut.source, original=self._share.exact)
+                order = whole_order(self._batching.source, original=self._split.exact)
         steps: Iterator[Sequence[Any]]
         if order is not None:
             steps = (order[start : start + group] for start in range(done, len(order), group))
@@ -280,18 +280,18 @@ class RankSampler(Sampler[Any]):
         for step in steps:
             if len(step) == group or not self.drop_last:
                 yield step
-        if order is not None and draws_at_end(self._cut.source):
+        if order is not None and draws_at_end(self._batching.source):
             with epoch.randomness:
-                whole_order(self._cut.source)
+                whole_order(self._batching.source)
 
     def _drawn(
         self, epoch: SampledEpoch, source: Iterator[Any] | None, done: int, group: int
     ) -> Iterator[list[Any]]:
         """The steps as the sampler's code returns them, drawing the epoch's random numbers."""
-        cut, randomness = self._cut, epoch.randomness
+        batching, randomness = self._batching, epoch.randomness
         with randomness:
-            items = read = iter(cut.source) if source is None else source
-            if cut.samples is None:
+            items = read = iter(batching.source) if source is None else source
+            if batching.samples is None:
                 # In one process the dataset gets exactly what the user's sampler returns; several
                 # ranks need lists to compare.
                 items = _after(map(_sized if self.as_without_hvkit else list, read), done)
@@ -304,17 +304,17 @@ class RankSampler(Sampler[Any]):
             if not step:
                 return
             yield step
-            if draws_at_once(cut.source):
+            if draws_at_once(batching.source):
                 randomness = nullcontext()
 
     def _part(self, step: Sequence[Any]) -> list[Any]:
         """This rank's part of a step: samples, or at most one batch."""
-        share, length = self._share, len(step)
-        if self._cut.samples is None:
-            if share.exact:
-                return list(step[share.rank : share.rank + 1])
-            return [step[share.rank % length]]
-        positions = share.of(length)
+        split, length = self._split, len(step)
+        if self._batching.samples is None:
+            if split.exact:
+                return list(step[split.rank : split.rank + 1])
+            return [step[split.rank % length]]
+        positions = split.of(length)
         if isinstance(positions, slice):
             part = step[positions]
         else:
@@ -325,25 +325,25 @@ class RankSampler(Sampler[Any]):
     def __len__(self) -> int:
         if self.as_without_hvkit:
             return len(self._of_user)
-        length, share, samples = len(self._cut.source), self._share, self._cut.samples
+        length, split, samples = len(self._batching.source), self._split, self._batching.samples
         if samples is None:
-            return share.count(length)
-        own = share.count(length, group=samples * share.size, drop_last=self.drop_last)
+            return split.count(length)
+        own = split.count(length, group=samples * split.size, drop_last=self.drop_last)
         return -(-own // samples) if self.batched else own
 
     def steps_after(self, done: int) -> int | None:
         """How many steps follow the first ``done`` samples of an epoch; None if that is unknown."""
-        length, samples = length_of(self._cut.source), self._cut.samples
+        length, samples = length_of(self._batching.source), self._batching.samples
         if length is None or (samples is None and done):
             return None
         if samples is None:
-            return self._share.count(length)
-        group, rest = samples * self._share.size, max(0, length - done)
+            return self._split.count(length)
+        group, rest = samples * self._split.size, max(0, length - done)
         return rest // group if self.drop_last else -(-rest // group)
 
     def facts(self) -> list[str]:
         """The facts that must be equal on all ranks."""
-        source, unit = self._cut.source, "samples" if self._cut.samples else "batches"
+        source, unit = self._batching.source, "samples" if self._batching.samples else "batches"
         length = length_of(source)
         text = "unknown length" if length is None else f"{length} {unit}"
         return [f"DataLoader with a {type(source).__qualname__} of {text}"]
@@ -359,7 +359,7 @@ class RankSampler(Sampler[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; ValueError if ``state_dict`` did not return it."""
         self.position.load(state)
-        self._generators.set(own_in(self.position.random))
+        self._generators.set(states_of_data(self.position.random))
         if not begins_an_epoch(self.position.random):
             self.position.random = {}
 
@@ -372,8 +372,8 @@ class RankSampler(Sampler[Any]):
         if name.startswith("_") or name == "of_part" or "_of_user" not in vars(self):
             super().__setattr__(name, value)
             return
-        cut_by_pytorch = self._of_user is not self._cut.source
-        if cut_by_pytorch and name in ("batch_size", "drop_last", "sampler"):
+        batched_by_pytorch = self._of_user is not self._batching.source
+        if batched_by_pytorch and name in ("batch_size", "drop_last", "sampler"):
             raise ValueError(
                 f"{name} of {type(self._of_user).__qualname__} cannot change after hvkit.shard, "
                 f"which has read it; got {value!r}: set it before"

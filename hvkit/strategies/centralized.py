@@ -38,10 +38,10 @@ class Centralized(Averaging):
 
 @dataclass(frozen=True)
 class _ThroughRankZero(Compression):
-    """Vectors that rank 0 averages.
+    """Rank 0 averages vectors.
 
     Args:
-        rounding: what they are rounded to, on the way there and on the way back.
+        rounding: of vectors on the way to rank 0 and back; None for none.
     """
 
     rounding: Rounding | None
@@ -55,18 +55,15 @@ class _ThroughRankZero(Compression):
     ) -> Reduction:
         length, size = vector.shape[0], group.size
         sent = self._encode(vector, ops)
-        rows, everyone, nobody = sent.shape[0], range(size), ()
-        collects = group.rank == 0
-        collected = yield Messages(
-            sent, by_rank(rows, [0], size), by_rank(rows, everyone if collects else nobody, size)
-        )
+        # How many rows a rank exchanges with rank 0, and rank 0 with each.
+        with_0 = by_rank(sent.shape[0], [0], size)
+        with_all = by_rank(sent.shape[0], range(size) if group.rank == 0 else (), size)
+        collected = yield Messages(sent, with_0, with_all)
         answer = sent[:0]
-        if collects:
+        if group.rank == 0:
             vectors = ops.reshape(self._decode(collected, ops), (size, -1))
             answer = ops.concat([self._encode(ops.mean_of_rows(vectors), ops)] * size)
-        mean = yield Messages(
-            answer, by_rank(rows, everyone if collects else nobody, size), by_rank(rows, [0], size)
-        )
+        mean = yield Messages(answer, with_all, with_0)
         return self._decode(mean, ops)[:length], state
 
     def _encode(self, vector: Tensor, ops: Ops) -> Tensor:

@@ -88,37 +88,37 @@ class DeMo(Averaging, Compression):
     ) -> Reduction:
         layouts = [_Layout.of(shape, self.chunk, self.top_k) for shape in shapes]
         gradients = ops.split(vector, [each.length for each in layouts])
-        momenta, places, values = [], [], []
+        momenta, indices, values = [], [], []
         for layout, gradient, before in zip(layouts, gradients, state["momentum"], strict=True):
             momentum = self.decay * before + gradient
             coefficients = layout.forward(momentum, ops)
             at = ops.largest_at(coefficients, layout.kept)
             momenta.append(momentum)
-            places.append(ops.reshape(at, (-1,)))
+            indices.append(ops.reshape(at, (-1,)))
             values.append(ops.take(ops.reshape(coefficients, (-1,)), layout.flat(at, ops)))
         counts = [layout.chunks * layout.kept for layout in layouts]
-        all_places = ops.cast(ops.concat(places), "int16")
-        sent = ops.join(byte_row(ops, all_places), byte_row(ops, ops.concat(values)))
-        everyone = yield Gather(sent)
+        all_indices = ops.cast(ops.concat(indices), "int16")
+        sent = ops.join(byte_row(ops, all_indices), byte_row(ops, ops.concat(values)))
+        gathered = yield Gather(sent)
 
         total = sum(counts)
-        positions = ops.cast(ops.bits(everyone[:, : 2 * total], "int16"), "int32")
-        received = ops.bits(everyone[:, 2 * total :], "float32")
+        positions = ops.cast(ops.bits(gathered[:, : 2 * total], "int16"), "int32")
+        received = ops.bits(gathered[:, 2 * total :], "float32")
         means, kept, start = [], [], 0
-        for layout, count, momentum, mine, at in zip(
-            layouts, counts, momenta, values, places, strict=True
+        for layout, count, momentum, local, index in zip(
+            layouts, counts, momenta, values, indices, strict=True
         ):
             stop = start + count
-            theirs = ops.reshape(positions[:, start:stop], (-1, layout.chunks, layout.kept))
+            of_all = ops.reshape(positions[:, start:stop], (-1, layout.chunks, layout.kept))
             weights = ops.reshape(received[:, start:stop], (-1,)) / group.size
-            mean = layout.backward(layout.flat(theirs, ops), weights, ops)
+            mean = layout.backward(layout.flat(of_all, ops), weights, ops)
             if self.sign:
                 sign = ops.cast(mean > 0, "float32") - ops.cast(mean < 0, "float32")
                 # A NaN must not become a step of zero.
                 mean = ops.where(mean == mean, sign, mean)
-            own = layout.flat(ops.reshape(at, (layout.chunks, layout.kept)), ops)
+            at = layout.flat(ops.reshape(index, (layout.chunks, layout.kept)), ops)
             means.append(mean)
-            kept.append(momentum - layout.backward(own, mine, ops))
+            kept.append(momentum - layout.backward(at, local, ops))
             start = stop
         return ops.concat(means), {"momentum": kept}
 

@@ -29,17 +29,17 @@ class ShardedOptimizer(Averaging):
     Models" (2020), stage 1.
     """
 
-    def owners(self, sizes: Sequence[int], held: list[int]) -> list[int]:
+    def owners(self, sizes: Sequence[int], loads: list[int]) -> list[int]:
         """Choose a rank for each parameter: the largest first, each to the rank with the least.
 
         No rank gets more than the mean and the largest parameter together.
 
         Args:
             sizes: of the parameters, the same on every rank.
-            held: what each rank holds already, in rank order; the sizes are added.
+            loads: the sum of the sizes that each rank owns already; the new ones are added.
         """
         owners = [0] * len(sizes)
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            owners[i] = held.index(min(held))
-            held[owners[i]] += sizes[i]
+            owners[i] = loads.index(min(loads))
+            loads[owners[i]] += sizes[i]
         return owners

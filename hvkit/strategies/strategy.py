@@ -16,7 +16,7 @@ Vector = Any
 """All weights of one dtype in one vector, of PyTorch or NumPy: it has ``+ - *``."""
 
 State = dict[str, Vector]
-"""What a strategy keeps from one round to the next, by name, each of the weights' shape."""
+"""A strategy's state from one round to the next, by name, each of the weights' shape."""
 
 
 Result = TypeVar("Result")

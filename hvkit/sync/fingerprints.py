@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, which show whether all ranks hold the same ones and how far they differ.
+"""Fingerprints of tensors, which show whether ranks have equal ones, and how far they differ.
 
 A fingerprint is a row of three 64-bit numbers:
 

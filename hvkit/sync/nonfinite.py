@@ -1,4 +1,4 @@
-"""Gradients that are NaN or infinite: the sentence about them, what may be done, steps skipped."""
+"""Gradients that are NaN or infinite: the sentence about them, the options, steps skipped."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ skipped_steps = SkippedSteps()
 
 
 class Statistics(Protocol):
-    """Running statistics of batch norm, which a step that is skipped must not spoil."""
+    """Running statistics of batch norm, which a skipped step must not spoil."""
 
     def keep(self) -> None:
-        """Remember those that are finite."""
+        """Remember the finite ones."""
 
 
 kept_statistics: weakref.WeakSet[Statistics] = weakref.WeakSet()
-"""Of all models with ``on_nonfinite="skip"``; what a checkpoint has loaded must be kept, too."""
+"""Of all models with ``on_nonfinite="skip"``; loading a checkpoint must ``keep`` them, too."""
 
 
-def describe(everyone: Sequence[Sequence[str]], members: Sequence[int] | None = None) -> str:
-    """Which ranks had gradients that are not finite, and of what.
+def describe(by_rank: Sequence[Sequence[str]], members: Sequence[int] | None = None) -> str:
+    """The sentence about ranks with gradients that are not finite, and their parameters.
 
     Args:
-        everyone: the names of the parameters, by rank; empty where all were finite.
+        by_rank: the names of these parameters, by rank; empty where all were finite.
         members: the ranks' numbers among all; None if these are all.
     """
-    members = members or range(len(everyone))
+    members = members or range(len(by_rank))
     found = [
         f"rank {rank} has a NaN or infinite gradient of {_listed(names)}"
-        for rank, names in zip(members, everyone, strict=True)
+        for rank, names in zip(members, by_rank, strict=True)
         if names
     ]
     return "; ".join(found)

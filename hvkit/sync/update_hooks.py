@@ -1,4 +1,4 @@
-"""What PyTorch's port does around each update of an optimizer, in one order.
+"""Hooks of PyTorch's port around each update of an optimizer, in one order.
 
 It calls these hooks around ``step()`` (``frameworks/pytorch/step_hooks.py``). Keras on PyTorch has
 them too, since PyTorch's port makes its updates. Keras on TensorFlow has none: there an update is a
@@ -61,7 +61,7 @@ class Order(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Feature:
-    """What one feature does around an update.
+    """The functions that one feature has around an update.
 
     Functions that get an optimizer get the one that updates: of several inside each other the
     outermost.
@@ -71,7 +71,7 @@ class Feature:
         before: gets also the closure that computes the gradients, or None.
         gradients: called with the gradients that the update is to use.
         renewed: whether there are gradients that ``gradients`` has not seen.
-        loss: what the update gets as its loss, from what the closure returned.
+        loss: computes the loss that the update gets from the one that the closure returned.
         update_begins: called just before the update, inside of all hooks of the script, with the
             innermost optimizer.
         update_ends: called when the update has ended or raised, and while it calls a closure.
