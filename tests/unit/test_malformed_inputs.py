@@ -29,7 +29,7 @@ from hvkit.launching.allocation import allocation
 from hvkit.launching.hostfile import parse_hostfile, read_hostfile
 from hvkit.launching.hosts import read_hosts_option
 from hvkit.launching.supervision import protocol
-from hvkit.launching.supervision.protocol import AgentConnection, Kind
+from hvkit.launching.supervision.protocol import AgentConnection, Frame
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RankReports
 from hvkit.launching.supervision.supervisor import Supervisor
@@ -275,12 +275,12 @@ REPORTS = [
     b'{"now": {"call": "", "waits": 0, "where": "", "step": 2, "made": 1.5}}',
 ]
 FRAMES = [
-    frame(Kind.HELLO, b'{"rank": 1, "host": "a"}'),
-    frame(Kind.STDOUT, b"text\n"),
-    *(frame(Kind.REPORT, line) for line in REPORTS),
-    frame(Kind.SPANS, b'{"spans": [["fit", null, 0, 1.5, 20]]}'),
-    frame(Kind.CLOCK, b'{"number": 1, "now": 3.5}'),
-    frame(Kind.ENDED, b'{"status": 0, "ago": 0.1}'),
+    frame(Frame.HELLO, b'{"rank": 1, "host": "a"}'),
+    frame(Frame.STDOUT, b"text\n"),
+    *(frame(Frame.REPORT, line) for line in REPORTS),
+    frame(Frame.SPANS, b'{"spans": [["fit", null, 0, 1.5, 20]]}'),
+    frame(Frame.CLOCK, b'{"number": 1, "now": 3.5}'),
+    frame(Frame.ENDED, b'{"status": 0, "ago": 0.1}'),
 ]
 
 
@@ -290,8 +290,8 @@ def test_messages_to_the_supervisor(capfd):
 
     def good(port):
         connected = connect(["127.0.0.1"], port, KEY)
-        hello = frame(Kind.HELLO, b'{"rank": 0, "host": "here"}')
-        connected.sendall(hello + frame(Kind.REPORT, b'{"saved": 41}'))
+        hello = frame(Frame.HELLO, b'{"rank": 0, "host": "here"}')
+        connected.sendall(hello + frame(Frame.REPORT, b'{"saved": 41}'))
         return connected
 
     def bad(port):
@@ -311,12 +311,12 @@ def test_messages_to_the_supervisor(capfd):
     with good(port) as connected:
         for _ in range(250):
             bad(port)
-        connected.sendall(frame(Kind.REPORT, b'{"saved": 42}'))
+        connected.sendall(frame(Frame.REPORT, b'{"saved": 42}'))
         deadline = time.monotonic() + 30
         while (supervisor.saved or 0) < 42:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        connected.sendall(frame(Kind.ENDED, b'{"status": 0}'))
+        connected.sendall(frame(Frame.ENDED, b'{"status": 0}'))
         assert connected.recv(100) == b""
     supervisor.close()
     assert not [each for each in supervisor.failures if each.rank == 0]
@@ -326,14 +326,14 @@ def test_messages_to_the_supervisor(capfd):
 def receive_all(connection):
     while True:
         kind, number = connection.receive()
-        assert kind in Kind
+        assert kind in Frame
         assert number >= 0
 
 
 def test_messages_to_an_agent():
     frames = [
         frame(kind, protocol.packed(3))
-        for kind in (Kind.TAKEN, Kind.SIGNAL, Kind.STOP, Kind.INTERRUPT, Kind.ASK)
+        for kind in (Frame.TAKEN, Frame.SIGNAL, Frame.STOP, Frame.INTERRUPT, Frame.ASK)
     ]
     for data in each(250, [b"".join(frames)]):
         ours, theirs = socket.socketpair()

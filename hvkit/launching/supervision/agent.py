@@ -53,7 +53,7 @@ from hvkit.launching.supervision.protocol import (
     SUPERVISOR_VARIABLE,
     AgentConnection,
     AgentSettings,
-    Kind,
+    Frame,
     command_of_agent,
     fields,
     packed,
@@ -161,7 +161,7 @@ class _Agent:
                 self.connection.receive_call(call_folder.call_in(self.folder))
             child = self.start_command()
         except ConnectionLost:
-            self.connection.send(Kind.STOPPED, packed(0))
+            self.connection.send(Frame.STOPPED, packed(0))
             self.report_end({"status": 1, "stopped": True})
             return 1
         except OSError as error:
@@ -174,7 +174,7 @@ class _Agent:
         reports = threads.start("hvkit-reports", self.pass_reports_on)
         assert child.stdout is not None
         assert child.stderr is not None
-        streams = ((Kind.STDOUT, child.stdout), (Kind.STDERR, child.stderr))
+        streams = ((Frame.STDOUT, child.stdout), (Frame.STDERR, child.stderr))
         pumps = [threads.start("hvkit-output", self.pump, *stream) for stream in streams]
         return self.finish(child, self.wait(child), [*pumps, reports])
 
@@ -222,7 +222,7 @@ class _Agent:
         if by_itself:
             self.deadline = min(self.deadline, time.monotonic() + _LEFT_BEHIND)
         elif not self.guard_lost:
-            self.connection.send(Kind.STOPPED, packed(0))
+            self.connection.send(Frame.STOPPED, packed(0))
         end_descendants(lambda: self.deadline - time.monotonic(), self.rank)
         status = child.wait()
         if self.lost:
@@ -243,7 +243,7 @@ class _Agent:
 
     def report_end(self, how: Mapping[str, Any]) -> None:
         """Send how the command ended, after all of its output."""
-        self.connection.send_json(Kind.ENDED, how)
+        self.connection.send_json(Frame.ENDED, how)
         self.connection.finish()
         if self.listener is not None:
             self.join(self.listener)
@@ -254,10 +254,10 @@ class _Agent:
             thread.join(timeout=_TICK)
         thread.join(timeout=_LAST_OUTPUT)
 
-    def pump(self, kind: Kind, stream: IO[bytes]) -> None:
+    def pump(self, stream: Frame, pipe: IO[bytes]) -> None:
         """Send the command's output to the supervisor."""
-        while data := os.read(stream.fileno(), PIECE):
-            self.connection.send_output(kind, data)
+        while data := os.read(pipe.fileno(), PIECE):
+            self.connection.send_output(stream, data)
 
     def send_outcome(self) -> None:
         """Send what the function has returned or raised, if this host has a folder of its own."""
@@ -274,27 +274,27 @@ class _Agent:
                     continue  # no report: the script has written to hvkit's pipe
                 line = line.rstrip(b"\n")
                 if line.startswith(b'{"spans"'):  # many: no faster than the supervisor reads them
-                    self.connection.send_output(Kind.SPANS, line)
+                    self.connection.send_output(Frame.SPANS, line)
                     continue
                 with contextlib.suppress(ValueError):  # the supervisor logs what is no report
                     (pid,) = fields(line, pid=int)
                     self.rank = self.rank if pid is None else pid
-                self.connection.send(Kind.REPORT, line)
+                self.connection.send(Frame.REPORT, line)
 
     def listen(self) -> None:
         """Carry out the supervisor's requests until the connection is lost."""
         try:
             while True:
-                kind, value = self.connection.receive()
-                if kind is Kind.STOP:
+                frame, value = self.connection.receive()
+                if frame is Frame.STOP:
                     self.stop_within(value / 1000)
-                elif kind is Kind.INTERRUPT:
+                elif frame is Frame.INTERRUPT:
                     self.interrupt_command()
-                elif kind is Kind.SIGNAL:
+                elif frame is Frame.SIGNAL:
                     self.signal_command(value)
-                elif kind is Kind.ASK:
+                elif frame is Frame.ASK:
                     now = {"number": value, "now": time.monotonic()}
-                    self.connection.send_json(Kind.CLOCK, now)
+                    self.connection.send_json(Frame.CLOCK, now)
         except ConnectionLost:
             self.lost = True
             self.stop_within(0)

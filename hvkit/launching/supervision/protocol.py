@@ -55,8 +55,8 @@ RECEIVE_BUFFER = 4 * WINDOW
 """Bytes of the supervisor's receive buffer, larger since the kernel includes its own overhead."""
 
 
-class Kind(IntEnum):
-    """The kinds of frames. An agent sends those up to ``CLOCK``, the supervisor the others."""
+class Frame(IntEnum):
+    """What a frame holds. An agent sends those up to ``CLOCK``, the supervisor the others."""
 
     HELLO = 1
     """Rank and host, and whether it wants the call (``CALL``), in JSON."""
@@ -167,26 +167,26 @@ class AgentConnection:
         keep_alive(connected, settings.lost_after)
         agent = cls(connected, bytes.fromhex(key))
         agent.send_json(
-            Kind.HELLO, {"rank": rank, "host": socket.gethostname(), "call": wants_call}
+            Frame.HELLO, {"rank": rank, "host": socket.gethostname(), "call": wants_call}
         )
         return agent
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, frame: Frame, payload: bytes = b"") -> None:
         """Send a frame."""
         with contextlib.suppress(OSError):
-            self._connection.send(kind, payload)
+            self._connection.send(frame, payload)
 
-    def send_output(self, kind: Kind, payload: bytes) -> None:
+    def send_output(self, frame: Frame, payload: bytes) -> None:
         """Send output; blocks while the window is full."""
         size = HEADER_BYTES + len(payload)
         with self._window:
             self._window.wait_for(lambda: self._lost or self._not_taken + size <= WINDOW)
             self._not_taken += size
-        self.send(kind, payload)
+        self.send(frame, payload)
 
-    def send_json(self, kind: Kind, values: Mapping[str, Any]) -> None:
+    def send_json(self, frame: Frame, values: Mapping[str, Any]) -> None:
         """Send a frame with JSON in it."""
-        self.send(kind, json.dumps(values).encode())
+        self.send(frame, json.dumps(values).encode())
 
     def receive_call(self, path: Path) -> None:
         """Write the call, which the supervisor sends before anything else, to a file.
@@ -195,32 +195,32 @@ class AgentConnection:
             ConnectionLost: the rest will not come, since the run ends; or somebody has changed it.
             OSError: it cannot be written.
         """
-        call = SealedFile(path, self._key, Kind.CALL)
+        call = SealedFile(path, self._key, Frame.CALL)
         complete = False
         while not complete:
-            kind, piece = self._connection.receive()
+            frame, piece = self._connection.receive()
             try:
-                complete = call.take(kind, piece)
+                complete = call.take(frame, piece)
             except ValueError as problem:
                 raise ConnectionLost(str(problem)) from problem
 
     def send_outcome(self, path: Path) -> None:
         """Send the file with what the function has returned or raised on this rank."""
-        for kind, piece in sealed(path, self._key, Kind.OUTCOME):
-            self.send_output(kind, piece)
+        for frame, piece in sealed(path, self._key, Frame.OUTCOME):
+            self.send_output(frame, piece)
 
-    def receive(self) -> tuple[Kind, int]:
-        """Wait for the next frame from the supervisor, and return its kind and number.
+    def receive(self) -> tuple[Frame, int]:
+        """Wait for the next frame from the supervisor, and return its type and number.
 
         Raises:
             ConnectionLost: no frame will come any more.
         """
         try:
             while True:
-                kind, payload = self._connection.receive()
+                frame, payload = self._connection.receive()
                 number = unpacked(payload)
-                if kind != Kind.TAKEN:
-                    return Kind(kind), number
+                if frame != Frame.TAKEN:
+                    return Frame(frame), number
                 with self._window:
                     self._not_taken -= number
                     self._window.notify_all()
@@ -231,8 +231,8 @@ class AgentConnection:
             raise ConnectionLost(str(error)) from error
 
 
-def sealed(path: Path, key: bytes, kind: Kind) -> Iterator[tuple[Kind, bytes]]:
-    """The frames that send a file: pieces of this kind, and a SEAL.
+def sealed(path: Path, key: bytes, frame: Frame) -> Iterator[tuple[Frame, bytes]]:
+    """The frames that send a file: pieces of this type, and a SEAL.
 
     The SEAL covers the file's name, too, so that no other one can take its place.
     """
@@ -240,31 +240,31 @@ def sealed(path: Path, key: bytes, kind: Kind) -> Iterator[tuple[Kind, bytes]]:
     with path.open("rb") as file:
         while piece := file.read(PIECE):
             seal.update(piece)
-            yield kind, piece
-    yield Kind.SEAL, seal.digest()
+            yield frame, piece
+    yield Frame.SEAL, seal.digest()
 
 
 class SealedFile:
     """A file that arrives in such frames, and appears under its name when it is complete."""
 
-    def __init__(self, path: Path, key: bytes, kind: Kind) -> None:
+    def __init__(self, path: Path, key: bytes, frame: Frame) -> None:
         self._path = path
         self._seal = _seal(path, key)
-        self._kind = kind
+        self._type = frame
 
-    def take(self, kind: int, payload: bytes | bytearray) -> bool:
+    def take(self, frame: int, payload: bytes | bytearray) -> bool:
         """Take a frame; whether the file is complete.
 
         Raises:
-            ValueError: somebody has changed it, or this is a frame of another kind.
+            ValueError: somebody has changed it, or this is a frame of another type.
             OSError: it cannot be written.
         """
         part = call_folder.part_of(self._path)
-        if kind == Kind.SEAL and hmac.compare_digest(payload, self._seal.digest()):
+        if frame == Frame.SEAL and hmac.compare_digest(payload, self._seal.digest()):
             part.replace(self._path)
             return True
-        if kind != self._kind:
-            raise ValueError(f"{Kind(kind).name} instead of the {self._path.name}")
+        if frame != self._type:
+            raise ValueError(f"{Frame(frame).name} instead of the {self._path.name}")
         self._seal.update(payload)
         with part.open("ab") as file:
             file.write(payload)
@@ -275,12 +275,12 @@ def _seal(path: Path, key: bytes) -> hmac.HMAC:
     return hmac.new(key, path.name.encode() + b"\0", "sha256")
 
 
-def fields(payload: bytes | bytearray, **kinds: type) -> list[Any]:
-    """Values of a JSON object, in the order of ``kinds``; None for one that it lacks.
+def fields(payload: bytes | bytearray, **types: type) -> list[Any]:
+    """Values of a JSON object, in the order of ``types``; None for one that it lacks.
 
     Args:
         payload: of a frame.
-        **kinds: by name, the type of each value; ``float`` accepts integers, too.
+        **types: by name, the type of each value; ``float`` accepts integers, too.
 
     Raises:
         ValueError: it is no JSON object, or a value has another type.
@@ -292,12 +292,12 @@ def fields(payload: bytes | bytearray, **kinds: type) -> list[Any]:
     if not isinstance(values, dict):
         raise ValueError(f"no JSON object: {payload[:80]!r}")
     found = []
-    for name, kind in kinds.items():
+    for name, type_ in types.items():
         value = values.get(name)
-        accepted = (int, float) if kind is float else kind
-        wrong_flag = isinstance(value, bool) and kind is not bool
+        accepted = (int, float) if type_ is float else type_
+        wrong_flag = isinstance(value, bool) and type_ is not bool
         if value is not None and (wrong_flag or not isinstance(value, accepted)):
-            raise ValueError(f"{name} is {value!r}, which is no {kind.__name__}")
+            raise ValueError(f"{name} is {value!r}, which is no {type_.__name__}")
         found.append(value)
     return found
 

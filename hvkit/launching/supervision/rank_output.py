@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from hvkit.launching.supervision.protocol import Kind
+from hvkit.launching.supervision.protocol import Frame
 from hvkit.launching.supervision.screen import LAUNCHER_LOG, write_log
 from hvkit.launching.supervision.tracebacks import (
     Traceback,
@@ -126,20 +126,20 @@ class RankOutput:
         OSError: the log file cannot be opened.
     """
 
-    def __init__(self, rank: int, host: str, style: Style, show: Callable[[Kind, bytes], None]):
+    def __init__(self, rank: int, host: str, style: Style, show: Callable[[Frame, bytes], None]):
         self._rank = rank
         self._label = f"[{rank} {host}] ".encode() if style.prefix else b""
         self._style = style
         self._show = show if style.shows(rank) else _show_nothing
         self._log = _log_file(style.log_dir, rank)
-        self._unfinished = {Kind.STDOUT: b"", Kind.STDERR: b""}
+        self._unfinished = {Frame.STDOUT: b"", Frame.STDERR: b""}
         self._last = LastLines()
         # The streams whose unfinished line has been shown.
-        self._begun: set[Kind] = set()
+        self._begun: set[Frame] = set()
         # The streams whose unfinished line has not grown since the last flush.
-        self._waits: set[Kind] = set()
+        self._waits: set[Frame] = set()
         # When the unfinished line of a stream began.
-        self._since: dict[Kind, float] = {}
+        self._since: dict[Frame, float] = {}
         # The last traceback on standard error, and whether nothing has followed it there.
         self._traceback = Traceback()
         self._in_traceback = False
@@ -149,21 +149,21 @@ class RankOutput:
         self.interrupted = False
         self._interrupted_at: str | None = None
 
-    def write(self, kind: Kind, data: bytes) -> None:
+    def write(self, stream: Frame, data: bytes) -> None:
         """Show the lines that ``data`` completes, and keep the rest."""
-        self._last.add(kind, data)
-        self._waits.discard(kind)
-        if kind in self._begun and not self._unfinished[kind] and starts_a_line(data):
+        self._last.add(stream, data)
+        self._waits.discard(stream)
+        if stream in self._begun and not self._unfinished[stream] and starts_a_line(data):
             data = b"\n" + data
-        lines, end, rest = separated(self._unfinished[kind] + data).rpartition(b"\n")
+        lines, end, rest = separated(self._unfinished[stream] + data).rpartition(b"\n")
         if end:
-            if kind is Kind.STDERR:
+            if stream is Frame.STDERR:
                 self._take_errors(lines + end)
             else:
-                self._put(kind, lines + end)
-            self._begun.discard(kind)
-            self._since.pop(kind, None)
-        if kind is Kind.STDERR and self._in_traceback:
+                self._put(stream, lines + end)
+            self._begun.discard(stream)
+            self._since.pop(stream, None)
+        if stream is Frame.STDERR and self._in_traceback:
             if b"\r" in rest or len(rest) + len(self._traceback.text) > _LONGEST_LINE:
                 self._end_traceback()
             elif not rest:
@@ -171,11 +171,11 @@ class RankOutput:
         if self._style.by_line:
             rest = last_state(rest)
         if len(rest) > _LONGEST_LINE:
-            self._put(kind, rest, b"\n" if self._style.by_line else b"")
+            self._put(stream, rest, b"\n" if self._style.by_line else b"")
             rest = b""
-        self._unfinished[kind] = rest
+        self._unfinished[stream] = rest
         if rest:
-            self._since.setdefault(kind, time.monotonic())
+            self._since.setdefault(stream, time.monotonic())
 
     def flush(self, *, failed: bool = False) -> None:
         """Show unfinished lines, unless lines must be shown whole, and what was held too long.
@@ -191,10 +191,10 @@ class RankOutput:
         if self._held and not failed and now - self._held_since > _HELD:
             self._release()
         if not self._style.by_line:
-            bars = {kind for kind, rest in self._unfinished.items() if b"\r" in rest}
-            slow = {kind for kind, since in self._since.items() if now - since > _HELD}
+            bars = {stream for stream, rest in self._unfinished.items() if b"\r" in rest}
+            slow = {stream for stream, since in self._since.items() if now - since > _HELD}
             self._show_unfinished(bars | self._waits | slow)
-            self._waits = {kind for kind, rest in self._unfinished.items() if rest}
+            self._waits = {stream for stream, rest in self._unfinished.items() if rest}
 
     def close(self, *, drop: bool = False) -> None:
         """Show unfinished lines and what is held back, and close the log file.
@@ -204,7 +204,7 @@ class RankOutput:
         if drop:
             self._held = b""
         self._release()
-        self._show_unfinished(set(Kind), b"\n" if self._style.by_line else b"")
+        self._show_unfinished(set(Frame), b"\n" if self._style.by_line else b"")
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -217,7 +217,7 @@ class RankOutput:
             return
         said = f"hvkit: {interrupted(self._rank, self._interrupted_at)}"
         if not any(line.startswith(said.partition(" (")[0]) for line in self._last.all()):
-            self._show(Kind.STDERR, self._decorated(said.encode()) + b"\n")
+            self._show(Frame.STDERR, self._decorated(said.encode()) + b"\n")
 
     def last_lines(self) -> list[str]:
         """The last lines of both streams that explain why the rank ends; a traceback is whole."""
@@ -245,14 +245,14 @@ class RankOutput:
             if not self._in_traceback:
                 begins = beginning(lines)
                 if begins != 0:
-                    self._put(Kind.STDERR, lines[:begins])
+                    self._put(Frame.STDERR, lines[:begins])
                 if begins is None:
                     return
                 lines = lines[begins:]
                 self._traceback, self._in_traceback = Traceback(), True
             taken = self._traceback.take(lines)
             if taken:
-                self._put(Kind.STDERR, lines[:taken], hold=True)
+                self._put(Frame.STDERR, lines[:taken], hold=True)
             lines = lines[taken:]
             if lines:
                 self._end_traceback()
@@ -261,12 +261,12 @@ class RankOutput:
         self._in_traceback = False
         self._release()
 
-    def _show_unfinished(self, kinds: Collection[Kind], end: bytes = b"") -> None:
-        for kind, rest in self._unfinished.items():
-            if rest and kind in kinds and not (self._held and kind is Kind.STDERR):
-                self._put(kind, rest, end)
-                self._unfinished[kind] = b""
-                self._begun.add(kind)
+    def _show_unfinished(self, streams: Collection[Frame], end: bytes = b"") -> None:
+        for stream, rest in self._unfinished.items():
+            if rest and stream in streams and not (self._held and stream is Frame.STDERR):
+                self._put(stream, rest, end)
+                self._unfinished[stream] = b""
+                self._begun.add(stream)
 
     def _decorated(self, lines: bytes) -> bytes:
         if not self._style.by_line:
@@ -279,15 +279,15 @@ class RankOutput:
         shown = [start + last_state(line).rstrip(b"\r") + b"\n" for line in whole]
         return b"".join([*shown, start + last_state(rest).rstrip(b"\r")] if rest else shown)
 
-    def _put(self, kind: Kind, raw: bytes, end: bytes = b"", *, hold: bool = False) -> None:
+    def _put(self, stream: Frame, raw: bytes, end: bytes = b"", *, hold: bool = False) -> None:
         data = self._decorated(raw) + end
         if hold:
             self._held_since = self._held_since if self._held else time.monotonic()
             self._held += data
         elif self._style.greetings or (kept := _GREETING.sub(b"", raw)) == raw:
-            self._show(kind, data)
+            self._show(stream, data)
         elif kept:
-            self._show(kind, self._decorated(kept) + end)
+            self._show(stream, self._decorated(kept) + end)
         if self._log is not None:
             write_log(self._log, data)
 
@@ -299,10 +299,10 @@ class RankOutput:
                 self._interrupted_at = where
                 return
         if held:
-            self._show(Kind.STDERR, held)
+            self._show(Frame.STDERR, held)
 
 
-def _show_nothing(kind: Kind, data: bytes) -> None:
+def _show_nothing(stream: Frame, data: bytes) -> None:
     """For a rank whose output is not shown."""
 
 
@@ -312,27 +312,27 @@ class LastLines:
     def __init__(self) -> None:
         self._lines: deque[tuple[float, bytes]] = deque(maxlen=LAST_LINES)
         # By stream: its unfinished line, and the progress bar in front of that.
-        self._unfinished = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
-        self._bars = dict.fromkeys((Kind.STDOUT, Kind.STDERR), b"")
+        self._unfinished = dict.fromkeys((Frame.STDOUT, Frame.STDERR), b"")
+        self._bars = dict.fromkeys((Frame.STDOUT, Frame.STDERR), b"")
         self._changed = 0.0
 
-    def add(self, kind: Kind, data: bytes) -> None:
+    def add(self, stream: Frame, data: bytes) -> None:
         """Keep what the rank has printed."""
         self._changed = time.monotonic()
-        before = self._unfinished[kind]
+        before = self._unfinished[stream]
         if _is_bar(before) and not _DRAWS.match(data):
-            self._bars[kind], before = before, b""
+            self._bars[stream], before = before, b""
         lines = separated(before + data).split(b"\n")
-        if bar := self._bars[kind]:
+        if bar := self._bars[stream]:
             drawn_over = b"\r" in lines[0].rstrip(b"\r")
             if drawn_over or len(lines) > 1:
-                self._bars[kind] = b""
+                self._bars[stream] = b""
             if not drawn_over and len(lines) > 1:
                 lines.insert(0, bar)
         *whole, rest = lines
         self._lines.extend((self._changed, line[-_KEPT_BYTES:]) for line in whole)
         # A line without an end may be as long as a file.
-        self._unfinished[kind] = rest[-_KEPT_BYTES:]
+        self._unfinished[stream] = rest[-_KEPT_BYTES:]
 
     def all(self) -> list[str]:
         """The lines as a terminal shows them, without empty ones."""
@@ -344,7 +344,7 @@ class LastLines:
         return _without_chatter([text for at, text in self._texts() if at > recent])
 
     def _texts(self) -> list[tuple[float, str]]:
-        rest = [self._bars[kind] + line for kind, line in self._unfinished.items()]
+        rest = [self._bars[stream] + line for stream, line in self._unfinished.items()]
         lines = [*self._lines, *((self._changed, line) for line in rest)]
         return [(at, text) for at, line in lines if (text := as_kept(line)).strip()]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from hvkit import threads
-from hvkit.launching.supervision.protocol import Kind
+from hvkit.launching.supervision.protocol import Frame
 
 LAUNCHER_LOG = "launcher.log"
 """Name of the log file of the launcher's own output."""
@@ -45,13 +45,13 @@ class Screen:
         # Of these, places where what is unfinished is a progress bar.
         self._bars: set[int] = set()
 
-    def show(self, kind: Kind, data: bytes, writer: object = None) -> None:
+    def show(self, stream: Frame, data: bytes, writer: object = None) -> None:
         """Write bytes to a stream.
 
         The writer identifies the source. An unfinished line of another writer is ended before, on a
         terminal or if it is a progress bar. None is this process, which always begins a new line.
         """
-        file = 1 if kind is Kind.STDOUT else 2
+        file = 1 if stream is Frame.STDOUT else 2
         place = self._place(file)
         with self._locks[place]:
             of_another = self._open.get(place) not in (None, (writer, file))
@@ -72,7 +72,7 @@ class Screen:
         first, *rest = text.split("\n")
         lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
         with contextlib.suppress(BrokenPipeError):
-            self.show(Kind.STDERR, "".join(f"{line}\n" for line in lines).encode())
+            self.show(Frame.STDERR, "".join(f"{line}\n" for line in lines).encode())
 
     def _stands_apart(self, place: int, file: int, writer: object, data: bytes) -> bool:
         """Whether data begins a new line after the unfinished line of another writer."""
@@ -149,12 +149,12 @@ class LauncherOutput:
         self._ends = ends
         self._log_dir = log_dir
         self._log: BinaryIO | None = None
-        self._kept: list[tuple[Kind, bytes]] = []
+        self._kept: list[tuple[Frame, bytes]] = []
         self._readers: list[threading.Thread] = []
 
-    def read(self, kind: Kind, stream: IO[bytes]) -> None:
+    def read(self, stream: Frame, pipe: IO[bytes]) -> None:
         """Read a stream of the launcher to its end, in a thread."""
-        self._readers.append(threads.start("hvkit-launcher-output", self._read, kind, stream))
+        self._readers.append(threads.start("hvkit-launcher-output", self._read, stream, pipe))
 
     def finish(self, seconds: float) -> None:
         """Wait for the end of both streams, for a limited time: ssh may keep them open."""
@@ -170,14 +170,14 @@ class LauncherOutput:
         for each in kept:
             self._write(self._show, *each)
 
-    def _read(self, kind: Kind, stream: IO[bytes]) -> None:
-        with stream:
-            while data := os.read(stream.fileno(), _READ):
+    def _read(self, stream: Frame, pipe: IO[bytes]) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), _READ):
                 self._write(self._write_log, data)
                 if not self._ends():
-                    self._write(self._show, kind, data)
+                    self._write(self._show, stream, data)
                 elif sum(len(each) for _, each in self._kept) < _KEPT:
-                    self._kept.append((kind, data))
+                    self._kept.append((stream, data))
 
     def _write_log(self, data: bytes) -> None:
         if self._log_dir is None:

@@ -33,7 +33,7 @@ from hvkit.launching.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
     AgentSettings,
-    Kind,
+    Frame,
 )
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RunStatus
@@ -181,7 +181,7 @@ class _Supervision:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.on_end_signal)
         for number in COMMAND_SIGNALS:
-            signal.signal(number, lambda number, _: self.supervisor.signal(number))
+            signal.signal(number, lambda number, _: self.supervisor.send_all(Frame.SIGNAL, number))
         self.start(port)
         status: int | None = None
         try:
@@ -222,8 +222,8 @@ class _Supervision:
         )
         assert self.launcher.stdout is not None
         assert self.launcher.stderr is not None
-        self.launcher_output.read(Kind.STDOUT, self.launcher.stdout)
-        self.launcher_output.read(Kind.STDERR, self.launcher.stderr)
+        self.launcher_output.read(Frame.STDOUT, self.launcher.stdout)
+        self.launcher_output.read(Frame.STDERR, self.launcher.stderr)
         threads.start("hvkit-launcher", self.wait_for_launcher)
 
     def wait_for_launcher(self) -> None:
@@ -399,7 +399,7 @@ class _Supervision:
 
     def launcher_failed(self, status: int) -> str:
         """Why the launcher ended with this status, although no rank has failed by itself."""
-        ended, started = self.supervisor.ended_well, self.supervisor.started
+        ended, started = self.supervisor.ended_well, len(self.supervisor.ranks)
         if 0 < len(ended) < started:
             hosts = ", ".join(sorted({host for _, host in ended}))
             who = f"{ranks_text([number for number, _ in ended])} on {hosts}"

@@ -13,25 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hvkit import threads
-from hvkit.connections import (
-    HEADER_BYTES,
-    Connection,
-    Listener,
-    keep_alive,
-    probe_interval,
-)
+from hvkit.connections import HEADER_BYTES, Connection, Listener, keep_alive, probe_interval
 from hvkit.host import call_folder
-from hvkit.launching.supervision import protocol
+from hvkit.launching.supervision import protocol, run_status
 from hvkit.launching.supervision.first_failure import Failure
-from hvkit.launching.supervision.protocol import LONGEST_FRAME, Kind, SealedFile, sealed
+from hvkit.launching.supervision.protocol import LONGEST_FRAME, Frame, SealedFile, sealed
 from hvkit.launching.supervision.rank_output import RankOutput, Style
-from hvkit.launching.supervision.run_status import (
-    RankReport,
-    RankReports,
-    RankState,
-    RunStatus,
-    at_one_moment,
-)
+from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.screen import Screen
 from hvkit.launching.supervision.timeline import HostClock
 from hvkit.log import logger
@@ -43,7 +31,7 @@ _BETWEEN_CLOCKS = 2.0
 # Seconds since 1970; no clock shows more.
 _LATEST = 1e12
 # What an agent may send only so far ahead.
-_COUNTED = (Kind.STDOUT, Kind.STDERR, Kind.SPANS, Kind.OUTCOME, Kind.SEAL)
+_COUNTED = (Frame.STDOUT, Frame.STDERR, Frame.SPANS, Frame.OUTCOME, Frame.SEAL)
 
 
 @dataclass
@@ -58,7 +46,7 @@ class _Rank:
     starting: bool | None = None
     status: int | None = None
     clock: HostClock = field(default_factory=HostClock)
-    reports: RankReports = field(default_factory=RankReports)
+    reports: run_status.RankReports = field(default_factory=run_status.RankReports)
     speed: float | None = None
     outcome: SealedFile | None = None
 
@@ -66,9 +54,9 @@ class _Rank:
     def ended(self) -> bool:
         return self.status is not None
 
-    def send(self, kind: Kind, number: int) -> None:
+    def send(self, frame: Frame, number: int) -> None:
         with contextlib.suppress(OSError):  # what receives notices that, too
-            self.connection.send(kind, protocol.packed(number))
+            self.connection.send(frame, protocol.packed(number))
 
 
 @dataclass
@@ -99,6 +87,7 @@ class Supervisor:
         left: the ranks that have saved a checkpoint after SIGTERM, and ended.
         status: of the run, over all tries: gets the saved steps, and spans for the timeline.
         call: the folder of the function that ranks run; None if they run a command.
+        ranks: by number, the ranks that have connected so far.
     """
 
     size: int
@@ -119,7 +108,7 @@ class Supervisor:
     left: set[int] = field(default_factory=set)
     status: RunStatus = field(default_factory=RunStatus)
     call: Path | None = None
-    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    ranks: dict[int, _Rank] = field(default_factory=dict)
     screen: Screen = field(default_factory=Screen)
     _grace: float | None = None
     _interrupted: bool = False
@@ -152,15 +141,10 @@ class Supervisor:
                 self._cannot_write(problem)
 
     @property
-    def started(self) -> int:
-        """The number of ranks that have connected so far."""
-        return len(self._ranks)
-
-    @property
     def ended_well(self) -> list[tuple[int, str]]:
         """The ranks that have ended with exit status 0, with their hosts."""
         failed = {failure.rank for failure in self.failures}
-        ranks = sorted(self._ranks.items())
+        ranks = sorted(self.ranks.items())
         return [(each, rank.host) for each, rank in ranks if rank.ended and each not in failed]
 
     @property
@@ -171,7 +155,7 @@ class Supervisor:
     @property
     def other_hosts(self) -> set[str]:
         """The hosts of the ranks, without this one."""
-        return {rank.host for rank in list(self._ranks.values())} - {socket.gethostname()}
+        return {rank.host for rank in list(self.ranks.values())} - {socket.gethostname()}
 
     @property
     def failed(self) -> bool:
@@ -198,9 +182,9 @@ class Supervisor:
         """
         with self._lock:
             running = self._connected()
-            reports = at_one_moment([each.reports for each in running], time.time())
+            reports = run_status.at_one_moment([each.reports for each in running], time.time())
             shown = {rank.number: each for rank, each in zip(running, reports, strict=True)}
-            ranks: list[RankState] = [
+            ranks: list[run_status.RankState] = [
                 {
                     "rank": number,
                     "host": rank.host,
@@ -208,7 +192,7 @@ class Supervisor:
                     "speed": rank.speed,
                     **shown.get(number, rank.reports.newest),
                 }
-                for number, rank in sorted(self._ranks.items())
+                for number, rank in sorted(self.ranks.items())
             ]
         saved = {} if self.saved is None else {"saved": self.saved}
         return {"size": self.size, "ranks": ranks, **saved}
@@ -216,18 +200,14 @@ class Supervisor:
     def stop(self, grace: float) -> None:
         """Have all agents end their commands, by force after ``grace`` seconds."""
         self._grace = grace
-        self._send_all(Kind.STOP, round(grace * 1000))
+        self.send_all(Frame.STOP, round(grace * 1000))
 
     def interrupt(self) -> None:
         """Have all agents send their commands SIGINT."""
         self._interrupted = True
-        for rank in list(self._ranks.values()):
+        for rank in list(self.ranks.values()):
             rank.output.interrupted = True
-        self._send_all(Kind.INTERRUPT, 0)
-
-    def signal(self, number: int) -> None:
-        """Have all agents send their commands a signal."""
-        self._send_all(Kind.SIGNAL, number)
+        self.send_all(Frame.INTERRUPT, 0)
 
     def close(self, reported: Collection[int] = ()) -> None:
         """Admit no more agents, show the rest of the output, and close the log files.
@@ -236,7 +216,7 @@ class Supervisor:
         """
         self._ends.set()
         self._listener.close()
-        for rank in list(self._ranks.values()):
+        for rank in list(self.ranks.values()):
             if self._interrupted:
                 self.write(rank.output.close_interrupted)
             else:
@@ -248,30 +228,31 @@ class Supervisor:
             rank.connection.hang_up()
 
     def _connected(self) -> list[_Rank]:
-        return [rank for _, rank in sorted(self._ranks.items()) if rank.connected]
+        return [rank for _, rank in sorted(self.ranks.items()) if rank.connected]
 
     def _show_unfinished_lines(self) -> None:
+        def flush() -> None:
+            failed = {failure.rank for failure in self.failures}
+            for rank in list(self.ranks.values()):
+                rank.output.flush(failed=rank.number in failed)
+
         while not self._ends.wait(1):
-            self.write(self._flush)
+            self.write(flush)
 
     def _ask_for_clocks(self) -> None:
         """Compare the clocks of all hosts with this one's every few seconds."""
-        while not self._ends.wait(_BETWEEN_CLOCKS if self.started == self.size else 0.2):
+        while not self._ends.wait(_BETWEEN_CLOCKS if len(self.ranks) == self.size else 0.2):
             for rank in self._connected():
-                rank.send(Kind.ASK, rank.clock.ask(time.monotonic()))
+                rank.send(Frame.ASK, rank.clock.ask(time.monotonic()))
 
     def _cannot_write(self, problem: OSError) -> None:
         self.problem = self.problem or problem
         self.changed()
 
-    def _flush(self) -> None:
-        failed = {failure.rank for failure in self.failures}
-        for rank in list(self._ranks.values()):
-            rank.output.flush(failed=rank.number in failed)
-
-    def _send_all(self, kind: Kind, number: int) -> None:
+    def send_all(self, frame: Frame, number: int) -> None:
+        """Send all agents a frame with a number, such as that of a signal."""
         for rank in self._connected():
-            rank.send(kind, number)
+            rank.send(frame, number)
 
     def _serve(self, connected: socket.socket) -> None:
         """Register an agent and handle what it sends until its rank has ended, or it is lost."""
@@ -298,17 +279,16 @@ class Supervisor:
                 self._fail(rank, None)
             else:  # The kernel got no answer for too long.
                 self.host_lost = True
-                last_heard = time.monotonic() - (self.lost_after or 0.0)
-                self._fail(rank, None, lost=True, at=last_heard)
+                self._fail(rank, None, lost=True, at=time.monotonic() - (self.lost_after or 0.0))
 
     def _register(self, connection: Connection) -> _Rank | None:
         """Read the agent's HELLO; ``None`` if that is invalid, or its log file cannot be opened."""
-        kind, payload = connection.receive()
-        if kind != Kind.HELLO:
+        frame, payload = connection.receive()
+        if frame != Frame.HELLO:
             return None
         number, host, wants_call = protocol.fields(payload, rank=int, host=str, call=bool)
         with self._lock:
-            unknown = number not in self._ranks and number in range(self.size)
+            unknown = number not in self.ranks and number in range(self.size)
             if not unknown or host is None or self._ends.is_set():
                 return None
             try:
@@ -317,55 +297,55 @@ class Supervisor:
             except OSError as problem:
                 self._cannot_write(problem)
                 return None
-            rank = self._ranks[number] = _Rank(number, host, output, connection)
+            rank = self.ranks[number] = _Rank(number, host, output, connection)
         if self._grace is not None:
-            rank.send(Kind.STOP, round(self._grace * 1000))
+            rank.send(Frame.STOP, round(self._grace * 1000))
         elif self._interrupted:
-            rank.send(Kind.INTERRUPT, 0)
+            rank.send(Frame.INTERRUPT, 0)
         elif wants_call and self.call is not None:
             path = call_folder.outcome_in(self.call, number)
-            rank.outcome = SealedFile(path, self.key, Kind.OUTCOME)
-            for kind, piece in sealed(call_folder.call_in(self.call), self.key, Kind.CALL):
-                connection.send(kind, piece)
+            rank.outcome = SealedFile(path, self.key, Frame.OUTCOME)
+            for frame, piece in sealed(call_folder.call_in(self.call), self.key, Frame.CALL):
+                connection.send(frame, piece)
         return rank
 
     def _follow(self, rank: _Rank) -> None:
         """Handle a rank's frames until it has ended."""
         while not rank.ended:
             number, payload = rank.connection.receive()
-            kind = Kind(number)
-            if kind in (Kind.STDOUT, Kind.STDERR):
-                self.write(rank.output.write, kind, bytes(payload))
-            elif kind in (Kind.OUTCOME, Kind.SEAL):
+            frame = Frame(number)
+            if frame in (Frame.STDOUT, Frame.STDERR):
+                self.write(rank.output.write, frame, bytes(payload))
+            elif frame in (Frame.OUTCOME, Frame.SEAL):
                 if rank.outcome is None:
                     raise ValueError("an outcome that was not asked for")
-                self.write(rank.outcome.take, kind, payload)
-            elif kind is Kind.SPANS and (timeline := self.status.timeline) is not None:
+                self.write(rank.outcome.take, frame, payload)
+            elif frame is Frame.SPANS and (timeline := self.status.timeline) is not None:
                 # Ranks of this host have its clock.
                 here = rank.host == socket.gethostname()
                 ahead = 0.0 if here else rank.clock.ahead
                 self.write(timeline.take, rank.number, rank.host, ahead, bytes(payload))
             else:
                 with self._lock:
-                    self._take(rank, kind, payload)
-            if kind in _COUNTED:
-                rank.send(Kind.TAKEN, HEADER_BYTES + len(payload))
+                    self._take(rank, frame, payload)
+            if frame in _COUNTED:
+                rank.send(Frame.TAKEN, HEADER_BYTES + len(payload))
 
-    def _take(self, rank: _Rank, kind: Kind, payload: bytearray) -> None:
-        if kind is Kind.REPORT:
+    def _take(self, rank: _Rank, frame: Frame, payload: bytearray) -> None:
+        if frame is Frame.REPORT:
             self._take_report(rank, bytes(payload))
-        elif kind is Kind.CLOCK:
+        elif frame is Frame.CLOCK:
             number, clock = protocol.fields(payload, number=int, now=float)
             if number is not None and clock is not None and math.isfinite(clock):
                 rank.clock.answered(number, clock, time.monotonic())
-        elif kind is Kind.STOPPED:
+        elif frame is Frame.STOPPED:
             rank.stopped = True
-        elif kind is Kind.ENDED:
+        elif frame is Frame.ENDED:
             status, problem, stopped, ago = protocol.fields(
                 payload, status=int, problem=str, stopped=bool, ago=float
             )
             rank.status = 1 if status is None else status
-            self.all_ended = sum(one.ended for one in self._ranks.values()) == self.size
+            self.all_ended = sum(one.ended for one in self.ranks.values()) == self.size
             if status != 0:
                 rank.stopped = stopped or False
                 self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
@@ -384,7 +364,13 @@ class Supervisor:
                 self.status.saved_in[str(values.get("directory"))] = step
             case {"resumes": int() | None as step, "directory": str(directory)}:
                 self.resumed = max(step or 0, self.resumed or 0)
-                self._warn_if_older(step, self.status.saved_in.get(directory))
+                saved = self.status.saved_in.get(directory)
+                if saved is not None and (step is None or step < saved):
+                    self._warn(
+                        "the ranks go on from %s, although step %d was saved: no host that has "
+                        "ranks now has that checkpoint, complete, on disk or in memory",
+                        *("the beginning" if step is None else f"step {step}", saved),
+                    )
             case {"starting": bool(starting)}:
                 rank.starting = starting
                 self._fail_if_missed()
@@ -413,24 +399,19 @@ class Supervisor:
                 arrived, before = time.monotonic(), rank.reports.newest
                 moved = before["moved"] if before.get("step") == step else arrived
                 self.step = max(step, self.step)
-                report: RankReport = {
-                    "call": call,
-                    "waits": waits,
-                    "where": where,
-                    "step": step,
-                    "moved": moved,
-                    "speed": rank.speed,
-                }
+                report: run_status.RankReport
+                report = {"call": call, "waits": waits, "where": where, "step": step}
+                report |= {"moved": moved, "speed": rank.speed}
                 rank.reports.take(report, made, time.time(), arrived)
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
 
     def _fail_if_missed(self) -> None:
         """Count ranks as failed that have ended without Horovod, if others wait for its start."""
-        if not any(rank.starting and not rank.ended for rank in self._ranks.values()):
+        if not any(rank.starting and not rank.ended for rank in self.ranks.values()):
             return
         failed = {failure.rank for failure in self.failures}
-        for rank in self._ranks.values():
+        for rank in self.ranks.values():
             if rank.status == 0 and rank.starting is None and rank.number not in failed:
                 problem = (
                     "ended with exit status 0 and did not start Horovod, for which the other "
@@ -463,16 +444,6 @@ class Supervisor:
             )
         )
         self.changed()
-
-    def _warn_if_older(self, step: int | None, saved: int | None) -> None:
-        """Warn if ranks resume an older checkpoint than the last, whose host is lost."""
-        if saved is None or (step is not None and step >= saved):
-            return
-        self._warn(
-            "the ranks go on from %s, although step %d was saved: no host that has ranks now has "
-            "that checkpoint, complete, on disk or in memory",
-            *("the beginning" if step is None else f"step {step}", saved),
-        )
 
     def _warn(self, text: str, *values: object) -> None:
         self.screen.end_line()

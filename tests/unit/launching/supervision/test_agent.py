@@ -13,7 +13,7 @@ from hvkit.connections import ConnectionLost, frame
 from hvkit.functions.outcomes import error_in, results_in
 from hvkit.functions.pickling import write_call
 from hvkit.host.call_folder import call_in, outcome_in
-from hvkit.launching.supervision.protocol import AgentConnection, Kind, sealed
+from hvkit.launching.supervision.protocol import AgentConnection, Frame, sealed
 
 
 def test_an_agent_without_supervisor_becomes_the_command():
@@ -83,7 +83,7 @@ def test_a_call_that_somebody_has_changed_on_its_way_is_not_read(tmp_path):
         connection = AgentConnection(ours, b"key")
         call = call_in(tmp_path)
         call.write_bytes(b"piece")
-        for each in sealed(call, b"another key", Kind.CALL):
+        for each in sealed(call, b"another key", Frame.CALL):
             theirs.sendall(frame(*each))
         call.unlink()
         with pytest.raises(ConnectionLost, match="SEAL instead of the call"):

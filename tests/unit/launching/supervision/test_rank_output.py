@@ -7,10 +7,10 @@ from datetime import datetime
 import pytest
 
 from hvkit.launching.supervision import rank_output
-from hvkit.launching.supervision.protocol import Kind
+from hvkit.launching.supervision.protocol import Frame
 from hvkit.launching.supervision.rank_output import LAST_LINES, RankOutput, Style, make_room
 
-OUT, ERR = Kind.STDOUT, Kind.STDERR
+OUT, ERR = Frame.STDOUT, Frame.STDERR
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def supervisor():
     """That of two ranks on host a."""
     supervisor = Supervisor(2, b"k" * 32, Style(), None, lambda: None)
     for rank in range(2):
-        supervisor._ranks[rank] = _Rank(rank, "a", None, None)
+        supervisor.ranks[rank] = _Rank(rank, "a", None, None)
     return supervisor
 
 
@@ -195,14 +195,14 @@ def test_the_state_of_a_run_shows_running_ranks_at_one_moment_and_ended_ones_at_
         monkeypatch.setattr(calls.time, "time", lambda: now)
         monkeypatch.setattr(calls, "last_step", lambda: step)
         calls.report_now(Status())
-        supervisor._take_report(supervisor._ranks[rank], json.dumps(sent.pop()).encode())
+        supervisor._take_report(supervisor.ranks[rank], json.dumps(sent.pop()).encode())
         return [each.get("step") for each in supervisor.state()["ranks"]]
 
     assert report(0, 100.0, 10) == [10, None]
     assert report(1, 100.0, 10) == [10, 10]
     assert report(0, 101.0, 90) == [10, 10]
     assert report(1, 101.0, 91) == [90, 91]
-    supervisor._ranks[0].connected = False
+    supervisor.ranks[0].connected = False
     assert report(0, 101.3, 120) == [120, 91]
 
 

@@ -9,16 +9,16 @@ import pytest
 from hvkit.launching.supervision.screen import Screen
 
 BEGIN = """
-from hvkit.launching.supervision.protocol import Kind
+from hvkit.launching.supervision.protocol import Frame
 from hvkit.launching.supervision.screen import Screen
 screen = Screen()
 """
 BARS = """
-screen.show(Kind.STDERR, b"\\r 50%", 0)
-screen.show(Kind.STDERR, b"\\r 60%", 0)
-screen.show(Kind.STDOUT, b"epoch 1\\n", 1)
-screen.show(Kind.STDERR, b"\\r 70%", 0)
-screen.show(Kind.STDERR, b"\\r 7%", 1)
+screen.show(Frame.STDERR, b"\\r 50%", 0)
+screen.show(Frame.STDERR, b"\\r 60%", 0)
+screen.show(Frame.STDOUT, b"epoch 1\\n", 1)
+screen.show(Frame.STDERR, b"\\r 70%", 0)
+screen.show(Frame.STDERR, b"\\r 7%", 1)
 screen.say("hvkit run: ended by SIGINT")
 """
 
@@ -49,7 +49,7 @@ def test_a_line_of_another_does_not_stand_behind_a_progress_bar():
 
 
 def test_a_pipe_gets_other_output_byte_for_byte():
-    shows = "for each in (0, 1, 0, 'launcher'): screen.show(Kind.STDOUT, bytes(4), each)\n"
+    shows = "for each in (0, 1, 0, 'launcher'): screen.show(Frame.STDOUT, bytes(4), each)\n"
     assert in_pipes(f"{shows}screen.say('hvkit run: ended')") == (bytes(16), b"hvkit run: ended\n")
 
 

@@ -18,7 +18,7 @@ from cases import MORE, cases
 from supervised import LAUNCHER, begin, below, command_line, run, sleeping
 
 from hvkit.connections import frame, keep_alive
-from hvkit.launching.supervision.protocol import KEY_VARIABLE, AgentSettings, Kind
+from hvkit.launching.supervision.protocol import KEY_VARIABLE, AgentSettings, Frame
 
 
 def test_output_and_success_of_the_ranks_are_passed_on():
@@ -164,8 +164,8 @@ def test_a_stranger_with_another_key_cannot_pose_as_an_agent(started):
     settings = AgentSettings.from_json(environment["HVKIT_RUN"])
     stranger = socket.create_connection((settings.addresses[0], settings.port))
     frames = [
-        frame(Kind.HELLO, json.dumps({"rank": 0, "host": "x"}).encode()),
-        frame(Kind.ENDED, json.dumps({"status": 5}).encode()),
+        frame(Frame.HELLO, json.dumps({"rank": 0, "host": "x"}).encode()),
+        frame(Frame.ENDED, json.dumps({"status": 5}).encode()),
     ]
     with Connection(stranger.detach()) as connection:
         with pytest.raises(AuthenticationError, match="digest sent was rejected"):
@@ -190,7 +190,7 @@ def test_garbage_from_a_stranger_changes_nothing(started, mark):
             socket.create_connection(("127.0.0.1", port)) as stranger,
             contextlib.suppress(OSError),
         ):
-            stranger.sendall(frame(Kind.HELLO, garbage))
+            stranger.sendall(frame(Frame.HELLO, garbage))
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(4096):
                 pass
