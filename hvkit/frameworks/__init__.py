@@ -11,12 +11,12 @@ Each of them is imported only when the script's model is its own.
 A new framework offers:
 
 1. a ``Port`` (``hvkit.sync.port``), which averages gradients for the strategies that do;
-2. for strategies that exchange weights: the model's ``Weights``, and a ``CountedOptimizer`` for
+2. for strategies that exchange weights: the model's ``Weights``, and a ``LocalOptimizer`` for
    each optimizer, or a ``HookedOptimizer`` if its steps are plain calls of Python
    (``hvkit.sync.local_weights``);
 3. for strategies that agree on weights in rounds: ``Agreements`` (``hvkit.sync.rounds``);
 4. a ``Framework`` in ``hvkit/registry.py``, and what it supports in ``hvkit/capabilities.py``.
 
 Whatever else takes the framework's objects chooses by their type: ``hvkit/tensors.py``,
-``data/shard.py``, ``checkpoint/object_kinds.py`` and ``monitor/monitor.py``.
+``data/shard.py``, ``checkpoint/part_types.py`` and ``monitor/monitor.py``.
 """

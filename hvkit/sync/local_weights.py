@@ -1,7 +1,7 @@
 """Local weights: what ranks do with them around each step of their optimizers.
 
 A framework's port shows the weights as vectors by number (``Weights``), and the optimizers that
-change them (``CountedOptimizer``).
+change them (``LocalOptimizer``).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Weights(Protocol):
         """
 
 
-class CountedOptimizer(Protocol):
+class LocalOptimizer(Protocol):
     """An optimizer that updates some of the weights, and counts its steps and rounds."""
 
     call: str
@@ -159,7 +159,7 @@ class CountedOptimizer(Protocol):
         """
 
 
-class HookedOptimizer(CountedOptimizer, Protocol):
+class HookedOptimizer(LocalOptimizer, Protocol):
     """An optimizer whose steps are plain calls of Python."""
 
     def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -189,7 +189,7 @@ class LocalWeightsKeeper(ABC):
         self._name = name
         # The values that callbacks see, in the order of ``Weights.values``; they may set others.
         self._for_callbacks: list[tuple[Any, Any]] = []
-        self._optimizers: list[CountedOptimizer] = []
+        self._optimizers: list[LocalOptimizer] = []
         self._steps_ended = 0
         # The local weights, in the order of ``Weights.values``, while the agreed ones are shown.
         self._local: list[tuple[Any, Any]] | None = None
@@ -367,7 +367,7 @@ class LocalWeightsKeeper(ABC):
 
         optimizer.attach(before, after)
 
-    def _add_optimizer(self, optimizer: CountedOptimizer) -> int:
+    def _add_optimizer(self, optimizer: LocalOptimizer) -> int:
         """Register another optimizer; return its number."""
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1

@@ -10,7 +10,7 @@ from hvkit.communication.encoding import sendable
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.sync.fingerprints import first_unlike
-from hvkit.sync.local_weights import CountedOptimizer, Weights
+from hvkit.sync.local_weights import LocalOptimizer, Weights
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 
@@ -40,7 +40,7 @@ class RoundSummary(NamedTuple):
 
 
 def require_same_round(
-    summary: RoundSummary, optimizer: CountedOptimizer, weights: Weights
+    summary: RoundSummary, optimizer: LocalOptimizer, weights: Weights
 ) -> list[RoundSummary]:
     """Raise on every rank unless all end the same round in the same way; a collective.
 
