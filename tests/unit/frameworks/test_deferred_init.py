@@ -18,7 +18,7 @@ from torch import nn
 
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init
-from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
+from hvkit.frameworks.pytorch.model_parallel.init_recording import recording_of
 
 
 def deferred(build, seed=7):
@@ -29,8 +29,8 @@ def deferred(build, seed=7):
 
 def made(build):
     model = deferred(build)
-    if recipe := recipe_of(model):
-        recipe.make_all()
+    if recording := recording_of(model):
+        recording.make_all()
     return model
 
 
@@ -214,7 +214,7 @@ def test_shapes_pass_through_a_model_that_is_not_made():
     assert deferred(Tied)(torch.arange(5, device="meta")).shape == (5, 20)
     model = deferred(lambda: nn.Sequential(nn.BatchNorm1d(2), Rotary()))
     assert (model[0](torch.ones(4, 2, device="meta")) * model[1].literal).shape == (4, 2)
-    recipe_of(model).make_all()
+    recording_of(model).make_all()
     assert model[0].num_batches_tracked == 0
     assert model[1].table.tolist() == [1, 2, 3, 4]
 
@@ -283,15 +283,15 @@ def test_each_of_two_ranks_makes_its_half_and_the_rest_later():
     for half in (["emb.weight"], ["body.weight", "body.bias"]):
         model = deferred(Tied)
         # Its own random state changes nothing.
-        recipe_of(model).start_from(recipe_of(model).random_state.clone())
-        recipe_of(model).make([model.get_parameter(name) for name in half])
+        recording_of(model).start_from(recording_of(model).random_state.clone())
+        recording_of(model).make([model.get_parameter(name) for name in half])
         for name, parameter in model.named_parameters():
             assert parameter.is_meta == (name not in half)
             assert parameter.is_meta or torch.equal(parameter, plain.get_parameter(name))
         assert model.head.weight is model.emb.weight
-        recipe_of(model).make_all()
+        recording_of(model).make_all()
         assert_as_without_the_block(model, Tied)
-        assert recipe_of(model) is None
+        assert recording_of(model) is None
 
 
 def test_parameters_stay_the_objects_that_they_were():
@@ -300,7 +300,7 @@ def test_parameters_stay_the_objects_that_they_were():
     model.bias_ih_l0.note = "kept"
     model.bias_ih_l0.register_hook(lambda gradient: heard.append("hook"))
     model.bias_ih_l0.register_post_accumulate_grad_hook(lambda p: heard.append("accumulated"))
-    recipe_of(model).make_all()
+    recording_of(model).make_all()
     assert all(p is before[name] for name, p in model.named_parameters())
     assert all(p is before[name] for name, p in zip(before, model._flat_weights, strict=True))
     model(torch.ones(2, 1, 4))[0].sum().backward()
@@ -322,9 +322,9 @@ def test_weights_that_share_memory_share_it_afterwards():
 def test_a_model_is_found_by_its_parts_and_by_what_contains_it():
     part = deferred(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     whole = nn.Sequential(nn.Linear(2, 3), part)
-    assert recipe_of(whole) is recipe_of(part) is recipe_of(part[1]) is not None
-    assert recipe_of(nn.Linear(2, 2)) is None
-    recipe_of(whole).make([*whole.parameters()])
+    assert recording_of(whole) is recording_of(part) is recording_of(part[1]) is not None
+    assert recording_of(nn.Linear(2, 2)) is None
+    recording_of(whole).make([*whole.parameters()])
     assert whole(torch.ones(2)).shape == (3,)
 
 
@@ -336,7 +336,7 @@ def test_a_second_block_goes_on_where_the_first_ended(order):
 
     models = deferred(Tied), block(Rotary)
     for number in order:
-        recipe_of(models[number]).make_all()
+        recording_of(models[number]).make_all()
     later = torch.rand(3)
     torch.manual_seed(7)
     assert facts(models[0]) == facts(Tied())
@@ -352,12 +352,12 @@ def test_a_rank_takes_another_ranks_weights_and_keeps_its_own_random_numbers():
 
     torch.manual_seed(1)
     plain = build(10)
-    state = recipe_of(deferred(partial(build, 10), seed=1)).random_state
+    state = recording_of(deferred(partial(build, 10), seed=1)).random_state
     assert state.dtype == torch.uint8
     assert len(state) == 2
     model = deferred(partial(build, 20), seed=2)
-    recipe_of(model).start_from(state)
-    recipe_of(model).make_all()
+    recording_of(model).start_from(state)
+    recording_of(model).make_all()
     assert facts(model) == facts(plain)
     own = torch.rand(3)
     torch.manual_seed(2)
@@ -367,7 +367,7 @@ def test_a_rank_takes_another_ranks_weights_and_keeps_its_own_random_numbers():
 def test_a_seed_of_after_the_block_holds():
     model = deferred(Tied)
     torch.manual_seed(7)
-    recipe_of(model).make_all()
+    recording_of(model).make_all()
     drawn = torch.rand(3)
     torch.manual_seed(7)
     assert torch.equal(drawn, torch.rand(3))
@@ -377,7 +377,7 @@ MEMORY = """
 import re, torch
 from torch import nn
 from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init
-from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
+from hvkit.frameworks.pytorch.model_parallel.init_recording import recording_of
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
@@ -391,11 +391,11 @@ class Late(nn.Module):
 with deferred_init():
     nn.Linear(2, 2)
     model = Late()
-recipe_of(nn.Linear(2, 2))
+recording_of(nn.Linear(2, 2))
 begin = peak()
-recipe_of(model).make([model.layers[7].weight])
+recording_of(model).make([model.layers[7].weight])
 print(peak() - begin)
-recipe_of(model).make_all()
+recording_of(model).make_all()
 print(peak() - begin)
 """
 
@@ -412,9 +412,9 @@ def test_memory_is_that_of_what_is_wanted_and_one_more_tensor():
     assert whole > 120
 
 
-def test_a_model_that_is_dropped_takes_its_recipe_along():
+def test_a_model_that_is_dropped_takes_its_recording_along():
     model = deferred(Tied)
-    recipe = weakref.ref(recipe_of(model))
+    recording = weakref.ref(recording_of(model))
     del model
     gc.collect()
-    assert recipe() is None
+    assert recording() is None

@@ -1,4 +1,4 @@
-"""What a deferred_init() block refuses to record, and what a recipe refuses to make."""
+"""What a deferred_init() block refuses to record, and what a recording refuses to make."""
 
 import copy
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init
-from hvkit.frameworks.pytorch.model_parallel.recipe import recipe_of
+from hvkit.frameworks.pytorch.model_parallel.init_recording import recording_of
 
 
 def deferred(build):
@@ -96,19 +96,19 @@ def zeroed(layer):
 )
 def test_what_changed_after_the_block_is_refused_by_name(change, message):
     model = deferred(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    recipe = recipe_of(model)
+    recording = recording_of(model)
     model[1] = change(model[1])
     with pytest.raises(ValueError, match=f"parameter 1.weight of Sequential {message}"):
-        recipe_of(model)
+        recording_of(model)
     with pytest.raises(ValueError, match=rf"tensor of shape \(3, 3\) {message}"):
-        recipe.make(model.parameters())
+        recording.make(model.parameters())
 
 
 def test_a_buffer_that_was_converted_is_refused_by_name():
     model = deferred(lambda: nn.BatchNorm1d(2))
     model.register_buffer("running_mean", model.running_mean.half())
     with pytest.raises(ValueError, match="buffer running_mean of BatchNorm1d is on the meta"):
-        recipe_of(model)
+        recording_of(model)
 
 
 def test_a_large_tensor_that_changes_before_the_model_is_made_is_refused():
@@ -116,10 +116,10 @@ def test_a_large_tensor_that_changes_before_the_model_is_made_is_refused():
     model = deferred(lambda: nn.ParameterList([torch.empty(1 << 20).copy_(values)]))
     values.add_(1)
     with pytest.raises(ValueError, match=r"shape \(1048576,\) was copied into the model.*clone"):
-        recipe_of(model).make_all()
+        recording_of(model).make_all()
 
 
 def test_a_random_state_of_another_model_is_refused():
-    recipe = recipe_of(deferred(lambda: nn.Linear(2, 2)))
+    recording = recording_of(deferred(lambda: nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"random state of shape \(2, \d+\).*needs \(1, \d+\)"):
-        recipe.start_from(torch.stack([torch.get_rng_state()] * 2))
+        recording.start_from(torch.stack([torch.get_rng_state()] * 2))

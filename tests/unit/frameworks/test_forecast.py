@@ -23,7 +23,9 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
 
 def stages(rank_of, of_weight, saved, output_bytes):
     empty = {"cuts": (), "of_buffer": {}, "of_module": {}, "flops": (), "nbytes": ()}
-    return ModuleStages(rank_of=rank_of, of_weight=of_weight, saved=saved, output_bytes=output_bytes, **empty)
+    return ModuleStages(
+        rank_of=rank_of, of_weight=of_weight, saved=saved, output_bytes=output_bytes, **empty
+    )
 
 
 @pytest.mark.parametrize(

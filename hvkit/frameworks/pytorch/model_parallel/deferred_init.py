@@ -1,8 +1,8 @@
-"""Building a model that fits no rank: the block records how its tensors are made.
+"""Records how a model is built that fits no rank: ``hvkit.deferred_init``.
 
-Each rank then makes its own part (``recipe.py``), bit for bit what one process would have made
-with the same random state. The method is that of torchdistX's ``deferred_init``, which PyTorch no
-longer maintains, written anew on PyTorch's dispatch modes.
+Each rank then makes its own part (``init_recording.py``), with the same bits as one process with
+the same random state. The method is that of torchdistX's ``deferred_init``, which PyTorch no longer
+maintains, on PyTorch's dispatch modes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.recipe import (
+from hvkit.frameworks.pytorch.model_parallel.init_recording import (
     Call,
-    Given,
-    Recipe,
+    InitRecording,
+    ScriptTensor,
     Seeding,
     View,
     digest,
@@ -36,7 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, ver
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _aten = torch.ops.aten
-# They need nothing of what was in the tensor that they fill.
+# They fill a tensor without reading it.
 _FILLS = {
     *(_aten.normal_, _aten.uniform_, _aten.random_, _aten.exponential_, _aten.log_normal_),
     *(_aten.cauchy_, _aten.geometric_, _aten.zero_, _aten.fill_, _aten.copy_),
@@ -49,20 +49,20 @@ _ATTRIBUTES: dict[Any, Any] = {
 _READS_VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _COPIED_BYTES = 1 << 20
 _blocks = 0
-_recording = False
+_in_block = False
 
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
     """The block of ``hvkit.deferred_init``."""
-    global _blocks, _recording
-    if _recording:  # a part of the model defers itself
+    global _blocks, _in_block
+    if _in_block:  # a part of the model defers itself
         yield
         return
     start = torch.get_rng_state()
-    recorder = _Recorder(Recipe(_blocks, previous(start) or start), start)
+    recorder = _Recorder(InitRecording(_blocks, previous(start) or start), start)
     _blocks += 1
-    _recording = True
+    _in_block = True
     try:
         with recorder, _LooksReal(recorder), _recorded_whole(recorder):
             yield
@@ -71,20 +71,20 @@ def deferred_init() -> Iterator[None]:
         torch.set_rng_state(start)
         raise
     finally:
-        _recording = False
+        _in_block = False
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs calls on the meta device and records them."""
 
-    def __init__(self, recipe: Recipe, start: torch.Tensor) -> None:
+    def __init__(self, recording: InitRecording, start: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recipe = recipe
+        self._recording = recording
         self._storages = 0
-        self._random = _RandomState(recipe, start)
+        self._random = _RandomState(recording, start)
 
     def finish(self) -> None:
-        self._recipe.finish(self._random.finish())
+        self._recording.finish(self._random.finish())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -100,7 +100,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten.lift_fresh.default and not deferred and tensors[0].numel():
             # torch.tensor([1.0]): on meta like all others, so that they can be used together.
             return self._record(_aten.clone.default, args, kwargs, [], random=False, makes=False)
-        # What Tensor.set_ does is seen by the storage in which the tensor lies afterwards.
+        # The storage of a tensor shows what Tensor.set_ has done.
         if not (deferred or random or makes) or func.overloadpacket is _aten.set_:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -110,12 +110,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._record(func, args, kwargs, written, random=random, makes=makes)
 
     def computed(self, values: Any, operation: str) -> Any:
-        """Nested values with real tensors in the place of deferred ones."""
+        """Nested values with computed tensors in place of deferred ones."""
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_meta:
                 return tensor
-            return self._recipe.values(View.of(tensor, self._storage_of(tensor)), operation)
+            return self._recording.values(View.of(tensor, self._storage_of(tensor)), operation)
 
         return tree_map_only(torch.Tensor, real, values)
 
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, call: Call) -> None:
         if call.random:
             self._random.note_what_script_set()
-        self._recipe.events.append(call)
+        self._recording.events.append(call)
         if call.random:
             self._random.note_draw()
 
@@ -180,19 +180,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(Call(func, arguments, named, outputs, reads, writes, overwrites, random))
         return result
 
-    def _argument(self, tensor: torch.Tensor) -> View | Given:
+    def _argument(self, tensor: torch.Tensor) -> View | ScriptTensor:
         if tensor.is_meta:
             return View.of(tensor, self._storage_of(tensor))
-        # The script may go on to change small ones, such as one it fills again and again.
+        # A script may fill the same small tensor again and again.
         small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
         kept = tensor.detach().clone() if small else tensor
-        return Given(kept, version_of(kept))
+        return ScriptTensor(kept, version_of(kept))
 
     def _storage_of(self, tensor: torch.Tensor) -> int:
         tag = tag_of(tensor)
-        if tag is None or tag[0] is not self._recipe:
+        if tag is None or tag[0] is not self._recording:
             raise ValueError(
-                f"hvkit.deferred_init() met a tensor of shape {tuple(tensor.shape)} on the meta "
+                f"hvkit.deferred_init() got a tensor of shape {tuple(tensor.shape)} on the meta "
                 "device that was not made in this block: make the whole model in one block"
             )
         return tag[1]
@@ -206,23 +206,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "hvkit.deferred_init() takes dense ones: make it before the block"
                 )
             if tag_of(tensor) is None:
-                set_tag(tensor, self._recipe, self._storages)
+                set_tag(tensor, self._recording, self._storages)
                 new.append(self._storages)
                 self._storages += 1
         return new
 
 
 class _RandomState:
-    """Notices when the script sets the state of PyTorch's random numbers.
+    """Notices when the script sets the state of PyTorch's generator.
 
-    Calls on the meta device draw nothing, so that the state would not move in the block, and
-    setting it back to what it was at the start could not be seen. So each recorded draw sets a
-    state that no script would: any other is the script's. One that was ours before is of
+    Calls on the meta device draw no numbers. The state would not change in the block, and a reset
+    to the state at its start could not be seen. So each recorded draw sets a state that no script
+    would set. Any other state comes from the script, and an earlier one of ours from
     ``torch.random.fork_rng`` or the like.
     """
 
-    def __init__(self, recipe: Recipe, start: torch.Tensor) -> None:
-        self._recipe, self._start = recipe, start
+    def __init__(self, recording: InitRecording, start: torch.Tensor) -> None:
+        self._recording, self._start = recording, start
         self._draws = 0
         self._draws_at: dict[bytes, int] = {}
         self._mark = self._set_mark()
@@ -234,8 +234,8 @@ class _RandomState:
             return
         draws = self._draws_at.get(found)
         if draws is None:
-            self._recipe.seeds.append(state)
-        self._recipe.events.append(Seeding(draws, len(self._recipe.seeds)))
+            self._recording.seeds.append(state)
+        self._recording.events.append(Seeding(draws, len(self._recording.seeds)))
         self._mark = found
 
     def note_draw(self) -> None:
@@ -243,16 +243,16 @@ class _RandomState:
         self._mark = self._set_mark()
 
     def finish(self) -> bytes | None:
-        """The digest of the state that the block leaves; None if it is the one at its start."""
+        """The digest of the state after the block; None if it is that of its start."""
         self.note_what_script_set()
-        if not self._draws and not self._recipe.seeds:
+        if not self._draws and not self._recording.seeds:
             torch.set_rng_state(self._start)
             return None
         return self._set_mark()
 
     def _set_mark(self) -> bytes:
-        # The same in each run of the script, and on ranks that are seeded alike.
-        text = f"{self._recipe.number} {self._draws} ".encode() + self._start.numpy().tobytes()
+        # The same in each run of the script, and on ranks with the same seed.
+        text = f"{self._recording.number} {self._draws} ".encode() + self._start.numpy().tobytes()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         torch.default_generator.manual_seed(seed)
         mark = digest(torch.get_rng_state())
@@ -261,10 +261,10 @@ class _RandomState:
 
 
 class _LooksReal(TorchFunctionMode):
-    """Deferred tensors seem to lie in the CPU's memory, as they would without the block.
+    """Makes deferred tensors claim to be on the CPU, as they would be without the block.
 
-    ``nn.init.orthogonal_`` and others do nothing to tensors on the meta device. And some functions
-    read values past PyTorch's dispatcher: they are given computed ones.
+    ``nn.init.orthogonal_`` and others do nothing to tensors on the meta device. Some functions read
+    values past PyTorch's dispatcher: they get computed tensors.
     """
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -287,7 +287,7 @@ class _LooksReal(TorchFunctionMode):
 def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
     """Record ``nn.init.trunc_normal_`` as one call.
 
-    It draws again until no number is out of bounds, so that its calls depend on random values.
+    It draws again until no number is out of bounds: its operations depend on random values.
     """
     plain = nn.init._no_grad_trunc_normal_
 
@@ -307,8 +307,8 @@ def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = plain
 
 
-class LoadedBefore:
-    """What a script loads into a model without weights: kept until this rank has its part.
+class PendingLoad:
+    """Keeps the state dicts that a script loads into a deferred model until it is divided.
 
     Args:
         model: built under ``hvkit.deferred_init``.
@@ -326,7 +326,7 @@ class LoadedBefore:
         ]
 
     def _keep(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
-        """In place of ``load_state_dict``, which would copy values into tensors without memory."""
+        """Replaces ``load_state_dict``, which would copy values into tensors without memory."""
         self._state, self._strict = dict(state_dict), strict
         own = self._model.state_dict().keys()
         missing, unexpected = own - state_dict.keys(), state_dict.keys() - own
@@ -342,7 +342,7 @@ class LoadedBefore:
         return {**state, "state": {}}
 
     def load(self) -> None:
-        """Load it now."""
+        """Load them now."""
         for hook in self._hooks:
             hook.remove()
         del vars(self._model)["load_state_dict"]
@@ -383,7 +383,6 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _arguments(func: Any) -> dict[str, bool]:
-    """Names of an operator's arguments, in order, and whether it changes them."""
     arguments = func._schema.arguments
     return {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
 
@@ -394,7 +393,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _overwritten(func: Any, args: tuple[Any, ...], views: list[View]) -> dict[int, int]:
-    """The storage that a call fills whole without reading it, with its bytes."""
+    """The storage that a call overwrites without reading it, with its bytes."""
     if func.overloadpacket not in _FILLS:
         return {}
     size, filled = _whole_storage(args[0]), views[0].storage
@@ -403,7 +402,7 @@ def _overwritten(func: Any, args: tuple[Any, ...], views: list[View]) -> dict[in
 
 
 def _whole_storage(tensor: torch.Tensor) -> int | None:
-    """The bytes of the storage that a tensor covers whole; None if it covers a part."""
+    """The bytes of a tensor's storage; None if the tensor covers a part of it."""
     size = tensor.untyped_storage().nbytes()
     whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == size
     return size if whole else None

@@ -1,7 +1,7 @@
-"""A model of which each rank of a mesh holds a part, divided when its first batch comes.
+"""A model in a mesh, divided among the ranks when its first batch comes.
 
-Only a batch shows how a forward uses its weights. Until then every rank holds the whole model, or
-what makes it.
+Only a batch shows how a forward uses its weights. Until then every rank holds the whole model, or a
+recipe of it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from hvkit.frameworks.pytorch.divided_state.fully_shard import follow
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
-from hvkit.frameworks.pytorch.model_parallel.deferred_init import LoadedBefore
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import PendingLoad
 from hvkit.frameworks.pytorch.model_parallel.division import (
     ModelDivision,
     decide,
     require_one_stage_for_each,
     warn_of_microbatches,
 )
+from hvkit.frameworks.pytorch.model_parallel.init_recording import InitRecording
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
 from hvkit.frameworks.pytorch.model_parallel.model_state import FullModel, ModelState, drop
@@ -49,7 +50,6 @@ from hvkit.frameworks.pytorch.model_parallel.rank_groups import (
     require_same_batch,
     require_same_weights,
 )
-from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe
 from hvkit.frameworks.pytorch.model_parallel.shard_axis import shard
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import SideOutputs
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
@@ -66,7 +66,7 @@ from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
 
-# The first pass also prepares the others.
+# The first pass also prepares later ones.
 _TIMED_FROM, _TIMED_TO = 2, 22
 
 
@@ -74,23 +74,23 @@ class ParallelModel:
     """Replaces the ``forward`` of a model.
 
     Args:
-        model: whole, the same on every rank.
+        model: undivided, the same on every rank.
         optimizers: of the model.
         options: about the mesh.
         device: for this rank's part.
-        name: the same on every rank, and no other model's.
+        name: of the model; the same on every rank.
         train: called when the model is divided, with this rank's parameters by name, and the
-            normalisation layers of its stages. In a pipeline it returns what to call before each
-            backward pass, which returns what to call after it.
-        compared: called when the first batch has been compared with what the whole model gives,
-            and before later ones. Ranks hold the same weights until then.
-        recipe: what makes the parameters; None if they are there.
-        rounded: what means along the data axis round in another way on each stage.
+            normalisation layers of its stages. In a pipeline it returns a function to call before
+            each backward pass, which returns one to call after it.
+        compared: called when the pipeline's first result has been compared with that of the whole
+            model, and before later ones. Ranks hold the same weights until then.
+        recording: makes the parameters of a deferred model; None if they exist.
+        rounded: the means along the data axis that stages would round differently.
 
     Attributes:
         state: of this rank's part; None before the model is divided.
-        layout: the same number on all ranks, and another if they hold other parts.
-        whole: the divided parameters, which show the script the full ones.
+        layout: the same number on all ranks; another one for another division.
+        whole: the divided parameters, which show the script the full tensors.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class ParallelModel:
         name: str,
         train: Callable[[dict[str, nn.Parameter], nn.ModuleList], Callable[[], Callable[[], None]]],
         compared: Callable[[], None],
-        recipe: Recipe | None = None,
+        recording: InitRecording | None = None,
         rounded: Literal["gradients", "weights", "nothing"] = "nothing",
     ) -> None:
         self._model, self._optimizers = model, list(optimizers)
         self._options, self._device, self._name = options, device, name
         self._train, self._compared, self._rounded = train, compared, rounded
-        self._recipe = recipe
+        self._recording = recording
         self._groups = RankGroups(options, device, name)
         self._rank = options.position.along("pipeline")
-        # Of the pass before; along the data axis alone, whoever averages gradients compares losses.
+        # Of the last pass. Along the data axis alone, the reducer of gradients compares losses.
         self._losses = LossCounts()
         if options.mesh.shard > 1:
             watch_passes()
@@ -124,10 +124,10 @@ class ParallelModel:
         self.state: ModelState | None = None
         self.layout = 0
         self.whole = WholeParameters()
-        # What is loaded as soon as there is a part to load.
-        self._waiting: list[Callable[[], None]] = []
-        if recipe is not None:
-            self._waiting.append(LoadedBefore(model, optimizers).load)
+        # Loads that wait until the model is divided.
+        self._pending: list[Callable[[], None]] = []
+        if recording is not None:
+            self._pending.append(PendingLoad(model, optimizers).load)
         self._mark_in_mesh(model.parameters())
         self._full = FullModel(model)
         # A script may have replaced the forward of the instance itself.
@@ -148,14 +148,14 @@ class ParallelModel:
             "state_dict() under `with hvkit.settled(model):`"
         )
 
-    # A script may compile what calls the model. Blocks that it has compiled stay so.
+    # A script may compile the function that calls the model. Blocks that it compiles stay so.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._passes += 1
         if self._passes.bit_count() == 1:
             self._refuse_replaced_parameters()
         links = self._groups.pipeline
-        links.step = self._groups.at_once.step = self._passes
+        links.step = self._groups.lockstep.step = self._passes
         self._losses.keep()
         with links.in_call(), links.times.passing():
             seed = require_same_batch(
@@ -170,17 +170,17 @@ class ParallelModel:
             self._losses.begin()
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
-                self._show_own_forward()
+                self._restore_forward()
                 try:
                     self._run = self._divide(args, kwargs)
-                finally:  # also after an error: the plain forward would train without the others
+                finally:  # also after an error: the plain forward would train on this rank alone
                     vars(self._model)["forward"] = self._forward
-                # This call has begun without those that came with the division.
+                # PyTorch does not call pre-hooks that the division added during this call.
                 for number, hook in list(self._model._forward_pre_hooks.items()):
                     if number not in hooks:
                         args, kwargs = cast(Any, hook)(self._model, args, kwargs) or (args, kwargs)
             self._gradients.used()
-            self._say_waits()
+            self._log_waits()
             if self._pipeline is not None:
                 self._pipeline.seed = seed
             with self.whole.as_slices():
@@ -196,16 +196,15 @@ class ParallelModel:
                     "without mesh=, or compute with the parameters of the model"
                 )
 
-    def _show_own_forward(self) -> None:
-        """Take back what replaces the model's forward."""
+    def _restore_forward(self) -> None:
         del vars(self._model)["forward"]
         if self._of_instance is not None:
             vars(self._model)["forward"] = self._of_instance
 
     def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
-        """Keep this rank's part of the model, give up the rest, and return what runs it."""
+        """Keep this rank's part of the model, free the rest, and return its forward."""
         model, options, groups, rank = self._model, self._options, self._groups, self._rank
-        if self._recipe is None:
+        if self._recording is None:
             require_same_weights(model, groups.replica)
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
@@ -226,7 +225,7 @@ class ParallelModel:
         if self._rounded == "weights":
             require_one_stage_for_each(model, stages)
         expected = None
-        if self._recipe is None and rank == stages.rank_of[-1] and len(stages) > 1:
+        if self._recording is None and rank == stages.rank_of[-1] and len(stages) > 1:
             expected = plain_result(model, args, kwargs, found.side_outputs)
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
         self.layout = hash_of([holders, placements_of(model, plan)])
@@ -273,12 +272,12 @@ class ParallelModel:
             return pipeline
         return ScheduledPipeline(pipeline, options.schedule, own)
 
-    def _say_waits(self) -> None:
+    def _log_waits(self) -> None:
         """Log once how long the first rank of a pipeline has waited for others."""
         times, mesh = self._groups.pipeline.times, self._options.mesh
         if self._passes == _TIMED_FROM:
             times.begin()
-        # With a GPU the host runs ahead, and waits elsewhere.
+        # With a GPU the host does not wait for messages.
         counts = mesh.pipeline > 1 and self._device.type == "cpu"
         if self._passes == _TIMED_TO and counts and self._options.position.rank == 0:
             logger.info(
@@ -289,7 +288,7 @@ class ParallelModel:
     def _take_part(
         self, stages: ModuleStages
     ) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, dist.ProcessGroup]]:
-        """Give up other stages' parameters; return this rank's, and the ranks that share some."""
+        """Free other stages' parameters; return this rank's, and groups of those of two stages."""
         named, links = dict(self._model.named_parameters()), self._groups.pipeline
         own = {name: p for name, p in named.items() if self._rank in stages.holders(name)}
         of_stages = {}
@@ -300,13 +299,13 @@ class ParallelModel:
                 group = process_group.subgroup_of(links.ranks, ranks)
                 if name in own:
                     of_stages[p] = group
-        # Recurrent layers hold weak references, for which PyTorch exchanges no tensors.
+        # PyTorch swaps no tensors with weak references, which recurrent layers hold.
         recurrent = [m for m in self._model.modules() if isinstance(m, nn.RNNBase)]
         for module in recurrent:
             module._flat_weight_refs = []
         drop([p for name, p in named.items() if name not in own])
-        if self._recipe is not None:
-            self._recipe.make([p for p in own.values() if p.is_meta], self._device)
+        if self._recording is not None:
+            self._recording.make([p for p in own.values() if p.is_meta], self._device)
         for p in own.values():
             p.data = p.data.to(self._device)
         for module in recurrent:
@@ -320,7 +319,6 @@ class ParallelModel:
         of_stages: Collection[nn.Parameter],
         division: ModelDivision,
     ) -> dict[str, nn.Parameter]:
-        """Divide this rank's parameters along the shard axis; return the new ones."""
         axes = self._groups.axes
         mesh = axes["data", "shard"] if self._options.mesh.data > 1 else axes["shard"]
         cuts = [cut.name for cut in division.stages.cuts]
@@ -345,7 +343,7 @@ class ParallelModel:
         own: Mapping[str, nn.Parameter],
         slicings: Mapping[str, Slicing],
     ) -> None:
-        """Let norms, scalers, scripts, saving and loading know of other ranks' parts."""
+        """Prepare norms, scalers, scripts, saving and loading for divided parameters."""
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
         holder |= {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
@@ -357,12 +355,12 @@ class ParallelModel:
             and (first_slice or slicings[name].placement)
             and (first_shard or slicings[name].shards)
         ]
-        # The model keeps it: a norm is looked for by the parameters.
+        # Only the model holds a strong reference: clipping finds it by the parameters.
         self._gradients = GradientsOfAllRanks(
             model.parameters(),
             counted,
-            self._groups.holders,
-            # What the script may still hold.
+            self._groups.replica,
+            # The script may still hold replaced parameters.
             {p: own[name] for name, p in before.items() if own[name] is not p},
         )
         self.state = ModelState(
@@ -379,14 +377,14 @@ class ParallelModel:
             self.state.attach(optimizer)
             overflows = functools.partial(self._gradients.any_overflow, id(optimizer))
             share_overflows(optimizer, overflows)
-        for load in self._waiting:
+        for load in self._pending:
             load()
-        self._waiting.clear()
+        self._pending.clear()
         self.whole.add(model, {own[n]: each for n, each in slicings.items() if each})
 
     @property
     def numbers(self) -> list[np.ndarray[Any, Any]]:
-        """Where the random numbers go on that ranks of the tensor axis draw together."""
+        """The generators' states of the random numbers that the tensor group shares."""
         return [state.numpy() for state in self._random.state] if self._random else []
 
     @numbers.setter
@@ -401,9 +399,9 @@ class ParallelModel:
         """Before an update: raise if it would train the whole model, without the other ranks."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self._run is None and any(p.grad is not None for p in parameters):
-            kind = type(self._model).__name__
+            name = type(self._model).__name__
             raise ValueError(
-                f"{type(optimizer).__name__}.step() without a call of {kind} itself: the first "
+                f"{type(optimizer).__name__}.step() without a call of {name} itself: the first "
                 f"model(...) divides a model in {self._options.mesh}, and a loop that calls other "
                 "methods, or layers, trains the whole one on each rank alone. Move what they do "
                 "into forward(), which may choose by an argument"
@@ -412,12 +410,12 @@ class ParallelModel:
     @property
     def is_deferred(self) -> bool:
         """Whether no rank has weights before the model is divided."""
-        return self._recipe is not None
+        return self._recording is not None
 
     def when_divided(self, load: Callable[[], None]) -> None:
-        """Load something as soon as there is a part of the model to load."""
+        """Call ``load`` when the model is divided, or at once if it is."""
         if self.state is None:
-            self._waiting.append(load)
+            self._pending.append(load)
         else:
             load()
 
@@ -430,7 +428,7 @@ class ParallelModel:
 
 
 def _whole(forward: Callable[..., Any], kept: SideOutputs, args: Any, kwargs: Any) -> Any:
-    """The result of a model without stages; what it keeps beside that is whole as well."""
+    """The result of a model without stages; its side outputs become whole as well."""
     if not kept.paths:
         return forward(*args, **kwargs)
     kept.begin()
@@ -442,4 +440,4 @@ def _whole(forward: Callable[..., Any], kept: SideOutputs, args: Any, kwargs: An
 
 
 def _nothing(*_: Any) -> None:
-    """A hook, or what begins nothing."""
+    """A hook that does nothing."""

@@ -18,6 +18,7 @@ from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
+from hvkit.frameworks.pytorch.model_parallel.init_recording import InitRecording, recording_of
 from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
     MeshKeeper,
     ModelInParts,
@@ -25,7 +26,6 @@ from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
 )
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
-from hvkit.frameworks.pytorch.model_parallel.recipe import Recipe, recipe_of
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
@@ -41,7 +41,7 @@ class MeshPort(PyTorchPort):
     as without a mesh.
     """
 
-    _recipe: Recipe | None = None
+    _recording: InitRecording | None = None
     _keeper: MeshKeeper | None = None
 
     def __init__(
@@ -90,21 +90,21 @@ class MeshPort(PyTorchPort):
 
     def _make_deferred(self, models: Sequence[nn.Module]) -> None:
         # Each rank makes its part when the model is divided.
-        self._recipe = recipe_of(models[0])
+        self._recording = recording_of(models[0])
 
     def _is_deferred(self, tensor: torch.Tensor) -> bool:
-        return self._recipe is not None and tensor.is_meta
+        return self._recording is not None and tensor.is_meta
 
     def synchronise(self) -> None:
         group = all_ranks()
-        if self._recipe is not None:
-            self._recipe.start_from(
+        if self._recording is not None:
+            self._recording.start_from(
                 torch.from_numpy(
-                    collectives.broadcast_state(self._recipe.random_state.numpy(), group).copy()
+                    collectives.broadcast_state(self._recording.random_state.numpy(), group).copy()
                 )
             )
-            self._recipe.make(
-                [t for t in self._recipe.tensors() if not isinstance(t, nn.Parameter)]
+            self._recording.make(
+                [t for t in self._recording.tensors() if not isinstance(t, nn.Parameter)]
             )
             return
         broadcast_tensors([*self.parameters.values(), *self.model.buffers()], group)
@@ -128,7 +128,7 @@ class MeshPort(PyTorchPort):
             name,
             functools.partial(self._train_part, hooks, name),
             _nothing if self._keeper is None else self._keeper.load_pending,
-            self._recipe,
+            self._recording,
             self._rounded(),
         )
         # The model keeps it; a record must hold no reference to the model.

@@ -1,11 +1,11 @@
-"""The calls that make a deferred model's tensors, and how they are made for real.
+"""Records the calls that initialise a deferred model, and replays those that a rank needs.
 
-A recipe is a list of calls of PyTorch's operators. A tensor in it is a view of a numbered storage,
-so that names, tied parameters and ``parameter.data = ...`` need no care. Two kinds of calls run
-when some tensors are wanted: those that lead to them, and all that draw random numbers, so that
-each gets the numbers that one process would have drawn. A storage is dropped after the last call
-that needs what is in it. ``weight.normal_()`` needs nothing of what was there before, so a
-parameter of another rank exists only while its random numbers are drawn.
+A recording is a list of calls of PyTorch's operators. A tensor in it is a view of a numbered
+storage, so that names, tied parameters and ``parameter.data = ...`` need no care. To make some
+tensors, two kinds of calls run: those that lead to them, and all that draw random numbers, so that
+each draws the numbers of one process. A storage is freed after the last call that needs its
+content. ``weight.normal_()`` needs nothing of the former content, so a parameter of another rank
+exists only while its random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_map_only
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 IN_BLOCK = "inside `with hvkit.deferred_init():`"
-# A storage keeps its Python attributes as long as any tensor lies in it. That holds the recipe
-# exactly as long as something is left to make, and no address of freed memory is ever compared.
+# An attribute of storages, which live as long as their tensors. It keeps the recording exactly as
+# long as something is left to make, and no address of freed memory is ever compared.
 _ATTRIBUTE = "_hvkit_deferred"
-_NO_RECIPE = (
+_NOT_RECORDED = (
     f"is on the meta device, but was not made {IN_BLOCK}, or was converted, copied or replaced "
     "after it: do that inside the block"
 )
@@ -36,7 +36,7 @@ _NO_RECIPE = (
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a tensor lies: in the storage of this number."""
+    """A tensor as a view of a numbered storage."""
 
     storage: int
     size: tuple[int, ...]
@@ -61,7 +61,7 @@ class View:
         return made
 
     def storage_with(self, made: torch.Tensor) -> torch.UntypedStorage:
-        """The storage of what an operator returned, laid out as it was on the meta device."""
+        """The storage of an operator's result, with the layout that it had on the meta device."""
         if (made.stride(), made.storage_offset()) == (self.stride, self.offset):
             return made.untyped_storage()
         last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
@@ -71,8 +71,8 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor with values that the script passed to a call, such as one of a loaded file."""
+class ScriptTensor:
+    """A tensor with values that the script has passed to a call, as from a loaded file."""
 
     tensor: torch.Tensor
     version: int
@@ -89,12 +89,12 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator; tensors in its arguments are ``View`` or ``Given``.
+    """One call of an operator; tensors in its arguments are ``View`` or ``ScriptTensor``.
 
     Attributes:
-        outputs: where the tensors lie that it returns.
+        outputs: the tensors that it returns.
         reads: storages whose content it needs.
-        writes: storages whose content it changes or makes.
+        writes: storages that it changes or makes.
         overwrites: those of ``writes`` whose former content it does not need, with their bytes.
         random: whether it draws random numbers.
         dtype: the default dtype when it was called.
@@ -111,11 +111,11 @@ class Call:
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def repeat(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Call the operator on storages with memory, and add those that it makes."""
+        """Call the operator on storages with memory, and add the storages that it makes."""
         for number, size in self.overwrites.items():
             if number not in storages:
                 storages[number] = _memory(size)
-        args, kwargs = tree_map_only(Given, Given.get, (self.args, self.kwargs))
+        args, kwargs = tree_map_only(ScriptTensor, ScriptTensor.get, (self.args, self.kwargs))
         args, kwargs = tree_map_only(View, lambda v: v.on(storages[v.storage]), (args, kwargs))
         made = self.function(*args, **kwargs)
         for view, tensor in zip(self.outputs, tensors_in(made), strict=True):
@@ -125,11 +125,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Seeding:
-    """The script set the state of the random numbers.
+    """A change of the random state by the script.
 
     Attributes:
-        draws: back to the state after so many calls that draw, as ``torch.random.fork_rng`` does.
-        row: otherwise to this row of the recipe's ``random_state``.
+        draws: back to the state after so many calls that draw, as by ``torch.random.fork_rng``.
+        row: otherwise to this row of the recording's ``random_state``.
     """
 
     draws: int | None
@@ -143,44 +143,44 @@ def _memory(size: int) -> torch.UntypedStorage:
     return torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
-_left_by: WeakValueDictionary[bytes, Recipe] = WeakValueDictionary()
+_by_final_state: WeakValueDictionary[bytes, InitRecording] = WeakValueDictionary()
 
 
 @dataclass(eq=False)
-class Recipe:
+class InitRecording:
     """How to make the tensors of one ``hvkit.deferred_init()`` block.
 
     Attributes:
-        number: blocks before this one in the process.
-        start: state of PyTorch's CPU generator at the start, or the recipe of an earlier block
-            after which nothing was drawn.
-        seeds: states that the script set inside the block.
+        number: how many blocks the process had before.
+        start: the state of PyTorch's CPU generator at the start; or the recording of the block
+            before, if nothing was drawn since.
+        seeds: states that the script has set inside the block.
         events: the calls, in order.
     """
 
     number: int
-    start: torch.Tensor | Recipe
+    start: torch.Tensor | InitRecording
     seeds: list[torch.Tensor] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    _given: torch.Tensor | None = None
-    _left: bytes | None = None
+    _other_state: torch.Tensor | None = None
+    _final_digest: bytes | None = None
     _end: torch.Tensor | None = None
     _versions: dict[int, int] = field(default_factory=dict)
 
     @property
     def random_state(self) -> torch.Tensor:
-        """States of the CPU generator: at the start, then each that the script set in the block.
+        """States of the CPU generator: at the start, then those that the script has set.
 
         Returns:
-            uint8 of shape (1 + states set in the block, bytes of a state), to be broadcast.
+            uint8 of shape (1 + states set in the block, bytes of a state), to broadcast.
         """
-        return self._own_state() if self._given is None else self._given
+        return self._own_state() if self._other_state is None else self._other_state
 
     def start_from(self, state: torch.Tensor) -> None:
         """Use another rank's random numbers.
 
         Raises:
-            ValueError: the other rank set another number of states in the block.
+            ValueError: the other rank has set another number of states in the block.
         """
         own = self._own_state()
         if state.shape != own.shape or state.dtype != torch.uint8:
@@ -189,7 +189,7 @@ class Recipe:
                 f"model needs {tuple(own.shape)} and {own.dtype}: call torch.manual_seed equally "
                 f"often on every rank {IN_BLOCK}"
             )
-        self._given = None if torch.equal(state.cpu(), own) else state.cpu().clone()
+        self._other_state = None if torch.equal(state.cpu(), own) else state.cpu().clone()
         self._end = None
 
     def make(
@@ -197,21 +197,21 @@ class Recipe:
     ) -> None:
         """Make these tensors real; they stay the same objects, and all others stay on meta.
 
-        All random numbers are drawn on the CPU, in the order of the block. Peak memory is about
-        that of the wanted tensors and of the largest one. Tensors that share memory have to be
-        made in one call to share it afterwards. What was registered with ``register_hook`` stays.
+        This draws all random numbers on the CPU, in the order of the block. Peak memory is about
+        that of the wanted tensors and of the largest one. To share memory afterwards, tensors must
+        be made in one call. Hooks from ``register_hook`` stay.
 
-        The CPU generator is left as the block would have left it without ``deferred_init``, unless
-        the script drew numbers or set a seed since: then it is left alone. After ``start_from``
-        another rank's state it is left as this rank had it before the block, so that ranks with
-        seeds of their own keep different random numbers.
+        Afterwards the CPU generator has the state that the block would leave without
+        ``deferred_init``, unless the script has drawn numbers or set a seed since. After
+        ``start_from`` another rank's state it has the state from before the block, so that ranks
+        with seeds of their own keep different random numbers.
 
         Args:
-            wanted: parameters, buffers and others. Those that are real already are only moved.
-            device: where they shall lie; by default in the CPU's memory.
+            wanted: parameters, buffers and others. Real ones are only moved.
+            device: to put them on; the CPU by default.
 
         Raises:
-            ValueError: one of them is on meta, but this recipe does not lead to its values.
+            ValueError: this recording does not lead to the values of one that is on meta.
         """
         tensors = list({id(t): t for t in wanted}.values())
         views = [(t, self._view(t)) for t in tensors if t.is_meta]
@@ -227,7 +227,7 @@ class Recipe:
                 _become(tensor, view.on(storages[view.storage]))
 
     def make_all(self, device: torch.device | str | None = None) -> None:
-        """Make every tensor real that is left, as one process without ``deferred_init`` would.
+        """Make every tensor real that is still on meta.
 
         Raises:
             ValueError: a parameter was changed after the block.
@@ -235,18 +235,18 @@ class Recipe:
         self.make(self.tensors(), device)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the block that something holds and that have not been made.
+        """All tensors of the block that are alive and still on meta.
 
-        Not only parameters and buffers: modules keep tables in plain attributes, too. Looks at all
-        objects of the process, which takes about 0.1 s for a million.
+        Modules also keep tables in plain attributes, so this looks at all objects of the process,
+        which takes about 0.1 s for a million.
         """
         return [t for t in _living_tensors() if (tag := tag_of(t)) and tag[0] is self]
 
     def values(self, view: View, operation: str) -> torch.Tensor:
-        """The values of one tensor of an unfinished block, if they are not random.
+        """The values of one tensor of an unfinished block.
 
         Raises:
-            ValueError: they are.
+            ValueError: they depend on random numbers.
         """
         plan = self._plan({view.storage}, draws=False)
         if any(isinstance(event, Call) and event.random for event, _ in plan):
@@ -257,19 +257,19 @@ class Recipe:
             )
         return view.on(self._run(plan)[view.storage])
 
-    def finish(self, left: bytes | None) -> None:
-        """Note what the end of the block leaves, to notice later what the script changed."""
-        self._left = left
-        if left is not None:
-            _left_by[left] = self
+    def finish(self, final_digest: bytes | None) -> None:
+        """Note the state at the end of the block, to notice later what the script has changed."""
+        self._final_digest = final_digest
+        if final_digest is not None:
+            _by_final_state[final_digest] = self
         parameters = (t for t in self.tensors() if isinstance(t, nn.Parameter))
         self._versions = {id(p): version_of(p) for p in parameters}
 
-    def lost(self, tensor: torch.Tensor) -> str | None:
-        """Why this recipe would not give the values of a tensor on the meta device."""
+    def why_lost(self, tensor: torch.Tensor) -> str | None:
+        """Why this recording does not lead to the values of a tensor on the meta device."""
         tag = tag_of(tensor)
         if tag is None:
-            return _NO_RECIPE
+            return _NOT_RECORDED
         if tag[0] is not self:
             return "is of another hvkit.deferred_init() block: make the whole model in one block"
         version = version_of(tensor)
@@ -281,12 +281,12 @@ class Recipe:
         return None
 
     def _view(self, tensor: torch.Tensor) -> View:
-        if reason := self.lost(tensor):
+        if reason := self.why_lost(tensor):
             raise ValueError(f"tensor of shape {tuple(tensor.shape)} {reason}")
         return View.of(tensor, tag_of(tensor)[1])  # type: ignore[index]
 
     def _own_state(self) -> torch.Tensor:
-        first = self.start._end_state() if isinstance(self.start, Recipe) else self.start
+        first = self.start._end_state() if isinstance(self.start, InitRecording) else self.start
         return torch.stack([first, *self.seeds])
 
     def _end_state(self) -> torch.Tensor:
@@ -296,7 +296,7 @@ class Recipe:
         return self._end
 
     def _draw(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Draw all random numbers, make the wanted storages, and leave the generator behind."""
+        """Draw all random numbers, make the wanted storages, and set the generator's state."""
         before, states = torch.get_rng_state(), self.random_state
         torch.set_rng_state(states[0].clone())
         try:
@@ -304,16 +304,18 @@ class Recipe:
             self._end = torch.get_rng_state()
         finally:
             torch.set_rng_state(before)
-        if digest(before) == self._left:
-            torch.set_rng_state(self._end if self._given is None else self._own_state()[0].clone())
+        if digest(before) == self._final_digest:
+            torch.set_rng_state(
+                self._end if self._other_state is None else self._own_state()[0].clone()
+            )
         return storages
 
     def _plan(self, wanted: set[int], *, draws: bool) -> list[tuple[Event, frozenset[int]]]:
-        """The events that have to run, each with the storages to drop after it.
+        """The events to run, each with the storages to free after it.
 
         Args:
             wanted: storages to keep.
-            draws: whether to draw the random numbers of all others.
+            draws: whether to draw the random numbers of all other storages, too.
         """
         needed, plan = set(wanted), list[tuple[Event, frozenset[int]]]()
         for event in reversed(self.events):
@@ -352,48 +354,48 @@ class Recipe:
         return storages
 
 
-def recipe_of(model: nn.Module) -> Recipe | None:
-    """How to make a model that was built in a ``hvkit.deferred_init()`` block; None if all is real.
+def recording_of(model: nn.Module) -> InitRecording | None:
+    """The recording of a model that ``hvkit.deferred_init()`` has built; None if all is real.
 
     The model may contain the deferred one, or be a part of it.
 
     Raises:
-        ValueError: names a parameter or buffer that no recipe leads to, or which was changed after
-            the block; or the parts come from two blocks.
+        ValueError: no recording leads to a parameter or buffer, the script has changed one after
+            the block, or the parts come from two blocks.
     """
-    recipe: Recipe | None = None
+    recording: InitRecording | None = None
     named = [("parameter", *each) for each in model.named_parameters()]
     for kind, name, tensor in [*named, *(("buffer", *each) for each in model.named_buffers())]:
         if not tensor.is_meta:
             continue
         tag = tag_of(tensor)
-        recipe = recipe or (tag[0] if tag else None)
-        if reason := recipe.lost(tensor) if recipe else _NO_RECIPE:
+        recording = recording or (tag[0] if tag else None)
+        if reason := recording.why_lost(tensor) if recording else _NOT_RECORDED:
             raise ValueError(f"{kind} {name} of {type(model).__name__} {reason}")
-    return recipe
+    return recording
 
 
-def previous(state: torch.Tensor) -> Recipe | None:
-    """The recipe of the block that left the generator in this state, if it is still held."""
-    return _left_by.get(digest(state))
+def previous(state: torch.Tensor) -> InitRecording | None:
+    """The recording of the block that left the generator in this state, if it is still alive."""
+    return _by_final_state.get(digest(state))
 
 
 def digest(state: torch.Tensor) -> bytes:
-    """16 bytes that tell states of a generator apart."""
+    """A 16-byte hash of a generator's state."""
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
-def tag_of(tensor: torch.Tensor) -> tuple[Recipe, int] | None:
-    """The recipe of a tensor on the meta device, and the number of its storage."""
+def tag_of(tensor: torch.Tensor) -> tuple[InitRecording, int] | None:
+    """The recording of a tensor on the meta device, and the number of its storage."""
     if not tensor.is_meta or tensor.layout is not torch.strided:
         return None
-    tag: tuple[Recipe, int] | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+    tag: tuple[InitRecording, int] | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
     return tag
 
 
-def set_tag(tensor: torch.Tensor, recipe: Recipe, number: int) -> None:
-    """Make a recipe known to all tensors that share this one's storage."""
-    setattr(tensor.untyped_storage(), _ATTRIBUTE, (recipe, number))
+def set_tag(tensor: torch.Tensor, recording: InitRecording, number: int) -> None:
+    """Attach a recording to all tensors that share this one's storage."""
+    setattr(tensor.untyped_storage(), _ATTRIBUTE, (recording, number))
 
 
 def _moved(storage: torch.UntypedStorage, device: torch.device | str) -> torch.UntypedStorage:
@@ -418,5 +420,5 @@ def _become(tensor: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:
-    # issubclass of the type: isinstance would wake objects that pretend to be others.
+    # Not isinstance, which runs code of objects that pretend to be others.
     return (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
