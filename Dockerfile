@@ -1,27 +1,27 @@
 # An image for one host of a run: frameworks, MPI, Horovod, hvkit, and ssh between containers.
 #
 #   docker build -t hvkit .                                     CPUs, both frameworks
-#   docker build -t hvkit --build-arg FRAMEWORKS=pytorch .      extras of setup.py, by commas
+#   docker build -t hvkit --build-arg FRAMEWORKS=pytorch .      extras of setup.py, comma-separated
 #   docker build -t hvkit --build-arg HVKIT_GPU=nccl \
 #     --build-arg BASE_IMAGE=nvidia/cuda:VERSION-base-ubuntu24.04 \
 #     --build-arg FRAMEWORKS=pytorch .
-# For a PyTorch of CUDA 12, for which NVIDIA's wheels have no compiler, also
+# For a PyTorch built with CUDA 12, for which NVIDIA's wheels have no compiler, also
 #     --build-arg BUILD_IMAGE=nvidia/cuda:VERSION-devel-ubuntu24.04
 #
-# pip's settings come in as secrets, which leave no trace in the image:
+# Pass pip's settings as secrets, which leave no trace in the image:
 #   --secret id=pip_conf,src=pip.conf    a configuration file of pip
 #   --secret id=ca_bundle,src=ca.pem     certificates, which that file may name as
 #                                        `cert = /run/secrets/ca_bundle`
 
-# What the image stands on: Debian or Ubuntu.
+# The base of the image: Debian or Ubuntu.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
-# Where Horovod is compiled: the same distribution and Python.
+# The image in which Horovod is compiled: the same distribution and Python.
 ARG BUILD_IMAGE=${BASE_IMAGE}
 
 
 FROM ${BASE_IMAGE} AS frameworks
 
-# The distribution's own versions: they are what its security updates replace.
+# Versions are not pinned, so that the distribution's security updates apply.
 # hadolint ignore=DL3008,SC2086
 RUN set -eu; \
     python=; \
@@ -35,7 +35,7 @@ RUN set -eu; \
 
 ARG FRAMEWORKS=pytorch,tensorflow-cpu
 COPY setup.py pyproject.toml constraints.txt /src/
-# hvkit itself comes later: a change of its code leaves this, the largest layer, as it is.
+# hvkit itself is installed later, so a change of its code does not rebuild this largest layer.
 RUN --mount=type=secret,id=pip_conf --mount=type=secret,id=ca_bundle \
     set -eu; \
     export PIP_CONFIG_FILE=/run/secrets/pip_conf PIP_CONSTRAINT=/src/constraints.txt; \
@@ -59,15 +59,15 @@ RUN set -eu; \
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         g++ make ${headers}
 
-# The very frameworks of the image, not others of the same version.
+# The image's own copies of the frameworks, not new ones of the same version.
 COPY --from=frameworks /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:${PATH}
 COPY setup.py pyproject.toml constraints.txt /src/
 COPY hvkit /src/hvkit
 WORKDIR /src
-# Not auto: the host that builds the image need not be like those that run it.
+# Not auto: the host that builds the image may differ from the hosts that run it.
 ARG HVKIT_GPU=none
-# The cache keeps Horovod's wheel from one build to the next; hvkit knows what it was built from.
+# The cache keeps Horovod's wheel for later builds; hvkit checks what it was built from.
 RUN --mount=type=secret,id=pip_conf --mount=type=secret,id=ca_bundle \
     --mount=type=cache,id=hvkit,target=/var/cache/hvkit,sharing=locked \
     set -eu; \
@@ -79,7 +79,7 @@ RUN --mount=type=secret,id=pip_conf --mount=type=secret,id=ca_bundle \
 
 
 FROM frameworks
-# Ubuntu's images have a user 1000 already. `*` is no password and no lock: a key is the way in.
+# Ubuntu's images already have a user 1000. Password `*` allows logins with a key only.
 RUN --mount=type=secret,id=pip_conf --mount=type=secret,id=ca_bundle \
     --mount=type=bind,from=build,source=/wheels,target=/wheels \
     --mount=type=bind,source=constraints.txt,target=/constraints.txt \
@@ -97,7 +97,7 @@ COPY --chown=hvkit docker/sshd_config /home/hvkit/.sshd_config
 COPY --chown=hvkit recipes /home/hvkit/recipes
 COPY --chown=hvkit hostfiles /home/hvkit/hostfiles
 
-# A number, since Kubernetes takes no name's word for it that a user is not root.
+# A number, since Kubernetes cannot check from a name that a user is not root.
 USER 1000:1000
 WORKDIR /home/hvkit
 EXPOSE 2222

@@ -1,7 +1,7 @@
-"""The last step of the image's build: allreduces on two ranks, for each framework in the image.
+"""The last step of the image's build: an allreduce on two ranks for each framework in the image.
 
-What `hvkit doctor` finds wrong beside them is shown only: a small /dev/shm or a hostname that leads
-nowhere belongs to the machine that builds, and not to the image.
+Other problems that `hvkit doctor` finds are only printed: a small /dev/shm, or a hostname that does
+not resolve, belongs to the machine that builds the image, not to the image.
 """
 
 import json
@@ -23,7 +23,7 @@ def main() -> None:
             print(f"{one['framework']}: {one['error']}", *one["output"], sep="\n")
     right = {one["framework"] for one in results if one["error"] is None}
     if not frameworks or right != frameworks:
-        sys.exit(f"two ranks are to train with {sorted(frameworks)}, and did with {sorted(right)}")
+        sys.exit(f"two ranks must train with {sorted(frameworks)}, but only did with {sorted(right)}")
     print(f"two ranks train with {' and '.join(sorted(right))}")
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes a folder with Debian 11's C and C++ libraries and headers, for wheels that also run on older
-# distributions than this machine's: with glibc 2.31 and the libstdc++ of GCC 10. Needs no root,
-# but apt, dpkg and Debian's keys.
+# Makes a folder with Debian 11's C and C++ libraries and headers (glibc 2.31, libstdc++ of GCC 10),
+# to build wheels for distributions older than this machine's. Needs apt, dpkg and Debian's keys, but
+# not root.
 #
 #   docker/old_c_library.sh build/sysroot             fetches the packages and unpacks them
 #   docker/old_c_library.sh --compiler build/sysroot  prints the compiler that uses them, for CXX
@@ -15,8 +15,8 @@ if [ "$1" = --compiler ]; then
     root=$(readlink -f "$2")
     triplet=$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || gcc -print-multiarch)
     headers=$root/usr/include/c++/$gcc
-    # g++ looks for start files and libraries beside itself first. What the MPI library needs is on the
-    # machines that run it, and need not be here.
+    # g++ first searches its own folder for start files and libraries. The libraries that MPI needs are
+    # on the machines that run it, so they may be missing here.
     echo "g++ --sysroot=$root -nostdinc++ -isystem $headers -isystem $root/usr/include/$triplet/c++/$gcc" \
         "-B$root/usr/lib/$triplet -L$root/usr/lib/gcc/$triplet/$gcc -L$root/usr/lib/$triplet" \
         "-Wl,--allow-shlib-undefined"
@@ -41,7 +41,7 @@ for package in *.deb; do
     dpkg -x "$package" "$root"
     rm "$package"
 done
-# Debian links the two, and the packages hold files for either.
+# Debian makes /lib and /lib64 links to /usr/lib and /usr/lib64; packages have files in both.
 for folder in lib lib64; do
     if [ -d "$root/$folder" ] && [ ! -L "$root/$folder" ]; then
         cp -a "$root/$folder/." "$root/usr/$folder/"
@@ -49,7 +49,7 @@ for folder in lib lib64; do
     fi
     ln -sfn "usr/$folder" "$root/$folder"
 done
-# Absolute links would lead out of the folder.
+# Absolute links would point outside the folder.
 find "$root" -type l | while read -r link; do
     case $(readlink "$link") in
         /*) ln -sfnr "$root$(readlink "$link")" "$link" ;;

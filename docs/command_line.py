@@ -16,11 +16,11 @@ BEGIN = """# Command line
 
 `hvkit` and `python -m hvkit` are the same. The exit status is 0 if all went well, 1
 after a failure or if there are problems, 2 for wrong arguments, 130 after Ctrl-C, and
-141 if the reader of the output, such as `head`, has ended.
+141 if the program that reads the output, such as `head`, has ended.
 
-`hvkit run` ends with the status of the rank that failed first. It ends with 127 if a
-host lacks the command, with 126 if one cannot start it, and with 128 plus a signal's
-number after that signal.
+The exit status of `hvkit run` is that of the rank that failed first. It is 127 if a
+host lacks the command, 126 if a host cannot start it, and 128 plus a signal's number
+after that signal.
 
 <!-- python docs/command_line.py writes this page. -->
 """
@@ -50,7 +50,7 @@ def _helps(hvkit: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parsers of all commands, without those that only lead to others."""
+    """The parsers of all commands, except parsers that only have subcommands."""
     nested = [
         each for each in parser._actions if isinstance(each, argparse._SubParsersAction)
     ]
@@ -107,7 +107,7 @@ def _cell(text: str) -> str:
 
 
 def _text(text: str | None) -> str:
-    # `<` would begin HTML.
+    # `<` would start an HTML tag.
     return (text or "").replace("<", "&lt;")
 
 

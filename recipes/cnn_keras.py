@@ -11,7 +11,7 @@ hvkit.init()
 
 
 class TrainingImages(keras.utils.PyDataset):
-    """The batches of an epoch, in its own order and with its own augmentation."""
+    """The training batches; each epoch has its own order and augmentation."""
 
     def __init__(self, images, flags, steps, epoch):
         super().__init__()

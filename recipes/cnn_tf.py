@@ -55,7 +55,7 @@ def train(train_step, batches, report):
 
 
 def evaluate(test_step, images, batch_size):
-    """Loss and accuracy on all test images, each rank working on its own part of them."""
+    """Loss and accuracy on all test images; each rank computes its own part of them."""
     rows = tf.data.Dataset.range(len(images)).batch(batch_size)
     loss_sum = correct = count = 0
     for batch in hvkit.shard(rows, exact=True).as_numpy_iterator():
@@ -103,7 +103,7 @@ def train_and_evaluate(flags):
             steps_done += steps
             with hvkit.settled(model):
                 report.end_epoch(*evaluate(test_step, data.test, flags.test_batch_size))
-            # Last: a run that is killed before this repeats the epoch, with its test.
+            # After the test: a run that is killed before this line repeats epoch and test.
             if checkpoint is not None:
                 checkpoint.save(epoch=epoch + 1, step=steps_done)
 

@@ -57,7 +57,7 @@ def train(model, step, batches, report):
 
 @torch.no_grad()
 def evaluate(model, step, batches):
-    """Loss and accuracy on all test images, each rank working on its own part of them."""
+    """Loss and accuracy on all test images; each rank computes its own part of them."""
     model.eval()
     loss_sum = correct = images = 0
     for pixels, labels in batches:
@@ -131,7 +131,7 @@ def train_and_evaluate(flags):
             steps_done += steps
             with hvkit.settled(model):
                 report.end_epoch(*evaluate(model, step, test_loader))
-            # Last: a run that is killed before this repeats the epoch, with its test.
+            # After the test: a run that is killed before this line repeats epoch and test.
             if checkpoint is not None:
                 checkpoint.save(epoch=epoch + 1, step=steps_done)
 

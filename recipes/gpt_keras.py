@@ -1,4 +1,4 @@
-"""A small GPT in Keras ``fit`` learns the characters of Python's own library, on any pipelines."""
+"""A small GPT in Keras ``fit``: learns to write like the sources of Python, in pipelines."""
 
 import common
 import keras
@@ -12,7 +12,7 @@ SAMPLED = 80  # characters
 
 
 class Embedded(layers.Layer):
-    """Numbers of characters in, shape (batch, length); what stands for them there out."""
+    """Indices of characters in, shape (batch, length); their embeddings out, with positions."""
 
     def __init__(self, characters, flags):
         super().__init__()
@@ -29,7 +29,7 @@ class Embedded(layers.Layer):
 
 
 def block(x, flags):
-    """Each character gathers from those before it, and computes with what it has found."""
+    """A transformer block: causal self-attention and an MLP."""
     attention = layers.MultiHeadAttention(
         flags.heads, flags.width // flags.heads, dropout=flags.dropout
     )
@@ -43,7 +43,7 @@ def block(x, flags):
 
 
 def make_model(flags, characters):
-    """Numbers of characters in, shape (batch, length); logits of the next ones out."""
+    """Indices of characters in, shape (batch, length); logits of the next characters out."""
     ids = keras.Input((flags.length,), dtype="int32")
     x = layers.Dropout(flags.dropout)(Embedded(characters, flags)(ids))
     for _ in range(flags.layers):
@@ -53,14 +53,14 @@ def make_model(flags, characters):
 
 
 def lines_of(numbers, length):
-    """Successive lines of a text, and the same one character later: what the model predicts."""
+    """Successive lines of a text, and the targets: the same lines one character later."""
     lines = (len(numbers) - 1) // length
     inputs, targets = numbers[: lines * length], numbers[1 : lines * length + 1]
     return inputs.reshape(lines, length), targets.reshape(lines, length)
 
 
 class Lines(keras.utils.PyDataset):
-    """Batches of lines, each pass over the text in an order of its own.
+    """Batches of lines; each pass over the text has another order.
 
     An epoch of ``fit`` is as many steps as there are between two reports.
     """
@@ -94,7 +94,7 @@ class ReportLoss(keras.callbacks.Callback):
 def sample(model, prompt):
     """Characters that follow the prompt, which is as long as the model's context.
 
-    All ranks run the model, since each may hold a part of it, and go on with what rank 0 draws.
+    All ranks run the model, since each may hold a part of it. All continue from rank 0's draw.
     """
     ids, random = prompt.tolist(), np.random.default_rng(0)
     for _ in range(SAMPLED):
@@ -137,7 +137,7 @@ def main():
         first_epoch = checkpoint.restore().epoch
         saving = [checkpoint.callback()]
 
-    counts = np.bincount(train_text, minlength=len(characters)) + 1  # also of one that is held out
+    counts = np.bincount(train_text, minlength=len(characters)) + 1  # none is zero
     loss_of_frequencies = -np.log(counts / counts.sum())[test_text].mean()
     common.say(f"{len(train_text)} characters of text, {len(test_text)} held out")
     common.say(f"{common.parts_of_a_batch(flags)} x {flags.batch_size} lines a step")

@@ -1,4 +1,4 @@
-"""A small GPT in PyTorch learns the characters of Python's own library, on any mesh of ranks."""
+"""A small GPT in PyTorch: learns to write like the sources of Python, on any mesh."""
 
 import common
 import torch
@@ -15,7 +15,7 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Attention(nn.Module):
-    """Each character gathers from those before it: shape (batch, length, width) in and out."""
+    """Causal self-attention: shape (batch, length, width) in and out."""
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Numbers of characters in, shape (batch, length); logits of the next ones out."""
+    """Indices of characters in, shape (batch, length); logits of the next characters out."""
 
     def __init__(self, flags, characters):
         super().__init__()
@@ -65,7 +65,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(flags.width, characters, bias=False)
         self.head.weight = self.characters.weight
         for table in (self.characters, self.positions):
-            nn.init.normal_(table.weight, std=0.1)  # PyTorch's 1 would give a head large logits
+            nn.init.normal_(table.weight, std=0.1)  # with PyTorch's 1 the head has large logits
 
     def forward(self, ids):
         positions = torch.arange(ids.shape[1], device=ids.device)
@@ -74,7 +74,7 @@ class GPT(nn.Module):
 
 
 def lines_of(numbers, length):
-    """Successive lines of a text, and the same one character later: what the model predicts."""
+    """Successive lines of a text, and the targets: the same lines one character later."""
     lines = (len(numbers) - 1) // length
     inputs, targets = numbers[: lines * length], numbers[1 : lines * length + 1]
     return TensorDataset(inputs.view(lines, length), targets.view(lines, length))
@@ -92,7 +92,7 @@ def rate_factor(step, steps):
 
 @torch.no_grad()
 def evaluate(model, batches):
-    """Mean loss on the held-out text, each rank or pipeline working on its own part of it."""
+    """Mean loss on the held-out text; each rank or pipeline computes its own part of it."""
     model.eval()
     loss_sum = characters = 0
     for ids, targets in batches:
@@ -106,7 +106,7 @@ def evaluate(model, batches):
 def sample(model, prompt):
     """Characters that follow the prompt, which is as long as the model's context.
 
-    All ranks run the model, since each may hold a part of it, and go on with what rank 0 draws.
+    All ranks run the model, since each may hold a part of it. All continue from rank 0's draw.
     """
     model.eval()
     ids = prompt.tolist()
@@ -136,8 +136,8 @@ def main():
         mesh=flags.mesh,
     )
 
-    # Each rank draws its own dropout; distribute makes the weights of rank 0's seed. Until then
-    # the model has shapes only: a rank of a pipeline never holds more than its part.
+    # Each rank draws its own dropout; distribute makes the weights from rank 0's seed. Until then
+    # the model has shapes only, so a rank of a pipeline never holds more than its part.
     torch.manual_seed(flags.seed + hvkit.rank())
     with hvkit.deferred_init():
         model = GPT(flags, len(characters)).to(device)
@@ -167,7 +167,7 @@ def main():
         )
         steps_done = checkpoint.restore().step
 
-    counts = train_text.bincount(minlength=len(characters)) + 1  # also of one that is held out
+    counts = train_text.bincount(minlength=len(characters)) + 1  # none is zero
     loss_of_frequencies = -(counts / counts.sum()).log()[test_text].mean()
     common.say(f"{len(train_text)} characters of text, {len(test_text)} held out")
     common.say(f"{common.parts_of_a_batch(flags)} x {flags.batch_size} lines a step")

@@ -1,4 +1,4 @@
-"""MNIST in Flax NNX: a convolutional network, trained on any number of ranks, also in a mesh."""
+"""MNIST in Flax NNX: a convolutional network, trained on any number of ranks or on a mesh."""
 
 import common
 import jax
@@ -8,7 +8,7 @@ from flax import nnx
 
 import hvkit
 
-hvkit.init("jax")  # before anything makes an array
+hvkit.init("jax")  # before the first array
 
 
 class Net(nnx.Module):
@@ -49,13 +49,13 @@ def test_step(model, pixels, labels):
 
 
 def batches_of(images, rows, batch_size, steps):
-    """This rank's batches, as parts of the batches of all ranks."""
+    """This rank's batches, as parts of the global batches."""
     for start in range(0, steps * batch_size, batch_size):
         yield hvkit.batch(*images.batch(rows[start : start + batch_size]))
 
 
 def evaluate(model, images, flags):
-    """Loss and accuracy on all test images, each rank computing with its own rows."""
+    """Loss and accuracy on all test images; each rank computes its own rows."""
     rows = hvkit.shard(np.arange(len(images)), exact=True, mesh=flags.mesh)
     largest_part = -(-len(images) // common.parts_of_a_batch(flags))
     steps = -(-largest_part // flags.test_batch_size)

@@ -30,7 +30,7 @@ def make_model() -> keras.Model:
 
 
 def batches_of(images, batch_size, shuffle_seed=None):
-    """A pipeline of batches; with a seed, each iteration shuffles it anew."""
+    """A pipeline of batches; with a seed, each epoch has another order."""
     dataset = tf.data.Dataset.from_tensor_slices((images.pixels, images.labels))
     if shuffle_seed is not None:
         dataset = dataset.shuffle(len(images), seed=shuffle_seed)
@@ -44,7 +44,7 @@ def batches_of(images, batch_size, shuffle_seed=None):
 
 
 def evaluate(test_step, batches):
-    """Loss and accuracy on all test images, each rank working on its own part of them."""
+    """Loss and accuracy on all test images; each rank computes its own part of them."""
     loss_sum = correct = images = 0
     for pixels, labels in batches:
         batch_loss, batch_correct = test_step(pixels, labels)

@@ -41,7 +41,7 @@ def train(model, optimizer, batches, report):
 
 @torch.no_grad()
 def evaluate(model, batches):
-    """Loss and accuracy on all test images, each rank working on its own part of them."""
+    """Loss and accuracy on all test images; each rank computes its own part of them."""
     model.eval()
     loss_sum = correct = images = 0
     for pixels, labels in batches:

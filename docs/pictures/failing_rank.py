@@ -56,7 +56,7 @@ def main() -> None:
         output = ended.stdout.replace(f"{folder}/", "").replace(
             socket.gethostname(), "node1"
         )
-    # The frames of the interpreter below the script are the same for every error.
+    # Without the lines of ^ that Python puts below the code.
     output = re.sub(r"\n\s+\^+(?=\n)", "", output)
     console = Console(record=True, width=104, file=io.StringIO())
     console.print(Text.from_markup(f"[bold green]$[/] {COMMAND}"))
@@ -64,7 +64,7 @@ def main() -> None:
     console.print(Text.from_markup("[bold green]$[/] echo $?"))
     console.print(str(ended.returncode))
     svg = console.export_svg(title="four ranks on node1")
-    # No fonts from elsewhere.
+    # Use a font of the reader's machine instead of a download.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code, monospace", "monospace")
     Path(__file__).with_suffix(".svg").write_text(svg)

@@ -50,7 +50,7 @@ COMMAND = "hvkit top"
 
 
 def seen(run: subprocess.Popen[bytes]) -> Group:
-    """The view once three ranks wait for a few seconds."""
+    """The view when three ranks have waited for some seconds."""
     before: dict[int, tuple[float, int]] = {}
     while run.poll() is None:
         time.sleep(0.5)
@@ -81,7 +81,7 @@ def main() -> None:
     console.print(Text.from_markup(f"[bold green]$[/] {COMMAND}"))
     console.print(view)
     svg = console.export_svg(title="hvkit top")
-    # No fonts from elsewhere.
+    # Use a font of the reader's machine instead of a download.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code, monospace", "monospace")
     Path(__file__).with_suffix(".svg").write_text(svg)

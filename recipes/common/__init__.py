@@ -5,10 +5,10 @@
     a recipe
     ├── flags, gpt_flags        the command line
     ├── ranks           load_data() on every rank, say() on rank 0, means over ranks
-    │   └── sources         a folder, the cache, a download, or the bundled digits
-    │       ├── mnist, cifar10      where their files are and how to read them
+    │   └── sources         loads from a folder, the cache, a download, or the bundled digits
+    │       ├── mnist, cifar10      where the files are, and how to read them
     │       └── images              labelled images, and their augmentation
-    ├── text            characters of Python's own library
+    ├── text            the text for the GPT recipes, from Python's own library
     ├── for_torch, for_keras    networks, and the glue to the framework
     ├── schedule        how the learning rate decays
     └── report, throughput      progress lines, hvkit.Monitor, images per second

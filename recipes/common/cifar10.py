@@ -29,16 +29,16 @@ PIXEL_MEAN, PIXEL_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True)
 class Cifar10:
-    """CIFAR-10 as a ``Source``: ``mirrors``, and the checksum of the archive."""
+    """CIFAR-10 as a ``Source``; ``sha256`` is the checksum of the archive."""
 
     mirrors: tuple[str, ...] = MIRRORS
     sha256: str = SHA256
     name: str = "CIFAR-10"
     key: str = "cifar10"
-    files: str = f"{TRAIN_FILES[0]} to {TRAIN_FILES[-1]}, any of them, and {TEST_FILE}"
+    files: str = f"one or more of {TRAIN_FILES[0]} to {TRAIN_FILES[-1]}, and {TEST_FILE}"
 
     def find(self, folder: Path) -> dict[str, Path]:
-        """Its files in ``folder`` or a subfolder of a known name, whichever holds most of them."""
+        """Its files in ``folder`` or in a subfolder with a known name, where most files are."""
         places = (folder, *(folder / subfolder for subfolder in SUBFOLDERS))
         found = (plain_or_gzipped(place, (*TRAIN_FILES, TEST_FILE)) for place in places)
         return max(found, key=len)
@@ -48,7 +48,7 @@ class Cifar10:
         return len(found) == len(TRAIN_FILES) + 1
 
     def read(self, folder: Path) -> Dataset:
-        """Read CIFAR-10 with those of its training files that are there."""
+        """Read CIFAR-10 with all training files that are in ``folder``."""
         found = self.find(folder)
         train = [found[name] for name in TRAIN_FILES if name in found]
         missing = [

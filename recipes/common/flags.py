@@ -1,4 +1,4 @@
-"""The command-line flags of the recipes for images: those of MNIST, and of the CNN recipes."""
+"""The command-line flags of the MNIST and CNN recipes."""
 
 import argparse
 import ast
@@ -21,12 +21,12 @@ T = TypeVar("T", int, float)
 DRY_RUN_STEPS = 3
 
 STRATEGIES = [*strategies_in(strategies)]
-# The base classes and those that have a word are not hvkit's public names.
+# Base classes, and compressions that a word such as "int8" names, are not public names of hvkit.
 COMPRESSIONS = [name for name in compression_kinds.__all__ if name in hvkit.__all__]
 
 
 class CommonFlags(argparse.Namespace):
-    """The flags of all recipes. Those of Keras leave ``mesh`` and ``microbatches`` None."""
+    """The flags of all recipes; ``mesh`` and ``microbatches`` are None if not given."""
 
     batch_size: int
     test_batch_size: int
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         if hvkit.rank() == 0:
             self.print_usage(sys.stderr)
             print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)
-        hvkit.barrier()  # see stop_if_any
+        hvkit.barrier()  # stop_if_any in ranks.py says why
         self.exit(2)
 
 
@@ -95,8 +95,8 @@ FRACTION = _checked(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 SEED = _checked(int, lambda n: 0 <= n < 2**31, "a whole number from 0 to 2147483647")
 
 
-def described(text: str, kinds: Sequence[str], words: Sequence[str] = ()) -> Any:
-    """One of the words, or the object of hvkit that ``NAME`` or ``NAME:key=value,...`` names."""
+def parse_object(text: str, kinds: Sequence[str], words: Sequence[str] = ()) -> Any:
+    """One of ``words``, or an object of hvkit made from ``NAME`` or ``NAME:key=value,...``."""
     name, _, settings = text.partition(":")
     if text in words:
         return text
@@ -121,12 +121,12 @@ def described(text: str, kinds: Sequence[str], words: Sequence[str] = ()) -> Any
 
 def strategy(text: str) -> Strategy:
     """The argparse type of ``--strategy``."""
-    return described(text, STRATEGIES)  # type: ignore[no-any-return]
+    return parse_object(text, STRATEGIES)  # type: ignore[no-any-return]
 
 
 def compression(text: str) -> str | Compression:
     """The argparse type of ``--compression``."""
-    return described(text, COMPRESSIONS, words=tuple(BY_NAME))  # type: ignore[no-any-return]
+    return parse_object(text, COMPRESSIONS, words=tuple(BY_NAME))  # type: ignore[no-any-return]
 
 
 def mesh(text: str) -> hvkit.Mesh:
@@ -154,8 +154,8 @@ def parse_flags(
     Args:
         description: of the recipe, for its help.
         argv: the words after the script's name.
-        meshes: whether the recipe can divide its model: it then has ``--mesh``. Call this before
-            ``hvkit.init``, because Horovod must know when it starts that there is a mesh.
+        meshes: whether the recipe can divide its model; it then has the flag ``--mesh``. Call this
+            before ``hvkit.init``, because Horovod must know when it starts that there is a mesh.
     """
     parser = Parser(description)
     add_training_flags(parser, batch_size=32, epochs=8, lr=0.02)
@@ -183,21 +183,21 @@ def add_training_flags(parser: Parser, batch_size: int, epochs: int, lr: float) 
 
 
 def add_distribute_flags(parser: Parser) -> None:
-    """Add the two choices of every ``hvkit.distribute``."""
+    """Add ``--strategy`` and ``--compression``, which every recipe passes to ``distribute``."""
     flag = parser.add_argument
     flag(
         "--strategy",
         type=strategy,
         default=hvkit.Synchronous(),
         metavar="NAME[:key=value,...]",
-        help=f"how ranks are kept in step: {', '.join(STRATEGIES)}; DiLoCo:every=50 sets a value",
+        help=f"how ranks train together: {', '.join(STRATEGIES)}; DiLoCo:every=50 sets a value",
     )
     flag(
         "--compression",
         type=compression,
         default="none",
         metavar="NAME[:key=value,...]",
-        help=f"how it travels: {', '.join([*BY_NAME, *COMPRESSIONS])}, as in TopK:ratio=0.01",
+        help=f"fewer bytes to send: {', '.join([*BY_NAME, *COMPRESSIONS])}, as in TopK:ratio=0.01",
     )
 
 
@@ -213,17 +213,17 @@ def add_mesh_flags(parser: Parser) -> None:
     flag(
         "--microbatches",
         type=POSITIVE,
-        help="parts of a batch in a pipeline; four for each stage if not given",
+        help="parts of a batch in a pipeline (by default four for each stage)",
     )
 
 
 def check_mesh(parser: Parser, flags: CommonFlags) -> None:
-    """Reject a mesh that the ranks cannot form, and what needs a pipeline without one."""
+    """Reject a mesh that the ranks cannot form, and ``--microbatches`` without a pipeline."""
     try:
         pipeline = 1 if flags.mesh is None else position_in(flags.mesh).mesh.pipeline
     except ValueError as error:
         parser.error(f"--mesh: {error}")
-    # One process holds all of the model in any mesh.
+    # In one process any mesh is accepted: it holds the whole model.
     if flags.microbatches is not None and pipeline == 1 and (not flags.mesh or hvkit.size() > 1):
         parser.error(f"--microbatches {flags.microbatches} needs a pipeline: add --mesh pipeline=2")
 
@@ -281,7 +281,7 @@ class CnnFlags(Flags):
 def parse_cnn_flags(
     description: str, argv: Sequence[str] | None = None, *, meshes: bool = False
 ) -> CnnFlags:
-    """Read the flags of a CNN recipe, as ``parse_flags`` does those of an MNIST recipe."""
+    """Read the flags of a CNN recipe, as ``parse_flags`` reads those of an MNIST recipe."""
     parser = Parser(description)
     add_training_flags(parser, batch_size=64, epochs=10, lr=0.05)
     if meshes:
@@ -326,7 +326,7 @@ def _add_recipe_flags(parser: Parser) -> None:
         "--batch-norm",
         choices=("average", "local", "sync"),
         default="average",
-        help="statistics: averaged over ranks, one set per rank, or of the global batch",
+        help="statistics averaged over ranks, separate on each rank, or of the global batch",
     )
 
 

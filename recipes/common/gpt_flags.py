@@ -40,20 +40,20 @@ def parse_gpt_flags(
     Args:
         description: of the recipe.
         argv: None for the command line.
-        of_keras: it trains in ``fit``, with the only order of micro-batches that Keras has, and
-            reports and saves where an epoch of ``fit`` ends.
+        of_keras: the recipe trains in ``fit``, which has one schedule only, and reports and saves
+            where an epoch of ``fit`` ends.
     """
     parser = Parser(description)
     flag = parser.add_argument
     flag("--layers", type=POSITIVE, default=4, help="blocks of attention and MLP")
-    flag("--width", type=POSITIVE, default=64, help="numbers that stand for a character")
+    flag("--width", type=POSITIVE, default=64, help="features of each character")
     flag("--heads", type=POSITIVE, default=4, help="heads of each attention")
-    flag("--length", type=POSITIVE, default=64, help="characters that the model looks at")
+    flag("--length", type=POSITIVE, default=64, help="characters in the model's context")
     flag("--dropout", type=FRACTION, default=0.0, help="share of activations that are dropped")
     flag("--batch-size", type=POSITIVE, default=32, help="lines of --length a step, per rank")
     flag("--test-batch-size", type=POSITIVE, default=64, help="held-out lines at once, per rank")
     flag("--steps", type=POSITIVE, default=300, help="updates of the weights")
-    flag("--lr", type=RATE, default=0.01, help="learning rate at its highest")
+    flag("--lr", type=RATE, default=0.01, help="highest learning rate, after the warm-up")
     add_distribute_flags(parser)
     add_mesh_flags(parser)
     flag("--checkpoint-dir", type=Path, help="folder to save to, and to resume from")
@@ -65,7 +65,7 @@ def parse_gpt_flags(
             "--schedule",
             choices=SCHEDULES,
             default="GPipe",
-            help="order of the micro-batches in a pipeline",
+            help="schedule of the micro-batches in a pipeline",
         )
         flag("--save-every", type=POSITIVE, default=100, help="steps between checkpoints")
     flags = parser.parse_args(argv, namespace=GptFlags())

@@ -77,7 +77,7 @@ def read_file(path: Path) -> bytes:
 
 
 def plain_or_gzipped(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
-    """Those of the files that are in ``folder``, by name; plain files before gzipped ones."""
+    """The paths of the files that ``folder`` has, by name; plain files before gzipped ones."""
     return {
         name: path
         for name in names
@@ -93,8 +93,8 @@ def load_digits(instead_of: str, why: str, scale: int, border: int, channels: in
     proportion of every digit.
 
     Args:
-        instead_of: the name of the images that they replace, for ``origin``.
-        why: the reason, for the error.
+        instead_of: the name of the images that the digits replace, for ``origin``.
+        why: why the digits are loaded, for the error.
         scale: the height and width of the square that each pixel becomes.
         border: the width of the black border, in pixels.
         channels: the number of equal colour channels, as last axis; 0 for no such axis.
@@ -134,10 +134,10 @@ PAD = 4
 
 @dataclass(frozen=True)
 class AugmentedImages:
-    """Images as one epoch shows them: each shifted, and mirrored or not.
+    """The images of one epoch: each shifted, and some mirrored.
 
-    This is the augmentation of He et al. (2015) for CIFAR-10. The look of an image depends only on
-    the seed, the epoch and its row; not on its batch, nor on the number of ranks.
+    This is the augmentation of He et al. (2015) for CIFAR-10. The augmentation of an image depends
+    only on the seed, the epoch and its row, not on its batch or the number of ranks.
 
     Attributes:
         images: colour images.
@@ -164,7 +164,7 @@ class AugmentedImages:
 
 
 def augmented(images: Images, seed: int, epoch: int) -> AugmentedImages:
-    """The images as ``epoch`` of a run with ``seed`` shows them."""
+    """The images with the augmentation of this epoch and seed."""
     random = np.random.default_rng([seed, epoch])
     corners = random.integers(0, 2 * PAD, size=(len(images), 2), endpoint=True)
     mirrored = random.integers(0, 2, size=len(images)).astype(bool)

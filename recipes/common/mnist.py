@@ -29,7 +29,7 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081  # of the training images
 
 @dataclass(frozen=True)
 class Mnist:
-    """MNIST as a ``Source``: ``mirrors``, and the checksums of the unpacked files."""
+    """MNIST as a ``Source``; ``sha256`` has the checksums of the unpacked files."""
 
     mirrors: tuple[str, ...] = MIRRORS
     sha256: Mapping[str, str] = field(default_factory=lambda: SHA256)
@@ -38,7 +38,7 @@ class Mnist:
     files: str = f"its four files {', '.join(SHA256)}"
 
     def find(self, folder: Path) -> dict[str, Path]:
-        """Its files in ``folder`` or in its subfolder ``mnist``, whichever holds more of them."""
+        """Its files in ``folder`` or in its subfolder ``mnist``, where more files are."""
         places = (plain_or_gzipped(place, tuple(SHA256)) for place in (folder, folder / "mnist"))
         return max(places, key=len)
 

@@ -1,4 +1,4 @@
-"""The ranks of a recipe together: load equal images, print once, average, and stop together."""
+"""Functions that all ranks of a recipe call together; and printing on rank 0."""
 
 import os
 import sys
@@ -14,9 +14,9 @@ from hvkit.mesh import position_in
 
 
 def load_data(flags: Flags) -> Dataset:
-    """The same images on every rank; if they must be downloaded, one rank of each host does it.
+    """The same images on every rank; one rank of each host downloads them if necessary.
 
-    If any rank has no images, or other images than rank 0, all ranks end and rank 0 prints why.
+    If a rank has no images, or other images than rank 0, all ranks end and rank 0 prints why.
     """
     source = Cifar10() if isinstance(flags, CnnFlags) else Mnist()
     data, problem = None, None
@@ -46,7 +46,7 @@ def load_data(flags: Flags) -> Dataset:
 
 
 def parts_of_a_batch(flags: CommonFlags) -> int:
-    """How many batches make a step: one a rank, or one for the ranks that hold a model together."""
+    """The number of batches in a step: one per rank, or per group of ranks that share a model."""
     return hvkit.size() if flags.mesh is None else position_in(flags.mesh).batches
 
 
@@ -77,10 +77,10 @@ def stop_if_any(problem: str | None) -> None:
         return
     if hvkit.rank() == 0:
         for text in dict.fromkeys(filter(None, problems)):
-            ranks = [str(rank) for rank, theirs in enumerate(problems) if theirs == text]
+            ranks = [str(rank) for rank, found in enumerate(problems) if found == text]
             where = "" if len(ranks) == hvkit.size() else f" on rank {', '.join(ranks)}"
             print(f"error{where}: {text}", file=sys.stderr, flush=True)
-    # Without this, a launcher that sees another rank end first would end rank 0 before it prints.
+    # If another rank ended first, a launcher could end rank 0 before it prints.
     hvkit.barrier()
     sys.exit(1)
 

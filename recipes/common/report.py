@@ -1,4 +1,4 @@
-"""The report of a run: lines or a progress bar on rank 0, and records in ``--output-dir``."""
+"""Reports a run: lines or a progress bar on rank 0, and records in ``--output-dir``."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -22,8 +22,8 @@ NOTHING = Sent()
 def make_monitor(flags: Flags, steps: int) -> hvkit.Monitor | None:
     """The monitor that records a run into ``--output-dir``; None without that flag.
 
-    It records as often as ``Report`` prints the loss: every ``--log-interval`` steps, or once an
-    epoch of fewer ``steps``.
+    It records as often as ``Report`` prints the loss: every ``--log-interval`` steps, or once per
+    epoch if an epoch has fewer steps.
     """
     if flags.output_dir is None:
         return None
@@ -31,7 +31,7 @@ def make_monitor(flags: Flags, steps: int) -> hvkit.Monitor | None:
 
 
 class Report:
-    """Reports the progress of a run on rank 0, and hands it to the monitor, if there is one.
+    """Prints the progress of a run on rank 0, and passes it to the monitor, if there is one.
 
     Every rank must call the same methods at the same steps, because losses are averaged over
     ranks. On a terminal there is a progress bar, elsewhere plain lines. The monitor closes with
@@ -101,11 +101,11 @@ class Report:
         self._epoch_began = time.perf_counter()
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
-        """The batches of an epoch of a loop; the monitor notes how long the loop waits for them."""
+        """A loop's batches of one epoch; the monitor measures how long the loop waits for them."""
         return iter(data) if self._monitor is None else self._monitor.batches(data)
 
     def step(self, loss: SupportsFloat) -> None:
-        """End a step of a loop; ``loss`` is this rank's."""
+        """End a step of a loop; ``loss`` is this rank's loss."""
         self.show_step(loss)
         if self._monitor is not None:
             self._monitor.step(loss=loss)
@@ -113,9 +113,9 @@ class Report:
                 self._monitor.flush()
 
     def show_step(self, loss: SupportsFloat) -> None:
-        """Count a step that the monitor, in ``fit``, sees itself.
+        """Count and print a step; in ``fit``, where the monitor counts steps itself.
 
-        ``loss`` is read only in steps that are reported.
+        ``loss`` is read only in steps that are printed.
         """
         self._step += 1
         self._steps_done += 1
@@ -127,13 +127,13 @@ class Report:
         say(f"{self._where()}, step {self._step}/{self.steps}: loss {mean:.4f}")
 
     def end_epoch(self, test_loss: float, test_accuracy: float) -> None:
-        """Report the epoch of a loop and its test results, which are equal on all ranks."""
+        """Record and print an epoch of a loop with its test results, equal on all ranks."""
         if self._monitor is not None:
             self._monitor.log(test_accuracy=test_accuracy, test_loss=test_loss)
         self.show_epoch(test_loss, test_accuracy)
 
     def show_epoch(self, test_loss: float, test_accuracy: float) -> None:
-        """Report an epoch of ``fit``, whose results the monitor records itself."""
+        """Print an epoch; in ``fit``, where the monitor records the results itself."""
         self._bar.stop()
         images = self._step * self._images_per_step
         self._images += images
@@ -146,7 +146,7 @@ class Report:
 
     def _say_results(self) -> None:
         if not self._images:
-            say(f"all {self._epoch} epochs were done before: there was nothing to train")
+            say(f"the checkpoint has all {self._epoch} epochs: there was nothing to train")
             return
         rate = self._images / self._seconds
         say(f"{rate:.0f} images/s in training, all ranks together")
@@ -155,7 +155,7 @@ class Report:
             say(f"sent by a rank in a step, on average: {', '.join(parts)}")
 
     def _bytes_per_step(self) -> list[tuple[str, float]]:
-        """What this rank has sent in training and testing, the most first; 50 bytes at least."""
+        """Bytes per step that this rank has sent, by purpose, the most first; 50 bytes at least."""
         sent = {
             purpose: now.bytes - self._sent_before.get(purpose, NOTHING).bytes
             for purpose, now in hvkit.traffic().items()

@@ -21,7 +21,7 @@ def rate_factor(schedule: str, epoch: int, epochs: int) -> float:
         schedule: ``"cosine"`` (Loshchilov and Hutter 2017, without restarts), ``"step"`` or
             ``"none"``.
         epoch: from 0.
-        epochs: the number of epochs in all.
+        epochs: the total number of epochs.
     """
     done = epoch / epochs
     if schedule == "cosine":

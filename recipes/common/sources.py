@@ -30,7 +30,7 @@ class Source(Protocol):
     """A description of its files, for messages."""
 
     def find(self, folder: Path) -> Mapping[str, Path]:
-        """Those of its files that are in ``folder`` or in a subfolder of a known name."""
+        """Its files that are in ``folder``, or in a subfolder with a known name."""
         ...
 
     def is_whole(self, found: Mapping[str, Path]) -> bool:

@@ -1,4 +1,4 @@
-"""A text that every Python brings along: the sources of some modules of its standard library."""
+"""A text that every Python installation has: the sources of some standard modules."""
 
 import sysconfig
 from pathlib import Path
@@ -15,7 +15,7 @@ MODULES = (
 
 
 def load_text() -> str:
-    """Rank 0's text on every rank, in ASCII: Pythons of several versions may have several.
+    """Rank 0's text on every rank, in ASCII; other versions of Python may have another text.
 
     If rank 0 lacks a module, all ranks end and rank 0 prints why. Every rank must call this.
     """
@@ -26,6 +26,6 @@ def load_text() -> str:
             sources = [(folder / f"{module}.py").read_bytes() for module in MODULES]
             text = b"\n".join(sources).decode("ascii", errors="ignore")
         except OSError as error:
-            problem = f"this Python comes without the sources of its library: {error}"
+            problem = f"this Python has no sources of its standard library: {error}"
     stop_if_any(problem)
     return str(hvkit.broadcast(text))

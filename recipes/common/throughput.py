@@ -1,4 +1,4 @@
-"""Images per second on random images: what ``--synthetic`` measures."""
+"""Measures images per second on random images, for ``--synthetic``."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from common.ranks import say
 
 
 def random_batch(flags: CnnFlags) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of noise: float32 pixels, channels last, and int64 labels; it differs by rank."""
+    """A random batch, another on each rank: float32 pixels, channels last, and int64 labels."""
     random = np.random.default_rng([flags.seed, hvkit.rank()])
     shape = (flags.batch_size, flags.image_size, flags.image_size, 3)
     pixels = random.standard_normal(shape, dtype=np.float32)
@@ -23,8 +23,8 @@ def random_batch(flags: CnnFlags) -> tuple[np.ndarray, np.ndarray]:
 class Throughput:
     """Times rounds of steps, after some untimed steps, and prints the results on rank 0.
 
-    At the end it prints mean and spread (1.96 standard deviations over the rounds) for one rank,
-    over the rounds of all ranks, and for all ranks together.
+    At the end it prints mean and spread (1.96 standard deviations) of images per second: per rank,
+    over all rounds of all ranks, and for all ranks together.
 
     Args:
         flags: the recipe's flags.
@@ -72,10 +72,10 @@ class Throughput:
     def _print_results(self) -> None:
         by_rank = hvkit.allgather(self._rates)
         together = [sum(rates) for rates in zip(*by_rank, strict=True)]
-        of_one, spread_of_one = mean_and_spread([rate for rates in by_rank for rate in rates])
-        of_all, spread_of_all = mean_and_spread(together)
-        say(f"images/s per rank: {of_one:.1f} +- {spread_of_one:.1f}")
-        say(f"images/s of {hvkit.size()} ranks together: {of_all:.1f} +- {spread_of_all:.1f}")
+        mean, spread = mean_and_spread([rate for rates in by_rank for rate in rates])
+        say(f"images/s per rank: {mean:.1f} +- {spread:.1f}")
+        mean, spread = mean_and_spread(together)
+        say(f"images/s of {hvkit.size()} ranks together: {mean:.1f} +- {spread:.1f}")
 
 
 def mean_and_spread(values: list[float]) -> tuple[float, float]:

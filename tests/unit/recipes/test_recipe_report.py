@@ -99,7 +99,7 @@ def test_a_run_that_resumes_counts_epochs_on(data, capsys):
     assert "epoch 2/3: test accuracy" in capsys.readouterr().out
     with report_of(data=data, first_epoch=8):
         pass
-    assert "all 8 epochs were done before" in capsys.readouterr().out
+    assert "the checkpoint has all 8 epochs" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_no_number_becomes_null(tmp_path, data):
