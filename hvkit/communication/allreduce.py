@@ -97,7 +97,7 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
         ValueError: unknown ``op``; on every rank.
         RanksDisagreeError: the ranks' shapes, dtypes or ``op`` differ.
     """
-    own: _Value | None = None
+    local: _Value | None = None
     problem: Exception | None = None
     if in_graph("hvkit.allreduce", value):
         return _in_graph(value, op)
@@ -105,16 +105,16 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
         if op not in _OPS:
             raise ValueError(f"op must be one of {list(_OPS)}, got {op!r}")
         if not (number := isinstance(value, bool | int | float)):
-            own = _taken(value)
-            _require_defined(own.dtype, op)
+            local = _converted(value)
+            _require_defined(local.dtype, op)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         number, problem = False, error
-    facts = "a number" if own is None else f"{own.dtype} of shape {own.array.shape}"
+    facts = "a number" if local is None else f"{local.dtype} of shape {local.array.shape}"
     gathered = share("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
     _require_same([facts for facts, _ in gathered])
-    if own is None:
+    if local is None:
         return _of_numbers([number for _, number in gathered], op)
-    return own.restore(_reduced(own, op))
+    return local.restore(_reduced(local, op))
 
 
 def _in_graph(value: Any, op: Operation) -> Any:
@@ -188,8 +188,8 @@ def _reduced(value: _Value, op: str) -> NDArray[Any]:
 def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
     if runtime.size() == 1:
         return piece
-    own = piece.dtype
-    sent = piece.view(own.type(0).real.dtype) if own.kind == "c" else piece
+    dtype_here = piece.dtype
+    sent = piece.view(dtype_here.type(0).real.dtype) if dtype_here.kind == "c" else piece
     sent = sent.astype(_SENT_AS[dtype])
     reduced = runtime.any_engine().allreduce(sent, "sum" if op == "mean" else op)
     if op == "mean":
@@ -198,18 +198,18 @@ def _reduced_piece(piece: NDArray[Any], dtype: str, op: str) -> NDArray[Any]:
         # With MPI the result of a NaN depends on the order of ranks.
         nan = runtime.any_engine().allreduce(np.isnan(sent).astype(np.int32), "max") > 0
         reduced = np.where(nan, reduced.dtype.type(np.nan), reduced)
-    if own.kind == "c":
-        return reduced.view(own)
+    if dtype_here.kind == "c":
+        return reduced.view(dtype_here)
     with np.errstate(over="ignore", invalid="ignore"):
-        return reduced.astype(own)
+        return reduced.astype(dtype_here)
 
 
-def _taken(value: Any) -> _Value:
+def _converted(value: Any) -> _Value:
     """The value as an array; imports no framework that the script has not imported."""
     package, value = tensor_in(value)
     if package:
-        take = {"torch": _from_torch, "tensorflow": _from_tensorflow, "jax": _from_jax}[package]
-        return take(value)
+        convert = {"torch": _from_torch, "tensorflow": _from_tensorflow, "jax": _from_jax}[package]
+        return convert(value)
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
         array = np.asarray(value)
         array = array.astype(array.dtype.newbyteorder("="))
@@ -257,8 +257,8 @@ def _from_jax(value: Any) -> _Value:
 
     if not value.is_fully_addressable and not value.is_fully_replicated:
         raise TypeError(
-            f"allreduce reduces what each rank has for itself, but this array of shape "
-            f"{value.shape} belongs to all ranks: reduce it with jax.numpy"
+            f"allreduce takes an array of one rank, but this one of shape {value.shape} belongs to "
+            "all ranks: reduce it with jax.numpy"
         )
     _require_defined(value.dtype.name, "max" if value.dtype.name == "bool" else "sum")
     array = np.asarray(value)

@@ -1,12 +1,12 @@
-"""Collectives on Python objects: what ranks send each other besides gradients.
+"""Collectives on Python objects.
 
-Those that hvkit itself uses take a group, by default all ranks. A rank's number is always that
-among all ranks.
+hvkit's own collectives take a group, by default all ranks. A rank's number is always the one among
+all ranks.
 
-``broadcast`` pickles what the script passes, and so does ``hvkit.allgather``. hvkit's own messages
-are not pickled: reading them runs no code (``encoding``).
+``broadcast`` and ``hvkit.allgather`` pickle what the script passes. hvkit's own messages are not
+pickled: reading them runs no code (``encoding``).
 
-With one process every collective returns its argument. Each message holds the name and the line of
+With one process every collective returns its argument. Each message has the name and the line of
 the user's call, so that ranks in different calls raise an error that names both.
 """
 
@@ -70,16 +70,16 @@ def broadcast(obj: Object, root: int = 0) -> Object:
 
 
 def undivided(obj: Object) -> Object:
-    """An object with the whole of each parameter and gradient in it that ranks have divided.
+    """The object, with whole parameters and gradients in place of those that ranks have divided.
 
-    Pickling it would be a collective of ranks that wait for each other's.
+    Pickling a divided one is a collective, and only some ranks pickle.
     """
     parameters = sys.modules.get("hvkit.frameworks.pytorch.model_parallel.whole_parameters")
     return parameters.undivided(obj) if parameters else obj
 
 
 def from_rank(root: int, obj: Object, group: Group | None = None) -> Object:
-    """``broadcast`` inside hvkit: rank ``root``'s object, of types that messages hold."""
+    """``broadcast`` inside hvkit: rank ``root``'s object, of types that ``encode`` takes."""
     group = group or all_ranks()
     if group.size == 1:
         return obj
@@ -116,8 +116,8 @@ def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
     if group.size == 1:
         return [obj]
     with calls.call(call):
-        place = calls.current_call(), line_of_script(), call
-        gathered = _gather_bytes(encode([*place, obj]), group)
+        header = calls.current_call(), line_of_script(), call
+        gathered = _gather_bytes(encode([*header, obj]), group)
     # Free each message once it is read: together they may take gigabytes.
     objects: list[tuple[str, str, str, Object]]
     objects = [decode(gathered.pop(0).data) for _ in group.members]
@@ -174,7 +174,7 @@ def share(
 def raise_together(
     problem: Exception | None, call: str = "distribute", group: Group | None = None
 ) -> None:
-    """Raise on every rank if any rank has a problem; see ``share``."""
+    """Raise on every rank if any rank has a problem, as ``share`` does."""
     share(call, problem, None, group)
 
 
@@ -188,7 +188,7 @@ def require_equal(
     """Raise on every rank unless all ranks have the same list of facts; a collective.
 
     Args:
-        what: the subject of the error message: ``"model"``.
+        what: the subject of the error message, ``"model"``.
         facts: one line each, in an order that is the same on every rank.
         fix: the advice at the end of the message.
         call: the user's call.
@@ -213,13 +213,13 @@ def require_equal(
 
 
 def _portable(problem: Exception | None) -> Exception | None:
-    """The problem as an exception that messages hold, and that makes sense on another rank."""
+    """The problem as an exception that ``encode`` takes and other ranks can raise."""
     if problem is None:
         return None
     if isinstance(problem, OSError):
         return OSError(problem.errno, problem.strerror or str(problem), problem.filename)
-    kind = next((k for k in (*_KEPT[::-1], HvkitError) if isinstance(problem, k)), None)
-    return kind(str(problem)) if kind else HvkitError(f"{type(problem).__name__}: {problem}")
+    known = next((k for k in (*_KEPT[::-1], HvkitError) if isinstance(problem, k)), None)
+    return known(str(problem)) if known else HvkitError(f"{type(problem).__name__}: {problem}")
 
 
 def _on(source: int, problem: Exception) -> Exception:
@@ -242,7 +242,7 @@ def _first_difference(reference: list[str], facts: list[str], first: int, other:
 
 
 def pickled(obj: Any) -> bytes:
-    """A 1 and the pickled object; or a 0 and the text of an error, which every rank will raise."""
+    """A 1 and the pickled object; or a 0 and the text of an error for every rank to raise."""
     try:
         return b"\1" + pickle.dumps(obj)
     except Exception as error:  # pickle raises several kinds, and objects any of their own
@@ -271,12 +271,12 @@ def _gather_bytes(payload: bytes, group: Group) -> list[Any]:
     """All members' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in total.
 
     Returns:
-        uint8 arrays of shape (n,), with each rank's own n.
+        uint8 arrays of shape (n,), with another n for each rank.
     """
     allgather, within = group.engine.allgather, group.process_set
     limit = engines.CHUNK // group.size
-    own = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
-    gathered, start = allgather(own, within), 0
+    sent = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)
+    gathered, start = allgather(sent, within), 0
     found: list[Any] = []
     for _ in group.members:
         length = int.from_bytes(gathered[start : start + 8].tobytes(), "little")

@@ -31,13 +31,13 @@ _ERRORS: dict[str, type[Exception]] = {
 _records: dict[str, type[Any]] = {}
 
 
-# What reading bytes that are no message raises.
+# Errors from reading bytes that are no message.
 _NOT_READABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError),
     *(MemoryError, msgpack.UnpackException),
 )
 # MessagePack counts bytes in 32 bits. Larger arrays and tensors are sent in pieces of so many
-# bytes, in a dict whose only key is the name of their kind.
+# bytes, in a dict with one key.
 _PIECE = 1 << 30
 _ARRAY, _TENSOR = "array of hvkit", "tensor of hvkit"
 
@@ -52,7 +52,7 @@ def encode(value: Any) -> bytes:
     """The bytes of a value.
 
     Raises:
-        TypeError: it holds an object that messages cannot hold.
+        TypeError: a message cannot contain some object in it.
     """
     encoded: bytes = msgpack.packb(value, default=_extension, strict_types=True)
     return encoded
@@ -160,9 +160,9 @@ def _is_tensor(value: Any) -> bool:
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
-# By kind, in the order in which they are tried: whether a value is of this kind, what is sent, and
-# the value from that. The index of a kind is its number in messages.
-_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+# The types of values, in the order in which they are tried: whether a value has this type, how it
+# is sent, and how it is read. The index of a type is its number in messages.
+_TYPES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (lambda value: type(value) is tuple, list, tuple),
     (lambda value: type(value) is set, list, set),
     (lambda value: type(value) is frozenset, list, frozenset),
@@ -189,26 +189,26 @@ def _extension(value: Any) -> Any:
         return _in_pieces(_ARRAY, _of_array(value))
     if _is_tensor(value) and value.nbytes > _PIECE:
         return _in_pieces(_TENSOR, _of_tensor(value))
-    for number, (is_one, sent, _) in enumerate(_KINDS):
-        if is_one(value):
+    for number, (has_type, sent, _) in enumerate(_TYPES):
+        if has_type(value):
             return msgpack.ExtType(number, encode(sent(value)))
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TypeError(f"a message between ranks cannot hold a value of type {kind}: {value!r}")
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(f"a message between ranks cannot hold a value of type {name}: {value!r}")
 
 
-def _in_pieces(kind: str, parts: Any) -> dict[str, Any]:
+def _in_pieces(key: str, parts: Any) -> dict[str, Any]:
     dtype, shape, data = parts
-    return {kind: [dtype, shape, [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]]}
+    return {key: [dtype, shape, [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]]}
 
 
 def _whole(read: dict[Any, Any]) -> Any:
-    """A dict that was read; or the array or tensor whose pieces it holds."""
-    for kind, whole in ((_ARRAY, _to_array), (_TENSOR, _to_tensor)):
-        if len(read) == 1 and kind in read:
-            dtype, shape, pieces = read[kind]
+    """A dict that was read; or the array or tensor whose pieces are in it."""
+    for key, whole in ((_ARRAY, _to_array), (_TENSOR, _to_tensor)):
+        if len(read) == 1 and key in read:
+            dtype, shape, pieces = read[key]
             return whole([dtype, shape, b"".join(pieces)])
     return read
 
 
 def _value(number: int, data: bytes) -> Any:
-    return _KINDS[number][2](decode(data))
+    return _TYPES[number][2](decode(data))

@@ -1,7 +1,7 @@
 """The ranks that do something together: all of them, or some, such as a row of a device mesh.
 
 Whatever counts ranks, averages over them or names them takes a ``Group``: that of ``all_ranks()``,
-or a smaller one, which ``divide`` in ``division`` makes.
+or a smaller one, which ``hvkit.mesh.divide`` makes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Group:
     """Ranks that train together, one of which is this process.
 
     Attributes:
-        rank: this process's place among the members, from 0.
+        rank: this process's number among the members, from 0.
         members: their numbers among all ranks, in ascending order. Errors and logs use these.
         process_set: Horovod's object for the members; None for all ranks, and for a single one,
             which sends nothing.
@@ -54,14 +54,14 @@ class Group:
         """The Horovod that sends what is not a tensor of a framework."""
         return runtime.engine(self.framework) if self.framework else runtime.any_engine()
 
-    def numbered(self, kind: str) -> str:
+    def numbered(self, prefix: str) -> str:
         """A new name for collectives: ``hvkit.0``, then ``hvkit.1``; the same on every member.
 
-        All members must request the names of a kind in the same order. Each group has a count of
-        its own, and its names hold its number: ``hvkit.set1.0``.
+        All members must request the names with a prefix in the same order. Each group counts
+        separately, and its number is part of its names: ``hvkit.set1.0``.
         """
         within = f".set{self.process_set.process_set_id}" if self.process_set else ""
-        return f"{kind}{within}.{next(_numbers[self.members, kind])}"
+        return f"{prefix}{within}.{next(_numbers[self.members, prefix])}"
 
 
 _numbers: defaultdict[tuple[tuple[int, ...], str], Iterator[int]] = defaultdict(itertools.count)

@@ -1,4 +1,4 @@
-"""What goes from one rank to another, and not to all: large objects, and the mailbox of a run.
+"""Messages from one rank to another: the mailbox of a run, and large objects.
 
 Checkpoints send the states of all ranks to rank 0 and back, one after the other.
 """
@@ -25,7 +25,7 @@ def open_mailbox(user: str) -> mailbox.Mailbox:
     """A mailbox for this run, by MPI, or over TCP where Horovod runs on Gloo; a collective.
 
     Args:
-        user: what needs it, for errors.
+        user: the feature that needs it, for errors.
 
     Raises:
         LaunchError: a rank cannot send messages; on every rank, with the fix.
@@ -49,28 +49,29 @@ def collect(call: str, obj: T) -> Iterator[T]:
     """Yield the objects of all ranks, in rank order, on rank 0; nothing on the others.
 
     A collective: every rank must exhaust the iterator. Ranks send one after the other, in pieces.
-    So a rank holds its own object and its bytes, and rank 0 also one other object at a time, if the
-    caller keeps none. They are sent by MPI, or where it does not run, by Horovod's broadcasts.
+    So a rank has its object and its bytes in memory, and rank 0 also one other object at a time, if
+    the caller keeps none. They are sent by MPI, or where it does not run, by Horovod's broadcasts.
 
     Args:
         call: the user's call.
-        obj: of types that messages hold.
+        obj: of types that ``encode`` takes.
 
     Raises:
-        HvkitError: rank 0 could not hold or read an object; on every rank, at the end.
+        HvkitError: rank 0 had no memory for an object, or could not read it; on every rank, at the
+            end.
         RanksDisagreeError: another rank makes another collective call.
     """
     if rank() == 0:
         yield obj
     if size() == 1:
         return
-    own = encode(obj) if rank() else b""
-    gathered = gather(call, (len(own), mailbox.can_send(any_engine())))
-    by_mpi = _opened(can_send for _, can_send in gathered)
+    data = encode(obj) if rank() else b""
+    gathered = gather(call, (len(data), mailbox.can_send(any_engine())))
+    by_mpi = _mailbox_of_all(can_send for _, can_send in gathered)
     problem = ""
     for source, (length, _) in enumerate(gathered[1:], start=1):
         from_rank(0, None)  # until rank 0 is ready
-        message = _Message(own, length, source, 0, by_mpi)
+        message = _Message(data, length, source, 0, by_mpi)
         if rank() == 0:
             try:
                 received: T = message.received()
@@ -91,16 +92,16 @@ def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
 
     Args:
         call: the user's call.
-        make: called on rank ``root`` with each rank; returns an object of types that messages hold.
+        make: called on rank ``root`` with each rank; returns an object that ``encode`` takes.
         root: the rank that makes them.
 
     Raises:
-        Exception: what ``make`` raises, on every rank, as in ``share``.
-        HvkitError: a rank could not hold or read its object; on every rank.
+        Exception: the error of ``make``, on every rank, as in ``share``.
+        HvkitError: a rank had no memory for its object, or could not read it; on every rank.
     """
     if size() == 1:
         return make(0)
-    by_mpi = _opened(gather(call, mailbox.can_send(any_engine())))
+    by_mpi = _mailbox_of_all(gather(call, mailbox.can_send(any_engine())))
     own: Any = None
     problem: Exception | None = None
     for target in range(size()):
@@ -132,8 +133,8 @@ def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
 _mailbox: mailbox.MpiMailbox | None = None
 
 
-def _opened(can_send: Iterable[bool]) -> mailbox.MpiMailbox | None:
-    """What sends by MPI, if all ranks can; a collective."""
+def _mailbox_of_all(can_send: Iterable[bool]) -> mailbox.MpiMailbox | None:
+    """The mailbox for large objects, if all ranks have MPI; a collective."""
     global _mailbox
     if not all(can_send):
         return None
@@ -177,7 +178,7 @@ class _Message:
         return decode(received.data)
 
     def finish(self) -> None:
-        """Send or drop what is left; also after an error, since the other rank goes on."""
+        """Send or discard the rest; also after an error, since the other rank continues."""
         for start in self._left:
             self._piece(start)
 
