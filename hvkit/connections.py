@@ -5,7 +5,7 @@
 itself never travels. Python 3.11 uses MD5, which newer versions accept from it and which is still
 safe in an HMAC; two newer ones agree on SHA-256. What follows the proof is not encrypted.
 
-**Frames.** A frame is a number that says what it holds, its kind; a length; and that many bytes.
+**Frames.** A frame is a number for its kind, a length, and that many bytes.
 
 **Liveness.** TCP keep-alive in the kernels detects a lost connection. While a process waits for a
 disk or a core, its kernel still acknowledges packets; when a process ends, its kernel closes the
@@ -45,7 +45,7 @@ _PROBES = 50
 
 
 class Listener:
-    """A TCP port, any free one, at which only those who know the key are admitted.
+    """Any free TCP port, which admits only processes that know the key.
 
     Args:
         address: the only address to listen on; ``None`` for all, IPv4 and IPv6.
@@ -63,10 +63,10 @@ class Listener:
         self._closed = threading.Event()
 
     def serve(self, admit: Callable[[socket.socket], None]) -> None:
-        """Call ``admit(connection)`` for everyone who knows the key, until ``close``.
+        """Call ``admit(connection)`` for every process that knows the key, until ``close``.
 
-        Each newcomer has a thread of its own, which also calls ``admit``: a stranger who stays
-        silent delays nobody.
+        Each newcomer has its own thread, which also calls ``admit``: a stranger that stays silent
+        delays nobody.
         """
         while True:
             try:
@@ -78,7 +78,7 @@ class Listener:
             threads.start("hvkit-newcomer", self._examine, accepted, admit)
 
     def close(self) -> None:
-        """Admit nobody else; connections that were admitted stay open."""
+        """Admit no more; connections that were admitted stay open."""
         self._closed.set()
         with contextlib.suppress(OSError):  # It was closed before.
             self.socket.shutdown(socket.SHUT_RDWR)  # Unlike close, this wakes up accept.

@@ -1,4 +1,4 @@
-"""What Horovod's own names do where Horovod was written for Keras 2.
+"""Horovod's own names on Keras 3, where Horovod was written for Keras 2.
 
 Horovod's Python calls these modules, by the patches in ``hvkit/build/patches``. Scripts import
 ``horovod``, and none of this.
@@ -6,10 +6,10 @@ Horovod's Python calls these modules, by the patches in ``hvkit/build/patches``.
 ::
 
     keras_optimizer    DistributedOptimizer: averages in the updates of optimizers of Keras 3
-    keras_2            what scripts use that Keras 3 has under another name
+    keras_2            names of Keras 2 that scripts use, and that Keras 3 has changed
     h5_files           models from HDF5 files, with the optimizer's state
     settings           the variables that ranks set
 """
 
 started_by_hvkit = False
-"""Whether it is hvkit that starts Horovod now, whose users write names of Keras 3."""
+"""Whether hvkit starts Horovod now: its users write names of Keras 3."""

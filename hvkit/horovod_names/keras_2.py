@@ -1,7 +1,7 @@
-"""What Horovod scripts use that Keras 3 has under another name, or no longer needs.
+"""Names of Keras 2 that Horovod scripts use, and that Keras 3 has renamed or dropped.
 
-Where it can mean the same, it is accepted, and a ``DeprecationWarning`` names the line to change.
-Otherwise the error names it.
+Where a name can mean the same, hvkit accepts it, and a ``DeprecationWarning`` says how to change
+the line. Otherwise an error says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Horovod's ``DistributedOptimizer`` for optimizers of Keras 3.
 
-Horovod's own averages in methods that optimizers of Keras 2 call between the gradients and the
-update. Those of Keras 3 have ``apply`` alone, so the gradients become means there, as under
+Horovod averages in methods that optimizers of Keras 2 call between the gradients and the update.
+Optimizers of Keras 3 have only ``apply``, so the gradients become means there, as under
 ``hvkit.distribute``: in ``fit``, in ``apply_gradients`` and in custom loops.
 
 The optimizer stays the object it was, so a file that Keras saves of it loads without Horovod.
@@ -40,7 +40,7 @@ def average_in_updates(
     """Make an optimizer reduce gradients over ranks before it uses them, and return it.
 
     Args:
-        optimizer: of Keras 3; one that scales the loss stays around its own.
+        optimizer: of Keras 3; also a ``LossScaleOptimizer`` around one.
         allreduce_gradients: Horovod's function that reduces gradients of these variables.
         backward_passes_per_step: calls of ``apply`` for an update, which uses the sum of the
             gradients of all of them.
@@ -65,7 +65,7 @@ def average_in_updates(
     # By id: Keras compares variables by their values.
     of_rank: dict[int, Any] = {} if local is None else local
 
-    def average_alike(other: Any) -> Any:
+    def average_copy(other: Any) -> Any:
         """Make another optimizer average in the same way, unless it averages already."""
         if averages(other):
             return other
@@ -82,20 +82,20 @@ def average_in_updates(
 
     def register_local_var(variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
-        own = backend_variable(variable)
-        of_rank[id(own)] = own
+        local_variable = backend_variable(variable)
+        of_rank[id(local_variable)] = local_variable
 
     def average(
         gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
     ) -> list[Any]:
-        held = [backend_variable(v) for v in variables]
-        shared = [i for i, v in enumerate(held) if id(v) not in of_rank]
-        found = allreduce_gradients([gradients[i] for i in shared], [held[i] for i in shared])
+        plain = [backend_variable(v) for v in variables]
+        shared = [i for i, v in enumerate(plain) if id(v) not in of_rank]
+        found = allreduce_gradients([gradients[i] for i in shared], [plain[i] for i in shared])
         means = list(gradients)
         for i, mean in zip(shared, found, strict=True):
             means[i] = mean
         if scale_local_gradients:
-            for i, v in enumerate(held):
+            for i, v in enumerate(plain):
                 if id(v) in of_rank:
                     means[i] = _of_values(lambda g: g / tf.cast(ranks(), g.dtype), means[i])
         return means
@@ -109,9 +109,9 @@ def average_in_updates(
         _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
     skip_together(inner, lambda finite, _: finite_on_all(finite))
     inner.register_local_var = optimizer.register_local_var = register_local_var
-    _average_in_copies(inner, average_alike)
+    _average_in_copies(inner, average_copy)
     if optimizer is not inner:
-        _average_in_copies(optimizer, average_alike)
+        _average_in_copies(optimizer, average_copy)
     return optimizer
 
 
@@ -170,7 +170,7 @@ class _Averaging:
         )
 
 
-# What makes a copy of an optimizer average, by the optimizer.
+# By an optimizer, the function that makes a copy of it average.
 _averaging: WeakKeyDictionary[Any, _Averaging] = WeakKeyDictionary()
 
 
@@ -248,19 +248,19 @@ def _accumulate(optimizer: Any, passes: int, mean: bool) -> None:
         variables = list(variables)
         if not optimizer.built:  # what it makes cannot be made in a branch of a graph
             optimizer.build(variables)
-        own = [backend_variable(v) for v in variables]
+        plain = [backend_variable(v) for v in variables]
         added = [
             sum_of(v).assign_add(g)
-            for v, g in zip(own, map(_dense, grads), strict=True)
+            for v, g in zip(plain, map(_dense, grads), strict=True)
             if g is not None
         ]
 
         def update() -> tf.Tensor:
-            held = [sums[id(v)][1] if id(v) in sums else None for v in own]
-            totals = [None if each is None else each.read_value() for each in held]
+            added_up = [sums[id(v)][1] if id(v) in sums else None for v in plain]
+            totals = [None if each is None else each.read_value() for each in added_up]
             apply([_of_values(lambda g: g / passes if mean else g, t) for t in totals], variables)
             with tf.control_dependencies([t for t in totals if t is not None]):
-                for each in held:
+                for each in added_up:
                     if each is not None:
                         each.assign(tf.zeros_like(each))
             return tf.constant(True)

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 CHUNK = 1 << 28
-"""Bytes that one message holds at most: MPI counts elements in a C int."""
+"""The most bytes in one message: MPI counts elements in a C int."""
 
 PIECE = 1 << 25
-"""Bytes of a broadcast that are sent at a time, and that a rank holds in addition to the whole."""
+"""Bytes of a broadcast that are sent at a time: a rank needs as much memory more than the whole."""
 
 
 class ProcessSet:
@@ -69,12 +69,12 @@ class ProcessSet:
 class Engine(ABC):
     """A started Horovod library of one framework, and its collectives on arrays in host memory.
 
-    Collectives are those of all ranks, or of a process set. Ranks have their numbers among all.
+    Collectives are of all ranks, or of a process set. Ranks have their numbers among all.
     """
 
     hvd: Any
     library = "Horovod"
-    """What finds the ranks, for messages."""
+    """The library that finds the ranks, for messages."""
 
     @abstractmethod
     def shut_down(self) -> None:
@@ -127,7 +127,7 @@ _WITHOUT_WAITING = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 @contextmanager
 def _set(variable: str, value: str) -> Iterator[None]:
-    """Set a variable for a while, unless it is set."""
+    """Set a variable within the context, unless it is set."""
     unset = variable not in os.environ
     os.environ.setdefault(variable, value)
     try:
@@ -174,18 +174,18 @@ class PyTorchEngine(Engine):
         """Whether two ranks have the same GPU; a collective, also of ranks that have none."""
         import torch
 
-        place = np.full(16 + 3 * 8, 255, np.uint8)
+        address = np.full(16 + 3 * 8, 255, np.uint8)
         if gpu is not None:
             # A launcher may show each rank another GPU as number 0, and the parts of a divided GPU
-            # have names of their own. NCCL compares the PCI addresses, too.
+            # have different names. NCCL compares the PCI addresses, too.
             of: Any = torch.cuda.get_device_properties(gpu)
-            plugged = np.array([of.pci_domain_id, of.pci_bus_id, of.pci_device_id], np.int64)
+            pci = np.array([of.pci_domain_id, of.pci_bus_id, of.pci_device_id], np.int64)
             host = hashlib.md5(_this_host().encode(), usedforsecurity=False).digest()
-            place = np.frombuffer(host + plugged.tobytes(), np.uint8)
+            address = np.frombuffer(host + pci.tobytes(), np.uint8)
         with waiting_for_all_ranks():
-            gathered = self.hvd.allgather(torch.from_numpy(place.copy()), name="hvkit.gpus")
-        places = _numpy(gathered).reshape(-1, place.size)
-        used = places[(places != 255).any(axis=1)]
+            gathered = self.hvd.allgather(torch.from_numpy(address.copy()), name="hvkit.gpus")
+        addresses = _numpy(gathered).reshape(-1, address.size)
+        used = addresses[(addresses != 255).any(axis=1)]
         return len(np.unique(used, axis=0)) < len(used)
 
     def _call(
@@ -259,7 +259,7 @@ def broadcast_in_pieces(
 ) -> NDArray[np.uint8]:
     """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
 
-    It is of shape (n,), with the same n on every rank. A rank holds one piece in addition to it.
+    It is of shape (n,), with the same n on every rank.
     """
     sends = engine.hvd.rank() == root
     for start in range(0, data.size, PIECE):
@@ -281,7 +281,7 @@ def broadcast_message(
 
 
 before_collective: list[Callable[[], None]] = []
-"""Called before an engine's collectives, to tell ranks not to wait for this one elsewhere.
+"""Called before an engine's collectives, so that no rank waits for this one elsewhere.
 
 Every rank makes these collectives equally often, and returns from one only after all have entered.
 """
@@ -289,7 +289,7 @@ Every rank makes these collectives equally often, and returns from one only afte
 
 @contextmanager
 def in_collective(within: ProcessSet | None = None) -> Iterator[None]:
-    """Wraps an engine's collective, of all ranks or of some of them."""
+    """A context around an engine's collective, of all ranks or of some of them."""
     if within and before_collective:
         raise ValueError(
             f"{ranks_text(within.ranks)} train as a group while rank 0 serves weights or batches "

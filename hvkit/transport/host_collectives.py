@@ -1,12 +1,12 @@
 """Collectives on arrays in host memory without Horovod: through mpi4py, or over TCP.
 
-``jax_engine`` uses them for hvkit's own messages; JAX has its own for the rest. A launcher with MPI
-gives MPI. ``--launcher gloo`` and Spark start ranks without MPI, and a store at which Horovod's
-Gloo would find the others: there these ranks leave their addresses and the key that admits them.
-Whoever reads the store may so take part in the run, as with Gloo itself; on Spark, the store serves
-the run's own ranks only.
+``jax_engine`` uses them for hvkit's own messages; JAX has its own for the rest. Under a launcher
+with MPI they use MPI. ``--launcher gloo`` and Spark start ranks without MPI, but with a store of
+addresses for Horovod's Gloo. There the ranks put their addresses and the key that admits them, so
+everyone who can read the store can take part in the run, as with Gloo itself; on Spark, the store
+serves the ranks of the run only.
 
-Waits end when another rank ends: they look whether the watcher has a reason to end the run.
+A wait ends when another rank ends: it checks whether the watcher has a reason to end the run.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from hvkit.wording import in_short
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Looks at a collective of MPI, and seconds between two: most end within the first looks. A rank
+# Polls of a collective of MPI, and seconds between two: most end within the first polls. A rank
 # that waits for long leaves the core to others.
-_FIRST_LOOKS = 100
-_QUICK_LOOKS = 1000
-_LOOK_EVERY = 50e-6
-_SELDOM = 1e-3
+_FIRST_POLLS = 100
+_QUICK_POLLS = 1000
+_QUICK_PAUSE = 50e-6
+_LONG_PAUSE = 1e-3
 
 # The store of addresses that Horovod's launcher and hvkit's Spark tasks have for Gloo.
 _STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _STORE_WAITS = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-_ASK_EVERY = 0.05
+_POLL_STORE_EVERY = 0.05
 
 # Tags over TCP.
 _DATA = 0
 _END = 1
 _RECEIVED = 2
 
-# Bytes of a broadcast over TCP from which a rank waits until the others have received it. What
-# arrives before they call for it is in their memory: many small arrays, but one large one only.
+# Bytes of a broadcast over TCP from which a rank waits until the others have received it. Arrays
+# that arrive early are in their memory: so these may be many small ones, but only one large one.
 _LARGE = 1 << 20
 
 
 class HostCollectives(ABC):
-    """The place of this rank, and collectives on flat arrays that all ranks call in one order.
+    """This rank's number, and collectives on flat arrays that all ranks call in one order.
 
     Attributes:
-        library: what finds the ranks, for messages.
+        library: the one that finds the ranks, for messages.
         uses_mpi: whether MPI runs.
     """
 
@@ -118,7 +118,7 @@ class MpiCollectives(HostCollectives):
     def __init__(self) -> None:
         self._mpi = _started_mpi()
         self._communicator = self._mpi.COMM_WORLD.Dup()
-        # Apart, so that a rank at its end never meets another one's collective.
+        # Another one, so that the barrier of a rank at its end matches no collective of the others.
         self._of_the_end = self._communicator.Dup()
         host = self._communicator.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.rank, self.size = self._communicator.rank, self._communicator.size
@@ -136,9 +136,9 @@ class MpiCollectives(HostCollectives):
         return result
 
     def allgather(self, array: NDArray[Any]) -> NDArray[Any]:
-        own = np.array([array.size], np.int64)
+        length = np.array([array.size], np.int64)
         lengths = np.empty(self.size, np.int64)
-        self._wait(self._communicator.Iallgather(own, lengths))
+        self._wait(self._communicator.Iallgather(length, lengths))
         result = np.empty(lengths.sum(), array.dtype)
         starts = np.cumsum(lengths) - lengths
         into = [result, lengths.tolist(), starts.tolist(), self._mpi.BYTE]
@@ -151,7 +151,7 @@ class MpiCollectives(HostCollectives):
             time.sleep(0.01)
 
     def close(self) -> None:
-        """MPI closes by itself, at its own end."""
+        """Nothing to do: MPI closes at the end of the process."""
 
     def _bytes(self, array: NDArray[Any]) -> list[Any]:
         return [array, array.nbytes, self._mpi.BYTE]
@@ -162,15 +162,15 @@ class MpiCollectives(HostCollectives):
         Raises:
             RankLostError: another rank has ended, or waits in another call.
         """
-        looks = 0
+        polls = 0
         while not request.Test():
-            looks += 1
-            if looks < _FIRST_LOOKS:
+            polls += 1
+            if polls < _FIRST_POLLS:
                 time.sleep(0)
                 continue
             if rank_errors.run_ends():
                 raise rank_errors.lost(calls.current_call())
-            time.sleep(_LOOK_EVERY if looks < _QUICK_LOOKS else _SELDOM)
+            time.sleep(_QUICK_PAUSE if polls < _QUICK_POLLS else _LONG_PAUSE)
 
 
 def _started_mpi() -> Any:
@@ -193,8 +193,8 @@ def _started_mpi() -> Any:
 class TcpCollectives(HostCollectives):
     """Over connections between ranks; the store of the launcher has their addresses.
 
-    Arrays of all ranks travel around a ring, of which a sum needs each rank to send 2 (n-1)/n of
-    its array; a broadcast goes along a tree. A large one ends on a rank when all below it have it.
+    A sum and an allgather use a ring, so that for a sum each rank sends 2 (n-1)/n of its array. A
+    broadcast uses a tree. A large one ends on a rank once all ranks below it have the array.
 
     Raises:
         LaunchError: the launcher has not said which rank this is, or another one does not come.
@@ -228,8 +228,8 @@ class TcpCollectives(HostCollectives):
 
     def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
         data = array.copy()
-        # From rank `root`, ranks have numbers. Each hears from the one that lacks its lowest bit,
-        # and passes on to those that have one lower bit in addition.
+        # Numbers count from rank `root`. A rank receives from the one whose number lacks its lowest
+        # bit, and sends to those whose numbers have one lower bit in addition.
         number = (self.rank - root) % self.size
         bit = 1
         while bit < self.size and not number & bit:
@@ -255,7 +255,7 @@ class TcpCollectives(HostCollectives):
         add_up = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op]
         result = array.copy()
         parts = np.array_split(result, self.size)
-        # Rank r ends up with the sum of part r + 1, which then goes around.
+        # At the end rank r has the sum of part r + 1, which then goes around the ring.
         for step in range(self.size - 1):
             into = parts[(self.rank - step - 1) % self.size]
             received = np.empty_like(into)
@@ -286,7 +286,7 @@ class TcpCollectives(HostCollectives):
         return not self._at_its_end and rank_errors.run_ends()
 
     def _around(self, parts: list[NDArray[Any]], first: int, tag: int) -> None:
-        """Send every part to all ranks: this rank has part ``first``, the next one the next."""
+        """Send parts around the ring: this rank has part ``first``, the next one the next."""
         for step in range(self.size - 1):
             out, into = (first - step) % self.size, (first - step - 1) % self.size
             self._pass_on(parts[out], parts[into], tag)
@@ -322,7 +322,7 @@ class _LauncherStore:
                     f"{whose} has not come within {os.environ.get(_STORE_WAITS, '30')} s of this "
                     f"rank's start: set {_STORE_WAITS} to wait for longer"
                 )
-            time.sleep(_ASK_EVERY)
+            time.sleep(_POLL_STORE_EVERY)
         return value
 
     def _request(self, method: str, name: str, value: bytes | None = None) -> bytes | None:

@@ -1,13 +1,13 @@
-"""The ranks of a JAX script: JAX's own processes for its arrays, and hvkit's own messages beside.
+"""The engine of a JAX script: it starts JAX's own processes, and carries hvkit's messages.
 
 JAX trains on several processes by itself, once they know each other: arrays are divided or
 replicated over the devices of all of them, and XLA puts collectives into compiled functions. So
 here Horovod is neither started nor needed. hvkit's objects and checks, and the address at which
-JAX's processes find each other, travel by MPI, or without it over TCP (``host_collectives``). XLA
+JAX's processes find each other, are sent by MPI, or without it over TCP (``host_collectives``). XLA
 sends arrays through NCCL on GPUs, and through gloo on CPUs.
 
-Waits inside XLA end with the process. Of those in collectives that Python code of JAX makes, as for
-Orbax, the watcher knows.
+Waits inside XLA end with the process. The watcher knows of waits in collectives that Python code of
+JAX makes, as for Orbax.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ LATE = (
 
 
 def _mark_waits_of_jax() -> None:
-    """Let the watcher know where the script waits in collectives of JAX's outside of its steps.
+    """Report to the watcher where the script waits in collectives of JAX's outside of its steps.
 
-    Orbax saves with them, which hangs where one rank alone saves. It also calls them in threads of
-    its own, which may wait while the script goes on.
+    Orbax saves with them, which hangs where only one rank saves. It also calls them in its own
+    threads, which may wait while the script continues.
     """
     from jax.experimental import multihost_utils
 
@@ -74,10 +74,10 @@ def _mark_waits_of_jax() -> None:
 
 
 class JaxEngine(Engine):
-    """Collectives on arrays in host memory, beside JAX's own.
+    """Collectives on arrays in host memory, in addition to JAX's own.
 
     Attributes:
-        hvd: what other parts of hvkit use of Horovod's libraries.
+        hvd: stands for Horovod's library, with the functions that hvkit uses.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class JaxEngine(Engine):
         self._one_host = ranks.local_size == ranks.size
 
     def shut_down(self) -> None:
-        """Nothing to do: each wait sees by itself that the run ends."""
+        """Nothing to do: each wait checks whether the run ends."""
 
     def take_device(self, local_rank: int, local_size: int) -> None:
         """Join JAX's processes, with one GPU for this rank if there are any.

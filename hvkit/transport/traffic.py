@@ -1,4 +1,4 @@
-"""How many bytes this rank sends, and what for; ``docs/architecture.md`` lists who sends what.
+"""How many bytes this rank sends, by purpose; ``docs/architecture.md`` lists who sends what.
 
 Horovod and MPI choose the algorithm of a collective. The counts are what the algorithms for large
 tensors send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N-1)/N P from
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Sent(NamedTuple):
-    """What a rank has sent for one purpose.
+    """Bytes and messages that a rank has sent for one purpose.
 
     Attributes:
         bytes: payload, without the network's headers.
@@ -29,14 +29,14 @@ class Sent(NamedTuple):
 
 
 _sent: dict[str, Sent] = {}
-# The parameter server sends from a thread of its own.
+# The parameter server sends from another thread.
 _counting = threading.Lock()
-# What graphs of TensorFlow count themselves, by purpose.
+# Counters in graphs of TensorFlow, by purpose.
 _in_graphs: list[tuple[str, Callable[[], Sent]]] = []
 
 
 def traffic() -> dict[str, Sent]:
-    """What this rank has sent so far, by purpose.
+    """The bytes and messages that this rank has sent so far, by purpose.
 
     ``"gradients"`` are averaged in every step, ``"weights"`` agreed on at the end of a round or
     exchanged with a parameter server. ``"batch norm"`` are statistics, ``"checks"`` fingerprints
@@ -76,9 +76,9 @@ def of_allreduce(size: int, ranks: int) -> int:
     return 2 * size * (ranks - 1) // ranks
 
 
-def of_allgather(own: int, ranks: int) -> int:
-    """Bytes that a rank sends for an allgather to which it contributes ``own`` bytes."""
-    return own * (ranks - 1)
+def of_allgather(size: int, ranks: int) -> int:
+    """Bytes that a rank sends for an allgather to which it contributes ``size`` bytes."""
+    return size * (ranks - 1)
 
 
 def of_messages(row: int, sent: Sequence[int], rank: int) -> tuple[int, int]:
