@@ -58,7 +58,7 @@ class Client:
         self._lock = threading.Lock()
 
     def exchange(self, number: int, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step; wait until this rank may go on, and return the weights.
+        """Send the changes of a step; wait until this rank may continue, and return the weights.
 
         Args:
             number: of the model.
@@ -263,7 +263,7 @@ class Exchange:
         collectives.gather(_STEP, None)  # until the server has the vectors
 
     def exchange(self, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step, and return the weights to go on with.
+        """Send the changes of a step, and return the weights to continue with.
 
         Args:
             changes: of each vector; they are overwritten.

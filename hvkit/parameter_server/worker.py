@@ -153,7 +153,7 @@ class ServerKeeper(LocalWeightsKeeper):
     def end_rounds(self) -> None:
         """Continue with the server's weights, as at the end of training; a collective.
 
-        All ranks then hold the same weights.
+        All ranks then have the same weights.
         """
         if not self._compare_ranks():
             return
@@ -164,7 +164,7 @@ class ServerKeeper(LocalWeightsKeeper):
         self._shown = {}
 
     def put_back(self) -> None:
-        """Hold this rank's own weights again."""
+        """Set the local weights again."""
         super().put_back()
         self._shown = {}
 

@@ -16,7 +16,7 @@
 
 A strategy is a frozen dataclass. It holds the mathematics, on vectors that may be PyTorch's or
 NumPy's; ``hvkit.sync.rounds`` calls it at the right step, and checkpoints save its state. To add
-one that agrees on weights, write a subclass of ``Rounds`` in a file of its own, and import it
+one that agrees on weights, write a subclass of ``Rounds`` in a new file, and import it
 below: that also makes it ``hvkit.NAME``, and a value of the recipes' ``--strategy``.
 """
 

@@ -13,7 +13,7 @@ from hvkit.strategies.strategy import Averaging
 
 @dataclass(frozen=True)
 class Centralized(Averaging):
-    """Rank 0 collects all gradients in every step, and sends everyone their mean.
+    """Rank 0 collects all gradients in every step, and sends their mean to all.
 
     The updates are those of ``Synchronous``. Of gradients of P bytes, rank 0 receives (N-1)P and
     sends (N-1)P in each step, the others P each, where a ring sends 2 (N-1)/N P from every rank:

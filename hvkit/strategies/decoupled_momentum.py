@@ -19,7 +19,7 @@ from hvkit.strategies.strategy import Averaging
 
 @dataclass(frozen=True)
 class DeMo(Averaging, Compression):
-    """Each rank keeps a momentum of its own, and sends its strongest frequencies only.
+    """Each rank keeps a local momentum, and sends its strongest frequencies only.
 
     With rank w's gradient g_w and momentum m_w, and the discrete cosine transform D of each chunk
     of a tensor:

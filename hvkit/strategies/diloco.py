@@ -11,7 +11,7 @@ from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
 @dataclass(frozen=True)
 class DiLoCo(Rounds):
-    """Each rank takes ``every`` steps of its own; then an outer optimizer steps for all.
+    """Each rank takes ``every`` local steps; then an outer optimizer takes one step for all.
 
     With the anchor a, the weights that the ranks last agreed on, rank w's weights x_w, the outer
     learning rate eta and the outer momentum mu:

@@ -65,9 +65,9 @@ class Gossip(Rounds):
 
     def agree(self, weights: Vector, state: State, group: Ranks) -> Flow[tuple[Vector, State]]:
         offsets = _offsets(self.topology, group.size)
-        theirs = yield Neighbours(weights, tuple(offsets))
+        received = yield Neighbours(weights, tuple(offsets))
         mixed = weights
-        for each in theirs:
+        for each in received:
             mixed = mixed + (each - weights) * (1 / (len(offsets) + 1))
         return mixed, state
 

@@ -10,7 +10,7 @@ from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 
 @dataclass(frozen=True)
 class LocalSGD(Rounds):
-    """Each rank takes ``every`` steps of its own; then all take the mean of their weights.
+    """Each rank takes ``every`` local steps; then all take the mean of their weights.
 
     With the anchor a, the weights that the ranks last agreed on, and rank w's weights x_w:
 

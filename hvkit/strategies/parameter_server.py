@@ -35,7 +35,7 @@ class ParameterServer(Strategy):
     changed since. ``staleness`` bounds that: a rank begins no step while it is more than so many
     steps ahead of the slowest. ``staleness=0`` lets each step wait for all ranks and adds their
     changes in rank order: with SGD, also with momentum and weight decay, that is ``Synchronous``.
-    None sets no bound. The optimizer's own state stays each rank's own.
+    None sets no bound. The optimizer's state stays local.
 
     A rank that waits in a collective, such as ``hvkit.settled`` or the end of the script, holds up
     nobody, so ranks need not take equally many steps. Steps are counted from the last collective of
@@ -85,7 +85,7 @@ class Update(NamedTuple):
 
 
 class ServedWeights:
-    """The weights of one model on the server, and the rule that decides which ranks may go on.
+    """The weights of one model on the server, and the rule that decides which ranks may continue.
 
     A rank that has sent its changes waits until ``release`` returns it.
 
@@ -127,7 +127,7 @@ class ServedWeights:
             self._add_pending()
 
     def release(self, away: Set[int]) -> list[int]:
-        """The waiting ranks that may go on, in rank order; they wait no more.
+        """The waiting ranks that may continue, in rank order; they wait no more.
 
         Args:
             away: ranks that are not training now.

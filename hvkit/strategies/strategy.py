@@ -30,7 +30,7 @@ class Strategy:
     """How ranks are kept in step. All ranks must pass an equal one to ``hvkit.distribute``."""
 
     has_momentum: ClassVar[bool] = False
-    """Whether it has a momentum of its own, in place of the optimizer's."""
+    """Whether it has a momentum, in place of the optimizer's."""
 
     def check(self, compression: Compression | None) -> None:
         """Reject a compression that the strategy cannot use.
@@ -61,10 +61,10 @@ class Averaging(Strategy):
 
 @dataclass(frozen=True)
 class Rounds(Strategy, ABC):
-    """Ranks train their own weights for a round, and then agree on common ones.
+    """Ranks train local weights for a round, and then agree on common ones.
 
     A round is ``every`` steps of an optimizer. It ends with an agreement on all parameters of that
-    optimizer. The optimizer's own state (momentum, Adam's moments) stays each rank's own.
+    optimizer. The optimizer's state (momentum, Adam's moments) stays local.
 
     Attributes:
         every: optimizer steps in a round.
@@ -118,7 +118,7 @@ class Rounds(Strategy, ABC):
         round may begin meanwhile. It may be called for some of the weights at a time.
 
         Args:
-            weights: this rank's own.
+            weights: this rank's.
             state: what ``begin`` or the round before has returned.
             group: the ranks that take part, and this one among them.
 

@@ -25,7 +25,7 @@ from hvkit.sync.fingerprints import first_unlike
 class Weights(Protocol):
     """The weights of models that train together, by number, in the same order on every rank.
 
-    A vector has one dimension, and the dtype in which the weights travel: float32 for weights of 16
+    A vector has one dimension, and the dtype in which weights are sent: float32 for weights of 16
     bits. Complex weights are vectors of twice as many numbers.
     """
 
@@ -106,7 +106,7 @@ class Weights(Protocol):
 
         Args:
             name: the same on every rank, and no other collective's.
-            keep: whether training goes on with them. If not, they are for evaluation, and layers
+            keep: whether training continues with them. If not, they are for evaluation, and layers
                 in evaluation mode change as well.
         """
 
@@ -210,7 +210,7 @@ class LocalWeightsKeeper(ABC):
 
     @abstractmethod
     def _show_agreed(self) -> None:
-        """Set the weights that the ranks would agree on now; training goes on. A collective."""
+        """Set the weights that the ranks would agree on now, for evaluation; a collective."""
 
     @property
     def shown(self) -> bool:

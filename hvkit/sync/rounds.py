@@ -344,10 +344,9 @@ class RoundKeeper(LocalWeightsKeeper):
             RanksDisagreeError: ranks have trained other weights, or set others.
         """
         self._note_set_weights(self._agreements.begun())
-        own = sorted(self._trained), sorted(self._set_by_script)
-        trained, set_by_script = zip(
-            *collectives.gather(point, own, self.weights.group), strict=True
-        )
+        numbers = sorted(self._trained), sorted(self._set_by_script)
+        by_rank = collectives.gather(point, numbers, self.weights.group)
+        trained, set_by_script = zip(*by_rank, strict=True)
         require_same_trained(trained, self.weights)
         self._agree_on_set_weights(point, set_by_script)
 
