@@ -43,18 +43,17 @@ def test_two_ranks_train_the_model_of_one_process(flags):
 
 @MORE
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_a_pipeline_of_keras_trains_the_model_of_one_process(backend, monkeypatch, tmp_path):
+def test_a_pipeline_of_keras_trains_on_as_one_process_does(backend, monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_BACKEND", backend)
     saved = "--checkpoint-dir", str(tmp_path)
     keras = functools.partial(gpt, recipe="gpt_keras")
     fewer = "--steps", "30", "--log-interval", "15"
-    alone = keras(ALONE, "--batch-size", "16", *fewer)
     together = keras(MPIRUN, *PIPELINE.split(), *fewer, *saved)
-    of_frequencies = float(re.search(r"frequency: (\S+)$", alone.out, re.MULTILINE)[1])
-    assert held_out(alone) < of_frequencies - 0.1
-    assert held_out(together) == pytest.approx(held_out(alone), abs=2e-3)
+    of_frequencies = float(re.search(r"frequency: (\S+)$", together.out, re.MULTILINE)[1])
+    assert held_out(together) < of_frequencies - 0.1
     assert "stage 1: " in together.err
     assert together.said_more_than_once == []
+    # One process takes the second half of the steps, and ends with the model of both stages.
     shutil.rmtree(tmp_path / "step-000000030")
     resumed = keras(ALONE, "--batch-size", "16", *fewer, *saved)
     assert "step 15/30" not in resumed.out
