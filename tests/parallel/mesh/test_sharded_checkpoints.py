@@ -163,7 +163,7 @@ def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a tensor is put together")
 
-    monkeypatch.setattr(Slicing, "joined", refuse)
+    monkeypatch.setattr(Slicing, "gather", refuse)
     monkeypatch.setattr(DTensor, "full_tensor", refuse)
     monkeypatch.setattr(dist, "send_object_list", refuse)
     monkeypatch.setattr(dist, "all_gather", refuse)

@@ -2,7 +2,7 @@
 
 PyTorch makes new parameters, which are ``DTensor`` objects. An optimizer that was made before holds
 the old ones, and would update nothing: it gets the new ones of the same names. Loading takes whole
-tensors, and saving gives them, so files stay those of the plain model.
+tensors, and saving returns them, so files are the same as for the plain model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import see_all_ranks
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
-from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, state_divided_like
+from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
@@ -92,21 +92,23 @@ class DividedModels(ModelState):
         watch_passes()
         self._losses = LossCounts()
         self._losses.look(wanted=True)
-        held = nn.ModuleList(models)
-        before = dict(held.named_parameters())
+        together = nn.ModuleList(models)
+        before = dict(together.named_parameters())
         self._device = next(iter(before.values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))
         parts = [part for model in models for part in (*units_of(model), model)]
         reshard = strategy.reshard_after_forward
         shard_parts(parts, mesh, name, self._order.append, reshard_after_forward=reshard)
-        after = dict(held.named_parameters())
+        after = dict(together.named_parameters())
         slicings = {name: Slicing.of(p) for name, p in after.items()}
-        # Each rank is a pipeline of its own, and rank 0 the one that has the full state.
-        own = (runtime.rank(),)
-        links = TorchChannel(process_group.subgroup_of(own, own), own, self._device, name)
+        # Each rank is a whole pipeline, and rank 0 gets the full state.
+        this_rank = (runtime.rank(),)
+        links = TorchChannel(
+            process_group.subgroup_of(this_rank, this_rank), this_rank, self._device, name
+        )
         super().__init__(
-            held,
-            dict.fromkeys([*after, *dict(held.named_buffers())], 0),
+            together,
+            dict.fromkeys([*after, *dict(together.named_buffers())], 0),
             links,
             slicings,
             collects=True,
@@ -114,7 +116,7 @@ class DividedModels(ModelState):
             first_shard=runtime.rank() == 0,
         )
         self._shown = WholeParameters()
-        self._shown.add(held, {p: slicings[name] for name, p in after.items()})
+        self._shown.add(together, {p: slicings[name] for name, p in after.items()})
         for optimizer, hooks in optimizers.items():
             follow(optimizer, before, after)
             self.attach(optimizer)
@@ -206,7 +208,7 @@ def shard_parts(
     """Divide the parameters of modules, each gathered by itself.
 
     Args:
-        parts: a module before those that hold it.
+        parts: a module before the modules that contain it.
         mesh: of the ranks.
         name: of the model, for waits.
         note: called with a part's number whenever it is gathered.
@@ -228,7 +230,7 @@ def follow(
     for group in optimizer.param_groups:
         group["params"] = [new.get(p, p) for p in group["params"]]
     for p in [p for p in optimizer.state if p in new and new[p] is not p]:
-        optimizer.state[new[p]] = state_divided_like(optimizer.state.pop(p), new[p])
+        optimizer.state[new[p]] = Slicing.of(new[p]).state_slices(optimizer.state.pop(p), new[p])
 
 
 class _CountedGather(DefaultAllGather):
@@ -305,10 +307,10 @@ def _require_gradients(optimizer: Optimizer) -> None:
     Raises:
         ValueError: no parameter has a gradient.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     # A rank may have no part of a small parameter.
-    held = [p for p in held if not isinstance(p, DTensor) or p.to_local().numel()]
-    if held and all(p.grad is None for p in held):
+    trained = [p for p in trained if not isinstance(p, DTensor) or p.to_local().numel()]
+    if trained and all(p.grad is None for p in trained):
         raise ValueError(
             f"{type(optimizer).__name__}.step() without a gradient: with FullyShard, gradients "
             "come from loss.backward() without inputs=, and not from torch.autograd.grad; "
@@ -319,21 +321,21 @@ def _require_gradients(optimizer: Optimizer) -> None:
 def units_of(model: nn.Module) -> list[nn.Module]:
     """The parts that are gathered one at a time: elements of lists and sequences of layers.
 
-    Not those that share a parameter with the rest of the model, and none inside another.
+    None shares a parameter with the rest of the model, and none is inside another.
     """
     uses = {p: len(names) for p, names in holders_in(model).items()}
     found: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
-        holds = isinstance(module, nn.ModuleList | nn.Sequential)
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
         for child in module.children():
-            own = list(child.parameters())
-            inside = dict.fromkeys(own, 0)
+            parameters = list(child.parameters())
+            inside = dict.fromkeys(parameters, 0)
             for part in child.modules():
                 for p in part.parameters(recurse=False):
                     inside[p] += 1
-            alone = all(uses[p] == inside[p] for p in own)
-            if holds and own and alone and not isinstance(child, nn.ModuleList):
+            unshared = all(uses[p] == inside[p] for p in parameters)
+            if is_list and parameters and unshared and not isinstance(child, nn.ModuleList):
                 found.append(child)
             else:
                 search(child)

@@ -1,4 +1,4 @@
-"""Decides from a model's first batch how the ranks of a mesh divide it."""
+"""Decides from a model's first batch how the ranks of a mesh divide the model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelDivision:
     """How ranks divide a model; the same on every rank.
 
     Attributes:
-        found: by the dry run.
+        found: the result of the dry run.
         plan: of layers along the tensor axis.
         stages: along the pipeline axis.
     """
@@ -66,7 +66,7 @@ def decide(
     kwargs: Any,
     same_batch: TorchChannel,
 ) -> ModelDivision:
-    """How to divide a model; a collective.
+    """Decide how to divide a model; a collective.
 
     Args:
         first: the first micro-batch of the first batch.
@@ -118,7 +118,7 @@ def _on_all_ranks(kept: Sequence[Path], same_batch: TorchChannel) -> list[Path]:
 
 
 def _same_on_all(plan: TensorPlan, same_batch: TorchChannel) -> TensorPlan:
-    """Keep the sequence whole if ranks see different operations, as those of rank 0's hooks."""
+    """Keep the sequence whole if ranks see different operations, as in a hook on rank 0 alone."""
     if plan.ways == 1:
         return plan
     own = hash_of([(each.begins, each.ends, each.others) for each in plan.sequence_regions])
@@ -139,15 +139,17 @@ def _dry_run(
     """Run the model's forward without weights, for the first micro-batch.
 
     Raises:
-        ValueError: it takes the whole batch, but no micro-batch.
+        ValueError: the model takes the whole batch, but no micro-batch.
     """
     samples = samples_in(args, kwargs)
     try:
         return dry_run(model, first.args, first.kwargs, device, passed_on)
-    except Exception as error:  # of any type: it is the model's
+    except Exception as error:  # of any type: the model's
         if first.samples == samples:
             raise
-        dry_run(model, args, kwargs, device, passed_on)  # raises what has nothing to do with it
+        dry_run(
+            model, args, kwargs, device, passed_on
+        )  # an error of the whole batch, too, is raised
         raise ValueError(
             f"the model takes the whole batch of {samples} samples, but not a micro-batch of "
             f"{first.samples}: {type(error).__name__}: {error}. A pipeline divides each input "
@@ -166,14 +168,14 @@ def _with_other_mode(
     options: MeshOptions,
     passed_on: Sequence[Path],
 ) -> DryRun:
-    """What was found, with what a forward does in the other mode only, training or evaluation.
+    """Add what a forward does in the other mode only, training or evaluation, as a head's loss.
 
-    Such as a head that only training uses: a cut must pass on the same in both modes.
+    A cut must pass on the same tensors in both modes.
     """
     with _other_mode(model):
         try:
             other = dry_run(model, first.args, first.kwargs, device, passed_on)
-        except Exception:  # of any type: in training it may want targets, which are not there
+        except Exception:  # of any type: in training the model may need targets, which are missing
             return found
     other_places = {place.name: place for place in other.places}
     places = tuple(
@@ -185,7 +187,7 @@ def _with_other_mode(
     names = {place.name for place in places}
     chosen = isinstance(options.stages, str) or names.issuperset(options.stages)
     cuts = options.mesh.pipeline * STAGES_PER_RANK[options.schedule] - 1
-    if len(places) < cuts or not chosen:  # one mode alone can be cut
+    if len(places) < cuts or not chosen:  # the cuts of this mode do not fit the other
         places = found.places
 
     def here(time: int) -> int:
@@ -199,9 +201,9 @@ def _with_other_mode(
     calls = {n: here(t + 1) - 1 for n, t in other.calls.items() if n not in found.calls}
     writes = {n: here(t) for n, t in other.writes.items() if n not in found.writes}
     both = found.calls.keys() & other.calls.keys()
-    apart = both & (set(found.shape_only) ^ set(other.shape_only))
+    different = both & (set(found.shape_only) ^ set(other.shape_only))
     shape_only = [
-        n for n in dict.fromkeys((*found.shape_only, *other.shape_only)) if n not in apart
+        n for n in dict.fromkeys((*found.shape_only, *other.shape_only)) if n not in different
     ]
     return replace(
         found,
@@ -219,7 +221,7 @@ def _with_other_mode(
 
 @contextmanager
 def _other_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation for a while, or in training if it is in evaluation."""
+    """A context in which a model is in evaluation, or in training if it was in evaluation."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.train(not model.training)
@@ -230,10 +232,10 @@ def _other_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _tensor_plan(model: nn.Module, options: MeshOptions, first: MicroBatch) -> TensorPlan:
-    """Which layers ranks of the tensor axis divide, in training and in evaluation alike.
+    """The layers that ranks of the tensor axis divide, both in training and in evaluation.
 
     Raises:
-        ValueError: the forward takes other paths in evaluation.
+        ValueError: the forward uses layers of ``plan=`` differently in evaluation.
     """
     left: frozenset[str] = frozenset()
     while True:
@@ -251,16 +253,16 @@ def _tensor_plan(model: nn.Module, options: MeshOptions, first: MicroBatch) -> T
         )
         plan, other = with_layers_of(model, plan, other), with_layers_of(model, other, plan)
         names = plan.divisions.keys() | other.divisions.keys()
-        apart = {n for n in names if plan.divisions.get(n) != other.divisions.get(n)}
-        if not apart:
+        different = {n for n in names if plan.divisions.get(n) != other.divisions.get(n)}
+        if not different:
             return plan
-        if options.plan is not None or apart <= left:
+        if options.plan is not None or different <= left:
             raise ValueError(
-                f"{shortened(', '.join(sorted(apart)), 200)}: the forward uses these layers in "
+                f"{shortened(', '.join(sorted(different)), 200)}: the forward uses these layers in "
                 "other ways in training than in evaluation, so they cannot be divided along the "
                 "tensor axis: leave them out of plan="
             )
-        left |= apart
+        left |= different
 
 
 def _stages_of(model: nn.Module, options: MeshOptions, found: DryRun) -> ModuleStages:
@@ -285,7 +287,7 @@ def warn_of_microbatches(
     microbatches: int,
     first: MicroBatch,
 ) -> None:
-    """Warn of what a pipeline computes in another way than one process."""
+    """Warn of layers whose results in a pipeline differ from those of one process."""
     if microbatches > 1 and len(norms):
         warn_once(
             "batch norm in micro-batches",
@@ -311,18 +313,18 @@ def warn_of_microbatches(
 
 
 def _iterates(model: nn.Module) -> bool:
-    """Whether a layer has spectral norm, of PyTorch's new or old kind, which counts its calls."""
+    """Whether a layer has spectral norm, PyTorch's new or old one, which updates in each call."""
     modules = [each for each in model.modules() if each.training]
     hooks = [hook for each in modules for hook in each._forward_pre_hooks.values()]
     return any(isinstance(each, _SpectralNorm | SpectralNorm) for each in [*modules, *hooks])
 
 
 def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
-    """A dry run that knows of the activations between a column and its row layer.
+    """Adapt a dry run to divided layers: no cuts between a column and its row layer, less memory.
 
-    Ranks have parts of these: the model cannot be cut there, and autograd keeps less.
+    Ranks have parts of the activations there.
     """
-    # A layer without a call of its own computes inside of the one that holds it.
+    # A layer without a call of its own computes in the call of its parent.
     inner = [name for name in plan.divisions if name not in found.calls]
     whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
     whole |= {name for name, division in plan.divisions.items() if division.by_itself}
@@ -356,28 +358,28 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
 def _divided_when(
     found: DryRun, plan: TensorPlan, inside: Sequence[tuple[int, int]]
 ) -> Callable[[SavedActivation], bool]:
-    """What says whether ranks have parts of what autograd keeps.
+    """A function that says whether ranks have parts of a tensor that autograd keeps.
 
     Args:
-        inside: when the calls begin of each column layer and its row layer.
+        inside: for each pair, when the calls of its column and of its row layer begin.
     """
     # A model that is a single layer calls no other.
     calls = sorted((time, name) for name, time in found.calls.items()) or [(0, "")]
     regions = []
     for region in plan.sequence_regions:
-        # What has no call of its own ends that of the layer that holds it.
+        # A layer without a call of its own ends the call of its parent.
         began = [
             found.calls.get(name, found.calls.get(name.rpartition(".")[0], 0))
             for name in (*region.begins, *region.ends)
         ]
         regions.append((min(began), max(began[len(region.begins) :])))
-    # Of attention layers, what they take.
+    # The storage of the input of each attention layer.
     taken: dict[str, int] = {}
 
     def divided(each: SavedActivation) -> bool:
         latest = calls[bisect.bisect_left(calls, (each.time,)) - 1][1]
         division = plan.divisions.get(latest)
-        # What a layer takes is kept by the first operation of its call.
+        # The first operation of a layer's call keeps its input.
         if any(begin + 1 < each.time <= end + 1 for begin, end in inside):
             return True
         if division and f"{latest}.out_proj".removeprefix(".") in plan.divisions:

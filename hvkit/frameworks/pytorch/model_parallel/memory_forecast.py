@@ -1,9 +1,9 @@
-"""Logs what each rank of a divided model will hold in a training step, and how long it will wait.
+"""Forecasts the memory that each rank needs for a training step, and the pipeline's idle time.
 
-Arithmetic on what a dry run has found; only ``state_bytes`` and ``memory_of_rank`` look at
-optimizers and at the machine. Not counted: what libraries hold, what the script computes from the
-model's result, the state of strategies of the data axis, layers whose weights are gathered along
-the shard axis for a moment, and inputs of layers under ``torch.utils.checkpoint``.
+The forecast is arithmetic on the result of a dry run. Only ``state_bytes`` and ``memory_of_rank``
+look at optimizers and at the machine. It does not count memory of libraries, tensors that the
+script computes from the model's result, the state of strategies of the data axis, weights that the
+shard axis gathers for a moment, and inputs of layers under ``torch.utils.checkpoint``.
 
 Source of the bubble: Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale
 Language Model Training on GPU Clusters Using Megatron-LM" (2021).
@@ -37,12 +37,12 @@ from hvkit.pipeline.stages import megabytes
 
 # Elements along each dimension of a parameter in a trial of an optimizer.
 _LENGTH = 4
-# Arguments of PyTorch's optimizers that choose how they compute.
+# Arguments of PyTorch's optimizers that choose an implementation.
 _KERNELS = ("fused", "foreach", "capturable")
 
 
 class ParameterBytes(NamedTuple):
-    """What a rank holds for a parameter, in bytes: of its part, of gradients, of optimizers."""
+    """The bytes of a rank's part of a parameter, of its gradient, and of its optimizer state."""
 
     weights: int
     gradients: int
@@ -51,13 +51,13 @@ class ParameterBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankForecast:
-    """What a rank will hold in a training step, in bytes.
+    """The bytes that a rank needs in a training step.
 
     Attributes:
-        stages: of the model that it has.
+        stages: the numbers of its stages.
         weights, gradients: of its parameters.
         state: of the optimizers for them.
-        activations: what autograd keeps for backward, of all micro-batches at once.
+        activations: those that autograd keeps for backward, of all micro-batches in flight.
         outputs: of its stages for these, and of the model for the batch, with their gradients.
     """
 
@@ -70,11 +70,11 @@ class RankForecast:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.weights + self.gradients + self.state + self.activations + self.outputs
 
     def described(self, optimizer: str) -> str:
-        """A sum as text."""
+        """The sum as text."""
         parts = {
             "gradients": self.gradients,
             optimizer: self.state,
@@ -103,7 +103,7 @@ def log_division(
     links: TorchChannel,
     microbatches: int,
 ) -> None:
-    """Log how a model is divided, and what a training step will need; a collective.
+    """Log how a model is divided, and the memory of a training step; a collective.
 
     Args:
         links: to the ranks that compute on the same batch.
@@ -121,7 +121,7 @@ def log_division(
         shape = list(p.shape)
         if name in placements:
             shape[placements[name].dim] //= plan.ways
-        if shape and len(stages.holders(name)) == 1:  # others stay whole
+        if shape and len(stages.holders(name)) == 1:  # those of several stages stay whole
             shape[0] = math.ceil(shape[0] / options.mesh.shard)
         return shape
 
@@ -151,40 +151,36 @@ def in_words(nbytes: int) -> str:
 
 
 def bubble(ranks: int, per_rank: int, microbatches: int) -> float:
-    """The share of its passes in which a rank waits for others, if stages take equally long.
+    """The share of its passes in which a rank waits, from 0 to 1, if stages take equally long.
 
     Zero-bubble schedules wait less.
-
-    Returns:
-        From 0 to 1.
     """
     return (ranks - 1) / (per_rank * microbatches + ranks - 1)
 
 
 def kept_at_once(schedule: str, ranks: int, rank: int, per_rank: int, microbatches: int) -> int:
-    """For how many pairs of a stage and a micro-batch a rank keeps activations at once, at most.
+    """The largest number of pairs of stage and micro-batch whose activations a rank keeps at once.
 
-    The first batch of each shape takes GPipe, which keeps all; there is no gradient or optimizer
-    state then, but what that batch makes.
+    The first batch of each shape takes GPipe, which keeps all. There is no optimizer state then.
     """
     everything = per_rank * microbatches
     if schedule == "1F1B":
         return min(everything, ranks - rank)
     if schedule == "Interleaved1F1B":
-        # As PyTorch counts what goes forward before the first backward.
+        # As PyTorch counts the forwards before the first backward.
         in_a_round = microbatches // max(1, microbatches // ranks)
         return min(everything, (per_rank - 1) * in_a_round + 2 * (ranks - 1 - rank) + 1)
-    # With backward in two parts PyTorch still holds the last ones of the batch before.
+    # With a split backward PyTorch still holds the last activations of the batch before.
     return everything + per_rank * (schedule in SPLIT_BACKWARD)
 
 
 def forecast(
     stages: ModuleStages, parameters: Mapping[str, ParameterBytes], schedule: str, microbatches: int
 ) -> list[RankForecast]:
-    """What each rank of the pipeline axis will hold, at most.
+    """The largest memory of each rank of the pipeline axis.
 
     Args:
-        parameters: by name, what a rank holds that has it.
+        parameters: by name, the bytes on a rank that holds it.
     """
     ranks = max(stages.rank_of) + 1
     found = []
@@ -209,7 +205,6 @@ def forecast(
 def _outputs(
     stages: ModuleStages, own_stages: Sequence[int], kept: int, schedule: str, microbatches: int
 ) -> int:
-    """Bytes of outputs, and of their gradients, that a rank holds at once."""
     last = len(stages) - 1
     # The last stage's gradients are parts of those of the whole result.
     of_stages = [stages.output_bytes[stage] * (1 if stage == last else 2) for stage in own_stages]
@@ -232,10 +227,10 @@ def parameter_bytes(
     optimizers: Iterable[Optimizer],
     shape_of: Callable[[str, nn.Parameter], Sequence[int]],
 ) -> dict[str, ParameterBytes]:
-    """What a rank holds for each parameter that it has, by name.
+    """The bytes of each parameter on a rank that holds it, by name.
 
     Args:
-        model: with its whole parameters, also on the meta device.
+        model: undivided; its parameters may be on the meta device.
         shape_of: the shape of a rank's part of a parameter, by its name.
     """
     shapes: dict[torch.Tensor, Sequence[int]] = {
@@ -255,9 +250,9 @@ def parameter_bytes(
 def state_bytes(
     optimizer: Optimizer, shapes: Mapping[torch.Tensor, Sequence[int]]
 ) -> dict[torch.Tensor, int]:
-    """The bytes of what an optimizer keeps for parameters after a step.
+    """The bytes of an optimizer's state of each parameter after a step.
 
-    A copy of it makes a step on parameters without memory; if it looks at values, on small ones.
+    A copy of it steps on parameters on the meta device; if it reads values, on small ones.
     """
     groups = [[p for p in group["params"] if p in shapes] for group in optimizer.param_groups]
     whole = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
@@ -265,11 +260,11 @@ def state_bytes(
     tried = whole
     try:
         found = _after_a_step(optimizer, tried)
-    except Exception:  # of any type: what optimizers of others do is not known
+    except Exception:  # of any type: the optimizer may be of any library
         tried = small
         try:
             found = _after_a_step(optimizer, tried)
-        except Exception:  # most keep two numbers for each weight, as Adam does
+        except Exception:  # of any type: assume two numbers for each weight, as Adam keeps
             found = [[2 * bytes_of([t]) for t in ts] for ts in small]
     return {
         p: n * math.prod(shapes[p]) // max(t.numel(), 1)
@@ -279,11 +274,11 @@ def state_bytes(
 
 
 def _after_a_step(optimizer: Optimizer, values: list[list[torch.Tensor]]) -> list[list[int]]:
-    """By group and parameter, the bytes of the state of a copy that updates these values."""
+    """The bytes of the state of a copy that updates these values, by group and parameter."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         twin = copied(optimizer, values, values)
         for group in twin.param_groups:
-            # They keep the same state, but need values, or a GPU.
+            # These implementations keep the same state, but need values, or a GPU.
             group.update({key: False for key in _KERNELS if key in group})
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
@@ -296,22 +291,21 @@ def _after_a_step(optimizer: Optimizer, values: list[list[torch.Tensor]]) -> lis
 
 
 def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
-    """The memory that this rank may use, with what the model's parameters take now.
+    """The memory that this rank may use, including that of the model's parameters now.
 
-    Args:
-        device: on which this rank trains. All ranks of a host have equal shares of its memory.
+    All ranks of a host have equal shares of its memory.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         gpu = zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
         return Memory(gpu, free + torch.cuda.memory_reserved(device))
-    held = bytes_of(p for p in model.parameters() if p.device == device)
+    used = bytes_of(p for p in model.parameters() if p.device == device)
     host = zlib.crc32(socket.gethostname().encode())
-    return Memory(host, free_memory() // runtime.local_size() + held)
+    return Memory(host, free_memory() // runtime.local_size() + used)
 
 
 def divided_memory(memories: Sequence[Memory]) -> list[Memory]:
-    """The same, with equal shares of a GPU for those of the ranks that use it."""
+    """The same, with equal shares of a GPU for the ranks that use it."""
     places = [place for place, _ in memories]
     return [Memory(place, nbytes // places.count(place)) for place, nbytes in memories]
 
@@ -331,19 +325,19 @@ def table(
     each = len(members) // len(ranks)
     for number, rank in enumerate(ranks):
         own = slice(number * each, (number + 1) * each)
-        held = f"rank{'s' * (each > 1)} {', '.join(map(str, members[own]))}"
+        where = f"rank{'s' * (each > 1)} {', '.join(map(str, members[own]))}"
         if len(ranks) > 1:
             which = ", ".join(map(str, rank.stages))
-            held = f"stage{'s' * (len(rank.stages) > 1)} {which} on {held}"
+            where = f"stage{'s' * (len(rank.stages) > 1)} {which} on {where}"
         room = min(memory.nbytes for memory in memories[own])
-        lines.append(f"{held}: {rank.described(state)} of {in_words(room)}")
+        lines.append(f"{where}: {rank.described(state)} of {in_words(room)}")
     return "\n    ".join(lines)
 
 
 def too_large(
     ranks: Sequence[RankForecast], memories: Sequence[Memory], members: Sequence[int]
 ) -> str:
-    """What will not fit where, as a sentence; empty if all fits."""
+    """A warning that memory will not suffice; empty if it will."""
     each = len(members) // len(ranks)
     for place in dict.fromkeys(memory.place for memory in memories):
         there = [i for i, memory in enumerate(memories) if memory.place == place]

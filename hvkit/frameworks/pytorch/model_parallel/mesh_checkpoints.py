@@ -217,7 +217,6 @@ class MeshKeeper:
         self._when_divided(load)
 
     def _slices_of(self, arrays: _Arrays) -> _Arrays:
-        """This rank's part of the full state."""
         assert self._model is not None
         if COUNTS not in arrays:
             return {}
@@ -230,7 +229,6 @@ class MeshKeeper:
         return strategy_arrays(arrays[COUNTS], own, self._own)
 
     def _saved_slices(self, saved: SavedState) -> _Arrays:
-        """This rank's part of the state in a sharded checkpoint."""
         assert self._model is not None
         own = {
             name: with_tensors_of(
@@ -241,7 +239,7 @@ class MeshKeeper:
         return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def rank_state(self) -> _Arrays:
-        """What a checkpoint saves for each rank, for the same mesh only."""
+        """This rank's state that only the same mesh can load."""
         if self._pending:
             raise ValueError(
                 f"the state of {self.strategy} in a checkpoint is loaded when the first batch "
@@ -372,6 +370,6 @@ class OptimizerInParts(_InParts):
             for i, (name, p) in enumerate(self._named().items())
             if name in saved.values and not p.is_meta
         }
-        # Rates, which a scheduler may have changed meanwhile, stay as they are.
+        # A scheduler may have changed the rates meanwhile: they stay as they are.
         groups = rank_state(self._optimizer)["param_groups"]
         load({"state": state | saved.plan["other"], "param_groups": groups})

@@ -1,8 +1,8 @@
-"""Gradients of a model of which ranks of a mesh hold parts: what they are over all ranks.
+"""Norms, overflows and NaNs of gradients over all ranks of a mesh.
 
-``torch.nn.utils.clip_grad_norm_`` computes the norm of the gradients that it gets, a ``GradScaler``
-skips a step if one of them is not finite, and so does ``on_nonfinite``. All of them must see those
-of all ranks.
+``torch.nn.utils.clip_grad_norm_`` computes a norm of gradients. A ``GradScaler`` skips a step if a
+gradient is not finite, and so does ``on_nonfinite``. All of them must consider the gradients of all
+ranks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from hvkit.transport.traffic import count, of_allreduce
 from hvkit.watch.calls import call, of_run, translated, waiting
 from hvkit.watch.rank_errors import mark_as_shown_by
 
-# In the order in which they were made, which is the same on every rank.
+# In the order of creation, which is the same on every rank.
 _living: WeakValueDictionary[int, GradientsOfAllRanks] = WeakValueDictionary()
 _made = itertools.count()
-# The one whose model has computed last.
+# That of the model whose forward ran last.
 _latest: weakref.ref[GradientsOfAllRanks] | None = None
 
-# What looks at gradients before clipping changes them.
+# These inspect gradients before clipping changes them.
 _before_clipping: WeakSet[NonFiniteInMesh] = WeakSet()
 
 
@@ -55,10 +55,10 @@ class GradientsOfAllRanks:
     """The gradients of a model that several ranks hold together.
 
     Args:
-        parameters: all of the model's, in its order.
-        counted: this rank's, without those that another rank counts.
-        links: to the ranks that hold the model together.
-        replaced: by a parameter that a script may still hold, the one in its place.
+        parameters: of the whole model, in its order.
+        counted: this rank's parameters, without those that another rank counts.
+        links: to the ranks that together hold the model once.
+        replaced: by a parameter that a script may still hold, its replacement.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class GradientsOfAllRanks:
         see_all_ranks()
 
     def used(self) -> None:
-        """Note that the model computes: the next norm is probably of its gradients."""
+        """Note that the model's forward runs: the next norm is probably of its gradients."""
         global _latest
         _latest = weakref.ref(self)
 
     def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether one of these is a parameter of the model."""
+        """Whether the model has one of these parameters."""
         return any(p in self._all for p in parameters)
 
     def of_gradients(self, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ class GradientsOfAllRanks:
         return [p for p in self._all if p.grad is not None and id(p.grad) in wanted]
 
     def current(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters with new ones in place of those that a script has kept."""
+        """Parameters, with their replacements if the script has kept replaced ones."""
         return [self._replaced.get(p, p) for p in parameters]
 
     @torch.no_grad()
@@ -102,15 +102,15 @@ class GradientsOfAllRanks:
     def own_norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
         """The norm of this rank's part of these gradients, in float64.
 
-        What several ranks hold counts on one of them, so that the norms of all ranks make up the
-        norm of all gradients.
+        A gradient that several ranks hold counts on one of them, so that the ranks' norms make up
+        the norm of all gradients.
         """
-        held = [p for p in dict.fromkeys(parameters) if p in self._counted]
-        gradients = [p.grad for p in held if p.grad is not None]
+        counted = [p for p in dict.fromkeys(parameters) if p in self._counted]
+        gradients = [p.grad for p in counted if p.grad is not None]
         return _own_norm(gradients, norm_type, self._links.device)
 
     def any_overflow(self, optimizer: int, scaler: Any) -> None:
-        """Let a ``GradScaler`` that has unscaled know of overflows on all ranks; a collective."""
+        """Tell a ``GradScaler`` after ``unscale_`` of overflows on all ranks; a collective."""
         state = scaler._per_optimizer_states[optimizer]
         device = scaler._scale.device
         found = [torch.zeros((), dtype=torch.float32, device=device)]
@@ -149,7 +149,7 @@ def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup, name: str) -
 
 
 def of(parameters: Sequence[torch.Tensor]) -> GradientsOfAllRanks | None:
-    """Those of the model that has one of these parameters; None if there is none."""
+    """The gradients of the model that has one of these parameters; None if there is none."""
     return next((each for each in _models() if each.holds(parameters)), None)
 
 
@@ -161,10 +161,10 @@ def _models() -> list[GradientsOfAllRanks]:
 def _of_all(
     norms: Sequence[torch.Tensor], others: Sequence[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
-    """The norm of the gradients of some models in meshes together, and of others.
+    """The norm of the gradients of models in meshes, given by their norms, and of others.
 
-    The others are shards of ``FullyShard``, copies that answer for a whole, or those that each rank
-    holds.
+    The others are shards of ``FullyShard``, slices that show the full tensor, or gradients that
+    each rank holds in full.
     """
     found = [*norms]
     shards = [each for each in others if isinstance(each, DTensor) and _is_only_sharded(each)]
@@ -187,15 +187,15 @@ def _of_all(
 def _is_only_sharded(t: DTensor) -> bool:
     """Whether the shards of a mesh make up a tensor, and no other axis divides it."""
     slicing = slicing_of(t)
-    alone = slicing is None or slicing.placement is None
-    return alone and all(each.is_shard() for each in t.placements)
+    whole = slicing is None or slicing.placement is None
+    return whole and all(each.is_shard() for each in t.placements)
 
 
 @functools.cache
 def see_all_ranks() -> None:
     """Make ``clip_grad_norm_`` see all ranks, also where a script has imported the name before.
 
-    So the function itself stays, and calls another one inside.
+    The function that the script has stays, and calls another one inside.
     """
     for name, of_all_ranks in (
         ("clip_grad_norm_", _clip_of_all_ranks),
@@ -214,18 +214,18 @@ def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        held = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         norms, known = [], set()
         for model in _models():
-            parameters = model.of_gradients(held)
+            parameters = model.of_gradients(gradients)
             # A stage whose parameters are all frozen has no gradients to recognise.
-            if parameters or (not held and _latest is not None and _latest() is model):
+            if parameters or (not gradients and _latest is not None and _latest() is model):
                 norms.append(model.norm(parameters, float(norm_type)))
                 known |= {id(p.grad) for p in parameters}
-        if not norms and all(slicing_of(each) is None for each in held):
-            return plain(held, norm_type, error_if_nonfinite, foreach)
-        others = [each for each in held if id(each) not in known]
-        return _checked(_of_all(norms, others, float(norm_type)), held, error_if_nonfinite)
+        if not norms and all(slicing_of(each) is None for each in gradients):
+            return plain(gradients, norm_type, error_if_nonfinite, foreach)
+        others = [each for each in gradients if id(each) not in known]
+        return _checked(_of_all(norms, others, float(norm_type)), gradients, error_if_nonfinite)
 
     return total_norm
 
@@ -256,40 +256,42 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with as_plain():
-            own = _clipped(held, max_norm, float(norm_type), error_if_nonfinite, foreach)
-        return plain(held, max_norm, norm_type, error_if_nonfinite, foreach) if own is None else own
+            own = _clipped(listed, max_norm, float(norm_type), error_if_nonfinite, foreach)
+        return (
+            plain(listed, max_norm, norm_type, error_if_nonfinite, foreach) if own is None else own
+        )
 
     return clip_grad_norm_
 
 
 def _clipped(
-    held: list[torch.Tensor],
+    parameters: list[torch.Tensor],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor | None:
     """The norm, after clipping the gradients of these parameters; None if none is divided."""
-    models = [each for each in _models() if each.holds(held)]
+    models = [each for each in _models() if each.holds(parameters)]
     for model in models:
-        held = model.current(held)
-    gradients = [gradient for p in held if (gradient := p.grad) is not None]
+        parameters = model.current(parameters)
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
     divided = any(isinstance(each, DTensor) for each in gradients)
     if not models and not divided:
         return None
     for each in _before_clipping:
-        each.before_clipping(held)
-    norms = [model.norm(held, norm_type) for model in models]
-    rest = [p for p in held if not any(model.holds([p]) for model in models)]
+        each.before_clipping(parameters)
+    norms = [model.norm(parameters, norm_type) for model in models]
+    rest = [p for p in parameters if not any(model.holds([p]) for model in models)]
     others = [gradient for p in rest if (gradient := p.grad) is not None]
     total = _of_all(norms, others, norm_type)
     result = _checked(total, gradients, error_if_nonfinite)
     if divided:
-        _scale(held, max_norm, total)
+        _scale(parameters, max_norm, total)
     else:
-        clip_grads_with_norm_(held, max_norm, total, foreach)
+        clip_grads_with_norm_(parameters, max_norm, total, foreach)
     return result
 
 
@@ -305,15 +307,15 @@ def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Ten
 
 
 class NonFiniteInMesh:
-    """Gradients that are NaN or infinite: steps are skipped, or training stops.
+    """Skips steps, or stops training, if gradients are NaN or infinite.
 
     No rank has all gradients of a model, so the ranks agree when an optimizer's step begins.
-    Clipping spreads a NaN to all gradients before that: the ranks look at them then, too, for their
-    names.
+    Clipping spreads a NaN to all gradients before that. So the ranks look for NaNs before clipping,
+    too, to name the right parameters.
 
     Args:
         action: ``"skip"`` or ``"stop"``.
-        model: of which the ranks of a mesh have parts.
+        model: divided among the ranks of a mesh.
     """
 
     def __init__(self, action: str, model: nn.Module) -> None:
@@ -329,11 +331,11 @@ class NonFiniteInMesh:
         skip_steps(self._action, stepping_in(optimizer), hooks, self._skips_step)
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Look at the gradients of these parameters, which clipping is about to change."""
+        """Look for NaNs in the gradients of these parameters, before clipping changes them."""
         self._clipped = self._found(parameters)
 
     def _found(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """The names of those of the parameters whose gradient is NaN or infinite on this rank."""
+        """The names of parameters whose gradient is NaN or infinite on this rank."""
         wanted = set(parameters)
         return [
             name
@@ -342,7 +344,7 @@ class NonFiniteInMesh:
         ]
 
     def _skips_step(self, optimizer: Optimizer) -> bool:
-        """Whether the step that begins now changes nothing.
+        """Whether to skip the step that begins now.
 
         Raises:
             FloatingPointError: on every rank, with ``"stop"``.

@@ -1,4 +1,4 @@
-"""Forwards on the meta device, which knows the shapes of tensors and computes nothing."""
+"""Runs forwards on the meta device, where tensors have shapes and no values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
 class OnMeta(TorchFunctionMode):
-    """What is computed from a tensor on the meta device is on the meta device, too.
+    """Runs an operation on the meta device if one of its tensors is there.
 
     Args:
-        device: which the tensors claim to be on, so that a forward makes masks and positions there.
-        look: called with PyTorch's error where the forward looks at a value, as for which experts
-            got samples; it then sees ``value`` everywhere. None lets the error be.
-        value: such as 1, with which every expert gets some.
+        device: the device that tensors claim, so that a forward makes masks and positions there.
+        look: called with PyTorch's error where the forward reads a value, as for which experts get
+            samples; it then reads ``value`` everywhere. None raises the error.
+        value: 1 lets every expert get samples.
 
     Attributes:
-        active: whether it does anything.
+        active: whether it changes operations.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class OnMeta(TorchFunctionMode):
             args = (args[0], *(a.dtype if isinstance(a, torch.Tensor) else a for a in rest))
             return func(*args, **kwargs) if func is _TO and (args[1:] or kwargs) else args[0]
         if func in MAKES_NEW and isinstance(args[0], nn.Parameter) and args[0].is_meta:
-            kwargs = {"device": self.device, **kwargs}  # zeros, say, that no weight has a part in
-        # Sizes that a script has made tensors of are read by pad.
+            kwargs = {"device": self.device, **kwargs}  # these do not depend on the weight
+        # A script may pass sizes as tensors to pad, which reads them.
         tensors = [] if func is functional.pad else tensors_in((args, kwargs))
         given = args, kwargs
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
@@ -74,7 +74,7 @@ class OnMeta(TorchFunctionMode):
 
     @torch.no_grad()
     def _of_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function returns for one value everywhere; numbers, places and conditions stay."""
+        """The result with one value in every tensor; only float results go back to meta."""
 
         def valued(t: torch.Tensor) -> torch.Tensor:
             return torch.full((), self._value, dtype=t.dtype).expand(t.shape) if t.is_meta else t
@@ -87,7 +87,7 @@ class OnMeta(TorchFunctionMode):
 
 
 def _of_kernels_dtype(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of grouped products, which PyTorch's shapes know of one dtype alone."""
+    """The result of grouped products: on meta PyTorch supports bfloat16 alone."""
 
     def cast(t: torch.Tensor) -> torch.Tensor:
         return t.bfloat16() if t.is_floating_point() else t
@@ -104,7 +104,7 @@ MAKES_NEW = (
     *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
     *(torch.zeros_like, torch.ones_like, torch.full_like),
 )
-"""What makes a tensor of which another gives no more than the shape, dtype or device."""
+"""Functions that make a tensor from the shape, dtype or device of another."""
 
 _MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
 
@@ -114,7 +114,7 @@ def _to_meta(t: torch.Tensor) -> torch.Tensor:
 
 
 def holders_in(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """By parameter, the names of the modules that hold it themselves."""
+    """By parameter, the names of the modules that have it directly."""
     found: dict[torch.Tensor, list[str]] = {}
     for name, module in model.named_modules():
         for p in module.parameters(recurse=False):
@@ -123,17 +123,17 @@ def holders_in(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Runs compiled modules as they were before, since there is nothing to compute."""
+    """A context in which compiled modules run uncompiled."""
     # Importing the compiler takes a second.
     used = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if used else nullcontext()
 
 
 def on_meta(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[torch.Tensor, str]]:
-    """Parameters of the same shapes without memory, by each of their names; and their first names.
+    """The parameters on the meta device, by each of their names; and the first name of each.
 
-    A parameter of several modules is one in both. A module with several names has its first one,
-    since ``functional_call`` would put back what it has itself put there under another.
+    A parameter of several modules is the same object under each name. A module with several names
+    counts once: under a second name ``functional_call`` would restore its own replacement.
     """
     made: dict[torch.Tensor, nn.Parameter] = {}
     by_name: dict[str, nn.Parameter] = {}
@@ -156,15 +156,15 @@ def forward_on_meta(
     device: torch.device,
     modes: Sequence[AbstractContextManager[Any]],
 ) -> Iterator[tuple[Any, SideOutputs]]:
-    """Runs the model's forward; afterwards random numbers, and all that it sets, are as before.
+    """Runs the model's forward, and then restores random numbers and all that it has set.
 
     Args:
         tensors: its parameters on the meta device, by all of their names, and buffers.
-        args, kwargs: of the call, which it may change.
-        modes: in which it runs, the outermost first.
+        args, kwargs: of the call, which the forward may change.
+        modes: contexts of the forward, the outermost first.
 
     Yields:
-        What it returns; and what it keeps beside that, while that is still there.
+        Its result; and its side outputs, while they exist.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), undoing_side_effects(model) as kept:
@@ -185,13 +185,13 @@ def calls_watched(
     before_hooks: bool = True,
     after_hooks: bool = True,
 ) -> Iterator[None]:
-    """Sees the calls of modules.
+    """A context in which calls of modules are observed.
 
     Args:
         enter: called with the name of a module and its arguments.
-        leave: called also with what it returns.
-        before_hooks, after_hooks: whether they see the arguments before the script's hooks have
-            changed these, and the result afterwards.
+        leave: called also with its result.
+        before_hooks, after_hooks: whether ``enter`` runs before the script's pre-hooks, and
+            ``leave`` after its hooks, which may change arguments and results.
     """
 
     def watch(name: str, module: nn.Module) -> Iterator[Any]:
@@ -212,9 +212,9 @@ def calls_watched(
 
 
 def is_recomputed_within(module: nn.Module) -> bool:
-    """Whether the call of a module that ends now is a part of what a checkpoint computes again.
+    """Whether an activation checkpoint recomputes the ending call of a module, among others.
 
-    It is none if the checkpoint computes this module and nothing else.
+    False if the checkpoint recomputes this module alone.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -229,12 +229,12 @@ def is_recomputed_within(module: nn.Module) -> bool:
 
 
 def is_about(error: Exception) -> bool:
-    """Whether an error of PyTorch's says that a tensor has no values."""
+    """Whether PyTorch's error says that a tensor has no values."""
     return "meta" in str(error).lower()
 
 
 def needs_values(error: object) -> ValueError:
-    """The error for a forward that looks at values which ranks do not have."""
+    """The error for a forward that reads values which ranks do not have."""
     return ValueError(
         "the model's forward looks at a value that depends on its weights, or was computed "
         "together with one that does, and that ranks do not have for layers of others. Move "
@@ -245,10 +245,10 @@ def needs_values(error: object) -> ValueError:
 
 @contextmanager
 def explaining_meta() -> Iterator[None]:
-    """Explains PyTorch's errors about tensors without values.
+    """A context that explains PyTorch's errors about tensors without values.
 
     Raises:
-        ValueError: instead of them.
+        ValueError: in their place.
     """
     try:
         yield

@@ -94,6 +94,13 @@ class ModelState:
         """The slicing of a parameter or buffer of this rank."""
         return self._slicings.get(name, _WHOLE)
 
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the first with its slice of a parameter, or with the full one."""
+        slicing = self.slicing(name)
+        first_slice = self._first_slice or slicing.placement is not None
+        first_shard = self._first_shard or slicing.shards is not None
+        return self._holder[name] == self._rank and first_slice and first_shard
+
     def full_gradient(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """The full gradient of a parameter, from this rank's slice; a collective of its ranks."""
         with call("the model's forward or backward pass"), translated(), waiting():
@@ -120,7 +127,6 @@ class ModelState:
                 self._full.pop(name, None)
 
     def _tensors(self, model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-        """This rank's slices of all parameters, and of the buffers of a part of the model."""
         # The model itself may hold gathered weights, whose memory PyTorch is about to free.
         tensors = {**self._parameters, **{prefix + n: b for n, b in model.named_buffers()}}
         return {name: t.detach() for name, t in tensors.items()}
@@ -248,8 +254,7 @@ class ModelState:
         local, p, sharded = local_part(own), self._parameters.get(name), isinstance(own, DTensor)
         if p is None or sharded != isinstance(p, DTensor) or own.shape[: p.dim()] != p.shape:
             return described(local, local.shape, blocks_of(local.shape)) if self._sends else None
-        first_slice = self._first_slice or self.slicing(name).placement
-        if not first_slice or not (self._first_shard or sharded):
+        if not self.counts(name):
             return None
         full = (*self.full_shape_of(name), *own.shape[p.dim() :])
         return described(local, full, self.slicing(name).blocks(own.shape, p))
@@ -281,12 +286,7 @@ class ModelState:
 
     def state_slices(self, p: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's slices of a parameter's state."""
-        return {
-            key: self.slicing(self._names[p]).slice_like(value, p)
-            if isinstance(value, torch.Tensor) and value.dim()
-            else value
-            for key, value in state.items()
-        }
+        return self.slicing(self._names[p]).state_slices(state, p)
 
     def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, Any] | None:
         """The state of all parameters on rank 0, None on others; a collective."""

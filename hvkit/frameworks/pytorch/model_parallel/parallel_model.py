@@ -134,7 +134,7 @@ class ParallelModel:
         self._of_instance = vars(model).get("forward")
         vars(model)["forward"] = self._forward
         vars(model)["__deepcopy__"] = self._refuse_copy
-        # PyTorch runs hooks that come during a call only if there was one when it began.
+        # PyTorch calls hooks registered during a call only if there was one when it began.
         model.register_forward_hook(_nothing)
 
     def _mark_in_mesh(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -347,30 +347,22 @@ class ParallelModel:
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
         holder |= {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
-        first_slice, first_shard = (position.along(axis) == 0 for axis in ("tensor", "shard"))
-        counted = [
-            p
-            for name, p in own.items()
-            if holder[name] == self._rank
-            and (first_slice or slicings[name].placement)
-            and (first_shard or slicings[name].shards)
-        ]
-        # Only the model holds a strong reference: clipping finds it by the parameters.
-        self._gradients = GradientsOfAllRanks(
-            model.parameters(),
-            counted,
-            self._groups.replica,
-            # The script may still hold replaced parameters.
-            {p: own[name] for name, p in before.items() if own[name] is not p},
-        )
-        self.state = ModelState(
+        state = self.state = ModelState(
             model,
             holder,
             self._groups.pipeline,
             slicings,
             collects=position.along("data") == 0,
-            first_slice=first_slice,
-            first_shard=first_shard,
+            first_slice=position.along("tensor") == 0,
+            first_shard=position.along("shard") == 0,
+        )
+        # Only the model holds a strong reference: clipping finds it by the parameters.
+        self._gradients = GradientsOfAllRanks(
+            model.parameters(),
+            [p for name, p in own.items() if state.counts(name)],
+            self._groups.replica,
+            # The script may still hold replaced parameters.
+            {p: own[name] for name, p in before.items() if own[name] is not p},
         )
         self._full.divided(self.state)
         for optimizer in self._optimizers:

@@ -1,8 +1,8 @@
-"""Weights of a stage, divided among the ranks along the shard axis by PyTorch's ``fully_shard``.
+"""Divides the weights of a stage along the shard axis, by PyTorch's ``fully_shard``.
 
 Each rank along the axis trains on batches of its own. Weights are gathered before a layer computes
-and dropped after it, and each rank gets its part of the mean gradient. Along the data axis the same
-parts are held again.
+and freed after it, and each rank gets its shard of the mean gradient. Ranks along the data axis
+hold the same shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvkit.frameworks.pytorch.divided_state.fully_shard import shard_parts, unit
 def shard(
     model: nn.Module,
     own: Mapping[str, nn.Parameter],
-    kept: Collection[nn.Parameter],
+    unsharded: Collection[nn.Parameter],
     cuts: Collection[str],
     called: Collection[str],
     lookers: Collection[str],
@@ -34,21 +34,23 @@ def shard(
 
     Args:
         model: PyTorch replaces its parameters by new ones.
-        kept: those of them that stay whole.
+        own: this rank's parameters, by name.
+        unsharded: the parameters that stay whole.
         cuts: modules after which stages end; none without a pipeline.
-        lookers: those that look at values, by which they may call what is inside of them.
+        called: modules that the forward calls.
+        lookers: modules whose forward reads values, which may decide what they call.
         mesh: of the shard axis, or of the data and the shard axis.
 
     Returns:
         This rank's parameters by name, some of them new.
     """
-    held = set(own.values()) - set(kept)
+    sharded = set(own.values()) - set(unsharded)
     inside = {m for looker in lookers for m in list(model.get_submodule(looker).modules())[1:]}
     units = [unit for unit in units_of(model) if unit not in inside]
     parts = [*units, model]
     if cuts:
-        parts = _parts_within(model, units, inside, held, cuts, called, lookers)
-    # Each forward pass of a mesh compares more than the order of layers.
+        parts = _parts_within(model, units, inside, sharded, cuts, called, lookers)
+    # A forward pass in a mesh compares more than the order of layers.
     shard_parts(parts, mesh, name, lambda number: None)
     for part in parts if lookers else ():
         _agree_on_gradients(part, mesh)
@@ -57,9 +59,9 @@ def shard(
 
 
 def _agree_on_gradients(part: Any, mesh: DeviceMesh) -> None:
-    """Let each rank have zeros for what other ranks' batches have used, such as an expert.
+    """Give a rank zero gradients for parameters, as of an expert, that only other ranks have used.
 
-    PyTorch would put together the gradients that each rank happens to have.
+    PyTorch would reduce the gradients that each rank happens to have.
     """
     state = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -70,16 +72,16 @@ def _agree_on_gradients(part: Any, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _with_zeros(group: Any, own: Callable[..., Any], mesh: DeviceMesh, *unused: Any) -> Any:
-    held = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
-    mine = [
+    parameters = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    used = [
         each.unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None
-        for each in held
+        for each in parameters
     ]
-    used = torch.tensor(mine, dtype=torch.int32, device=mesh.device_type)
+    used_anywhere = torch.tensor(used, dtype=torch.int32, device=mesh.device_type)
     for axis in range(mesh.ndim):
-        if held:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    for each, here, anywhere in zip(held, mine, used.tolist(), strict=True):
+        if parameters:
+            dist.all_reduce(used_anywhere, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    for each, here, anywhere in zip(parameters, used, used_anywhere.tolist(), strict=True):
         if anywhere and not here:
             each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
     return own(*unused)
@@ -89,23 +91,23 @@ def _parts_within(
     model: nn.Module,
     units: Collection[nn.Module],
     inside: Collection[nn.Module],
-    held: Collection[nn.Parameter],
+    sharded: Collection[nn.Parameter],
     cuts: Collection[str],
     called: Collection[str],
     lookers: Collection[str],
 ) -> list[nn.Module]:
-    """Modules that are gathered one at a time: layers of lists, then what is outside of these.
+    """Modules that are gathered one at a time: layers of lists, then modules outside of these.
 
-    Weights are there only while their module is called, so one whose weights another module reads,
-    such as the last projection of ``nn.MultiheadAttention``, is gathered with that one. So are
-    those that a module calls or not by the values it has, as an expert.
+    Weights are there only while their module is called. So a module whose weights another one
+    reads, as the last projection of ``nn.MultiheadAttention``, is gathered with that one. So is a
+    module that another calls or not by values, as an expert.
     """
     at_cuts = {model.get_submodule(cut) for cut in cuts}
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for unit in units:
         has_cut = not at_cuts.isdisjoint(set(unit.modules()) - {unit})
-        if not has_cut and all(p in held for p in unit.parameters()):
+        if not has_cut and all(p in sharded for p in unit.parameters()):
             found.append(unit)
             taken.update(unit.parameters())
     uses = Counter(p for each in model.modules() for p in each.parameters(recurse=False))
@@ -116,7 +118,7 @@ def _parts_within(
     outer -= set(lookers)
     for name, module in model.named_modules():
         own = list(module.parameters())
-        alone = all(p in held and p not in taken and uses[p] == 1 for p in own)
-        if own and alone and name in called and name not in outer and module not in inside:
+        unshared = all(p in sharded and p not in taken and uses[p] == 1 for p in own)
+        if own and unshared and name in called and name not in outer and module not in inside:
             found.append(module)
     return found

@@ -1,13 +1,13 @@
-"""What each rank of a mesh writes into a sharded checkpoint, and reads from it.
+"""The format of sharded checkpoints: each rank of a mesh writes and reads blocks of tensors.
 
-A tensor is stored in pieces: blocks, each with its place in the whole tensor. A rank writes the
-blocks that it has. Another rank, perhaps of another mesh, finds the blocks that its own part
-overlaps, and copies what they share. So no rank needs a whole tensor, however the parts are cut.
+A block has its offset in the full tensor. A rank writes the blocks that it has. Another rank,
+perhaps of another mesh, finds the blocks that overlap its own part, and copies the intersections.
+So no rank needs a full tensor.
 
-The files are those of ``torch.save``, which ``torch.load`` maps into memory, so that only what is
-copied is read. Not those of ``torch.distributed.checkpoint``: a ``DTensor`` describes a part that
-is one slice of the whole, and would take a rank's thirds of fused queries, keys and values for a
-slice in the middle; and its list of contents is a pickle, which runs code when it is read.
+``torch.save`` writes the files, and ``torch.load`` maps them into memory, so that a rank reads only
+the bytes that it copies. ``torch.distributed.checkpoint`` cannot replace them: a ``DTensor``
+describes a part that is one slice of the full tensor, not a rank's thirds of fused queries, keys
+and values; and its metadata is a pickle, which runs code when it is read.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.sync.agreements import SENT
 
 New = Callable[[torch.Size, torch.dtype], torch.Tensor]
-"""Makes a tensor that is filled afterwards."""
+"""Makes a tensor to fill."""
 
 Whole = Callable[["SavedTensor"], torch.Tensor]
-"""Puts a tensor together."""
+"""Makes a full tensor of its pieces."""
 
 _SHAPE, _PIECES, _VALUES, _PLAIN = "shape", "pieces", "values", "plain"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a whole tensor that a rank has.
+    """A block of a full tensor that a rank has.
 
     Attributes:
-        start: where it begins in the whole tensor, along each dimension.
-        at: where it begins in the rank's own.
+        start: its offset in the full tensor, along each dimension.
+        at: its offset in the rank's part.
         size: along each dimension.
     """
 
@@ -58,20 +58,20 @@ def blocks_of(
     index: int = 0,
     ways: int = 1,
 ) -> list[Block]:
-    """The blocks of a whole tensor that a rank has.
+    """The blocks of a full tensor that a rank has.
 
     Args:
-        shape: of the share of the rank's tensor group.
-        rows: of the first dimension of that share, which the rank has; None for all.
-        placement: how the tensor group divides the whole; None if it does not.
-        index: of the rank in its tensor group.
-        ways: ranks of the group.
+        shape: of the rank's part along the tensor axis.
+        rows: the rank's rows of that part, along the shard axis; None for all.
+        placement: along the tensor axis; None if that does not divide the tensor.
+        index: of the rank along the tensor axis.
+        ways: ranks along the tensor axis.
     """
-    # Along each dimension: where in the whole tensor, where in the rank's own, and how much.
+    # Along each dimension: the offset in the full tensor, that in the rank's part, and the length.
     along = [[(0, 0, length)] for length in shape]
     if placement is not None:
         length = shape[placement.dim] // placement.parts
-        # Before a part are those of all ranks, and within it those of earlier ranks.
+        # Each part of a fused tensor holds the slices of all ranks, in their order.
         along[placement.dim] = [
             ((part * ways + index) * length, part * length, length)
             for part in range(placement.parts)
@@ -96,8 +96,8 @@ class SavedTensor:
     """A tensor in a sharded checkpoint.
 
     Args:
-        shape: of the whole.
-        pieces: blocks of it, each with the place where it begins.
+        shape: of the full tensor.
+        pieces: blocks of it, each with its offset.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class SavedTensor:
         self.pieces += other.pieces
 
     def whole(self, new: New = _in_memory, *, alias: bool = False) -> torch.Tensor:
-        """The whole tensor.
+        """The full tensor.
 
         Args:
             new: makes the tensor to fill.
-            alias: whether the only piece may be returned, if there is one. It lies in the file,
+            alias: whether a single piece may be returned itself. Its memory is that of the file,
                 which must stay.
         """
         if alias and len(self.pieces) == 1 and self.pieces[0][1].shape == self.shape:
@@ -130,10 +130,10 @@ class SavedTensor:
         return target
 
     def fill(self, own: torch.Tensor, blocks: Sequence[Block]) -> None:
-        """Copy what belongs into a rank's own tensor.
+        """Copy these blocks into a rank's part of the tensor.
 
         Raises:
-            HvkitError: the pieces do not make up the blocks.
+            HvkitError: the pieces do not cover the blocks.
         """
         filled = 0
         for block in blocks:
@@ -154,7 +154,7 @@ class SavedTensor:
 def _shared(
     block: Block, start: tuple[int, ...], size: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where a block and a piece overlap: in the rank's own tensor, and in the piece."""
+    """The intersection of a block and a piece: in the rank's part, and in the piece."""
     own, of_piece = [], []
     for begin, at, length, other, extent in zip(
         block.start, block.at, block.size, start, size, strict=True
@@ -168,24 +168,25 @@ def _shared(
 
 
 def described(own: torch.Tensor, shape: Sequence[int], blocks: Sequence[Block]) -> dict[str, Any]:
-    """A rank's own tensor as its file holds it."""
+    """A rank's part of a tensor, as its file holds it."""
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
-        own = own.clone()  # torch.save would write what lies around it, too
+        own = own.clone()  # torch.save writes the whole storage of a view
     pieces = [
         (list(block.start), own[tuple(map(_slice, block.at, block.size))]) for block in blocks
     ]
     return {_SHAPE: list(shape), _PIECES: pieces}
 
 
-def described_state(thing: Any, tensor: Callable[[torch.Tensor], Any]) -> dict[str, Any] | None:
-    """A tensor, the state of a parameter, or what else it holds, as a file holds it."""
-    if isinstance(thing, torch.Tensor):
-        found: dict[str, Any] | None = tensor(thing)
-        return found
-    if isinstance(thing, Mapping):
-        each = {key: described_state(value, tensor) for key, value in thing.items()}
-        return {_VALUES: {key: value for key, value in each.items() if value is not None}}
-    return {_PLAIN: thing}
+def described_state(
+    value: Any, tensor: Callable[[torch.Tensor], dict[str, Any] | None]
+) -> dict[str, Any] | None:
+    """A tensor, the state of a parameter, or another value in it, as a file holds it."""
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if isinstance(value, Mapping):
+        values = {key: described_state(each, tensor) for key, each in value.items()}
+        return {_VALUES: {key: each for key, each in values.items() if each is not None}}
+    return {_PLAIN: value}
 
 
 def _slice(start: int, length: int) -> slice:
@@ -196,14 +197,14 @@ class SavedState:
     """A model, an optimizer or a strategy's state in a sharded checkpoint.
 
     Args:
-        files: of all ranks that have written some, rank 0's first.
+        files: one of each rank that has written some, rank 0's first.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.plan: dict[str, Any] = {}
-        """What rank 0 has added: all but tensors."""
+        """All but tensors, as rank 0 has written it."""
         self.values: dict[str, Any] = {}
-        """By name, a ``SavedTensor``, or states of a parameter by their name."""
+        """By name, a ``SavedTensor``, or the values of a parameter's state."""
         for file in files:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             self.plan |= content["plan"] or {}
@@ -211,22 +212,22 @@ class SavedState:
                 self.values[name] = _merged(self.values.get(name), value)
 
     def plain(self, new: New = _in_memory, *, alias: bool = False) -> Any:
-        """What one process would have saved: a state dict, or a strategy's arrays."""
+        """A state dict, or a strategy's arrays, as one process would have saved them."""
         whole = functools.partial(SavedTensor.whole, new=new, alias=alias)
         return _PLAIN_FORMS[self.plan["kind"]](self, whole)
 
 
-def part(value: Any, tensor: Callable[[SavedTensor], torch.Tensor]) -> Any:
-    """A value of a ``SavedState`` with tensors in place of those that are saved."""
+def with_tensors_of(value: Any, tensor: Callable[[SavedTensor], torch.Tensor]) -> Any:
+    """A value of a ``SavedState`` with a tensor in place of each ``SavedTensor``."""
     if isinstance(value, SavedTensor):
         return tensor(value)
     if isinstance(value, dict):
-        return {key: part(each, tensor) for key, each in value.items()}
+        return {key: with_tensors_of(each, tensor) for key, each in value.items()}
     return value
 
 
 def _merged(known: Any, value: Mapping[str, Any]) -> Any:
-    """What is known of a value, with what another rank has written of it."""
+    """A value with the pieces that another rank has written of it."""
     if _PIECES in value:
         found = SavedTensor(value[_SHAPE], value[_PIECES])
         if known is None:
@@ -240,10 +241,10 @@ def _merged(known: Any, value: Mapping[str, Any]) -> Any:
 
 
 def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """What rank 0 adds to the parts of a model.
+    """A model's state dict without tensors, for rank 0's file.
 
     Args:
-        names: by its keys, the names of parameters and buffers; the same for tied ones.
+        names: by key, the name of a parameter or buffer; the same for tied ones.
     """
     for key in names:
         state[key] = None  # type: ignore[index]
@@ -251,14 +252,14 @@ def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def optimizer_plan(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 adds to the parts of an optimizer."""
+    """An optimizer's state dict without states of parameters, for rank 0's file."""
     other = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
     rest = {key: value for key, value in state.items() if key != "state"}
     return {"kind": "optimizer", "other": other, "rest": rest, "names": list(names)}
 
 
 def strategy_plan(counts: np.ndarray[Any, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 adds to the parts of a strategy's state."""
+    """A strategy's state that belongs to no parameter, for rank 0's file."""
     return {"kind": "strategy", "counts": torch.from_numpy(counts), "names": list(names)}
 
 
@@ -274,7 +275,7 @@ def _plain_model(saved: SavedState, whole: Whole) -> OrderedDict[str, Any]:
 
 def _plain_optimizer(saved: SavedState, whole: Whole) -> dict[str, Any]:
     states = {
-        i: part(saved.values[name], whole)
+        i: with_tensors_of(saved.values[name], whole)
         for i, name in enumerate(saved.plan["names"])
         if name in saved.values
     }
@@ -285,7 +286,7 @@ def _plain_optimizer(saved: SavedState, whole: Whole) -> dict[str, Any]:
 def _plain_strategy(saved: SavedState, whole: Whole) -> dict[str, Any]:
     number = {name: i for i, name in enumerate(saved.plan["names"])}
     found = {
-        name: part(saved.values[name], whole)
+        name: with_tensors_of(saved.values[name], whole)
         for name in saved.plan["names"]
         if name in saved.values
     }
@@ -306,12 +307,12 @@ def strategy_arrays(
     whole: Mapping[str, Mapping[str, torch.Tensor]],
     number: Mapping[str, int],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """What one process would save of a strategy's state, as ``RoundKeeper.state`` returns it.
+    """A strategy's state as one process would save it, and ``RoundKeeper.state`` returns it.
 
     Args:
         counts: the state that belongs to no parameter.
-        whole: by the name of a parameter, what the strategy keeps of it, in its shape, and whether
-            ranks have trained it since they agreed on it.
+        whole: by parameter, the strategy's tensors of its shape, and whether ranks have trained it
+            since they agreed on it.
         number: of each parameter.
     """
     arrays = {
@@ -329,7 +330,7 @@ def strategy_values(
     number: Mapping[str, int],
     shape_of: Callable[[str], Sequence[int]],
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What a strategy keeps of parameters: ``whole``, of which ``strategy_arrays`` makes arrays.
+    """The argument ``whole`` of ``strategy_arrays``, from its result.
 
     Args:
         arrays: of these parameters, and perhaps of others.

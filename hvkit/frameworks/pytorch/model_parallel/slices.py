@@ -1,8 +1,8 @@
-"""This rank's slice of a parameter: how it becomes the full tensor, and the full tensor a slice.
+"""Converts between this rank's slice of a parameter and the full tensor, also for autograd.
 
-The tensor axis and the shard axis divide a parameter, and with it its gradient and its state in an
-optimizer. Also for autograd: a full tensor is the same on all ranks, and so is its gradient, of
-which each slice gets its own.
+The tensor axis and the shard axis divide a parameter, its gradient and its state in an optimizer. A
+full tensor and its gradient are the same on all ranks. The gradient of a slice is that slice of the
+full gradient.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from hvkit.transport.traffic import count, of_allgather
 from hvkit.watch.calls import call, translated, waiting
 
 as_plain: Any = torch._C.DisableTorchFunctionSubclass
-"""A context in which tensors of classes that PyTorch would ask are plain."""
+"""A context in which PyTorch calls no ``__torch_function__`` of tensors' classes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slicing:
-    """How a parameter, and what has its shape, is divided.
+    """How a parameter, and tensors of its shape, are divided.
 
     Attributes:
-        placement: along the tensor axis; None if it is not.
+        placement: along the tensor axis; None if that does not divide it.
         tensor: the mesh of that axis.
-        shards: of a ``DTensor``, its mesh and its placements; None if it is none.
-        gathered: whether ``fully_shard`` has joined its shards, between forward and backward.
+        shards: the mesh and placements of a ``DTensor``; None for other tensors.
+        gathered: whether ``fully_shard`` has gathered its shards, between forward and backward.
     """
 
     placement: Placement | None = None
@@ -51,7 +51,7 @@ class Slicing:
     def of(
         cls, p: torch.Tensor, placement: Placement | None = None, tensor: DeviceMesh | None = None
     ) -> Self:
-        """That of a parameter, divided like this along the tensor axis."""
+        """The slicing of a parameter with this placement along the tensor axis."""
         shards = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         return cls(placement, tensor if placement else None, shards)
 
@@ -60,11 +60,11 @@ class Slicing:
 
     def full(self, own: torch.Tensor) -> torch.Tensor:
         """The full tensor, whose gradient is the same on all ranks; a collective."""
-        name = "the whole of a divided parameter"
+        name = "the full tensor of a divided parameter"
         with as_plain(), call(name), translated(), waiting(self._ranks()):
             return _exchange(own, self, True)
 
-    def joined(self, own: torch.Tensor, purpose: str) -> torch.Tensor:
+    def gather(self, own: torch.Tensor, purpose: str) -> torch.Tensor:
         """The full tensor, without autograd; a collective.
 
         Args:
@@ -80,31 +80,41 @@ class Slicing:
         dist.all_gather(slices, own.contiguous(), group=self.tensor.get_group())
         return whole_of(slices, self.placement)
 
-    def own(self, full: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice, also for autograd."""
         with as_plain():
             return _exchange(full, self, False)
 
-    def own_like(self, full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a full tensor, on the device of what it has; others as they are."""
+    def slice_like(self, full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a full tensor, as ``like``; unchanged if it has another shape."""
         if full.shape == self.shape(like):
-            full = self.along_tensor(full)
+            full = self.tensor_slice(full)
         return divided_like(full, like) if full.shape == like.shape else full
 
-    def along_tensor(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's slice along the tensor axis, of the parameter's shape, or of more dimensions.
+    def state_slices(self, state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter, with this rank's slices of full tensors in it."""
+        return {
+            key: self.slice_like(value, p)
+            if isinstance(value, torch.Tensor) and value.dim()
+            else value
+            for key, value in state.items()
+        }
 
-        The shard axis does not divide it, and nothing divides numbers.
+    def tensor_slice(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice along the tensor axis alone; a number stays as it is.
+
+        Args:
+            full: of the parameter's shape, and perhaps more dimensions.
         """
         if self.tensor is None or self.placement is None or not full.dim():
             return full
         return part_of(full, self.placement, self.tensor.get_local_rank(), self.tensor.size())
 
     def blocks(self, shape: Sequence[int], p: torch.Tensor) -> list[Block]:
-        """Which blocks of a full tensor this rank's slice is made of.
+        """The blocks of the full tensor that make up this rank's slice.
 
         Args:
-            shape: as this rank has it of the parameter, and perhaps more dimensions.
+            shape: of the parameter along the shard axis, and perhaps more dimensions.
             p: the parameter.
         """
         if self.tensor is None:
@@ -113,30 +123,30 @@ class Slicing:
         return blocks_of(shape, _rows_of(p), self.placement, index, ways)
 
     def everywhere(self, t: torch.Tensor) -> Any:
-        """A tensor that all ranks hold, for use with a ``DTensor``."""
+        """A replicated ``DTensor`` of a tensor that all ranks hold."""
         assert self.shards is not None
         mesh = self.shards[0]
         return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def total(self, sum_of_own: torch.Tensor) -> torch.Tensor:
-        """The sum of all elements, from that of this rank's; a collective of the tensor axis."""
+        """The sum of all elements, from that of this rank's slice; a collective."""
         name = "the sum of a divided parameter"
         with as_plain(), call(name), translated(), waiting(self._ranks()):
             assert self.tensor is not None
             return all_reduce(sum_of_own, self.tensor)
 
     def shape(self, own: torch.Tensor) -> torch.Size:
-        """Of the full tensor."""
+        """The shape of the full tensor."""
         shape = list(own.shape)
         if self.placement is not None and self.tensor is not None:
             shape[self.placement.dim] *= self.tensor.size()
         return torch.Size(shape)
 
     def operand(self, t: torch.Tensor, own: torch.Tensor) -> torch.Tensor | None:
-        """A tensor that meets this rank's slice element by element; None if it does not.
+        """The other operand of an operation on each element of this rank's slice; None if none.
 
         Args:
-            t: of the full shape, or one that PyTorch broadcasts to it; or of the slice's.
+            t: of a shape that PyTorch broadcasts to the full tensor's, or to the slice's.
         """
         if not t.dim() or isinstance(t, DTensor):
             return t
@@ -153,7 +163,7 @@ class Slicing:
         return t if self.shards is None else self.everywhere(t)
 
     def is_like(self, other: Slicing) -> bool:
-        """Whether tensors of one shape have the same elements on this rank."""
+        """Whether it gives this rank the same elements of tensors of one shape."""
         shards, others = (each.shards and tuple(each.shards[1]) for each in (self, other))
         return self.placement == other.placement and shards == others
 
@@ -165,14 +175,14 @@ class Slicing:
 
 
 class _Exchange(torch.autograd.Function):
-    """Joins the slices of all ranks, or takes this rank's; in backward the other way round."""
+    """Gathers the slices of all ranks, or takes this rank's; in backward the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slicing: Slicing, joins: bool) -> torch.Tensor:
-        ctx.slicing, ctx.joins = slicing, joins
-        if joins:
-            return slicing.joined(x, "objects")
-        x = slicing.along_tensor(x)
+    def forward(ctx: Any, x: torch.Tensor, slicing: Slicing, gathers: bool) -> torch.Tensor:
+        ctx.slicing, ctx.gathers = slicing, gathers
+        if gathers:
+            return slicing.gather(x, "objects")
+        x = slicing.tensor_slice(x)
         if slicing.shards is None:
             return x
         # Not a view, which would keep the memory of the full tensor.
@@ -180,7 +190,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchange(gradient, ctx.slicing, not ctx.joins), None, None
+        return _exchange(gradient, ctx.slicing, not ctx.gathers), None, None
 
 
 _exchange: Callable[..., torch.Tensor] = _Exchange.apply
@@ -195,21 +205,11 @@ def divided_like(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(full.detach(), own.device_mesh, own.placements, src_data_rank=None)
 
 
-def state_divided_like(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """The state of a parameter, with what has its shape divided like it."""
-    return {
-        key: divided_like(value, parameter)
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
-
-
 def _rows_of(own: torch.Tensor) -> tuple[int, int] | None:
-    """Which rows of the first dimension of a full tensor this rank has; None for all.
+    """The first row of this rank's shard of a tensor, and the row after its last; None for all.
 
     Raises:
-        HvkitError: it is divided in another way than by ``fully_shard``.
+        HvkitError: the tensor is not divided as ``fully_shard`` does.
     """
     if not isinstance(own, DTensor):
         return None
@@ -228,5 +228,5 @@ def _rows_of(own: torch.Tensor) -> tuple[int, int] | None:
 
 
 def local_part(t: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that ``fully_shard`` divides."""
+    """This rank's shard of a ``DTensor``; other tensors as they are."""
     return t.to_local() if isinstance(t, DTensor) else t

@@ -1,12 +1,12 @@
-"""Parameters of which a rank holds a slice, and which answer a script for the full tensor.
+"""Divided parameters that behave like the full tensor in a script's own lines.
 
-A script's own lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)``, ``p.norm()`` in
-a loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
-update of its optimizers, a divided parameter, its gradient, and what is computed of them element by
-element are of classes that PyTorch asks first (``__torch_function__``). An operation on each
-element by itself computes with this rank's slice, and returns one. Before any other operation the
-ranks join their slices, and all compute with the full tensor: a collective. What it writes into
-that, or later into a view of it, goes back into the slice.
+A script's lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)``, ``p.norm()`` in a
+loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
+optimizers' update, slices of parameters and of gradients are of classes with a
+``__torch_function__``. An operation on each element returns a slice, computed from this rank's
+slice. Before any other operation the ranks gather the full tensor, and all compute with it: a
+collective. If the operation writes into the full tensor, or later into a view of it, the result
+goes back into the slice.
 
 During a forward and an update the same objects are of PyTorch's own classes, as fast as without
 hvkit. Code of hvkit, and of PyTorch's ``fully_shard``, always gets slices.
@@ -39,15 +39,14 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 
-class _Answers:
-    """Of tensors that PyTorch asks before it computes with them."""
+class _ShowsFull:
+    """A base of tensors that behave like the full tensor in a script's operations."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        # What zero_grad() does to each parameter.
-        if func == _GET_GRADIENT:
+        if func == _GET_GRADIENT:  # fast: zero_grad() reads that of each parameter
             with as_plain():
                 gradient = args[0].grad
             slicing = slicing_of(args[0])
@@ -56,9 +55,9 @@ class _Answers:
             return gradient if type(gradient) in _PLAIN else show(gradient, slicing)
         if func == _SET_GRADIENT and args[1] is None:
             return _raw(func, args, {})
-        return _answer(func, args, kwargs or {}, slices_wanted=_calls_for_slices(sys._getframe(1)))
+        return _compute(func, args, kwargs or {}, as_slices=_calls_for_slices(sys._getframe(1)))
 
-    # Those of PyTorch take the attributes along, and do not all go through __torch_function__.
+    # PyTorch's methods copy the attributes, and some bypass __torch_function__.
     def __deepcopy__(self: Any, memo: Any) -> Any:
         copied, slicing = _like(self, self.detach().clone()), slicing_of(self)
         return memo.setdefault(id(self), copied if slicing is None else show(copied, slicing))
@@ -69,19 +68,19 @@ class _Answers:
 
 
 def _like(t: torch.Tensor, value: torch.Tensor) -> Any:
-    """A parameter if it is one."""
+    """A tensor with this value, or a parameter if ``t`` is one."""
     if isinstance(t, nn.Parameter):
         return nn.Parameter(value, t.requires_grad)
     return value.requires_grad_(t.requires_grad)
 
 
-class _ViewOfWhole(_Answers, torch.Tensor):
-    """A view of a full tensor that was joined: what is written into it goes back into the slice."""
+class _ViewOfFull(_ShowsFull, torch.Tensor):
+    """A view of a full tensor that was gathered: writes into it go back into the slice."""
 
 
-# Classes of slices, by those that they stand for.
+# Classes of slices, by PyTorch's own.
 _SHOWN: dict[Any, Any] = {
-    plain: type(plain)(f"_Whole{plain.__name__}", (_Answers, plain), {})
+    plain: type(plain)(f"_Full{plain.__name__}", (_ShowsFull, plain), {})
     for plain in cast(Sequence[Any], (torch.Tensor, nn.Parameter, DTensor))
 }
 _PLAIN = {shown: plain for plain, shown in _SHOWN.items()}
@@ -90,12 +89,12 @@ _SLICING, _VIEWED = "_hvkit_slicing", "_hvkit_viewed"
 
 @dataclass(eq=False)
 class _Viewed:
-    """A full tensor that was joined, and what it was joined of.
+    """A full tensor that was gathered, and this rank's slice of it.
 
     Attributes:
-        own: this rank's slice.
+        own: the slice.
         full: the memory of the views; None if nothing may be written into them.
-        at: when they were equal, as ``_now`` says.
+        at: ``_now`` when both were last equal.
     """
 
     own: torch.Tensor
@@ -103,12 +102,12 @@ class _Viewed:
     at: tuple[int, int]
 
 
-# Counts what may have changed slices.
+# Counts events that may have changed slices.
 _changes = 0
 
 
 def show(t: Any, slicing: Slicing) -> Any:
-    """Let a slice answer for the full tensor from now on."""
+    """Make a slice behave like the full tensor from now on."""
     if isinstance(t, torch.Tensor) and type(t) in _SHOWN:
         setattr(t, _SLICING, slicing)
         t.__class__ = _SHOWN[type(t)]
@@ -116,12 +115,12 @@ def show(t: Any, slicing: Slicing) -> Any:
 
 
 def slicing_of(t: Any) -> Slicing | None:
-    """How what answers for a full tensor is divided; None if it does not."""
+    """The slicing of a slice that behaves like the full tensor; None for other tensors."""
     return getattr(t, _SLICING) if type(t) in _PLAIN and hasattr(t, _SLICING) else None
 
 
 def undivided(obj: Any) -> Any:
-    """An object with the full tensor of each slice that answers for it; then a collective."""
+    """An object with the full tensor in place of each slice that shows it; then a collective."""
     if all(slicing_of(each) is None for each in tree_leaves(obj)):
         return obj
     return tree_map(lambda t: t if slicing_of(t) is None else _of(t).full(t), obj)
@@ -132,21 +131,21 @@ def _of(t: torch.Tensor) -> Slicing:
 
 
 class WholeParameters:
-    """The divided parameters of a model, which answer a script for the full tensors."""
+    """The divided parameters of a model, which show a script the full tensors."""
 
     def __init__(self) -> None:
         self._slicings: dict[torch.Tensor, Slicing] = {}
-        # Where fully_shard puts what it has gathered of parameters that other axes divide, too.
-        self._places: list[tuple[dict[str, Any], str, Slicing]] = []
+        # Slots in which fully_shard puts gathered parameters that the tensor axis divides, too.
+        self._slots: list[tuple[dict[str, Any], str, Slicing]] = []
         self._forwards = 0
         self._updates = False
-        # What a script may hold of gradients and gathered parameters.
+        # Gradients and gathered parameters that a script may hold.
         self._others: list[tuple[torch.Tensor, Slicing]] = []
 
     def add(self, model: nn.Module, slicings: Mapping[torch.Tensor, Slicing]) -> None:
-        """Let these parameters of a model answer, each divided as it says."""
+        """Show these parameters of a model as full tensors."""
         self._slicings |= slicings
-        self._places += [
+        self._slots += [
             (module._parameters, name, replace(slicing, shards=None, gathered=True))
             for module in model.modules()
             for name, p in module.named_parameters(recurse=False)
@@ -157,7 +156,7 @@ class WholeParameters:
 
     @contextmanager
     def as_slices(self) -> Iterator[None]:
-        """Let the parameters be plain slices during a forward."""
+        """A context in which the parameters are plain slices: for a forward."""
         self._change(self._forwards + 1, self._updates)
         try:
             yield
@@ -165,11 +164,11 @@ class WholeParameters:
             self._change(self._forwards - 1, self._updates)
 
     def begin_update(self, optimizer: Any) -> None:
-        """Let them be plain slices until ``end_update``."""
+        """Make them plain slices until ``end_update``."""
         self._change(self._forwards, True)
 
     def end_update(self) -> None:
-        """Let them answer for the full tensors again."""
+        """Show them as full tensors again."""
         self._change(self._forwards, False)
 
     def _change(self, forwards: int, updates: bool) -> None:
@@ -188,16 +187,16 @@ class WholeParameters:
             else:
                 show(t, slicing)
         if not self._forwards and not self._updates:
-            now = [(parameters[name], slicing) for parameters, name, slicing in self._places]
+            now = [(parameters[name], slicing) for parameters, name, slicing in self._slots]
             self._others = [(show(*each), each[1]) for each in now if each[0] not in self._slicings]
 
 
 def _calls_for_slices(frame: FrameType | None) -> bool:
-    """Whether code that knows of slices has called an operation, perhaps through PyTorch."""
+    """Whether code that needs slices calls an operation, perhaps through PyTorch."""
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         if name.startswith(("hvkit.", "torch.distributed.")):
-            # What a script reduces over ranks is what it sees.
+            # hvkit.average and others reduce the full tensor, which the script sees.
             return name != "hvkit.communication.allreduce"
         if not name.startswith("torch."):
             return False
@@ -215,16 +214,13 @@ _GET_GRADIENT, _SET_GRADIENT = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _SET_DATA = _TENSOR.data.__set__
 
 
-def _answer(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, slices_wanted: bool
-) -> Any:
-    """What an operation returns."""
+def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, as_slices: bool) -> Any:
     name: str = getattr(func, "__name__", "")
     if name in ("register_hook", "register_post_accumulate_grad_hook"):
         return _register_hook(func, *args, **kwargs)
-    if not slices_wanted and name.startswith("new_"):  # a tensor that is no part of one
+    if not as_slices and name.startswith("new_"):  # a tensor of its own
         return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
-    if slices_wanted or name in OF_SLICES:
+    if as_slices or name in OF_SLICES:
         return _raw(func, args, kwargs)
     if name == "__set__":
         return _set(func, *args)
@@ -265,7 +261,6 @@ def _attribute(name: str, func: Any, args: Sequence[Any]) -> Any:
 
 
 def _set(func: Any, t: Any, value: Any) -> None:
-    """Set ``data``, ``grad`` or another attribute."""
     slicing = slicing_of(t)
     if isinstance(value, torch.Tensor):
         _refresh(value)
@@ -274,9 +269,9 @@ def _set(func: Any, t: Any, value: Any) -> None:
             value = value if of_value is None else of_value.full(value)
         elif slicing_of(value) is None and value.shape == slicing.shape(t):
             with torch.no_grad():
-                value = slicing.own(value)
+                value = slicing.slice_of(value)
     if isinstance(t, DTensor) and func == _SET_DATA:
-        # Another tensor would not come to where fully_shard keeps the part.
+        # fully_shard has the slice's memory, and would not see another tensor.
         with torch.no_grad(), as_plain():
             t.copy_(value)
     else:
@@ -285,7 +280,6 @@ def _set(func: Any, t: Any, value: Any) -> None:
 
 
 def _gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``torch.autograd.grad``, whose gradients answer as their parameters do."""
     found = _raw(func, args, kwargs)
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     for gradient, p in zip(found, tensors_in(inputs), strict=True):
@@ -305,7 +299,7 @@ def _for_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     found: list[Any] = []
     for i in range(length):
         own, named = [at(i, a) for a in args], {k: at(i, v) for k, v in kwargs.items()}
-        result = _answer(func, own, named, slices_wanted=False)
+        result = _compute(func, own, named, as_slices=False)
         found += result or ()
     return tuple(found) or None
 
@@ -326,7 +320,7 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     operands: dict[int, Any] = {}
     for t in operation.inputs:
         if slicing_of(t) is None:
-            # Its gradient would be that of this rank's slice alone.
+            # An operand with a gradient would get that of this rank's slice alone.
             operand = None if graph and t.requires_grad else slicing.operand(t, first)
             if operand is None:
                 return NotImplemented
@@ -346,7 +340,6 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
 
 
 def _of_full(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
-    """The result of an operation on full tensors."""
     target = None
     if operation.inputs and ("out" in operation.kwargs or writes(operation)):
         target = operation.kwargs.get("out", operation.inputs[0])
@@ -359,7 +352,7 @@ def _of_full(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     full: dict[int, torch.Tensor] = {}
     for t in divided:
         leaf = t is target and t.is_leaf
-        # Those of torch.nn.init write without autograd.
+        # Functions of torch.nn.init write without autograd.
         initialises = getattr(operation.function, "__module__", "") == nn.init.__name__
         if leaf and t.requires_grad and torch.is_grad_enabled() and not initialises:
             raise RuntimeError(
@@ -370,17 +363,17 @@ def _of_full(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
         result = operation.run(lambda t: full.get(id(t), t))
         if target is not None and id(target) in full:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not target.is_leaf):
-                target.copy_(_of(target).own(full[id(target)]))
+                target.copy_(_of(target).slice_of(full[id(target)]))
             note_change()
             return target if result is full[id(target)] else result
         if viewed is not None:
             with torch.no_grad():
-                viewed.own.copy_(_of(viewed.own).own(cast(torch.Tensor, viewed.full)))
+                viewed.own.copy_(_of(viewed.own).slice_of(cast(torch.Tensor, viewed.full)))
             note_change()
             viewed.at = _now(viewed.own)
             return result
-    joined = [(t, full[id(t)]) for t in divided]
-    views = [(_Viewed(t, None if f.requires_grad else f, _now(t)), f) for t, f in joined]
+    gathered = [(t, full[id(t)]) for t in divided]
+    views = [(_Viewed(t, None if f.requires_grad else f, _now(t)), f) for t, f in gathered]
     views += [(getattr(t, _VIEWED), t) for t in operation.inputs if hasattr(t, _VIEWED)]
     for view, memory in views:
         for t in tensors_in(result):
@@ -391,12 +384,12 @@ def _of_full(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
 
 def _as_view(t: Any, viewed: _Viewed) -> Any:
     setattr(t, _VIEWED, viewed)
-    t.__class__ = _ViewOfWhole
+    t.__class__ = _ViewOfFull
     return t
 
 
 def _refresh(t: torch.Tensor) -> None:
-    """Bring a view up to date, if slices have changed since they were joined; a collective."""
+    """Update a view if slices may have changed since they were gathered; then a collective."""
     viewed: _Viewed | None = getattr(t, _VIEWED, None)
     if viewed is None or viewed.full is None or viewed.at == _now(viewed.own):
         return
@@ -406,21 +399,21 @@ def _refresh(t: torch.Tensor) -> None:
 
 
 def _now(own: torch.Tensor) -> tuple[int, int]:
-    """Another value if the slice may have changed, the same on all ranks."""
+    """A number that changes when the slice may have changed; the same on all ranks."""
     return _changes, own._version
 
 
 def note_change() -> None:
-    """Let views of full be brought up to date before they are used: parts may have changed."""
+    """Note that slices may have changed: views are updated before their next use."""
     global _changes
     _changes += 1
 
 
 def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
-    """Register a hook on a gradient; those on parameters ``gradients.script_hooks`` follows.
+    """Register a hook on a gradient; ``gradients.script_hooks`` handles hooks on parameters.
 
     Raises:
-        ValueError: the gradient never comes to this parameter, which ``fully_shard`` has gathered.
+        ValueError: ``fully_shard`` has gathered this parameter, which never gets a gradient.
     """
     slicing = slicing_of(t)
     if slicing is not None and slicing.gathered:
@@ -429,22 +422,22 @@ def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
             "come before the forward pass: or change p.grad after backward()"
         )
     if slicing is not None and not t.is_leaf:
-        hook = _shown_to(hook, slicing)
+        hook = _on_full(hook, slicing)
     return _raw(register, (t, hook), {})
 
 
-def _shown_to(hook: Callable[..., Any], slicing: Slicing) -> Callable[..., Any]:
-    """A hook on a gradient of what the script has computed, which sees the whole."""
+def _on_full(hook: Callable[..., Any], slicing: Slicing) -> Callable[..., Any]:
+    """A hook on the gradient of a slice that the script has computed, called with the full one."""
 
     @functools.wraps(hook)
-    def with_whole(gradient: torch.Tensor) -> torch.Tensor | None:
+    def with_full(gradient: torch.Tensor) -> torch.Tensor | None:
         found = hook(show(gradient.view_as(gradient), slicing))
         if found is None:
             return None
         with as_plain():
             if slicing_of(found) is None and found.shape == slicing.shape(gradient):
-                return slicing.own(found)
-            # Of PyTorch's own class.
+                return slicing.slice_of(found)
+            # A tensor of PyTorch's own class.
             return found.view_as(found)  # type: ignore[no-any-return]
 
-    return with_whole
+    return with_full

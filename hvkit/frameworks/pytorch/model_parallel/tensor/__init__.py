@@ -1,15 +1,15 @@
-"""Layers of which each rank of a tensor group holds a part.
+"""Tensor parallelism: layers that the ranks of a tensor group divide.
 
 ::
 
-    plan              which layers can be divided, and why the others cannot
-    ├── chosen_layers those of a vocabulary, and those that a user names
-    ├── experts       those in parameters of three dimensions, tried with random numbers
-    ├── streams       activations between pairs, and where the sequence can be divided
-    └── flow          one forward on the meta device, followed operation by operation
-        └── rules     where an operation leaves the divided dimension
-    layers            parts of weights, and a forward that uses them
-    ├── placements    which part of a parameter each rank holds
-    ├── activations   what the user's code does between a column and a row layer
-    └── tensor_group  sums, gathers and a loss, with their gradients; and the same dropout
+    plan                   which layers can be divided, and why the others cannot
+    ├── chosen_layers      layers of a vocabulary, and those named by ``plan=``
+    ├── experts            experts in parameters of three dimensions, tried with random numbers
+    ├── sequence_parallel  activations between pairs that are divided along the sequence
+    └── linear_trace       follows the outputs of linear layers through one forward
+        └── propagation_rules  how an operation propagates the divided dimension
+    divided_layers         the forwards of divided layers
+    ├── placements         which part of a parameter each rank holds
+    ├── activations        operations of the user's code on divided activations
+    └── tensor_collectives collectives with gradients, a divided loss, and shared random numbers
 """

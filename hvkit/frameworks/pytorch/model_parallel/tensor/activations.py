@@ -118,7 +118,6 @@ class DividedActivations(EachOperation):
         return result
 
     def _of_divided(self, call: Operation) -> Any:
-        """The result of an operation on at least one divided activation."""
         name = call.name
         if name in _OF_ELEMENTS and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{name}() takes elements of it")
@@ -138,14 +137,13 @@ class DividedActivations(EachOperation):
                 return self._on_parts(call, step)
         if self._needs_whole(call):
             return self._of_whole(call)
-        if name == "cat":  # an empty tensor of no shape: a cache that holds nothing yet
+        if name == "cat":  # a tensor of shape (0,) is a cache that holds nothing yet
             kept = [t for t in call.args[0] if t.shape != (0,)]
             call = replace(call, args=(kept, *call.args[1:]))
         result = call.run(self._as_whole if len(call.inputs) > 1 else None)
         return tree_map_only(DTensor, self._plain_if_whole, result)
 
     def _of_whole(self, call: Operation) -> Any:
-        """The result of an operation that needs whole activations."""
         before = tuple(call.args), call.kwargs
         args, kwargs = gathered(before, f"{call.name}() takes it apart")
         for part, whole in zip(tensors_in(before), tensors_in((args, kwargs)), strict=True):
@@ -199,7 +197,6 @@ class DividedActivations(EachOperation):
         return tuple(self._divided(part, dim) for part in parts)
 
     def _loss(self, call: Operation) -> torch.Tensor:
-        """The cross entropy of logits that are divided by their classes."""
         logits, target = cast(DTensor, call.inputs[0]).to_local(), call.inputs[1]
         ignored = call.argument(4, "ignore_index", -100)
         reduction = call.argument(6, "reduction", "mean")
@@ -208,14 +205,14 @@ class DividedActivations(EachOperation):
     def _on_parts(self, call: Operation, step: Followed) -> Any:
         """Compute with this rank's part, which the rules find independent of the others."""
         first, dim = call.first
-        # Dimensions count from the right where tensors of fewer dimensions take part.
+        # PyTorch broadcasts tensors of fewer dimensions from the right.
         from_right = first.dim() - dim
-        meets = call.name in ELEMENTWISE or call.name == "scaled_dot_product_attention"
+        broadcasts = call.name in ELEMENTWISE or call.name == "scaled_dot_product_attention"
         if call.name in ELEMENTWISE and step.parts and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{call.name}() combines it with a tensor of its whole length")
 
         def has_dim(t: torch.Tensor) -> bool:
-            return meets and t.dim() >= from_right and t.shape[t.dim() - from_right] > 1
+            return broadcasts and t.dim() >= from_right and t.shape[t.dim() - from_right] > 1
 
         whole = [t for t in call.inputs if not isinstance(t, DTensor) and not has_dim(t)]
         used = self._copy_to_ranks([t for t in whole if t.requires_grad])
@@ -257,12 +254,10 @@ class DividedActivations(EachOperation):
 
 
 def _shape_of(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape on the meta device."""
     return torch.empty(t.shape, device="meta")
 
 
 def _divided_by(t: Any) -> int | None:
-    """The dimension by which a tensor is divided, or None."""
     if isinstance(t, DTensor) and isinstance(t.placements[0], Shard):
         return t.placements[0].dim
     return None

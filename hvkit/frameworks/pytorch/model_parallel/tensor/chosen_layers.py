@@ -88,8 +88,12 @@ def vocabularies(model: nn.Module, layers: Mapping[str, LinearUse]) -> list[Voca
     found: list[Vocabulary] = []
 
     def of_one_weight(weight: torch.Tensor, names: Sequence[str]) -> Vocabulary:
-        held = {p for name in names for p in model.get_submodule(name).parameters(recurse=False)}
-        called = {n for p in held for n in holders[p] if layers.get(n, LinearUse()).taken_from}
+        parameters = {
+            p for name in names for p in model.get_submodule(name).parameters(recurse=False)
+        }
+        called = {
+            n for p in parameters for n in holders[p] if layers.get(n, LinearUse()).taken_from
+        }
         return _vocabulary(model, layers, weight, names, called.difference(names))
 
     for weight, names in holders.items():

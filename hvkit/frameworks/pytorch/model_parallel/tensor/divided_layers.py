@@ -101,7 +101,7 @@ def divide(
                 forward = _column(mesh, division)
             module.forward = MethodType(forward, module)
     of_regions = {name for region in plan.sequence_regions for name in region.modules}
-    # A block between two layers of a pair may be computed again in backward.
+    # Gradient checkpointing may recompute a block between two layers of a pair.
     around = {name[:i] for name in plan.divisions for i, c in enumerate(name) if c == "."}
     for name in {*of_regions, *around, ""}:
         region: Any = model.get_submodule(name)
@@ -128,8 +128,6 @@ def _product(
 
 
 def _column(mesh: DeviceMesh, division: LayerDivision) -> Callable[..., torch.Tensor]:
-    """The forward of a layer with this rank's part of the outputs."""
-
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if not division.by_itself and not DividedActivations.active():
             raise HvkitError(
@@ -190,8 +188,6 @@ def _experts(
 def _lookup(
     mesh: DeviceMesh, division: LayerDivision, along_sequence: bool
 ) -> Callable[..., torch.Tensor]:
-    """The forward of an embedding with this rank's part of the features, or of the rows."""
-
     def features(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         return all_gather(F.embedding(input, self.weight, self.padding_idx), mesh)
 
@@ -362,5 +358,5 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
     before: Any = vars(module).get("forward")
     if before is None:
         return type(module).forward
-    # A bound method is that of the model it was copied from, where this is a copy.
+    # In a copy of a model a bound method belongs to the original.
     return before.__func__ if isinstance(before, MethodType) else lambda _, *a, **k: before(*a, **k)

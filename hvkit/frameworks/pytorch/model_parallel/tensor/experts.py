@@ -231,7 +231,6 @@ class _ExpertsTrial:
         )
 
     def _run(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The module's output, and the gradients of its inputs."""
         generator = torch.Generator().manual_seed(0)
         make = self._inputs(generator)
         args, kwargs = tree_map_only(torch.Tensor, make, self._call)
@@ -243,7 +242,7 @@ class _ExpertsTrial:
         with undoing_side_effects(twin) as kept:
             y = twin.forward(*args, **kwargs)
             if kept.changes():
-                raise ValueError("it keeps something beside what it returns")
+                raise ValueError("it keeps more than it returns")
         if not isinstance(y, torch.Tensor) or not y.is_floating_point():
             raise TypeError(f"it returns a {type(y).__name__}, not one tensor of activations")
         along = torch.randn(y.shape, generator=generator, dtype=_dtype(), device="cpu").to(y)
@@ -280,7 +279,6 @@ def _dtype() -> torch.dtype:
 
 
 def _random(shape: torch.Size, device: torch.device, seed: int) -> torch.Tensor:
-    """A weight of random numbers, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     length = math.prod(shape)
     few = torch.randn(min(length, _NUMBERS), generator=generator, dtype=_dtype(), device="cpu")

@@ -132,8 +132,8 @@ class LinearTrace(EachOperation):
         # No subclasses: these may pass other options.
         self._embeddings = {n for n, module in modules.items() if type(module) is nn.Embedding}
         self._owners: dict[int, list[str]] = {}
-        for name, held in self._layers.items():
-            for p in held:
+        for name, parameters in self._layers.items():
+            for p in parameters:
                 self._owners.setdefault(id(p), []).append(name)
         self._inside: list[str] = []
 
@@ -158,7 +158,7 @@ class LinearTrace(EachOperation):
         if layer is not None:
             self._multiply(layer, call, output)
         elif self._inside and self._inside[-1] in self._layers and call.name not in _LAYOUTS:
-            why = f"its forward calls {call.name}(), and is not a product alone"
+            why = f"its forward calls {call.name}(), and is more than a product"
             self._see(self._inside[-1]).unusable = why
         if layer is None and any(marks) and call.name not in SIZES:
             self._follow(call, marks, output)
@@ -314,8 +314,8 @@ class LinearTrace(EachOperation):
 
 
 def _may_be_linear(module: nn.Module) -> bool:
-    held = dict(module.named_parameters(recurse=False))
-    return [*held] in (["weight"], ["weight", "bias"]) and held["weight"].dim() == 2
+    own = dict(module.named_parameters(recurse=False))
+    return [*own] in (["weight"], ["weight", "bias"]) and own["weight"].dim() == 2
 
 
 def _mark_of(tensor: torch.Tensor) -> Mark | None:
@@ -333,7 +333,6 @@ def is_cache(name: str) -> bool:
 def _tensors_in(
     value: Any, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Every tensor in a value or in its attributes, with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif len(path) > _DEEPEST or isinstance(value, nn.Module | str | type):

@@ -85,14 +85,6 @@ class TensorPlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Layers that are divided together or not at all."""
-
-    columns: frozenset[str]
-    rows: frozenset[str]
-
-
 def plan_layers(
     model: nn.Module,
     args: Sequence[Any],
@@ -153,13 +145,10 @@ def _chosen(
     left: Set[str],
     device: torch.device,
 ) -> tuple[dict[str, LayerDivision], dict[str, str]]:
-    """The divisions of layers, and why the others stay whole."""
     divisions: dict[str, LayerDivision] = {}
-    for group in _largest_first(model, _groups(linears, trace)):
-        taken = {*left, *divisions}
-        if not taken & (group.columns | group.rows) and not group.columns & group.rows:
-            divisions |= {name: _column(name, linears) for name in group.columns}
-            divisions |= {name: _row(name, linears) for name in group.rows}
+    for group in _groups(model, linears, trace):
+        if group.keys().isdisjoint({*left, *divisions}):
+            divisions |= group
     whole = {n: _why(n, linears, divisions) for n in linears if n not in divisions}
     whole |= {n: why for n, why in trace.heads.items() if why}
     tried: dict[str, LayerDivision | str] = {}
@@ -177,7 +166,6 @@ def _chosen(
 def _with_sequence_regions(
     plan: TensorPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TensorPlan:
-    """Add the activations between pairs that can be divided along the sequence."""
     trace = SequenceTrace(model, plan.divisions, plan.ways)
     meta, _ = on_meta(model)
     _watch_forward(trace, model, meta, args, kwargs)
@@ -255,7 +243,6 @@ def _nothing(error: Exception) -> None:
 
 
 def _linears(model: nn.Module, trace: LinearTrace) -> dict[str, LinearUse]:
-    """The linear layers and embeddings of a model, called or not."""
     holders = holders_in(model)
     inside_heads = {_child(n, "out_proj") for n in trace.heads}
     found = {}
@@ -277,8 +264,13 @@ def _linears(model: nn.Module, trace: LinearTrace) -> dict[str, LinearUse]:
     return found
 
 
-def _groups(linears: Mapping[str, LinearUse], trace: LinearTrace) -> list[_Group]:
-    """The pairs, and larger groups, that can be divided."""
+def _groups(
+    model: nn.Module, linears: Mapping[str, LinearUse], trace: LinearTrace
+) -> list[dict[str, LayerDivision]]:
+    """Layers that are divided together or not at all, mostly pairs; the most bytes first.
+
+    Of two groups that share a layer, the first is chosen.
+    """
     parent: dict[tuple[str, str], tuple[str, str]] = {}
 
     def root(role: tuple[str, str]) -> tuple[str, str]:
@@ -291,29 +283,29 @@ def _groups(linears: Mapping[str, LinearUse], trace: LinearTrace) -> list[_Group
             for column in columns:
                 parent[root(("row", name))] = root(("column", column))
     members: dict[tuple[str, str], dict[str, set[str]]] = {}
-    for kind, name in list(parent):
-        group = members.setdefault(root((kind, name)), {"row": set(), "column": set()})
-        group[kind].add(name)
-    found = [
-        _Group(frozenset(group["column"]), frozenset(group["row"]))
+    for role, name in list(parent):
+        group = members.setdefault(root((role, name)), {"row": set(), "column": set()})
+        group[role].add(name)
+    groups = [
+        {n: _column(linears[n]) for n in group["column"]}
+        | {n: LayerDivision("row", transposed=linears[n].transposed) for n in group["row"]}
         for group in members.values()
-        if not any(linears[n].column_problem() for n in group["column"])
+        if group["column"].isdisjoint(group["row"])
+        and not any(linears[n].column_problem() for n in group["column"])
         and not any(linears[n].row_problem for n in group["row"])
     ]
-    heads = [name for name, problem in trace.heads.items() if not problem]
-    return [*found, *(_Group(frozenset([n]), frozenset([_child(n, "out_proj")])) for n in heads)]
+    groups += [
+        {name: LayerDivision("column", 3), _child(name, "out_proj"): LayerDivision("row")}
+        for name, problem in trace.heads.items()
+        if not problem
+    ]
+    modules = model.named_modules()
+    size = {name: bytes_of(module.parameters(recurse=False)) for name, module in modules}
+    return sorted(groups, key=lambda group: -sum(size[name] for name in group))
 
 
 def _child(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
-
-
-def _largest_first(model: nn.Module, groups: Sequence[_Group]) -> list[_Group]:
-    """Sort groups by the bytes of their weights: of two that share a layer, the first is chosen."""
-    size = {
-        name: bytes_of(module.parameters(recurse=False)) for name, module in model.named_modules()
-    }
-    return sorted(groups, key=lambda g: -sum(size[name] for name in g.columns | g.rows))
 
 
 def _why(
@@ -334,15 +326,9 @@ def _why(
     return "a layer that would have to be divided with it stays whole"
 
 
-def _column(name: str, linears: Mapping[str, LinearUse]) -> LayerDivision:
-    if name not in linears:  # nn.MultiheadAttention
-        return LayerDivision("column", 3)
-    (parts,) = linears[name].parts or {1}
-    return LayerDivision("column", parts, linears[name].transposed)
-
-
-def _row(name: str, linears: Mapping[str, LinearUse]) -> LayerDivision:
-    return LayerDivision("row", transposed=name in linears and linears[name].transposed)
+def _column(seen: LinearUse) -> LayerDivision:
+    (parts,) = seen.parts or {1}
+    return LayerDivision("column", parts, seen.transposed)
 
 
 def _share(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> float:

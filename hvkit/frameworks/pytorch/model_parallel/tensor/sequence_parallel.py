@@ -152,7 +152,7 @@ class SequenceTrace(EachOperation):
         output = call.run()
         marks = [_mark_of(t) for t in call.inputs]
         if writes(call) and call.inputs and not marks[0]:
-            # A view without a rule would be one of a copy.
+            # In the divided model this view would be one of a gathered copy.
             of_part = self._memory.get(storage_of(call.inputs[0]))
             if of_part is not None and (mark := _mark_of(of_part)):
                 self._region(mark.begins).refuse(f"{call.name}() writes into a view of them")
@@ -230,8 +230,8 @@ class SequenceTrace(EachOperation):
         module, division = self._modules[name], self._divisions[name]
         if isinstance(module, nn.MultiheadAttention):
             return f"{name}.out_proj".removeprefix(".")
-        alone = division.by_itself and not isinstance(module, nn.Embedding)
-        return name if division.style == "row" and not alone else None
+        projection = division.by_itself and not isinstance(module, nn.Embedding)
+        return name if division.style == "row" and not projection else None
 
     def returned(self, output: Any) -> None:
         """Count an exchange for each activation that the model returns whole."""
@@ -241,17 +241,17 @@ class SequenceTrace(EachOperation):
 
     def found(self) -> tuple[list[SequenceRegion], list[str]]:
         """The regions to divide, and why the others stay whole."""
-        together: dict[frozenset[str], _SeenRegion] = {}
+        merged: dict[frozenset[str], _SeenRegion] = {}
         for begins, seen in self._seen.items():
             total = _SeenRegion()
-            for others in [each for each in together if each & begins]:
-                total.add(together.pop(others))
+            for others in [each for each in merged if each & begins]:
+                total.add(merged.pop(others))
                 begins |= others
             total.add(seen)
-            together[begins] = total
+            merged[begins] = total
         order = {name: i for i, name in enumerate(self._modules)}
         regions, problems = [], []
-        for begins, seen in together.items():
+        for begins, seen in merged.items():
             names = sorted(begins, key=lambda name: order[name])
             if not seen.ends:
                 continue

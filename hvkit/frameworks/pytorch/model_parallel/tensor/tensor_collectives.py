@@ -75,7 +75,7 @@ class _BothWays(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Once more the other way round, for gradients of gradients.
+        # An autograd function again, for gradients of gradients.
         return _both_ways(gradient, *ctx.of), None, None, None, None
 
 
@@ -100,7 +100,7 @@ def _own(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    if x.is_meta:  # a dry run needs the shape alone
+    if x.is_meta:  # a dry run needs only the shape
         return torch.cat([x] * mesh.size(), dim)
     parts = [x.new_empty(x.shape) for _ in range(mesh.size())]
     dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
