@@ -17,6 +17,7 @@ from hvkit.errors import HvkitError, LaunchError
 from hvkit.runtime import any_engine, local_size, rank, size
 from hvkit.transport import engines, mailbox
 from hvkit.watch.calls import waiting_for_all_ranks
+from hvkit.wording import in_short
 
 T = TypeVar("T")
 
@@ -71,16 +72,11 @@ def collect(call: str, obj: T) -> Iterator[T]:
     problem = ""
     for source, (length, _) in enumerate(gathered[1:], start=1):
         from_rank(0, None)  # until rank 0 is ready
-        message = _Message(data, length, source, 0, by_mpi)
-        if rank() == 0:
-            try:
-                received: T = message.received()
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
-            else:
-                yield received
-                del received
-        message.finish()
+        received, reason = _transfer(data, length, source, 0, by_mpi)
+        if rank() == 0 and not reason:
+            yield received
+        del received
+        problem = reason or problem
     if problem := from_rank(0, problem):
         raise HvkitError(f"rank 0 cannot collect the objects of all ranks: {problem}")
 
@@ -117,15 +113,11 @@ def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = error
         length = from_rank(root, len(data))
-        message = _Message(data, length, root, target, by_mpi)
-        if rank() == target != root and length:
-            try:
-                own = message.received()
-            except Exception as error:
-                problem = HvkitError(
-                    f"{type(error).__name__}: {error} ({length} bytes of rank {root})"
-                )
-        message.finish()
+        if not length:  # the root's own object, or none after an error
+            continue
+        received, reason = _transfer(data, length, root, target, by_mpi)
+        if rank() == target:
+            own, problem = received, HvkitError(reason) if reason else None
     raise_together(problem, call)
     return cast(T, own)
 
@@ -143,54 +135,43 @@ def _mailbox_of_all(can_send: Iterable[bool]) -> mailbox.MpiMailbox | None:
     return _mailbox
 
 
-class _Message:
-    """Bytes that one rank sends to another, in pieces; a collective.
+def _transfer(
+    data: bytes, length: int, source: int, target: int, by_mpi: mailbox.MpiMailbox | None
+) -> tuple[Any, str]:
+    """Send an encoded object from one rank to another, in pieces; a collective.
+
+    A target without memory for it still receives the pieces, since the other ranks continue.
 
     Args:
-        data: on the source.
+        data: the object, on the source.
         length: of the data, on every rank.
         source: the rank that sends.
         target: the rank that receives, another one.
         by_mpi: sends by MPI; None to send by broadcasts to all ranks.
+
+    Returns:
+        On the target the object, or None and the reason.
     """
-
-    def __init__(
-        self,
-        data: bytes,
-        length: int,
-        source: int,
-        target: int,
-        by_mpi: mailbox.MpiMailbox | None,
-    ) -> None:
-        self._data = np.frombuffer(data, np.uint8)
-        self._length = length
-        self._source = source
-        self._target = target
-        self._by_mpi = by_mpi
-        self._left = iter(range(0, length if source != target else 0, engines.CHUNK))
-
-    def received(self) -> Any:
-        """The object, on the target."""
-        received = np.empty(self._length, np.uint8)
-        for start in self._left:
-            piece = received[start : start + engines.CHUNK]
-            piece[:] = self._piece(start)
-        return decode(received.data)
-
-    def finish(self) -> None:
-        """Send or discard the rest; also after an error, since the other rank continues."""
-        for start in self._left:
-            self._piece(start)
-
-    def _piece(self, start: int) -> Any:
-        stop = min(start + engines.CHUNK, self._length)
-        sends = rank() == self._source
-        piece = self._data[start:stop] if sends else np.empty(stop - start, np.uint8)
-        if self._by_mpi is None:
-            return any_engine().broadcast(piece, self._source)
+    sends, receives = rank() == source, rank() == target
+    whole, problem = np.frombuffer(data, np.uint8) if sends else None, ""
+    try:
+        whole = np.empty(length, np.uint8) if receives else whole
+    except MemoryError as error:
+        problem = f"{in_short(error)} ({length} bytes of rank {source})"
+    for start in range(0, length, engines.CHUNK):
+        stop = min(start + engines.CHUNK, length)
+        piece = np.empty(stop - start, np.uint8) if whole is None else whole[start:stop]
+        if by_mpi is None:
+            received = any_engine().broadcast(piece, source)
+            if receives:
+                piece[:] = received
+            continue
         with waiting_for_all_ranks():
             if sends:
-                self._by_mpi.send(piece, self._target, 0, "objects")
-            elif rank() == self._target:
-                self._by_mpi.receive(piece, self._source, 0)
-        return piece
+                by_mpi.send(piece, target, 0, "objects")
+            elif receives:
+                by_mpi.receive(piece, source, 0)
+    try:
+        return decode(whole.data) if receives and whole is not None else None, problem
+    except Exception as error:
+        return None, f"{in_short(error)} ({length} bytes of rank {source})"

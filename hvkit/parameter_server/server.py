@@ -214,7 +214,7 @@ class Server:
             self._wake.set()
 
     def _release(self) -> None:
-        """Answer the ranks that may continue; rank 0 at once, the others from the server's thread."""
+        """Answer the ranks that may continue: rank 0 at once, others from the server's thread."""
         away = self._attendance.away
         for number, model in self._models.items():
             for rank in model.release(away) if model.waiting else ():
