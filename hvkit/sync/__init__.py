@@ -9,8 +9,7 @@ in ``hvkit.frameworks.keras.on_tensorflow``. Keras on PyTorch has that of PyTorc
     distributed_objects    the models and optimizers that were distributed
     update_hooks           what PyTorch's port runs around each update, in one order
     rounds                 ends rounds of strategies that agree on weights
-    ├── round_comparison   whether all ranks end the same round in the same way
-    └── agreements         exchanges of an agreement, and a strategy's state of each weight
+    └── agreements         exchanges of an agreement, a strategy's state, comparisons of ranks
     compression_state      the state of a compression: residuals
     local_weights          local weights, as a port shows them, around each step; hvkit.settled
     fingerprints           whether all ranks hold the same weights and buffers

@@ -19,15 +19,17 @@ import numpy as np
 from hvkit.communication import collectives
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.strategies.strategy import Flow, Rounds
-from hvkit.sync.agreements import Agreement, Agreements, CarryOut
-from hvkit.sync.compression_state import CompressionState
-from hvkit.sync.local_weights import LocalWeightsKeeper, Weights, pieces
-from hvkit.sync.round_comparison import (
+from hvkit.sync.agreements import (
+    Agreement,
+    Agreements,
+    CarryOut,
     RoundSummary,
     require_equal_steps,
     require_same_round,
     require_same_trained,
 )
+from hvkit.sync.compression_state import CompressionState
+from hvkit.sync.local_weights import LocalWeightsKeeper, Weights, pieces
 from hvkit.watch.calls import call
 
 
@@ -193,12 +195,7 @@ class RoundKeeper(LocalWeightsKeeper):
                 self._agree(number, changed)
             if self.strategy.same_weights:  # if not, statistics stay local, as the weights do
                 self._average_statistics(keep=True)
-        self._note_agreed(changed)
-
-    def _note_agreed(self, numbers: Iterable[int]) -> None:
-        """Note that ranks have agreed on weights."""
-        if self.strategy.same_weights:
-            self._trained.difference_update(numbers)
+                self._trained.difference_update(changed)
 
     def _summary_of_round(
         self, number: int, updated: set[int], changed: list[int]
