@@ -83,8 +83,8 @@ class TorchPart(Part):
 
     def _load_warmup(self, facts: Mapping[str, Any]) -> None:
         if warmup := self._warmup():
-            # Nothing counted them without a warm-up, nor in one process: the first steps of the
-            # training are then those of the warm-up, as in Keras.
+            # Without a warm-up, and in one process, nothing counts its steps: then it began with
+            # the first step of the training, as in Keras.
             done = facts["warmup_steps"]
             warmup.steps_done = facts["step"] if done is None else done
 
@@ -101,12 +101,12 @@ class TorchPart(Part):
         """The warm-up of a distributed optimizer, whose steps its state dict does not contain."""
         return self.record.warmup if self.record else None
 
-    def own(self) -> Arrays:
+    def rank_state(self) -> Arrays:
         if not self.is_local:
             buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
             return buffers | self._numbers()
         parts = self._sharded
-        state = self.object.state_dict() if parts is None else parts.own()
+        state = self.object.state_dict() if parts is None else parts.rank_state()
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(state), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
@@ -129,13 +129,13 @@ class TorchPart(Part):
         numbers = self.record.numbers if self.record else None
         return {f"{_NUMBERS}{i}": each for i, each in enumerate(numbers.numbers if numbers else ())}
 
-    def load_own(self, arrays: Arrays) -> None:
+    def load_rank_state(self, arrays: Arrays) -> None:
         rest = {name: array for name, array in arrays.items() if not name.startswith(_NUMBERS)}
         states = [array for name, array in sorted(arrays.items()) if name not in rest]
         if states and self.record and self.record.numbers:
             self.record.numbers.numbers = states
         if (state := rest.pop(self._whole(), None)) is not None:
-            self._load_own_state(_read(state.data))
+            self._load_local_state(_read(state.data))
         if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):
             warmup.steps_done = int(steps)
         buffers = self._buffers()
@@ -145,16 +145,16 @@ class TorchPart(Part):
             with torch.no_grad():
                 buffer.copy_(value)
 
-    def _load_own_state(self, state: Any) -> None:
+    def _load_local_state(self, state: Any) -> None:
         """Load a rank's whole state, or that of its part."""
         if (parts := self._sharded) is None:
             self._load_state(state)
         elif state:  # else the model was not divided yet
-            parts.load_own(functools.partial(self._load_state, state, whole=False))
+            parts.load_rank_state(functools.partial(self._load_state, state, whole=False))
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The dense buffers in the state dict, such as batch-norm statistics."""
-        if self.model is None or self._in_mesh:  # there the file has those of all ranks
+        if self.model is None or self._in_mesh:  # there the file has the buffers of all ranks
             return {}
         return {
             f"{prefix}{'.' * bool(prefix)}{name}": buffer
@@ -184,7 +184,7 @@ class TorchPart(Part):
 
 
 def _write(path: Path, part: Part, state: Any) -> None:
-    """Write a state, or this rank's share of it, for ``torch.load`` with ``weights_only=True``."""
+    """Write a state, or this rank's shard of it, for ``torch.load`` with ``weights_only=True``."""
     with path.open("wb") as file:
         torch.save(_without_numpy_scalars(state), file)
     try:
@@ -197,13 +197,13 @@ def _write(path: Path, part: Part, state: Any) -> None:
         ) from None
 
 
-def write_share(path: Path, part: Part, *, first: bool) -> bool:
-    """Write this rank's share of an object; return whether there is any.
+def write_shard(path: Path, part: Part, *, first: bool) -> bool:
+    """Write this rank's shard of an object; return whether there is any.
 
     Args:
         path: the file.
-        part: one with shares, also of a strategy.
-        first: whether this rank adds what belongs to no rank's share.
+        part: a sharded one, also of a strategy.
+        first: whether this rank adds what belongs to no rank's shard.
     """
     assert part.sharded is not None
     state = part.sharded.shards()
@@ -234,18 +234,18 @@ def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
             continue
         loaded = optimizer.state.get(parameters[i], {})
         for key, value in values.items():
-            own = loaded.get(key)  # None if another rank owns this part of the state
-            if isinstance(value, torch.Tensor) and own is not None and own.dtype != value.dtype:
-                loaded[key] = _like(value, own)
+            cast = loaded.get(key)  # None if another rank owns this part of the state
+            if isinstance(value, torch.Tensor) and cast is not None and cast.dtype != value.dtype:
+                loaded[key] = _like(value, cast)
 
 
-def _like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The value on the device of the rank's own tensor, and divided like it."""
-    if not is_divided(own):
-        return value.to(own.device)
+def _like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The value on the device of this tensor, and divided like it."""
+    if not is_divided(like):
+        return value.to(like.device)
     from hvkit.frameworks.pytorch.model_parallel.slices import divided_like
 
-    return divided_like(value, own)
+    return divided_like(value, like)
 
 
 def _without_numpy_scalars(state: Any) -> Any:

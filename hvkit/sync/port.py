@@ -84,11 +84,11 @@ class ShardedObject(Sharded, Protocol):
                 no tensors.
         """
 
-    def own(self) -> dict[str, Any]:
+    def rank_state(self) -> dict[str, Any]:
         """The state of this rank's part; empty before the model is divided."""
 
-    def load_own(self, load: Callable[[], None]) -> None:
-        """Load what ``own`` returned, if the ranks continue the saved round.
+    def load_rank_state(self, load: Callable[[], None]) -> None:
+        """Load what ``rank_state`` returned, if the ranks continue the saved round.
 
         Args:
             load: called once the model is divided.

@@ -288,7 +288,7 @@ class _InParts:
         assert self._parallel.state is not None
         return self._parallel.state
 
-    def load_own(self, load: Callable[[], None]) -> None:
+    def load_rank_state(self, load: Callable[[], None]) -> None:
         if self._keeper is not None:
             self._keeper.in_saved_round(load)
 
@@ -309,7 +309,7 @@ class ModelInParts(_InParts):
         super().__init__(parallel, keeper)
         self._model = model
 
-    def own(self) -> dict[str, Any]:
+    def rank_state(self) -> dict[str, Any]:
         return self._state.slices_of(self._model) if self.is_divided else {}
 
     def shards(self) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class OptimizerInParts(_InParts):
         super().__init__(parallel, keeper)
         self._optimizer = optimizer
 
-    def own(self) -> dict[str, Any]:
+    def rank_state(self) -> dict[str, Any]:
         return rank_state(self._optimizer)
 
     def shards(self) -> dict[str, Any]:
