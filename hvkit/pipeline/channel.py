@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline, and how long a rank waits for them."""
+"""Messages between the ranks of a pipeline, how long a rank waits for them, and equal batches."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Channel(ABC):
         self.rank = self.ranks.index(rank)
         self.step, self.times = 0, StageTimes()
         self._known: dict[Hashable, list[TensorSpec]] = {}
-        # By message that was started: waits until it has gone.
+        # These functions wait until the messages have gone that were started.
         self._sending: list[Callable[[], object]] = []
 
     @abstractmethod

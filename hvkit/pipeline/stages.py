@@ -1,4 +1,4 @@
-"""How pipelines are divided: cuts that make stages even, and the sizes of micro-batches."""
+"""Divides models into even stages, and batches into micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 BALANCES = "flops", "bytes"
-"""Of these a pipeline makes the largest stage as small as it can."""
+"""The measures of a stage that cuts can balance."""
 
 
 @dataclass(frozen=True)

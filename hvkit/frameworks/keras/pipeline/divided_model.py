@@ -23,11 +23,11 @@ from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.buffers import layers_of, made_synchronised
 from hvkit.frameworks.keras.callbacks import Averager
 from hvkit.frameworks.keras.fit import share_results, train_uncompiled
-from hvkit.frameworks.keras.initial_state import Learnt, synchronise, synchronise_optimizers
+from hvkit.frameworks.keras.initial_state import AdaptedLayers, synchronise, synchronise_optimizers
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of, updating
 from hvkit.frameworks.keras.partial_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, plan_stages, stage_of
-from hvkit.frameworks.keras.pipeline.parts import ModelParts, OptimizerParts, show_in_parts
+from hvkit.frameworks.keras.pipeline.parts import ModelInParts, ModelParts, OptimizerParts
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.frameworks.keras.refusals import let_differ, refuse_other_optimizers
@@ -88,9 +88,9 @@ class DividedModel:
             [f"model {type(model).__name__}: {'with' if self._is_built else 'without'} weights"],
             "build the model before hvkit.distribute on every rank, or on none",
         )
-        learnt = Learnt(model)
+        learnt = AdaptedLayers(model)
         synchronise(model.weights, ranks)
-        learnt.take_from_first(ranks)
+        learnt.copy_from_first(ranks)
         synchronise_optimizers(self._optimizers, model.trainable_variables, ranks)
 
     def attach(
@@ -185,7 +185,11 @@ class DividedModel:
 
     def show_to(self, callback: Any) -> None:
         """Let a callback save the model, or keep its weights, although ranks hold parts."""
-        show_in_parts(callback, self._divided_parts)
+        if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.EarlyStopping):
+            set_model = type(callback).set_model
+            callback.set_model = lambda model: set_model(
+                callback, ModelInParts(model, self._divided_parts)
+            )
 
     def _divided_parts(self) -> ModelParts:
         assert self._pipelined is not None
@@ -298,25 +302,25 @@ def refuse_in_pipeline(models: Sequence[Any], optimizers: Sequence[Any], options
                 "output of the model and compute it in the loss"
             )
     for each in updating(optimizers):
-        kind = type(each).__name__
-        if kind == "ScheduleFreeAdamW" or (reason := why_not_by_variable(each)):
-            if kind == "ScheduleFreeAdamW":
+        class_name = type(each).__name__
+        if class_name == "ScheduleFreeAdamW" or (reason := why_not_by_variable(each)):
+            if class_name == "ScheduleFreeAdamW":
                 reason = "it changes all weights when it is built"
             raise ValueError(
-                f"optimizer {kind} cannot update a model whose layers are on several ranks: "
+                f"optimizer {class_name} cannot update a model whose layers are on several ranks: "
                 f"{reason}. Use an optimizer such as keras.optimizers.AdamW"
             )
 
 
 def _refuse_own_call(model: Any) -> None:
     """Raise for a model whose layers Keras does not know as a graph."""
-    kind = type(model)
-    known = (isinstance(model, keras.Sequential) and kind.call is keras.Sequential.call) or (
-        isinstance(model, Functional) and kind.call is Functional.call
+    cls = type(model)
+    known = (isinstance(model, keras.Sequential) and cls.call is keras.Sequential.call) or (
+        isinstance(model, Functional) and cls.call is Functional.call
     )
     if not known:
         raise ValueError(
-            f"{kind.__name__} {model.name!r} has a call() of its own, in which Keras cannot see "
+            f"{cls.__name__} {model.name!r} has a call() of its own, in which Keras cannot see "
             "where it can be cut: a pipeline of Keras takes Sequential models and Functional "
             "ones, keras.Model(inputs, outputs). Make one of its layers, or write it as a "
             "torch.nn.Module, which a pipeline cuts as it is"

@@ -53,7 +53,7 @@ class ModelParts:
         self.collects = collects
         self._whole = False
         self.weights: list[Any] = list(model.weights)
-        self.own = [w for w in self.weights if self.holds(w)]
+        self.own_weights = [w for w in self.weights if self.holds(w)]
         # They stand for the values of other stages' weights.
         self._placeholders = {
             id(w): tensors.placeholder_of(w) for w in self.weights if not self.holds(w)
@@ -273,19 +273,7 @@ class OptimizerParts:
             yield
 
 
-def show_in_parts(callback: Any, parts: Callable[[], ModelParts]) -> None:
-    """Let a callback of Keras save the model, or keep its weights, although ranks hold parts.
-
-    Args:
-        callback: any of Keras.
-        parts: returns those of the model; called once the model is divided.
-    """
-    if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.EarlyStopping):
-        set_model = type(callback).set_model
-        callback.set_model = lambda model: set_model(callback, _ModelInParts(model, parts))
-
-
-class _ModelInParts:
+class ModelInParts:
     """The model that a callback sees; all ranks of the pipeline call the same methods.
 
     Other attributes are those of the model itself.
@@ -305,11 +293,11 @@ class _ModelInParts:
     def get_weights(self) -> list[Array]:
         """This rank's."""
         with AutocastScope(None):
-            return [np.array(w.numpy()) for w in self._parts().own]
+            return [np.array(w.numpy()) for w in self._parts().own_weights]
 
     def set_weights(self, weights: Sequence[Array]) -> None:
         """Set this rank's."""
-        for w, array in zip(self._parts().own, weights, strict=True):
+        for w, array in zip(self._parts().own_weights, weights, strict=True):
             w.assign(array)
 
     def save_weights(self, *args: Any, **kwargs: Any) -> None:

@@ -55,23 +55,23 @@ class ForwardPass:
         self.sizes = sizes
         self.results: list[list[Any]] = []
         self.trainable, self.sums = pipelined.own_trainable(), list[Any]()
-        self._stage, self._tensors = pipelined.stage, pipelined.parts.tensors
-        self._spec_of, self._last = pipelined.parts.channel.spec_of, len(pipelined.parts.stages) - 1
+        self._pipelined, self._tensors = pipelined, pipelined.parts.tensors
         self._columns = [_split(t, sizes) for t in inputs]
         self._recording, self._training = recording, training
         # By micro-batch: received tensors, outputs that get a gradient, what computes gradients.
         self._computed: dict[int, tuple[Any, list[Any], Callable[..., list[Any]] | None]] = {}
-        rank_of = pipelined.parts.stages.rank_of
-        self.order = GPipe(pipelined.parts.channel, rank_of, [None] * len(sizes))
+        parts = pipelined.parts
+        self.order = GPipe(parts.channel, parts.stages.rank_of, [None] * len(sizes))
         self.order.forward(self)
         self._columns.clear()
 
     def run(
         self, stage: int, microbatch: int, specs: Specs, tensors: list[Any]
     ) -> tuple[Specs, list[Any]]:
+        parts = self._pipelined.parts
         received, mask = tensors or (None, None)
         inputs = [column[microbatch] for column in self._columns]
-        run = functools.partial(self._stage, received, mask, inputs, self._training)
+        run = functools.partial(self._pipelined.stage, received, mask, inputs, self._training)
         watched = [v._value for v in self.trainable]
         watched += [received for spec in specs if spec.requires_grad]
         gradients = None
@@ -83,13 +83,13 @@ class ForwardPass:
         if self._recording:
             self._computed[microbatch] = watched[len(self.trainable) :], targets, gradients
         results = [*outputs, *masks]
-        if stage == self._last:
+        if stage == len(parts.stages) - 1:
             self.results.append(results)
         with_gradient = set(map(id, targets))
         return [
             NO_TENSOR
             if t is None
-            else replace(self._spec_of(t), requires_grad=id(t) in with_gradient)
+            else replace(parts.channel.spec_of(t), requires_grad=id(t) in with_gradient)
             for t in results
         ], results
 

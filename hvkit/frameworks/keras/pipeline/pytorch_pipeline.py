@@ -16,7 +16,7 @@ import torch
 from keras.src.backend.torch.core import get_device
 
 from hvkit.frameworks.keras.as_pytorch import KerasStep, ModelWeights, PyTorchSampleCounts
-from hvkit.frameworks.keras.initial_state import Together
+from hvkit.frameworks.keras.initial_state import JoinedModels
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 from hvkit.frameworks.keras.optimizers import updating
@@ -112,9 +112,9 @@ class PyTorchTensors(Tensors):
     def placeholder_of(self, variable: Any) -> Any:
         # One element, as the norm that stands for the gradient: not a number, for scripts that
         # compute with weights which are not there.
-        kind = variable._dtype
-        value = math.nan if keras.backend.is_float_dtype(kind) else 0
-        return keras.ops.full((1,), value, kind)
+        dtype = variable._dtype
+        value = math.nan if keras.backend.is_float_dtype(dtype) else 0
+        return keras.ops.full((1,), value, dtype)
 
     def set_value(self, variable: Any, values: Any) -> None:
         values = keras.ops.convert_to_tensor(values)
@@ -126,7 +126,7 @@ class PyTorchTensors(Tensors):
 
 
 def sends_from_host(device: torch.device) -> bool:
-    """Whether tensors are in the host's memory: MPI sends small ones sooner than Gloo."""
+    """Whether to send from the host's memory, by MPI: faster than Gloo for small tensors."""
     return device.type == "cpu"
 
 
@@ -155,8 +155,8 @@ class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         refuse_in_pipeline(models, optimizers, options)
         super().__init__(models, optimizers, options)
-        # What is averaged and compared is this rank's part.
-        self.model = Together([])
+        # Averages and comparisons cover this rank's part only, once it is known.
+        self.model = JoinedModels([])
         self._divided = DividedModel(
             models[0], self.optimizers, options, PyTorchTensors(), self._take_part
         )

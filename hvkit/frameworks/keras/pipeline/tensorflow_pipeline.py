@@ -14,12 +14,11 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.collectives.graph_collectives import marks
 from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply, finite_in
-from hvkit.frameworks.keras.initial_state import Together
+from hvkit.frameworks.keras.initial_state import JoinedModels
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.loss_scale import Agree, skip_together
-from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort
+from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort, timeline_callbacks
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.divided_model import DividedModel, refuse_in_pipeline
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
@@ -137,8 +136,8 @@ class KerasMeshPort(KerasOnTensorFlowPort):
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         refuse_in_pipeline(models, optimizers, options)
         super().__init__(models, optimizers, options)
-        # What is averaged and compared is this rank's part.
-        self.model = Together([])
+        # Averages and comparisons cover this rank's part only, once it is known.
+        self.model = JoinedModels([])
         self._divided = DividedModel(
             models[0], self.optimizers, options, TensorFlowTensors(), self._take_part
         )
@@ -158,7 +157,7 @@ class KerasMeshPort(KerasOnTensorFlowPort):
         if self.options.batch_norm == "average" and group.size > 1:
             wait = self._wait(self._name())
         end_epoch = functools.partial(self._end_epoch, wait)
-        records = self._divided.attach(self.averagers, end_epoch, marks)
+        records = self._divided.attach(self.averagers, end_epoch, timeline_callbacks)
         if self._samples:
             use_counts_of_all_ranks(self.models[0], self._samples)
         return records, None

@@ -1,4 +1,4 @@
-"""What a pipeline needs of a backend of Keras, and messages through the host's memory."""
+"""Operations that differ between backends of Keras, and messages through the host's memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Tensors(ABC):
 
     @abstractmethod
     def tracer(self) -> str:
-        """What traces this call into a graph, which cannot send; empty if nothing does."""
+        """The name of a function that traces this call into a graph; empty if none does."""
 
     @abstractmethod
     def is_recording(self) -> bool:

@@ -36,7 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
 )
 from hvkit.pipeline.stages import CutPoint
 
-# What ``buffer.data = ...`` calls.
+# The property that ``buffer.data = ...`` sets.
 _DATA: Any = torch.Tensor.data
 # An attribute of a tensor: when it came to depend on a parameter.
 _BORN = "_hvkit_born"
@@ -373,7 +373,7 @@ class ForwardTrace(EachOperation):
                 skips,
                 tuple(aliases),
             )
-            # Of modules that end together take the outermost.
+            # If modules end together, take the outermost.
             if found and found[-1].time == each.time:
                 found.pop()
             found.append(place)

@@ -52,7 +52,7 @@ class SavedActivation:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run has found; times count operations.
+    """The findings of a dry run; times count operations.
 
     Attributes:
         places: where the model can be cut, in the order of forward.
@@ -216,7 +216,7 @@ def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
     of attention, in the same memory as the kernel.
     """
     module: Any = functional
-    own = module.scaled_dot_product_attention
+    original = module.scaled_dot_product_attention
 
     def attention(
         query: torch.Tensor,
@@ -227,7 +227,7 @@ def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        run = functools.partial(own, query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        run = functools.partial(original, query, key, value, attn_mask, dropout_p, *args, **kwargs)
         if dropout_p and device.type == "cpu":  # it has the slow path only
             return cast(torch.Tensor, run())
         # PyTorch calls only the innermost hooks.
@@ -241,4 +241,4 @@ def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        module.scaled_dot_product_attention = own
+        module.scaled_dot_product_attention = original

@@ -39,7 +39,7 @@ _NOTHING: Any = object()
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Location:
     """A place where a side output can be.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Search:
     """Finds all places where the forward of a model may keep side outputs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.entries: dict[Path, _Entry] = {}
+        self.entries: dict[Path, _Location] = {}
         self.containers: dict[str, dict[Any, Any]] = {}
         # By id, the dicts of which this has followed all keys.
         self.complete: dict[int, Any] = {}
@@ -118,7 +118,7 @@ class _Search:
             self._add(name, container, key, depth)
 
     def _add(self, name: str, container: Any, key: Any, depth: int) -> None:
-        entry = self.entries.setdefault((name, key), _Entry(container, key))
+        entry = self.entries.setdefault((name, key), _Location(container, key))
         self._follow(f"{name}.{key}", entry.get(), depth + 1)
 
     def _follow(self, name: str, thing: Any, depth: int) -> None:
@@ -134,7 +134,7 @@ class _Search:
         if isinstance(thing, list | tuple | deque):
             for i, each in enumerate(thing):
                 if isinstance(each, list | deque):
-                    self.entries.setdefault((name, i), _Entry(thing, i))
+                    self.entries.setdefault((name, i), _Location(thing, i))
                 self._follow(f"{name}[{i}]", each, depth)
         elif isinstance(thing, dict):
             self.complete[id(thing)] = thing
@@ -195,7 +195,7 @@ class SideOutputs:
 
     def __init__(self, model: nn.Module, paths: Sequence[Path] | None = None) -> None:
         self._model, self.paths = model, paths
-        self._entries: dict[Path, _Entry] = {}
+        self._entries: dict[Path, _Location] = {}
         self._before: dict[Path, tuple[Any, tuple[Any, ...] | None]] = {}
         # By id, dicts that were there before the forward: new keys in them are side outputs.
         self._known: dict[int, Any] = {}
@@ -228,7 +228,7 @@ class SideOutputs:
         """Add entries that are new."""
         modules = dict(self._model.named_modules()) if self.paths is not None else {}
         if self.paths is not None and all(name in modules for name, _ in self.paths):
-            direct = {path: _Entry(modules[path[0]].__dict__, path[1]) for path in self.paths}
+            direct = {path: _Location(modules[path[0]].__dict__, path[1]) for path in self.paths}
             self._entries = direct | self._entries
             return
         found = _Search(self._model)
@@ -237,15 +237,15 @@ class SideOutputs:
             new = {path: new[path] for path in self.paths if path in new}
             for name, key in self.paths:
                 if name in found.containers:
-                    new.setdefault((name, key), _Entry(found.containers[name], key))
+                    new.setdefault((name, key), _Location(found.containers[name], key))
         self._entries = new | self._entries
 
-    def _was_there(self, path: Path, entry: _Entry) -> bool:
+    def _was_there(self, path: Path, entry: _Location) -> bool:
         """Whether the container of an entry is older than ``begin``."""
         return path in self._before or id(entry.container) in self._known
 
     def changes(self) -> dict[Path, Change]:
-        """What has changed since ``begin``; without paths only where tensors are."""
+        """All changes since ``begin``; without paths only those with tensors."""
         if self.paths is None or len(self._entries) < len(self.paths):
             self._find()
         found: dict[Path, Change] = {}
@@ -322,7 +322,7 @@ class SideOutputs:
         return tensors_in(values), [t for t in values if isinstance(t, torch.Tensor)]
 
     def tree(self) -> list[Any]:
-        """What has changed since ``begin``, by path, as nested containers that ranks can send."""
+        """All changes since ``begin``, by path, as nested containers that ranks can send."""
         found = self.changes()
         chosen = [found.get(path) for path in self.paths or ()]
         return [each and _written(each) for each in chosen]

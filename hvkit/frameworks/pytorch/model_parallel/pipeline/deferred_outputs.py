@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
+from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import (
     autocast_as,
     autocast_state,
 )

@@ -112,28 +112,28 @@ def rows_in(
     """
     columns = list(zip(*outputs, strict=True))
     returned = len(columns) - side_outputs
-    return [_rows_of(column, sizes, kept=i >= returned) for i, column in enumerate(columns)]
+    return [_rows_of(column, sizes, side_output=i >= returned) for i, column in enumerate(columns)]
 
 
-def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, kept: bool) -> int:
+def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, side_output: bool) -> int:
     rows = column[0].shape[0] // sizes[0] if column[0].dim() else 0
     if len(sizes) == 1:  # it is the whole
         return rows
     if rows and all(t.shape[0] == rows * n for t, n in zip(column, sizes, strict=True)):
         return rows
-    if any(t.shape != column[0].shape for t in column) and kept:
+    if any(t.shape != column[0].shape for t in column) and side_output:
         raise ValueError(
             f"the model keeps tensors of shapes {[tuple(t.shape) for t in column]} for "
             f"micro-batches of {list(sizes)} samples, without the batch as their first dimension: "
             "keep them with it, or pass microbatches=1"
         )
-    if column[0].dim() and not kept:
+    if column[0].dim() and not side_output:
         raise ValueError(
             f"the model returns a tensor of shape {tuple(column[0].shape)} for {sizes[0]} samples: "
             "in a pipeline every output must have the batch as its first dimension, "
             "or be a single number"
         )
-    if not column[0].is_floating_point() and not kept:
+    if not column[0].is_floating_point() and not side_output:
         raise ValueError(
             "the model returns a single integer, such as a count, of which micro-batches give "
             "several: return a tensor with an entry for each sample"

@@ -81,8 +81,8 @@ class ResultComparison:
             return
         pipeline = self._pipeline
         source = pipeline.stages.rank_of[pipeline.last]
-        kind = pipeline.channel.device.type
-        with _trial(pipeline.modules, [pipeline.channel.device] if kind == "cuda" else []):
+        device_type = pipeline.channel.device.type
+        with _trial(pipeline.modules, [pipeline.channel.device] if device_type == "cuda" else []):
             parts, *whole = (
                 pipeline.forward(pipeline.divide(*copied_call(args, kwargs), count=count), seed)
                 for seed, count in enumerate((len(batches), 1, 1))
@@ -97,7 +97,7 @@ class ResultComparison:
             rows = rows_in(found_parts, parts.sizes, side_outputs)
             mean = joined(found_parts, parts.sizes, rows)
             expected, self._expected = self._expected or once, None
-            few_bits = pipeline.has_few_bits or torch.is_autocast_enabled(kind)
+            few_bits = pipeline.has_few_bits or torch.is_autocast_enabled(device_type)
             found = [
                 _difference(a, b, few_bits=few_bits)
                 for a, b in (
@@ -197,19 +197,19 @@ def _difference(
     found: list[torch.Tensor], whole: list[torch.Tensor], *, few_bits: bool
 ) -> str | None:
     """How outputs differ; None if they are equal except for rounding."""
-    for number, (own, expected) in enumerate(zip(found, whole, strict=True)):
-        if own.shape != expected.shape:
-            return f"output {number} is of shape {tuple(own.shape)}, not {tuple(expected.shape)}"
-        if not own.is_floating_point() or not own.numel():
-            if not torch.equal(own, expected):
+    for number, (output, expected) in enumerate(zip(found, whole, strict=True)):
+        if output.shape != expected.shape:
+            return f"output {number} is of shape {tuple(output.shape)}, not {tuple(expected.shape)}"
+        if not output.is_floating_point() or not output.numel():
+            if not torch.equal(output, expected):
                 return f"output {number} holds other integers"
             continue
-        a, b = own.double(), expected.double()
+        a, b = output.double(), expected.double()
         # Masks give infinities, which are equal as they are.
         apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).abs().max()
         scale = b[b.isfinite()].abs().amax() if b.isfinite().any() else b.new_zeros(())
         relative = float(apart / scale.clamp(min=1e-30))
-        exact = _TOLERANCE.get(own.dtype, _TOLERANCE_OF_FEW_BITS)
+        exact = _TOLERANCE.get(output.dtype, _TOLERANCE_OF_FEW_BITS)
         if not relative <= (_TOLERANCE_OF_FEW_BITS if few_bits else exact):
             return f"output {number} by {relative:.1e} of its largest value"
     return None

@@ -116,7 +116,7 @@ class StagedForward:
             stage: one of this rank's.
             received: the outputs of the stage before; none for the first stage.
             batch: the arguments of the model.
-            seed: of the random numbers that all stages draw alike.
+            seed: of the random numbers that are the same in all stages.
 
         Raises:
             ValueError: the stage needs more of earlier stages than their outputs.
@@ -217,17 +217,17 @@ class StagedForward:
 
     def _cut(self, module: nn.Module, number: int, cut: ModuleCut) -> None:
         """Leave the forward after this module in stage ``number``, and enter it in the next."""
-        own = module.forward
+        original = module.forward
         # Modules inside pass on outputs, too, which hooks of the script may take there.
         inside = any(each.module.startswith(f"{cut.name}.") for each in cut.skips)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._running:  # a checkpoint computes it again
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             if self._stage == number + 1:
                 assert self._before is not None
                 if inside:
-                    own(*args, **kwargs)
+                    original(*args, **kwargs)
                 self._before.end()
                 skips = self._received[len(self._received) - len(cut.skips) :]
                 new = iter(self._received)
@@ -236,8 +236,8 @@ class StagedForward:
             # A tensor that it passes on may come from another stage.
             passes_on = inside or any(i is not None for i in cut.aliases)
             if self._stage > number + 1 and not passes_on:
-                return self._shape_of(module, own, args, kwargs)
-            return own(*args, **kwargs)
+                return self._shape_of(module, original, args, kwargs)
+            return original(*args, **kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._running and self._stage == number + 1 and self._earlier_outputs is not None:
@@ -297,22 +297,24 @@ class StagedForward:
 
     def _replace_by_shapes(self, module: nn.Module, stage: int) -> None:
         """Let a module compute shapes only in the stages after its own."""
-        own = module.forward
+        original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._running and self._stage > stage:
-                return self._shape_of(module, own, args, kwargs)
-            return own(*args, **kwargs)
+                return self._shape_of(module, original, args, kwargs)
+            return original(*args, **kwargs)
 
         module.forward = forward
 
-    def _shape_of(self, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _shape_of(
+        self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """The output of a module of an earlier stage, on the meta device."""
         key = (id(module), module.training, call_key(args, kwargs))
         if key not in self._shapes:
             buffers = {name: b.clone() for name, b in module.named_buffers()}
             # Its hooks already run around the call of the stage.
-            changed = {"forward": own, **{name: OrderedDict() for name in HOOKS}}
+            changed = {"forward": original, **{name: OrderedDict() for name in HOOKS}}
             patched = {name: vars(module)[name] for name in changed}
             vars(module).update(changed)
             assert self._before is not None
@@ -411,7 +413,7 @@ class SharedNumbers:
     @contextmanager
     def drawn(self, seed: int) -> Iterator[None]:
         """Surrounds a pass; afterwards the rank's own generators continue."""
-        own = self._states()
+        states = self._states()
         of_python = random.getstate()
         self._seed(seed)
         random.seed(seed)
@@ -419,7 +421,7 @@ class SharedNumbers:
         try:
             yield
         finally:
-            self._set(own)
+            self._set(states)
             random.setstate(of_python)
 
     def _enter(self, module: nn.Module, args: Any) -> None:

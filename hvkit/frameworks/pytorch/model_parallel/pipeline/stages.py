@@ -111,7 +111,7 @@ def plan_stages(
 
 
 def _call_of_owner(name: str, found: DryRun) -> int:
-    """When the call of the module began that holds an unused parameter, as of an idle expert."""
+    """The begin of the call of the module that has an unused parameter, such as an idle expert."""
     while name:
         name = name.rpartition(".")[0]
         if name in found.calls:

@@ -30,8 +30,8 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     joined,
     rows_in,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stage_gradients import (
+from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import (
+    Pipeline,
     autocast_as,
     autocast_state,
     same_memory,
@@ -86,7 +86,7 @@ class ScheduledPipeline:
         self._schedules: dict[Hashable, Any] = {}
         self._current: DeferredBatch | None = None
         self._loss_of: Callable[[Any, torch.Tensor], torch.Tensor]
-        # By description of what the script computes: whether each number is a sum over samples.
+        # By description of the script's operations: whether each number is a sum over samples.
         self._sums: dict[tuple[str, ...], list[bool | None]] = {}
         self._steps = 0
         # The last deferred batch, until its backward pass.
@@ -285,7 +285,7 @@ class ScheduledPipeline:
         run = self._current
         assert run is not None
         with autocast_as(run.autocast), _in_modes(self._pipeline, run.modes):
-            entered = [_entered(t) if t.requires_grad else t for t in received]
+            entered = [_changeable(t) if t.requires_grad else t for t in received]
             batch, seed = run.batches[number], run.seed + number
             return self._pipeline.staged.run(stage, entered, batch, seed)
 
@@ -367,7 +367,7 @@ class _TimedStage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-class _Entered(torch.autograd.Function):
+class _ChangeableInput(torch.autograd.Function):
     """Returns a received tensor that a stage may change in place."""
 
     @staticmethod
@@ -379,7 +379,7 @@ class _Entered(torch.autograd.Function):
         return gradient.contiguous()
 
 
-_entered: Callable[[torch.Tensor], torch.Tensor] = _Entered.apply
+_changeable: Callable[[torch.Tensor], torch.Tensor] = _ChangeableInput.apply
 
 
 def _no_outputs(schedule: Any) -> dict[str, bool]:
