@@ -13,12 +13,7 @@ from typing import Any, TypeVar
 
 from hvkit import runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_one_of
-from hvkit.capabilities import (
-    IN_GROUPS,
-    checked_compression,
-    checked_strategy,
-    refuse_unsupported,
-)
+from hvkit.capabilities import IN_GROUPS, checked_compression, checked_strategy, refuse_unsupported
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
 from hvkit.communication.group import Group, all_ranks, refuse_in_group
@@ -35,14 +30,7 @@ from hvkit.strategies.strategy import Strategy
 from hvkit.strategies.synchronous import SYNCHRONOUS
 from hvkit.sync.distributed_objects import is_distributed, keepers_of, record, record_of
 from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
-from hvkit.sync.port import (
-    BATCH_NORMS,
-    BatchNorm,
-    Keeper,
-    Options,
-    Port,
-    Record,
-)
+from hvkit.sync.port import BATCH_NORMS, BatchNorm, Keeper, Options, Port, Record
 from hvkit.watch.calls import call_within, named
 
 Model = TypeVar("Model")

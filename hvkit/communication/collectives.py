@@ -179,11 +179,7 @@ def raise_together(
 
 
 def require_equal(
-    what: str,
-    facts: Sequence[str],
-    fix: str,
-    call: str = "distribute",
-    group: Group | None = None,
+    what: str, facts: Sequence[str], fix: str, call: str = "distribute", group: Group | None = None
 ) -> None:
     """Raise on every rank unless all ranks have the same list of facts; a collective.
 

@@ -15,14 +15,7 @@ import numpy as np
 
 from hvkit.communication import collectives
 from hvkit.communication.encoding import sendable
-from hvkit.communication.exchanges import (
-    Exchange,
-    Messages,
-    Neighbours,
-    Tensor,
-    by_rank,
-    circle,
-)
+from hvkit.communication.exchanges import Exchange, Messages, Neighbours, Tensor, by_rank, circle
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Flow, Rounds, State, Vector
