@@ -195,7 +195,7 @@ def test_parts_of_small_activations_do_not_pay(monkeypatch):
     monkeypatch.undo()
     plan = plan_of(GPT(), IDS)
     assert "they have at most 0.00205 MB, and parts pay from 8 MB" in str(plan)
-    assert plan_of(GPT(length=32768), torch.zeros(2, 32768, dtype=torch.long)).streams
+    assert plan_of(GPT(length=32768), torch.zeros(2, 32768, dtype=torch.long)).sequence_regions
 
 
 def test_blocks_that_are_compiled_take_whole_activations():
@@ -212,7 +212,7 @@ def test_what_one_mode_alone_divides_along_the_sequence_stays_whole():
     model = BetweenBlocks(lambda block, x: block(x) if model.training else _zeroed(block(x)))
     plan, other = (plan_of(model.train(mode), IDS) for mode in (True, False))
     assert (len(plan.sequence_regions), len(other.sequence_regions)) == (1, 0)
-    assert with_vocabularies_of(model, plan, other).streams == ()
+    assert with_vocabularies_of(model, plan, other).sequence_regions == ()
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ WEIGHT_NORM = nn.utils.parametrizations.weight_norm
 @pytest.mark.parametrize(
     ("model", "divided", "layer", "why"),
     [
-        (behind(Own(lambda y: y * 2)), "", "first", "is not a product alone"),
+        (behind(Own(lambda y: y * 2)), "", "first", "is more than a product"),
         (behind(Own(lambda y: y.view(-1, 4, 2))), "", "first", "the product in another shape"),
         (behind(Own(lambda y: y)), "first second", "first", ""),
         (behind(Own(lambda y: y), None), "", "first", "takes or returns more than one tensor"),
