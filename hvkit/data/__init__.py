@@ -6,7 +6,7 @@
     ├── arrays              NumPy arrays, tensors, and containers of them; Grain's MapDataset
     ├── pytorch_loader      DataLoader: loaders of a rank's part, and with dynamic=True
     │   ├── samplers            one rank's steps of an epoch, from the user's sampler
-    │   │   └── sampler_kinds       how a loader makes batches, and when samplers draw numbers
+    │   │   └── sampler_properties  how a loader makes batches, and when samplers draw numbers
     │   └── pytorch_datasets    Dataset and IterableDataset
     ├── tfdata              tf.data pipelines, and the files that they write
     │   └── tfdata_batches      finds out how a pipeline was batched

@@ -13,28 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from hvkit.data.rank_samples import Positions, Share
+from hvkit.data.rank_samples import Positions, Split
 
 # Elements of Grain's by which ranks notice that their data differs: each is read for it.
 _COMPARED = 4
 
 
-def shard_arrays(data: Any, share: Share) -> Any:
+def shard_arrays(data: Any, split: Split) -> Any:
     """This rank's rows of arrays, in the same container.
 
     Args:
         data: an array of shape (n, ...), or a tuple, list or dict of such arrays, all with the
             same n.
-        share: rank and size.
+        split: rank and size.
 
     Raises:
         TypeError: it holds something other than arrays, or an array without rows.
         ValueError: the arrays have different lengths.
     """
     length = rows_of(data)
-    if share.size == 1:
+    if split.size == 1:
         return data
-    positions = share.of(length)
+    positions = split.of(length)
     if isinstance(positions, slice):
         return map_arrays(lambda array: array[positions], data)
     return map_arrays(lambda array: _take(array, positions), data)
@@ -136,12 +136,12 @@ def is_of_grain(data: object) -> bool:
     )
 
 
-def shard_grain(data: Any, share: Share) -> tuple[Any, list[str]]:
+def shard_grain(data: Any, split: Split) -> tuple[Any, list[str]]:
     """This rank's elements as a ``MapDataset``, and the facts that must be equal on all ranks.
 
     Args:
-        data: a ``grain.MapDataset``; shuffles and maps before are those of all elements.
-        share: rank and size.
+        data: a ``grain.MapDataset``; its earlier steps shuffle and map all elements.
+        split: rank and size.
 
     Raises:
         TypeError: it is an ``IterDataset`` or a ``DataLoader``, whose elements have no numbers.
@@ -161,19 +161,18 @@ def shard_grain(data: Any, share: Share) -> tuple[Any, list[str]]:
         )
     length = len(data)
     facts = [f"a MapDataset of {length} elements"]
-    if share.size == 1 or not length:
+    if split.size == 1 or not length:
         return data, facts
     facts.append(f"elements of sha256 {_digest(data, length)}")
-    missing = -length % share.size
+    missing = -length % split.size
     # One that repeats without end has the length of the largest integer.
-    if missing and not share.exact and length < sys.maxsize:
+    if missing and not split.exact and length < sys.maxsize:
         repeated = data[:missing] if missing <= length else data.repeat(missing)[:missing]
         data = grain.MapDataset.concatenate([data, repeated])
-    return data[share.rank :: share.size], facts
+    return data[split.rank :: split.size], facts
 
 
 def _digest(data: Any, length: int) -> str:
-    """A sha256 of a few elements."""
     digest = hashlib.sha256()
     for number in sorted({n * (length - 1) // (_COMPARED - 1) for n in range(_COMPARED)}):
         digest.update(pickle.dumps(data[number]))

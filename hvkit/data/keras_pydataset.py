@@ -11,7 +11,7 @@ import numpy as np
 
 from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.rank_samples import Share, seed_from
+from hvkit.data.rank_samples import Split, seed_from
 from hvkit.random_states import FixedRandomness, Generators, as_text, equal, from_text
 
 
@@ -21,22 +21,22 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     Batch i is batch i*N + rank of the original. The samples of the last N batches (or fewer) are
     divided evenly, so that all ranks' batches have the same size there, too. But if these batches
     have different shapes, apart from a smaller last one, they stay whole, and some are repeated.
-    Other attributes are those of the original.
+    It passes other attributes on to the original.
 
     Args:
         inner: the dataset; its ``workers``, ``use_multiprocessing`` and ``max_queue_size`` apply.
-        share: rank and size.
+        split: rank and size.
         seed: the seed of the random numbers in ``on_epoch_begin`` and ``on_epoch_end``, together
             with the number of epochs that have ended; None to draw what rank 0 would draw.
     """
 
-    def __init__(self, inner: keras.utils.PyDataset, share: Share, seed: int | None) -> None:
+    def __init__(self, inner: keras.utils.PyDataset, split: Split, seed: int | None) -> None:
         super().__init__(
             workers=inner.workers,
             use_multiprocessing=inner.use_multiprocessing,
             max_queue_size=inner.max_queue_size,
         )
-        self._inner, self._share, self._seed = inner, share, seed
+        self._inner, self._split, self._seed = inner, split, seed
         self._epoch = 0
         self._resumed = False
         # For each call of on_epoch_end, the states of those generators that it drew from.
@@ -47,10 +47,10 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     def num_batches(self) -> int | None:
         """The number of this rank's batches; None if the original is infinite."""
         total: int | None = self._inner.num_batches
-        if total is None or self._share.size == 1:
+        if total is None or self._split.size == 1:
             return total
-        groups: int = -(-total // self._share.size)
-        if not self._share.exact or groups == 0:
+        groups: int = -(-total // self._split.size)
+        if not self._split.exact or groups == 0:
             return groups
         # Without repetition, the last batch of some ranks may be empty: then it is left out.
         if self._has_last is None or self._has_last[0] != total:
@@ -64,26 +64,27 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> Any:
         total = self._inner.num_batches
-        if self._share.size == 1:
+        if self._split.size == 1:
             return self._inner[index]
-        if total is None or index < (total - 1) // self._share.size:
-            return self._inner[index * self._share.size + self._share.rank]
-        if index > (total - 1) // self._share.size:
+        if total is None or index < (total - 1) // self._split.size:
+            return self._inner[index * self._split.size + self._split.rank]
+        if index > (total - 1) // self._split.size:
             raise IndexError(f"batch {index} of {self.num_batches}")
         return self._last(total)
 
     def _last(self, total: int) -> Any:
         """This rank's part of the last group of batches; None if it has none."""
-        rank, start = self._share.rank, (total - 1) // self._share.size * self._share.size
+        rank, size = self._split.rank, self._split.size
+        start = (total - 1) // size * size
         batches = [_map(_as_numpy, self._inner[index]) for index in range(start, total)]
         if not _have_one_shape(batches):
-            if self._share.exact and rank >= len(batches):
+            if self._split.exact and rank >= len(batches):
                 return None
             return batches[rank % len(batches)]
         rows = sum(_shapes(batch)[0][0] for batch in batches)
-        if not self._share.count(rows):
+        if not self._split.count(rows):
             return None
-        positions = self._share.of(rows)
+        positions = self._split.of(rows)
         return _map(lambda *arrays: np.concatenate(arrays)[positions], *batches)
 
     def on_epoch_begin(self) -> None:
@@ -118,9 +119,9 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
         A collective in training, unless there is a seed.
         """
-        if self._share.size == 1 and self._seed is None:
+        if self._split.size == 1 and self._seed is None:
             return nullcontext()
-        if self._share.exact:  # ranks may evaluate at different times, but need the same order
+        if self._split.exact:  # ranks may evaluate at different times, but need the same order
             return FixedRandomness(seed_from(self._seed or 0, 0, hook))
         if self._seed is not None:
             return FixedRandomness(seed_from(self._seed, self._epoch, hook))
@@ -149,7 +150,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
             )
         drawn = state.get("random", [{}] * state["epoch"])
         for epoch in range(self._epoch, state["epoch"]):
-            seed = seed_from(self._seed or 0, 0 if self._share.exact else epoch, 1)
+            seed = seed_from(self._seed or 0, 0 if self._split.exact else epoch, 1)
             self._end_epoch(FixedRandomness(from_text(drawn[epoch]) or seed))
         self._drawn = list(drawn)
         self._resumed = True
@@ -160,13 +161,13 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return getattr(self._inner, name)
 
 
-def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int | None) -> list[str]:
+def facts_of(inner: keras.utils.PyDataset, split: Split, seed: int | None) -> list[str]:
     """The facts that must be equal on all ranks: the length, and the labels of the first batch.
 
     Not its inputs: the dataset may augment them at random.
     """
     facts = [f"PyDataset of {inner.num_batches} batches"]
-    if share.size > 1 and not share.exact and inner.num_batches != 0:
+    if split.size > 1 and not split.exact and inner.num_batches != 0:
         with FixedRandomness(seed_from(seed or 0, 0, 2)):
             batch = inner[0]
         if isinstance(batch, tuple | list) and len(batch) > 1 and batch[1] is not None:
@@ -176,7 +177,7 @@ def facts_of(inner: keras.utils.PyDataset, share: Share, seed: int | None) -> li
 
 
 def _map(function: Any, *batches: Any) -> Any:
-    """``function`` applied to the arrays at each place of the batches' common structure."""
+    """``function`` applied to the arrays at each position of the batches' common structure."""
     first = batches[0]
     if isinstance(first, dict):
         return {key: _map(function, *(batch[key] for batch in batches)) for key in first}

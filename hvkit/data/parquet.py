@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_count
-from hvkit.data.rank_samples import Position, Share, WithPosition
+from hvkit.data.rank_samples import Position, Split, WithPosition
 from hvkit.log import logger
 from hvkit.wording import counted
 
@@ -49,7 +49,7 @@ class ParquetRows(WithPosition):
 
     Args:
         dataset: the dataset.
-        share: rank and size.
+        split: rank and size.
         seed: as for ``hvkit.shard``.
 
     Raises:
@@ -57,15 +57,15 @@ class ParquetRows(WithPosition):
         ValueError: it has a filter.
     """
 
-    def __init__(self, dataset: Any, share: Share, seed: int | None) -> None:
+    def __init__(self, dataset: Any, split: Split, seed: int | None) -> None:
         self._schema = dataset.schema
         self._seed = seed
-        self._share = share
+        self._split = split
         self._position = Position()
         groups = list(_row_groups(dataset))
         self.facts = _facts(dataset, groups)
         total = sum(each.stop for each in groups)
-        rows = share.in_order(total)
+        rows = split.in_order(total)
         self._parts = list(_cut(groups, rows.start, rows.stop, total))
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class ParquetRows(WithPosition):
 
     def state_dict(self) -> dict[str, Any]:
         """The position: epochs done, and rows of this epoch that all ranks have read."""
-        return super().state_dict() | {"ranks": self._share.size}
+        return super().state_dict() | {"ranks": self._split.size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: the next iteration is the rest of its epoch.
@@ -129,11 +129,11 @@ class ParquetRows(WithPosition):
         """
         super().load_state_dict(state)
         ranks = state.get("ranks")
-        if self._position.samples and ranks != self._share.size:
+        if self._position.samples and ranks != self._split.size:
             logger.warning(
                 "the rows of Parquet files were divided among %s ranks before, and now among %d: "
                 "this epoch reads some rows twice and others not, the next one all",
-                *(ranks, self._share.size),
+                *(ranks, self._split.size),
             )
 
     def _epoch(self, iteration: object, size: int, names: list[str] | None) -> Iterator[Columns]:
@@ -144,7 +144,7 @@ class ParquetRows(WithPosition):
         order = (
             range(len(self._parts)) if numbers is None else numbers.permutation(len(self._parts))
         )
-        left_out = self._position.samples // self._share.size
+        left_out = self._position.samples // self._split.size
         rest: Columns | None = None
         for part in (self._parts[each] for each in order):
             chosen = slice(None) if numbers is None else numbers.permutation(len(part))
@@ -159,11 +159,11 @@ class ParquetRows(WithPosition):
                 rows = {name: _joined(name, rest[name], array) for name, array in rows.items()}
             whole = count // size * size
             for start in range(0, whole, size):
-                self._position.advance(iteration, size * self._share.size)
+                self._position.advance(iteration, size * self._split.size)
                 yield {name: array[start : start + size].copy() for name, array in rows.items()}
             rest = {name: array[whole:] for name, array in rows.items()} if whole < count else None
         if rest is not None:
-            self._position.advance(iteration, count % size * self._share.size)
+            self._position.advance(iteration, count % size * self._split.size)
             yield rest
 
 
@@ -219,7 +219,7 @@ def _row_groups(dataset: Any) -> Iterator[_Rows]:
 
 
 def _facts(dataset: Any, groups: Sequence[_Rows]) -> list[str]:
-    """What must be the same on all ranks."""
+    """The facts that must be equal on all ranks."""
     named = [(each.fragment.path, each.group, each.stop) for each in groups]
     digest = hashlib.sha256(repr(named).encode()).hexdigest()
     rows = sum(each.stop for each in groups)

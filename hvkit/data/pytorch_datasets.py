@@ -15,12 +15,12 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from hvkit.data.arrays import digest_of_rows
-from hvkit.data.rank_samples import Share, seed_from
-from hvkit.data.sampler_kinds import length_of
+from hvkit.data.rank_samples import Split, seed_from
+from hvkit.data.sampler_properties import length_of
 from hvkit.random_states import FixedRandomness
 
 
-def shard_dataset(dataset: Dataset[Any], share: Share, seed: int | None) -> tuple[Any, list[str]]:
+def shard_dataset(dataset: Dataset[Any], split: Split, seed: int | None) -> tuple[Any, list[str]]:
     """This rank's samples of a Dataset, and the facts that must be equal on all ranks.
 
     Raises:
@@ -28,9 +28,9 @@ def shard_dataset(dataset: Dataset[Any], share: Share, seed: int | None) -> tupl
         ValueError: the dataset is already a rank's part.
     """
     if isinstance(dataset, IterableDataset):
-        if share.size == 1 and seed is None:
+        if split.size == 1 and seed is None:
             return dataset, ["IterableDataset"]
-        stream = StreamShard(dataset, share, group=share.size, drop_last=False, seed=seed or 0)
+        stream = StreamShard(dataset, split, group=split.size, drop_last=False, seed=seed or 0)
         return stream, ["IterableDataset"]
     length = length_of(dataset)
     if length is None:
@@ -39,7 +39,7 @@ def shard_dataset(dataset: Dataset[Any], share: Share, seed: int | None) -> tupl
             "parts: add __len__, or make it an IterableDataset"
         )
     facts = [f"Dataset of {length} samples", *contents(dataset)]
-    return DatasetPart(dataset, share), facts
+    return DatasetPart(dataset, split), facts
 
 
 class InWhole(int):
@@ -60,7 +60,7 @@ def in_whole(key: Any) -> InWhole | KeyInWhole:
 
 
 class _AttributesOf:
-    """Other attributes than its own are those of another object, also when they are set.
+    """Reads and sets other attributes than its own on another object.
 
     The first name in ``_own`` is that of the object.
     """
@@ -80,21 +80,21 @@ class _AttributesOf:
 
 
 class DatasetPart(_AttributesOf, Subset[Any]):
-    """Every N-th sample of a dataset, repeated to equal length unless the share is exact.
+    """Every N-th sample of a dataset, repeated to equal length unless the split is exact.
 
     ``part[i]`` and ``len(part)`` refer to the part, so a script that divides by the length,
     splits or shuffles it works on this rank's samples. The samplers of a sharded loader return
-    indices in the whole dataset, marked by ``in_whole``. Other attributes are those of the dataset.
+    indices in the whole dataset, marked by ``in_whole``. The dataset has all other attributes.
 
     Args:
         dataset: the whole dataset, with a length.
-        share: rank and size.
+        split: rank and size.
     """
 
-    _own = ("dataset", "_share", "_known")
+    _own = ("dataset", "_split", "_known")
 
-    def __init__(self, dataset: Any, share: Share) -> None:
-        self._share, self._known = share, (-1, range(0))
+    def __init__(self, dataset: Any, split: Split) -> None:
+        self._split, self._known = split, (-1, range(0))
         self.dataset = dataset
 
     @property
@@ -102,7 +102,7 @@ class DatasetPart(_AttributesOf, Subset[Any]):
         """The indices of this part's samples in the whole dataset, which may have grown."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self._known[0] != length:
-            positions = self._share.of(length)
+            positions = self._split.of(length)
             indices = (
                 range(length)[positions] if isinstance(positions, slice) else positions.tolist()
             )
@@ -149,34 +149,34 @@ def contents(dataset: Any) -> list[str]:
 class StreamShard(_AttributesOf, IterableDataset[Any]):
     """One rank's samples of a stream.
 
-    Other attributes are those of the stream, so a ``worker_init_fn`` that splits
+    The stream has all other attributes, so a ``worker_init_fn`` that splits
     ``get_worker_info().dataset`` works as before.
 
     Args:
         inner: the stream, the same on every rank.
-        share: rank and size.
+        split: rank and size.
         group: samples of one step on all ranks together.
         drop_last: leave out an incomplete last step.
         seed: the seed of the stream's random numbers.
     """
 
-    _own = ("_inner", "_share", "_group", "_drop_last", "_seed", "_epoch")
+    _own = ("_inner", "_split", "_group", "_drop_last", "_seed", "_epoch")
 
     def __init__(
-        self, inner: IterableDataset[Any], share: Share, *, group: int, drop_last: bool, seed: int
+        self, inner: IterableDataset[Any], split: Split, *, group: int, drop_last: bool, seed: int
     ) -> None:
-        self._inner, self._share, self._group = inner, share, group
+        self._inner, self._split, self._group = inner, split, group
         self._drop_last, self._seed, self._epoch = drop_last, seed, 0
 
     @property
     def exact(self) -> bool:
         """Whether it is for evaluation."""
-        return self._share.exact
+        return self._split.exact
 
     def __iter__(self) -> Iterator[Any]:
         # The loader has already given a worker's generators the same seed on every rank.
         in_main_process = get_worker_info() is None
-        epoch = 0 if self._share.exact else self._epoch
+        epoch = 0 if self._split.exact else self._epoch
         fixed = FixedRandomness(seed_from(self._seed, epoch)) if in_main_process else nullcontext()
         self._epoch += 1
         with fixed:
@@ -190,19 +190,19 @@ class StreamShard(_AttributesOf, IterableDataset[Any]):
 
     def _read(self, stream: Iterator[Any]) -> tuple[list[Any], int]:
         """This rank's samples of the next step, and the number of samples for all ranks."""
-        share, own, first, length = self._share, [], [], 0
+        split, own, first, length = self._split, [], [], 0
         for sample in islice(stream, self._group):
-            if length < share.size:
+            if length < split.size:
                 first.append(sample)
-            if length % share.size == share.rank:
+            if length % split.size == split.rank:
                 own.append(sample)
             length += 1
         if length < self._group and self._drop_last:
             return [], length
-        if not share.exact and len(own) < share.count(length):
-            own.append(first[np.arange(length)[share.of(length)][-1]])
+        if not split.exact and len(own) < split.count(length):
+            own.append(first[np.arange(length)[split.of(length)][-1]])
         return own, length
 
     def __len__(self) -> int:
         length = len(self._inner)  # type: ignore[arg-type]
-        return self._share.count(length, group=self._group, drop_last=self._drop_last)
+        return self._split.count(length, group=self._group, drop_last=self._drop_last)

@@ -27,8 +27,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hvkit import runtime
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
-from hvkit.data.rank_samples import Position, Queue, Share, WithPosition, seed_from
-from hvkit.data.sampler_kinds import drawn_workers_seed, length_of, whole_order
+from hvkit.data.rank_samples import Position, Queue, Split, WithPosition, seed_from
+from hvkit.data.sampler_properties import drawn_workers_seed, length_of, whole_order
 from hvkit.data.samplers import RankSampler, SampledEpoch
 from hvkit.errors import LaunchError
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
@@ -41,31 +41,31 @@ _NONE = object()
 
 
 def dynamic_loader(
-    loader: DataLoader[Any], share: Share, seed: int | None
+    loader: DataLoader[Any], split: Split, seed: int | None
 ) -> tuple[DynamicLoader, list[str]]:
     """A loader of the batches that this rank takes, and what must be equal on all ranks."""
     _refuse_others(loader)
     facts = [f"batch size {loader.batch_size}", f"drop_last {loader.drop_last}"]
-    part = DynamicLoader(loader, share.size, seed or 0)
+    part = DynamicLoader(loader, split.size, seed or 0)
     return part, [*facts, *contents(loader.dataset)]
 
 
-def shard_loader(loader: DataLoader[Any], share: Share, seed: int | None) -> tuple[Any, list[str]]:
+def shard_loader(loader: DataLoader[Any], split: Split, seed: int | None) -> tuple[Any, list[str]]:
     """A loader of this rank's samples, and what must be equal on all ranks."""
     _refuse_others(loader)
-    batch, drop_last = loader.batch_size, loader.drop_last and not share.exact
+    batch, drop_last = loader.batch_size, loader.drop_last and not split.exact
     facts = [f"batch size {batch}", f"drop_last {drop_last}"]
     if isinstance(loader.dataset, IterableDataset):
-        if share.size == 1 and seed is None:
+        if split.size == 1 and seed is None:
             return loader, ["IterableDataset", *facts]
-        group = (batch or 1) * share.size
+        group = (batch or 1) * split.size
         stream = StreamShard(
-            loader.dataset, share, group=group, drop_last=drop_last, seed=seed or 0
+            loader.dataset, split, group=group, drop_last=drop_last, seed=seed or 0
         )
         return StreamLoader(loader, stream, seed, drop_last), ["IterableDataset", *facts]
-    order = RankSampler(loader, share, seed)
+    order = RankSampler(loader, split, seed)
     facts += contents(loader.dataset)
-    return ShardedLoader(loader, order, share), [*order.facts(), *facts]
+    return ShardedLoader(loader, order, split), [*order.facts(), *facts]
 
 
 class _LoaderLike(DataLoader[Any]):
@@ -104,8 +104,8 @@ class ShardedLoader(WithPosition, _LoaderLike):
     batches of that loader are not counted: the position changes only at the end of an epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: RankSampler, share: Share) -> None:
-        self._order, self._share = order, share
+    def __init__(self, loader: DataLoader[Any], order: RankSampler, split: Split) -> None:
+        self._order, self._split = order, split
         self._position = order.position
         options: dict[str, Any] = {"sampler": order, "batch_size": None}
         if loader.batch_sampler is not None and order.batched:
@@ -113,8 +113,8 @@ class ShardedLoader(WithPosition, _LoaderLike):
         elif loader.batch_sampler is not None:
             options |= {"batch_size": loader.batch_size, "drop_last": order.drop_last}
         dataset: Any = loader.dataset
-        if share.size > 1 and length_of(dataset) is not None:
-            dataset, order.of_part = DatasetPart(dataset, share), True
+        if split.size > 1 and length_of(dataset) is not None:
+            dataset, order.of_part = DatasetPart(dataset, split), True
         super().__init__(loader, dataset, generator=loader.generator, **options)
 
     def __iter__(self) -> Any:
@@ -130,7 +130,7 @@ class ShardedLoader(WithPosition, _LoaderLike):
                 # Workers of different ranks get different seeds.
                 of_user = self.generator
                 self.generator = torch.Generator().manual_seed(
-                    seed_from(epoch.workers_seed, self._share.rank)
+                    seed_from(epoch.workers_seed, self._split.rank)
                 )
                 try:
                     batches = self._started()
@@ -151,7 +151,7 @@ class ShardedLoader(WithPosition, _LoaderLike):
     def _counted(
         self, iteration: object, epoch: SampledEpoch, begun_after: int, batches: Iterator[Any]
     ) -> Iterator[Any]:
-        trains = self._share.size > 1 and not self._share.exact
+        trains = self._split.size > 1 and not self._split.exact
         steps = self._order.steps_after(begun_after) if trains else None
         with self._position.reading(iteration):
             for number, batch in enumerate(batches, 1):

@@ -20,8 +20,8 @@ Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Share:
-    """One rank's share of every step.
+class Split:
+    """One of as many equal parts of each step as there are ranks.
 
     Args:
         rank: this rank.
@@ -35,7 +35,7 @@ class Share:
     exact: bool = False
 
     def of(self, length: int) -> slice | Positions:
-        """This rank's positions among ``length`` positions, in order: those of one step, or all.
+        """This rank's positions among ``length`` positions, of one step or of all, in order.
 
         A slice, unless some are repeated.
         """

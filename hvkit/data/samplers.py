@@ -53,7 +53,7 @@ class SampledEpoch:
     randomness: AbstractContextManager[None]
     """The context in which the sampler draws."""
     workers_seed: int = 0
-    """A seed from which those of a loader's workers are computed."""
+    """A seed from which the seeds of a loader's workers are computed."""
     steps: deque[int] = field(default_factory=deque)
     """For each step that was read and not yet delivered, the samples on all ranks together."""
     keys: Iterator[Any] | None = None
@@ -67,7 +67,7 @@ class RankSampler(Sampler[Any]):
 
     Its own loader begins an epoch with ``begin`` and iterates over it inside ``fixed_to``.
     In any other loader, each iteration is the next epoch and moves the position at its end.
-    Other attributes are those of the user's sampler or batch sampler, also when they are set.
+    Other attributes are read and set on the user's sampler or batch sampler.
 
     Without a seed, one process draws the same numbers as without hvkit, and N ranks draw rank 0's.
 

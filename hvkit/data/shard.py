@@ -16,7 +16,7 @@ from hvkit.data.arrays import (
     shard_grain,
 )
 from hvkit.data.parquet import ParquetRows, is_dataset
-from hvkit.data.rank_samples import Share
+from hvkit.data.rank_samples import Split
 from hvkit.mesh import Mesh, position_in
 from hvkit.registry import watch_updates
 from hvkit.watch.calls import named
@@ -73,13 +73,13 @@ def shard(
             ``data`` is already a part, unless it is arrays.
         RanksDisagreeError: the ranks passed different data or arguments.
     """
-    share = _share_of(mesh, exact is True)
+    split = _split_of(mesh, exact is True)
     if dynamic and mesh is not None:
         raise ValueError(
             f"dynamic=True gives each rank other batches, but ranks of {mesh} that hold one model "
             "together need the same: leave dynamic out"
         )
-    if share.size > 1 and "tensorflow" in sys.modules:
+    if split.size > 1 and "tensorflow" in sys.modules:
         from hvkit.data.tfdata import give_ranks_files_of_their_own
 
         give_ranks_files_of_their_own()
@@ -90,10 +90,10 @@ def shard(
     facts: list[str] = []
     try:
         checked = _checked(exact, seed)
-        if _is_dynamic(dynamic, share):
-            part, facts = _dynamic(data, share, checked)
-        if not dynamic or share.size == 1:
-            part, facts = shard_for(data, share, checked)
+        if _is_dynamic(dynamic, split):
+            part, facts = _dynamic(data, split, checked)
+        if not dynamic or split.size == 1:
+            part, facts = shard_for(data, split, checked)
     except Exception as error:
         problem = error
     if exact is True and not facts:
@@ -109,11 +109,11 @@ def shard(
     return part  # type: ignore[no-any-return]
 
 
-def _share_of(mesh: Mesh | None, exact: bool) -> Share:
+def _split_of(mesh: Mesh | None, exact: bool) -> Split:
     if mesh is None:
-        return Share(runtime.rank(), runtime.size(), exact)
+        return Split(runtime.rank(), runtime.size(), exact)
     position = position_in(mesh)
-    return Share(position.batch, position.batches, exact)
+    return Split(position.batch, position.batches, exact)
 
 
 class ShardedData(NamedTuple):
@@ -127,7 +127,7 @@ class ShardedData(NamedTuple):
     facts: list[str]
 
 
-def shard_for(data: Any, share: Share, seed: int | None) -> ShardedData:
+def shard_for(data: Any, split: Split, seed: int | None) -> ShardedData:
     """The part of one rank; not a collective.
 
     Raises:
@@ -135,39 +135,40 @@ def shard_for(data: Any, share: Share, seed: int | None) -> ShardedData:
     """
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
     keras = sys.modules.get("keras")
+    part: Any
     if torch is not None and isinstance(data, torch.utils.data.DataLoader):
         from hvkit.data.pytorch_loader import shard_loader
 
-        part = ShardedData(*shard_loader(data, share, seed))
+        part, facts = shard_loader(data, split, seed)
     elif torch is not None and isinstance(data, torch.utils.data.Dataset):
         from hvkit.data.pytorch_datasets import shard_dataset
 
-        part = ShardedData(*shard_dataset(data, share, seed))
+        part, facts = shard_dataset(data, split, seed)
     elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         from hvkit.data.tfdata import shard_tfdata
 
-        return ShardedData(*shard_tfdata(data, share))
+        return ShardedData(*shard_tfdata(data, split))
     elif keras is not None and isinstance(data, keras.utils.PyDataset):
         from hvkit.data.keras_pydataset import ShardedPyDataset, facts_of
 
-        part = ShardedData(ShardedPyDataset(data, share, seed), facts_of(data, share, seed))
+        part, facts = ShardedPyDataset(data, split, seed), facts_of(data, split, seed)
     elif "pyarrow.dataset" in sys.modules and is_dataset(data):
-        rows = ParquetRows(data, share, seed)
-        part = ShardedData(rows, rows.facts)
+        part = ParquetRows(data, split, seed)
+        facts = part.facts
     elif is_of_grain(data):
-        part = ShardedData(*shard_grain(data, share))
+        part, facts = shard_grain(data, split)
     elif is_arrays(data):
         facts = [f"arrays of {rows_of(data)} rows", f"rows of sha256 {digest_of_rows(data)}"]
-        part = ShardedData(shard_arrays(data, share), facts)
+        part = shard_arrays(data, split)
     else:
         raise TypeError(_refusal(data))
-    return ShardedData(part.data, [] if share.exact else [*part.facts, f"seed {seed}"])
+    return ShardedData(part, [] if split.exact else [*facts, f"seed {seed}"])
 
 
-def _is_dynamic(dynamic: object, share: Share) -> bool:
+def _is_dynamic(dynamic: object, split: Split) -> bool:
     if not isinstance(dynamic, bool):
         raise TypeError(f"dynamic must be True or False, got {dynamic!r}")
-    if dynamic and share.exact:
+    if dynamic and split.exact:
         raise ValueError(
             "exact=True gives every rank the same part each time, and dynamic=True as many batches "
             "as it has time for: choose one"
@@ -175,24 +176,24 @@ def _is_dynamic(dynamic: object, share: Share) -> bool:
     return dynamic
 
 
-def _dynamic(data: Any, share: Share, seed: int | None) -> ShardedData:
+def _dynamic(data: Any, split: Split, seed: int | None) -> ShardedData:
     """The batches that a rank takes; not a collective."""
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
     if torch is not None and isinstance(data, torch.utils.data.DataLoader):
         from hvkit.data.pytorch_loader import dynamic_loader
 
-        part = ShardedData(*dynamic_loader(data, share, seed))
+        part, facts = dynamic_loader(data, split, seed)
     elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         from hvkit.data.tfdata import dynamic_tfdata
 
-        part = ShardedData(*dynamic_tfdata(data, share))
+        part, facts = dynamic_tfdata(data, split)
     else:
         raise TypeError(
             "dynamic=True takes a torch DataLoader or a tf.data.Dataset, got "
             f"{type(data).__module__}.{type(data).__qualname__}: convert it to one of these, or "
             "leave dynamic out, and each rank gets its part"
         )
-    return ShardedData(part.data, [*part.facts, f"seed {seed}", "dynamic"])
+    return ShardedData(part, [*facts, f"seed {seed}", "dynamic"])
 
 
 def _checked(exact: object, seed: object) -> int | None:

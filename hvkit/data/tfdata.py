@@ -26,86 +26,86 @@ import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.communication.collectives import gather
-from hvkit.data.rank_samples import Queue, Share
+from hvkit.data.rank_samples import Queue, Split
 from hvkit.data.tfdata_batches import Batching, batching_of, stackable, whole
 
-# The attribute that marks a rank's part, so that ``save`` refuses to write it over those of others.
+# Marks a rank's part, so that ``save`` does not write it over other ranks' parts.
 _PART = "_hvkit_part"
 
 
-def shard_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
+def shard_tfdata(data: tf.data.Dataset, split: Split) -> tuple[tf.data.Dataset, list[str]]:
     """One rank's part of a pipeline, and the facts that must be equal on all ranks."""
-    if share.size == 1:
+    if split.size == 1:
         return data, []
     _refuse_unordered(data)
     _refuse_common_caches(data)
     batching = batching_of(data)
     if batching is None:
-        part = _elements(data, share)
+        part = _elements(data, split)
     elif batching.unpadded:
-        part = _regrouped(data, batching, share)
+        part = _regrouped(data, batching, split)
     else:
-        part = _rebatched(data, batching, share)
+        part = _rebatched(data, batching, split)
     ordered = tf.data.Options()
     ordered.deterministic = True
     part = part.with_options(ordered)
     setattr(part, _PART, True)
-    return part, _facts(data, batching, share)
+    return part, _facts(data, batching, split)
 
 
-def dynamic_tfdata(data: tf.data.Dataset, share: Share) -> tuple[tf.data.Dataset, list[str]]:
+def dynamic_tfdata(data: tf.data.Dataset, split: Split) -> tuple[tf.data.Dataset, list[str]]:
     """The elements that this rank takes, and the facts that must be equal on all ranks.
 
     Every rank runs the whole pipeline, and skips what others have taken.
     """
     _refuse_unordered(data)
-    if share.size > 1:
+    if split.size > 1:
         _refuse_common_caches(data)
     taken = _TakenElements()
 
     def epoch(_: tf.Tensor) -> tf.data.Dataset:
         iteration = tf.numpy_function(taken.begin, [], tf.int64)
         own = data.enumerate().filter(
-            lambda number, _: tf.numpy_function(taken.is_mine, [iteration, number], tf.bool)
+            lambda number, _: tf.numpy_function(taken.is_taken, [iteration, number], tf.bool)
         )
         return own.map(lambda _, element: element)
 
     part = tf.data.Dataset.range(1).flat_map(epoch)
-    if share.size > 1:
+    if split.size > 1:
         setattr(part, _PART, True)
-    return part, _facts(data, batching_of(data), share)
+    return part, _facts(data, batching_of(data), split)
 
 
 class _TakenElements:
-    """Which elements of a pipeline are this rank's; each iteration is an epoch."""
+    """Decides which elements of a pipeline this rank takes; each iteration is an epoch."""
 
     def __init__(self) -> None:
         self._queue = Queue()
         self._iterations = 0
-        # By iteration: the element that this rank has taken, and not reached yet.
-        self._mine: dict[int, int] = {}
+        # By iteration: the number of the element that this rank takes next.
+        self._next: dict[int, int] = {}
 
     def begin(self) -> np.int64:
         """Begin an iteration, and return its number."""
         self._iterations += 1
         return np.int64(self._iterations)
 
-    def is_mine(self, iteration: np.int64, number: np.int64) -> np.bool_:
-        """Whether an element is this rank's; takes the next one when it is needed."""
-        if int(iteration) not in self._mine:
-            self._mine[int(iteration)] = self._queue.take(int(iteration))
-        own = self._mine[int(iteration)] == number
-        if own:
-            del self._mine[int(iteration)]
-        return np.bool_(own)
+    def is_taken(self, iteration: np.int64, number: np.int64) -> np.bool_:
+        """Whether this rank takes an element; fetches the number of the next one when needed."""
+        if int(iteration) not in self._next:
+            self._next[int(iteration)] = self._queue.take(int(iteration))
+        is_next = self._next[int(iteration)] == number
+        if is_next:
+            del self._next[int(iteration)]
+        return np.bool_(is_next)
 
 
-def _facts(data: tf.data.Dataset, batching: Batching | None, share: Share) -> list[str]:
+def _facts(data: tf.data.Dataset, batching: Batching | None, split: Split) -> list[str]:
     seeds = [
         f"shuffle with seeds {seeds} (of tf.random.set_seed and its own)"
         for seeds in _seeds_of(data)
     ]
-    if share.exact:
+    if split.exact:
         return seeds
     batch = None if batching is None else batching.size
     return [f"tf.data pipeline of cardinality {_cardinality(data)}", f"batch size {batch}", *seeds]
@@ -115,94 +115,94 @@ def _cardinality(data: tf.data.Dataset) -> int:
     return int(data.cardinality())
 
 
-def _elements(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
+def _elements(data: tf.data.Dataset, split: Split) -> tf.data.Dataset:
     """Every N-th element; in training equally many on each rank."""
     length = _cardinality(data)
-    if share.exact or length == tf.data.INFINITE_CARDINALITY:
-        return data.shard(share.size, share.rank)
+    if split.exact or length == tf.data.INFINITE_CARDINALITY:
+        return data.shard(split.size, split.rank)
     if length == tf.data.UNKNOWN_CARDINALITY:
-        return _elements_of_unknown(data, share)
-    if share.rank < length % share.size or length % share.size == 0:
-        return data.shard(share.size, share.rank)
+        return _elements_of_unknown(data, split)
+    if split.rank < length % split.size or length % split.size == 0:
+        return data.shard(split.size, split.rank)
 
     # The last group has no element for this rank: it repeats the last element.
     def own(number: tf.Tensor, _: Any) -> tf.Tensor:
-        return (number % share.size == share.rank) | (number == length - 1)
+        return (number % split.size == split.rank) | (number == length - 1)
 
     part = data.enumerate().filter(own).map(lambda _, element: element)
-    return part.apply(tf.data.experimental.assert_cardinality(share.count(length)))
+    return part.apply(tf.data.experimental.assert_cardinality(split.count(length)))
 
 
-def _elements_of_unknown(data: tf.data.Dataset, share: Share) -> tf.data.Dataset:
+def _elements_of_unknown(data: tf.data.Dataset, split: Split) -> tf.data.Dataset:
     """One of every N elements, and one of the last few, for a pipeline of unknown length."""
     if stackable(data.element_spec):
 
         def row(*stack: Any) -> Any:
             element = whole(stack, data.element_spec)
             rows = tf.shape(tf.nest.flatten(element)[0])[0]
-            return tf.nest.map_structure(lambda each: each[share.rank % rows], element)
+            return tf.nest.map_structure(lambda each: each[split.rank % rows], element)
 
-        return data.batch(share.size).map(row)
-    return data.window(share.size).flat_map(
+        return data.batch(split.size).map(row)
+    return data.window(split.size).flat_map(
         lambda *window: (
-            tf.data.Dataset.zip(whole(window, data.element_spec)).repeat().skip(share.rank).take(1)
+            tf.data.Dataset.zip(whole(window, data.element_spec)).repeat().skip(split.rank).take(1)
         )
     )
 
 
-def _regrouped(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
+def _regrouped(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.data.Dataset:
     """Every N-th sample of the batches of N ranks."""
-    group, drop = batching.size * share.size, batching.drop_remainder and not share.exact
+    group, drop = batching.size * split.size, batching.drop_remainder and not split.exact
 
     def own(*batch: Any) -> Any:
         element = whole(batch, data.element_spec)
         rows = tf.shape(tf.nest.flatten(element)[0], tf.int64)[0]
-        last = rows if share.exact else (rows + share.size - 1) // share.size * share.size
-        last = tf.maximum(last, share.rank)
-        positions = tf.range(share.rank, last, share.size, tf.int64) % tf.maximum(rows, 1)
+        last = rows if split.exact else (rows + split.size - 1) // split.size * split.size
+        last = tf.maximum(last, split.rank)
+        positions = tf.range(split.rank, last, split.size, tf.int64) % tf.maximum(rows, 1)
         return tf.nest.map_structure(lambda each: tf.gather(each, positions), element)
 
     def full(*batch: Any) -> Any:
         element = whole(batch, data.element_spec)
-        return tf.nest.map_structure(lambda each: each[share.rank :: share.size], element)
+        return tf.nest.map_structure(lambda each: each[split.rank :: split.size], element)
 
     part = data.rebatch(group, drop_remainder=drop).map(full if drop else own)
-    if share.exact:
+    if split.exact:
         part = part.filter(_not_empty)
-    return _counted(part, data, batching, share)
+    return _counted(part, data, batching, split)
 
 
 def _not_empty(*batch: Any) -> tf.Tensor:
     return tf.shape(tf.nest.flatten(batch)[0])[0] > 0
 
 
-def _rebatched(data: tf.data.Dataset, batching: Batching, share: Share) -> tf.data.Dataset:
+def _rebatched(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.data.Dataset:
     """This rank's samples, unbatched and batched again: for samples that differ in shape."""
     samples = data.unbatch()
     if batching.samples is not None:
         samples = samples.apply(tf.data.experimental.assert_cardinality(batching.samples))
-    drop, group = batching.drop_remainder and not share.exact, batching.size * share.size
+    drop, group = batching.drop_remainder and not split.exact, batching.size * split.size
     if drop and batching.samples is not None:
         samples = samples.take(batching.samples // group * group)
     elif drop:
         samples = samples.window(group, drop_remainder=True).flat_map(
             lambda *window: tf.data.Dataset.zip(whole(window, data.element_spec))
         )
-    own = samples.shard(share.size, share.rank) if drop else _elements(samples, share)
+    own = samples.shard(split.size, split.rank) if drop else _elements(samples, split)
     part = batching.again(own, drop_remainder=drop)
-    return _counted(part, data, batching, share)
+    return _counted(part, data, batching, split)
 
 
 def _counted(
-    part: tf.data.Dataset, data: tf.data.Dataset, batching: Batching, share: Share
+    part: tf.data.Dataset, data: tf.data.Dataset, batching: Batching, split: Split
 ) -> tf.data.Dataset:
     """``part`` with its number of batches, if that can be computed."""
     if _cardinality(data) == tf.data.INFINITE_CARDINALITY:
         return part.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
     if batching.samples is None:
         return part
-    group = batching.size * share.size
-    rows = share.count(batching.samples, group=group, drop_last=batching.drop_remainder)
+    group = batching.size * split.size
+    rows = split.count(batching.samples, group=group, drop_last=batching.drop_remainder)
     return part.apply(tf.data.experimental.assert_cardinality(-(-rows // batching.size)))
 
 

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from hvkit.data.parquet import ParquetRows
-from hvkit.data.rank_samples import Share
+from hvkit.data.rank_samples import Split
 from hvkit.data.shard import shard
 
 
@@ -25,7 +25,7 @@ def dataset(tmp_path):
 
 
 def rows_of(dataset, rank, size, *, exact=False, seed=None):
-    return ParquetRows(dataset, Share(rank, size, exact), seed)
+    return ParquetRows(dataset, Split(rank, size, exact), seed)
 
 
 @pytest.mark.parametrize(("size", "exact"), [(1, False), (2, False), (3, False), (3, True)])

@@ -48,7 +48,9 @@ def test_a_shuffled_loader_trains_the_weights_of_one_process():
     assert largest_difference(weights, reference) < 1e-5
 
 
-class Batches(keras.utils.PyDataset):
+class ShuffledByNumpy(keras.utils.PyDataset):
+    """Shuffles itself as most examples do it."""
+
     def __init__(self, batch):
         super().__init__()
         self.batch = batch
@@ -60,10 +62,6 @@ class Batches(keras.utils.PyDataset):
     def __getitem__(self, index):
         rows = slice(index * self.batch, (index + 1) * self.batch)
         return self.x[rows], self.y[rows]
-
-
-class ShuffledByNumpy(Batches):
-    """As most examples do it."""
 
     def on_epoch_end(self):
         order = np.random.permutation(LENGTH)
@@ -101,11 +99,5 @@ def test_fit_on_a_batched_pipeline_trains_the_weights_of_one_process():
 
 
 @pytest.mark.two_ranks
-def test_fit_on_a_pydataset_trains_the_weights_of_one_process():
-    fits_like_one_process(Batches)
-
-
-@MORE
-@pytest.mark.two_ranks
-def test_a_pydataset_that_shuffles_itself_is_in_the_order_of_one_process():
+def test_fit_on_a_pydataset_that_shuffles_itself_trains_the_weights_of_one_process():
     fits_like_one_process(ShuffledByNumpy)

@@ -27,8 +27,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from hvkit import RanksDisagreeError
-from hvkit.communication.group import Group
 from hvkit.random_states import Generators
 
 
@@ -313,17 +311,3 @@ def test_an_epoch_too_long_for_memory_is_read_step_by_step():
     ranks = parts(lambda: DataLoader(Counting(50), 4, sampler=long), 2)
     assert [len(rank) for rank in ranks] == [10**12 // 8] * 2
     assert all(len(list(itertools.islice(rank, 3))) == 3 for rank in ranks)
-
-
-def test_a_sampler_that_differs_between_ranks_is_an_error(monkeypatch):
-    def gather(call, obj, group=None):
-        """Another rank has equal facts, except for the order."""
-        if isinstance(obj, list):
-            return [obj, [*obj[:-1], "other"]]
-        return [obj, b"other" if isinstance(obj, bytes) else obj]
-
-    _, part = parts(loader(10, sampler=Backwards(10)), 2)
-    monkeypatch.setattr("hvkit.communication.collectives.gather", gather)
-    monkeypatch.setattr("hvkit.communication.collectives.all_ranks", lambda: Group(0, (0, 1)))
-    with pytest.raises(RanksDisagreeError, match=r"Backwards in epoch 0.*fixed seed"):
-        iter(part)

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 
-class Cut(NamedTuple):
+class LoaderBatching(NamedTuple):
     """How the samples of a sampler, or the batches of a batch sampler, become a loader's batches.
 
     Attributes:
@@ -45,19 +45,21 @@ def length_of(data: Any) -> int | None:
         return None
 
 
-def cut_of(loader: DataLoader[Any]) -> Cut:
+def loader_batching(loader: DataLoader[Any]) -> LoaderBatching:
     """How a loader makes its batches."""
     batches = loader.batch_sampler
     if batches is None and isinstance(loader.sampler, BatchSampler):
         # Without automatic batching, a sampler may pass whole lists of indices to the dataset.
         batches = loader.sampler
     if batches is None:
-        return Cut(loader.sampler, 1, drop_last=False, batched=False, lazy=False)
+        return LoaderBatching(loader.sampler, 1, drop_last=False, batched=False, lazy=False)
     # Also a subclass that only adds methods, and leaves __iter__ to PyTorch.
     if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
         batched = loader.batch_size is None
-        return Cut(batches.sampler, batches.batch_size, batches.drop_last, batched, lazy=True)
-    return Cut(batches, None, drop_last=False, batched=True, lazy=False)
+        return LoaderBatching(
+            batches.sampler, batches.batch_size, batches.drop_last, batched, lazy=True
+        )
+    return LoaderBatching(batches, None, drop_last=False, batched=True, lazy=False)
 
 
 def drawn_workers_seed(generator: torch.Generator | None) -> int:
