@@ -7,7 +7,7 @@
     │   ├── pytorch        PyTorch models, optimizers and anything else with a state dict
     │   ├── keras          Keras models, optimizers and callbacks
     │   └── jax            arrays of Flax NNX, and pytrees
-    ├── object_kinds       which part saves which object; small JSON states, strategies' states
+    ├── part_types         which part saves which object; small JSON states, strategies' states
     ├── saving             writes the files: rank 0 all, or each rank of a mesh its own; joins these
     ├── store              a directory of checkpoints, rank 0's or in memory: lock, folders,
     │                      and the manifest of what each folder holds
@@ -16,11 +16,11 @@
     ├── resume             loads it on all ranks; where training continues
     └── fit_callback       saves from inside Keras's fit
 
-A save of a PyTorch model goes through ``checkpoint``, ``object_kinds``, ``saved_object``,
+A save of a PyTorch model goes through ``checkpoint``, ``part_types``, ``saved_object``,
 ``pytorch``, ``saving``, ``store`` and ``replicas``, in this order.
 
 To save another kind of object, write a subclass of ``saved_object.Part`` and choose it in
-``object_kinds.part_for``.
+``part_types.part_for``.
 """
 
 from hvkit.checkpoint.checkpoint import Checkpoint

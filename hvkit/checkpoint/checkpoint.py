@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvkit import random_states, runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_path
 from hvkit.checkpoint import newest_checkpoint, resume, store
-from hvkit.checkpoint.object_kinds import StrategyPart, parts_of, parts_of_strategies
+from hvkit.checkpoint.part_types import StrategyPart, parts_of, parts_of_strategies
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.checkpoint.resume import FitState, Progress
 from hvkit.checkpoint.saved_object import (
     Fingerprints,
     all_of,
     named_fingerprints,
-    own_states,
-    without_rank_0s,
+    rank_states,
+    unlike_rank_0,
 )
 from hvkit.checkpoint.saving import Writer
 from hvkit.checkpoint.store import Manifest
@@ -221,13 +221,13 @@ class Checkpoint:
         for each in of_strategies:
             each.keeper.arrive()
         parts = [*self.parts, *of_strategies]
-        own: dict[str, Arrays] = {}
+        local: dict[str, Arrays] = {}
         digests: dict[str, bytes] = {}
         compared: Fingerprints = ([], [])
         may_differ: Fingerprints = ([], [])
         try:
             with all_of(each.keeper.unsettled() for each in of_strategies):
-                own, digests = own_states(parts, self._fit_state.epoch_random if batches else {})
+                local, digests = rank_states(parts, self._fit_state.epoch_random if batches else {})
             compared = named_fingerprints((part.name, *part.compared()) for part in parts)
             may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
         except Exception as error:
@@ -235,13 +235,13 @@ class Checkpoint:
         share(_SAVE, problem, None)
         require_same(_SAVE, *compared)
         warn_of_unlike(_SAVE, *may_differ)
-        own = without_rank_0s(own, digests)
+        local = unlike_rank_0(local, digests)
         with all_of(each.keeper.settled() for each in of_strategies):
             if self.sharded:
-                self._writer.save_shares(_SAVE, manifest, parts, own)
+                self._writer.save_sharded(_SAVE, manifest, parts, local)
             else:
-                states = messages.collect(_SAVE, own)
-                del own
+                states = messages.collect(_SAVE, local)
+                del local
                 self._writer.save(_SAVE, manifest, parts, states)
         folder = self.directory / store.name_of(manifest.step)
         if leaving:

@@ -21,7 +21,7 @@ from hvkit.sync.nonfinite import skipped_steps
 from hvkit.watch.preemption import PREEMPTION
 
 # On PyTorch, dropout uses the same generators as ``fit`` when it shuffles an epoch. On TensorFlow
-# shuffles have states that nobody can read.
+# a shuffle has a state that cannot be read.
 _DRAWS_FROM_GLOBAL_GENERATOR = keras.backend.backend() == "torch"
 
 
@@ -190,7 +190,7 @@ class EmaSwap:
     """Undoes what a ``SwapEMAWeights`` does at the end of an epoch, while a checkpoint is saved.
 
     From there until the next epoch begins, the model holds the averages, and the optimizer the
-    weights that training goes on with. After the last epoch, the averages are all that is left.
+    weights with which training continues. After the last epoch only the averages are left.
 
     Args:
         callback: with ``swap_on_epoch``.

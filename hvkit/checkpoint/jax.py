@@ -57,7 +57,7 @@ class ArraysPart(Part):
 
     def __init__(self, name: str, obj: Any) -> None:
         super().__init__(name, ".npz", obj)
-        # What ``save`` writes: whole arrays, while ranks are in ``gathered``.
+        # Whole arrays, which ``save`` writes; only inside ``gathered``.
         self._whole: Any = None
 
     @property
@@ -75,7 +75,7 @@ class ArraysPart(Part):
         return named_leaves(tree, in_variables=is_nnx(self.object))
 
     def _leaves(self, tree: Any) -> Iterator[tuple[str, Any]]:
-        """Those that a checkpoint saves."""
+        """The leaves that a checkpoint saves."""
         return (each for each in self._named(tree) if _holds(each[1]))
 
     @contextmanager

@@ -52,11 +52,11 @@ class _VariablesPart(Part):
     def _variables(self, *, local: bool) -> dict[str, Any]:
         """The variables that differ between ranks: in local rounds, or with any strategy."""
 
-    def own(self) -> Arrays:
+    def rank_state(self) -> Arrays:
         own = self._variables(local=self.is_local)
         return {name: np.array(v.numpy()) for name, v in own.items()}
 
-    def load_own(self, arrays: Arrays) -> None:
+    def load_rank_state(self, arrays: Arrays) -> None:
         # The run that saved them may have had another strategy, with other variables.
         variables = self._variables(local=True) | self._variables(local=False)
         for name in arrays.keys() & variables.keys():
@@ -91,7 +91,7 @@ class ModelPart(_VariablesPart):
             path = Path(folder, self.file)
             path.write_bytes(content)
             self.model.load_weights(path)
-        self.load_own(seeds)
+        self.load_rank_state(seeds)
 
     @property
     def _is_divided(self) -> bool:
@@ -328,17 +328,16 @@ def _plain(value: Any) -> Any:
 
 
 def _shapes_of(variables: Sequence[Any]) -> list[list[int]]:
-    """The shapes of variables."""
     return [list(v.shape) for v in variables]
 
 
-def _require_shapes(what: str, saved: list[list[int]], own: list[list[int]]) -> None:
+def _require_shapes(what: str, saved: list[list[int]], shapes: list[list[int]]) -> None:
     """Raise ValueError unless the shapes are equal; names the first difference."""
-    for i, (theirs, ours) in enumerate(zip(saved, own, strict=False)):
-        if theirs != ours:
-            raise ValueError(f"{what}[{i}] has shape {theirs} in the file and {ours} here")
-    if len(saved) != len(own):
-        raise ValueError(f"the file has {len(saved)} {what}, there are {len(own)} here")
+    for i, (in_file, here) in enumerate(zip(saved, shapes, strict=False)):
+        if in_file != here:
+            raise ValueError(f"{what}[{i}] has shape {in_file} in the file and {here} here")
+    if len(saved) != len(shapes):
+        raise ValueError(f"the file has {len(saved)} {what}, there are {len(shapes)} here")
 
 
 def _as_dtype(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

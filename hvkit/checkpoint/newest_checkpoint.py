@@ -33,8 +33,8 @@ from hvkit.log import logger
 # Bytes of a broadcast.
 _PIECE = 1 << 24
 
-# What a rank cannot read: a key that is the same for all hosts that share it, its name in messages,
-# and why it cannot be read.
+# A file or folder that a rank cannot read: a key, the same on all hosts that share it; its name in
+# messages; and the reason.
 _Skipped = tuple[str, str, str]
 
 
@@ -172,7 +172,7 @@ def _first_complete(
 
 
 def _damage(found: FoundCheckpoint, call: str) -> str:
-    """What is damaged in a checkpoint; a collective, in which its rank reads the files.
+    """The damage in a checkpoint, empty if there is none; a collective: its rank reads the files.
 
     Raises:
         OSError: rank 0 may not read its directory: loading an older checkpoint would hide that.

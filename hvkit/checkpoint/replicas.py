@@ -3,10 +3,10 @@
 Rank 0 sends each checkpoint that is complete on its disk to the first rank of some other hosts, the
 holders. It sends the names of the files and their lengths; the holder answers whether it has enough
 memory; if so, rank 0 sends the bytes, and the holder answers again. A thread there keeps them as
-files below ``/dev/shm``, which outlive the ranks. Folder, manifest, lock and renaming are those of
-a directory on disk (``store``), so here, too, a kill at any moment leaves the newest complete
-checkpoint. After a restart the ranks load the copy, so they need neither the disk nor the host of
-rank 0 (``newest_checkpoint``).
+files below ``/dev/shm``, which outlive the ranks. They are stored as in a directory on disk, with
+manifest, lock and renaming (``store``), so here, too, a kill at any moment leaves the newest
+complete checkpoint. After a restart the ranks load the copy, so they need neither the disk nor the
+host of rank 0 (``newest_checkpoint``).
 
 The copies belong to one run of ``hvkit run`` with all its restarts, which deletes them at its end.
 If ``hvkit run`` itself was killed, the next run with copies on that host deletes them a day later.
@@ -107,12 +107,12 @@ class Replicas:
         endpoint = collectives.share(call, problem, endpoint)[0]
         if runtime.rank() in self._hosts and self.folder is not None:
             rank_0 = channel.Endpoint.from_json(endpoint)
-            threads.start("hvkit-replicas", _hold, rank_0, self.folder)
+            threads.start("hvkit-replicas", _receive_from_rank_0, rank_0, self.folder)
 
     def send(self, folder: Path) -> None:
         """Send a complete checkpoint to all holders; on rank 0.
 
-        If a host does not keep it, rank 0 logs why, and training goes on.
+        If a host does not keep it, rank 0 logs why, and training continues.
 
         Args:
             folder: the checkpoint, which nobody may delete meanwhile.
@@ -133,7 +133,7 @@ class Replicas:
                 self._late.add(rank)
                 continue
             try:
-                problem = give(link, folder)
+                problem = send_checkpoint(link, folder)
             except (LinkError, OSError) as error:  # a holder that waits for the rest is dropped
                 self._drop(rank)
                 if isinstance(error, LinkError):
@@ -181,19 +181,19 @@ def _log_fewer(wanted: int, others: int, *, restarts: bool) -> None:
     logger.info("replicas=%d: %s", wanted, reason)
 
 
-def _hold(endpoint: channel.Endpoint, folder: Path) -> None:
+def _receive_from_rank_0(endpoint: channel.Endpoint, folder: Path) -> None:
     """Keep what rank 0 sends, until it ends; on a holder."""
     _delete_abandoned(folder.parent)
     while (connection := channel.connect(endpoint, runtime.rank(), _PATIENCE)) is None:
         time.sleep(_AGAIN)
-    keep(connection, folder)
+    receive_checkpoints(connection, folder)
 
 
 class LinkError(HvkitError):
     """The other end cannot receive or send a checkpoint any more; the text describes why."""
 
 
-def give(connection: Connection, folder: Path) -> str:
+def send_checkpoint(connection: Connection, folder: Path) -> str:
     """Send a checkpoint; return why the holder does not keep it, or nothing.
 
     Args:
@@ -226,15 +226,15 @@ def _answer(connection: Connection) -> str:
         return str(channel.receive(connection)["problem"])
 
 
-def keep(connection: Connection, folder: Path) -> None:
+def receive_checkpoints(connection: Connection, folder: Path) -> None:
     """Keep the newest checkpoint that rank 0 sends, in a folder for it only, until rank 0 ends."""
     # A LinkError: rank 0 has ended, or will report that this host keeps no more copies.
     with connection, contextlib.suppress(LinkError):
         while True:
-            take(connection, folder)
+            receive_checkpoint(connection, folder)
 
 
-def take(connection: Connection, folder: Path) -> None:
+def receive_checkpoint(connection: Connection, folder: Path) -> None:
     """Wait for a checkpoint, answer whether there is room, and keep it instead of the one before.
 
     Raises:
@@ -315,7 +315,7 @@ def _received(connection: Connection, lengths: dict[str, int]) -> Iterator[tuple
 
 @contextlib.contextmanager
 def _link() -> Iterator[None]:
-    """Turn the errors of a connection into ``LinkError``: those of files are of the same types."""
+    """Turn errors of a connection into ``LinkError``: errors of files have the same types."""
     try:
         yield
     except (BlockingIOError, TimeoutError):  # the first by the socket's own limit

@@ -14,12 +14,12 @@ import numpy as np
 from hvkit import random_states, runtime
 from hvkit.checkpoint import store
 from hvkit.checkpoint.newest_checkpoint import FoundCheckpoint
-from hvkit.checkpoint.object_kinds import StrategyPart
+from hvkit.checkpoint.part_types import StrategyPart
 from hvkit.checkpoint.saved_object import (
     RANKS_FILE,
     Part,
     SavedStates,
-    load_own_states,
+    load_rank_states,
     saved_states,
 )
 from hvkit.checkpoint.saving import is_sharded, states_file
@@ -60,10 +60,10 @@ class Progress:
 
 @dataclass
 class FitState:
-    """What Keras's ``fit`` goes on with after ``restore``, and what a save inside it adds."""
+    """The state with which Keras's ``fit`` continues after ``restore``, and which its saves add."""
 
     start: Progress = field(default_factory=Progress)
-    """What was restored, until an epoch begins."""
+    """The restored progress, until an epoch begins."""
     batches_read: int = 0
     """Batches of the epoch that each rank of the saved run had read."""
     random: Arrays = field(default_factory=dict)
@@ -172,23 +172,23 @@ def load(
             continue
         facts = {**manifest.parts[part.name], "step": manifest.step}
         content = memoryview(b"")
-        shares = [folder / name for name in facts.get("shares", ())]
-        if not shares:
+        shards = [folder / name for name in facts.get("shares", ())]
+        if not shards:
             content, problem = _content(found, part.file, problem)
             if take is not None:
                 take(part.file, content)
         try:
-            if shares:
-                part.load_shards(shares, facts)
+            if shards:
+                part.load_shards(shards, facts)
             elif problem is None:
                 part.load(content, facts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = problem or _explained(error, part, folder)
     epoch_random: Arrays = {}
     try:
-        own = _own_states(found, in_round=in_round)
+        saved = _saved_rank_states(found, in_round=in_round)
         if problem is None:
-            epoch_random = load_own_states(own, parts)
+            epoch_random = load_rank_states(saved, parts)
     except Exception as error:
         problem = problem or error
     share(_CALL, problem, None)
@@ -198,12 +198,12 @@ def load(
         _log_resumed(found, parts)
     for each in of_strategies:
         if each.name not in manifest.parts:
-            each.start_over("the checkpoint has no state of theirs")
+            each.start_over("the checkpoint has no state of it")
     return epoch_random
 
 
-def _own_states(found: FoundCheckpoint, *, in_round: bool) -> dict[str, Arrays]:
-    """What this rank has saved for itself; nothing if there was no such rank.
+def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> dict[str, Arrays]:
+    """The state that only this rank has saved; nothing if there was no such rank.
 
     A collective, unless the checkpoint is sharded.
     """

@@ -1,9 +1,9 @@
-"""What a checkpoint saves: each object in a file, and in another what differs between ranks.
+"""Saves each object in a file, and in another file the state that differs between ranks.
 
-A ``Part`` saves one object into one file, which holds rank 0's state. What other ranks have of
-their own, such as random states and layer statistics of a rank's own batches, is kept for each rank
+A ``Part`` saves one object into one file, which holds rank 0's state. State that differs
+between ranks, such as random states and layer statistics of a rank's batches, is kept for each rank
 as named arrays, in one file for all. The beginning of a name says when a rank loads the array again
-(``SEED``, ``LOCAL``, ``NOT_IN_FILE``); those of other names are loaded by as many ranks as saved.
+(``SEED``, ``LOCAL``, ``NOT_IN_FILE``). As many ranks as saved load arrays of other names.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ NOT_IN_FILE = f"{LOCAL}own-"
 """The same for arrays that are not in the part's file, which holds the agreed weights."""
 
 Fingerprints = tuple[list[Compared], list[Rows]]
-"""What is compared between ranks, and the fingerprint of each."""
+"""Names of the tensors that are compared between ranks, and the fingerprint of each."""
 
 RANKS_FILE = "ranks.npz"
 """The file with what differs between ranks, unless each rank writes its own."""
 
 _RANDOM = "random"
-# Prefix of the names of random states at the beginning of the epoch, beside those of now.
+# Prefix of the names of random states as of the beginning of the epoch.
 _EPOCH = "epoch-"
 # Separates the rank, the part and the array's name in a key of the file.
 _SEPARATOR = "/"
@@ -106,24 +106,24 @@ class Part(ABC):
 
     @property
     def record(self) -> Record | None:
-        """What ``distribute`` attached to the object; None if nothing."""
+        """The record that ``distribute`` attached to the object; None if there is none."""
         return record_of(self.object)
 
     @property
     def sharded(self) -> Sharded | None:
-        """What a sharded checkpoint saves in parts; None if every rank has the whole object."""
+        """The object as shards, for a sharded checkpoint; None if every rank has it whole."""
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Whatever ``load`` needs besides the file, as JSON values."""
+        """Facts that ``load`` needs besides the file, as JSON values."""
         return {}
 
-    def own(self) -> Arrays:
+    def rank_state(self) -> Arrays:
         """The arrays that may differ between ranks: statistics, seeds; all if ``is_local``."""
         return {}
 
-    def load_own(self, arrays: Arrays) -> None:  # noqa: B027  # no own arrays by default
-        """Set the arrays that ``own`` returned."""
+    def load_rank_state(self, arrays: Arrays) -> None:  # noqa: B027  # none by default
+        """Set the arrays that ``rank_state`` returned."""
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 can save the object: with the parts of other ranks.
@@ -198,7 +198,7 @@ def _add_array(archive: zipfile.ZipFile, name: str, array: np.ndarray[Any, Any])
 def named_fingerprints(
     found: Iterable[tuple[str, list[Compared], list[Rows]]],
 ) -> Fingerprints:
-    """What the parts compare, with the parts' names; nothing if there is only one rank."""
+    """The fingerprints of all parts, with the parts' names; none if there is only one rank."""
     all_compared: list[Compared] = []
     all_rows: list[Rows] = []
     for name, compared, rows in found if runtime.size() > 1 else ():
@@ -207,10 +207,10 @@ def named_fingerprints(
     return all_compared, all_rows
 
 
-def own_states(
+def rank_states(
     parts: Sequence[Part], epoch_random: Arrays
 ) -> tuple[dict[str, Arrays], dict[str, bytes]]:
-    """This rank's random state and its own arrays of each part.
+    """This rank's random state, and the state of each part that may differ between ranks.
 
     Args:
         parts: of this rank.
@@ -221,18 +221,18 @@ def own_states(
     """
     random = random_states.as_arrays()
     random |= {f"{_EPOCH}{name}": state for name, state in epoch_random.items()}
-    own = {_RANDOM: random} | {part.name: part.own() for part in parts}
+    states = {_RANDOM: random} | {part.name: part.rank_state() for part in parts}
     digests = {
         f"{part}{_SEPARATOR}{name}": hashlib.sha256(_bytes_of(array)).digest()
-        for part, arrays in own.items()
+        for part, arrays in states.items()
         for name, array in arrays.items()
         if part != _RANDOM and not name.startswith((SEED, NOT_IN_FILE))
     }
-    return own, digests
+    return states, digests
 
 
-def without_rank_0s(own: dict[str, Arrays], digests: dict[str, bytes]) -> dict[str, Arrays]:
-    """What ``own_states`` returned, but for what rank 0's files hold; a collective."""
+def unlike_rank_0(states: dict[str, Arrays], digests: dict[str, bytes]) -> dict[str, Arrays]:
+    """The arrays of ``rank_states`` that rank 0's files do not hold; a collective."""
     first = collectives.from_rank(0, digests)
 
     def differs(key: str) -> bool:
@@ -242,7 +242,7 @@ def without_rank_0s(own: dict[str, Arrays], digests: dict[str, bytes]) -> dict[s
         part: {
             name: array for name, array in arrays.items() if differs(f"{part}{_SEPARATOR}{name}")
         }
-        for part, arrays in own.items()
+        for part, arrays in states.items()
     }
 
 
@@ -251,17 +251,17 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 def write_states(path: Path, states: Iterable[Mapping[str, Arrays]]) -> None:
-    """Write the own arrays of ranks, by rank and part, to a file as ``numpy.savez`` makes it.
+    """Write the states of ranks, by rank and part, to a file as ``numpy.savez`` makes it.
 
     The arrays of a rank are dropped once they are written.
     """
     rank, rest = 0, iter(states)
     with zipfile.ZipFile(path, "w") as archive:
-        while (own := next(rest, None)) is not None:
-            for part, arrays in own.items():
+        while (of_rank := next(rest, None)) is not None:
+            for part, arrays in of_rank.items():
                 for name, array in arrays.items():
                     _add_array(archive, _SEPARATOR.join((str(rank), part, name)), array)
-            arrays = array = own = None  # type: ignore[assignment]
+            arrays = array = of_rank = None  # type: ignore[assignment]
             rank += 1
 
 
@@ -273,7 +273,7 @@ def saved_states(path: Path) -> Iterator[SavedStates]:
 
 
 class SavedStates:
-    """The own arrays of ranks in a file."""
+    """The states of ranks in a file."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -300,7 +300,7 @@ class SavedStates:
         return found
 
 
-def load_own_states(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> Arrays:
+def load_rank_states(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> Arrays:
     """Set this rank's state to what it saved; does nothing for a rank that has saved nothing.
 
     Returns:
@@ -309,7 +309,7 @@ def load_own_states(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> Array
     if not saved:
         return {}
     for part in parts:
-        part.load_own(saved.get(part.name, {}))
+        part.load_rank_state(saved.get(part.name, {}))
     random = saved[_RANDOM]
     random_states.set_from_arrays(random)
     return {

@@ -5,8 +5,8 @@ copy of them in memory; or in a sharded checkpoint, of models that fit into no r
 writes its own. All ranks must then see the directory. The folder becomes a checkpoint when all
 files are on disk, with their sha256 in the manifest.
 
-In place of ``model.pt`` a sharded one holds ``model-of-rank-00000.pt`` and so on, of the ranks that
-have a part that no earlier one has. What these files look like, and why, is in
+In place of ``model.pt`` a sharded one holds ``model-of-rank-00000.pt`` and so on, of each rank that
+has a part that no lower rank has. The format of these files, and its reasons, are in
 ``frameworks/pytorch/model_parallel/sharded_tensors.py``. ``join`` makes ``model.pt`` of them.
 """
 
@@ -122,7 +122,7 @@ class Writer:
                 except Exception as error:  # any error: the others must not wait for this one
                     problem = self._explained(error, manifest.step)
             try:
-                for _ in states:  # the others send theirs; after an error rank 0 drops them
+                for _ in states:  # the other ranks send states; after an error rank 0 drops them
                     pass
             except HvkitError as error:  # on every rank
                 problem = problem or error
@@ -170,14 +170,14 @@ class Writer:
 
         self.start(write_copy)
 
-    def save_shares(
-        self, call: str, manifest: Manifest, parts: Sequence[Part], own: Mapping[str, Arrays]
+    def save_sharded(
+        self, call: str, manifest: Manifest, parts: Sequence[Part], local: Mapping[str, Arrays]
     ) -> None:
         """Write each rank's own part; a collective.
 
         Args:
             call, manifest, parts: as for ``save``.
-            own: what this rank adds to the parts' files.
+            local: the state of this rank that the files of parts do not hold.
 
         Raises:
             OSError: a rank could not write, or does not see the directory; on every rank.
@@ -194,7 +194,7 @@ class Writer:
             folder = Path(share(call, problem, path)[0])
             try:
                 _wait_for(folder, "the directory, which all ranks of a sharded checkpoint write to")
-                written = _write_share(folder, parts, own)
+                written = _write_shards(folder, parts, local)
             except Exception as error:
                 problem = self._explained(error, manifest.step)
             by_rank = share(call, problem, written)
@@ -310,32 +310,32 @@ def is_sharded(manifest: Manifest) -> bool:
 @sendable
 @dataclass(frozen=True)
 class _Written:
-    """What one rank has written of a sharded checkpoint."""
+    """The files that one rank has written of a sharded checkpoint."""
 
-    shares: dict[str, str] = field(default_factory=dict)
-    """By part, the name of the file with its share."""
+    shards: dict[str, str] = field(default_factory=dict)
+    """By part, the name of the file with its shard."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By file, its length and sha256."""
 
 
-def _write_share(folder: Path, parts: Sequence[Part], own: Mapping[str, Arrays]) -> _Written:
+def _write_shards(folder: Path, parts: Sequence[Part], local: Mapping[str, Arrays]) -> _Written:
     """Write this rank's files, and flush them."""
     rank = runtime.rank()
-    shares: dict[str, str] = {}
+    shards: dict[str, str] = {}
     files = [states_file(rank)]
-    write_states(folder / states_file(rank), [own])
+    write_states(folder / states_file(rank), [local])
     for part in parts:
         if part.sharded is not None:
-            from hvkit.checkpoint.pytorch import write_share
+            from hvkit.checkpoint.pytorch import write_shard
 
-            share_file = f"{part.name}-of-rank-{rank:05}.pt"
-            if write_share(folder / share_file, part, first=rank == 0):
-                shares[part.name] = share_file
-                files.append(share_file)
+            shard_file = f"{part.name}-of-rank-{rank:05}.pt"
+            if write_shard(folder / shard_file, part, first=rank == 0):
+                shards[part.name] = shard_file
+                files.append(shard_file)
         elif rank == 0:
             part.save(folder / part.file)
             files.append(part.file)
-    return _Written(shares, store.flushed(folder, files))
+    return _Written(shards, store.flushed(folder, files))
 
 
 def _complete(
@@ -354,8 +354,8 @@ def _complete(
     of_parts: dict[str, dict[str, Any]] = {}
     for part in parts:
         of_parts[part.name] = {**part.facts(), "file": part.file}
-        if shares := [each.shares[part.name] for each in by_rank if part.name in each.shares]:
-            of_parts[part.name]["shares"] = shares
+        if shards := [each.shards[part.name] for each in by_rank if part.name in each.shards]:
+            of_parts[part.name]["shares"] = shards
     replace(manifest, parts=of_parts, files=files).write(folder)
 
 
@@ -405,8 +405,8 @@ def join(source: Path, directory: Path) -> Path:
     parts = {name: dict(facts) for name, facts in manifest.parts.items()}
     with store.new_folder(directory, folder.name) as target:
         for facts in parts.values():
-            if shares := facts.pop("shares", None):
-                _join_shares([folder / share for share in shares], target / facts["file"])
+            if shards := facts.pop("shares", None):
+                _join_shards([folder / shard for shard in shards], target / facts["file"])
             else:
                 shutil.copyfile(folder / facts["file"], target / facts["file"])
         write_states(target / RANKS_FILE, _states_of_all(folder, manifest.size))
@@ -420,8 +420,8 @@ def _states_of_all(folder: Path, size: int) -> Iterator[dict[str, Arrays]]:
             yield states.of(0)
 
 
-def _join_shares(files: list[Path], path: Path) -> None:
-    """Write the plain file of a part of which each rank has written its share."""
+def _join_shards(files: list[Path], path: Path) -> None:
+    """Write the plain file of a part of which each rank has written a shard."""
     import torch
 
     from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState

@@ -47,7 +47,7 @@ _REMOVING = ".removing-"
 # file in every forked child.
 _locks: dict[Path, tuple[FileLock, os.stat_result]] = {}
 
-# What flock reports on file systems without locks. There, users must keep their runs apart.
+# Errors of flock on file systems without locks. There, users must keep their runs apart.
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 # Folders that could not be deleted, as was logged.
@@ -78,7 +78,7 @@ class Manifest:
     """By file: its length in bytes and its sha256."""
     versions: dict[str, str] = field(default_factory=dict)
     run: str = ""
-    """The name of the run that saved it or goes on from it, if ``hvkit run`` may start it again."""
+    """The name of the run that saved or resumed it, if ``hvkit run`` may start it again."""
     saves: int = 0
     """The number of saves of this run up to this one. Unlike serials, these numbers can be compared
     between directories of several hosts, which may hold checkpoints of other runs."""
@@ -202,8 +202,8 @@ def prepare(directory: Path) -> tuple[int, int]:
     """Create the directory, lock it for this process, and clean up after killed runs.
 
     Returns:
-        The largest ``serial`` in its manifests, and the largest ``saves`` in those of this run; 0
-        without any.
+        The largest ``serial`` in its manifests, and the largest ``saves`` in manifests of this
+        run; 0 without any.
 
     Raises:
         BlockingIOError: another process has the lock.

@@ -61,7 +61,7 @@ def take(folder, order, *pieces, ends=False):
     if ends:
         far.close()
     with near:
-        replicas.take(near, folder)
+        replicas.receive_checkpoint(near, folder)
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,18 @@ class Ends:
         self.sent = []
         send_bytes = self.rank_0.send_bytes
         self.rank_0.send_bytes = lambda data: (self.sent.append(bytes(data)), send_bytes(data))
-        self.holder = threading.Thread(target=replicas.keep, args=(holder, folder), daemon=True)
+        self.holder = threading.Thread(
+            target=replicas.receive_checkpoints, args=(holder, folder), daemon=True
+        )
         self.holder.start()
 
 
 def test_a_checkpoint_arrives_and_a_damaged_one_leaves_the_one_before(folder, saved):
     ends = Ends(folder)
-    assert replicas.give(ends.rank_0, saved) == ""
+    assert replicas.send_checkpoint(ends.rank_0, saved) == ""
     assert {path.name: path.read_bytes() for path in (folder / NAME).iterdir()} == FILES
     (saved / "a").write_bytes(b"abd")
-    assert replicas.give(ends.rank_0, saved) == (
+    assert replicas.send_checkpoint(ends.rank_0, saved) == (
         "what rank 0 has sent is damaged: a is not what was written: its sha256 differs"
     )
     assert (folder / NAME / "a").read_bytes() == b"abc"
@@ -149,18 +151,18 @@ def test_a_host_without_room_is_sent_no_bytes_until_it_has_some(of, folder, save
     ends = Ends(folder)
     with monkeypatch.context() as full:
         full.setattr(of, lambda *path: SimpleNamespace(available=3, free=3))
-        assert replicas.give(ends.rank_0, saved) == (
+        assert replicas.send_checkpoint(ends.rank_0, saved) == (
             f"it has {sum(map(len, FILES.values()))} bytes, and 3 bytes of memory are free there, "
             "of which hvkit uses at most 90%"
         )
     assert [json.loads(each)["name"] for each in ends.sent] == [NAME]
-    assert replicas.give(ends.rank_0, saved) == ""
+    assert replicas.send_checkpoint(ends.rank_0, saved) == ""
 
 
 def test_a_folder_of_others_takes_no_copy(folder, saved):
     folder.parent.mkdir(mode=0o755)
     ends = Ends(folder)
-    problem = replicas.give(ends.rank_0, saved)
+    problem = replicas.send_checkpoint(ends.rank_0, saved)
     assert problem == f"it is no folder that only you can enter ({folder.parent})"
     assert len(ends.sent) == 1
 
@@ -171,9 +173,9 @@ def test_what_cannot_be_written_is_read_to_its_end(folder, saved, monkeypatch):
     with monkeypatch.context() as full:
         no_space = Mock(side_effect=OSError(28, "No space left on device"))
         full.setattr(store, "new_folder", no_space)
-        problem = replicas.give(ends.rank_0, saved)
+        problem = replicas.send_checkpoint(ends.rank_0, saved)
     assert problem == f"No space left on device ({folder.parent})"
-    assert replicas.give(ends.rank_0, saved) == ""
+    assert replicas.send_checkpoint(ends.rank_0, saved) == ""
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_errors_of_the_connection_are_not_those_of_the_memory(error, said, folde
     connection = Mock()
     connection.recv_bytes.side_effect = [json.dumps(SOME).encode(), error]
     with pytest.raises(replicas.LinkError, match=said):
-        replicas.take(connection, folder)
+        replicas.receive_checkpoint(connection, folder)
     assert list(folder.glob("*step*")) == []
 
 
@@ -196,14 +198,14 @@ def test_an_answer_that_is_none(saved):
     near, far = multiprocessing.Pipe()
     channel.send(far, {"answer": 1})
     with pytest.raises(replicas.LinkError, match="sent something that is no answer"):
-        replicas.give(near, saved)
+        replicas.send_checkpoint(near, saved)
 
 
 def test_a_checkpoint_that_rank_0_cannot_read_is_an_error_of_files(saved):
     near, _ = multiprocessing.Pipe()
     shutil.rmtree(saved)
     with pytest.raises(FileNotFoundError):
-        replicas.give(near, saved)
+        replicas.send_checkpoint(near, saved)
 
 
 @pytest.fixture
@@ -219,7 +221,7 @@ def copies(tmp_path, monkeypatch):
 def holder(folder):
     """Rank 0's end of a connection to a holder."""
     near, far = multiprocessing.Pipe()
-    threading.Thread(target=replicas.keep, args=(far, folder), daemon=True).start()
+    threading.Thread(target=replicas.receive_checkpoints, args=(far, folder), daemon=True).start()
     return near
 
 
@@ -288,7 +290,7 @@ def test_a_holder_tries_again_until_it_reaches_rank_0(tmp_path, monkeypatch):
     answers = iter([None, None, far])
     monkeypatch.setattr(replicas, "_AGAIN", 0.0)
     monkeypatch.setattr(replicas.channel, "connect", lambda *_: next(answers))
-    replicas._hold(None, tmp_path / "run" / "a")
+    replicas._receive_from_rank_0(None, tmp_path / "run" / "a")
     assert far.closed
 
 

@@ -160,7 +160,7 @@ class StrategyPart(Part):
             "compression": repr(keeper.compression),
         }
         self.in_round = True
-        """Whether ``load`` goes on in the saved round, with each rank's own weights."""
+        """Whether ``load`` continues the saved round, with each rank's local weights."""
 
     def facts(self) -> dict[str, Any]:
         divided = self._sharded
@@ -170,10 +170,10 @@ class StrategyPart(Part):
     def gathered(self) -> AbstractContextManager[None]:
         return self._sharded.gathered() if self._sharded else nullcontext()
 
-    def own(self) -> Arrays:
+    def rank_state(self) -> Arrays:
         return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.rank_state().items()}
 
-    def load_own(self, arrays: Arrays) -> None:
+    def load_rank_state(self, arrays: Arrays) -> None:
         self.keeper.load_rank_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
 
     def may_go_on(self, facts: Mapping[str, Any]) -> bool:
