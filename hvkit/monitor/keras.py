@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -15,29 +15,11 @@ from hvkit.frameworks.keras.backends import ON_TENSORFLOW, not_converted, number
 from hvkit.frameworks.keras.callbacks import with_callbacks
 from hvkit.frameworks.keras.fit import with_names
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of
-from hvkit.monitor.measurements import StepClock, length_of
+from hvkit.monitor.measurements import length_of
 
 if TYPE_CHECKING:
     from hvkit.monitor.keras_on_tensorflow import NormsInGraphs
-
-
-class Records(Protocol):
-    """What is used here of a monitor; its docstrings say more."""
-
-    closed: bool
-    clock: StepClock
-    stride: int
-    steps: int
-
-    @property
-    def record_pending(self) -> bool: ...
-    def timed(self, batches: Iterator[Any], samples: list[float]) -> Iterator[Any]: ...
-    def begin_epoch(self, epoch: int) -> None: ...
-    def log(self, **values: float) -> None: ...
-    def flush(self, **metrics: Any) -> None: ...
-    def end_steps(
-        self, steps: int, samples: float, metrics: Mapping[str, Any], *, timed: bool
-    ) -> None: ...
+    from hvkit.monitor.monitor import Monitor
 
 
 class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
@@ -54,7 +36,7 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
         newest_step: the last step that is in the means, by the monitor's count.
     """
 
-    def __init__(self, monitor: Records, model: keras.Model) -> None:
+    def __init__(self, monitor: Monitor, model: keras.Model) -> None:
         super().__init__()
         self.newest_step = -1
         self._monitor = monitor
@@ -109,8 +91,8 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
             # The metrics' variables get their values from the state only at the epoch's end.
             self._logs, (*_, values) = result
         if self._monitor.record_pending:
-            held = zip(model.metrics_variables, values, strict=False)
-            with keras.StatelessScope(state_mapping=list(held)):
+            state = zip(model.metrics_variables, values, strict=False)
+            with keras.StatelessScope(state_mapping=list(state)):
                 metrics = self.newest_metrics()
                 self._means.begin_now()
         self._monitor.end_steps(steps, samples, metrics, timed=self._compiled)
@@ -122,7 +104,7 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
         return self._means.read(self._logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Record what Keras reports of all ranks: its metrics, and those of the validation."""
+        """Record the metrics of all ranks that Keras reports, of training and validation."""
         if not self._monitor.closed:
             numbers = numbers_in(logs).items()
             self._monitor.log(**{f"epoch_{name}": value for name, value in numbers})
@@ -133,8 +115,8 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
             self._monitor.flush(**self.newest_metrics())
 
 
-def _measured_calls(monitor: Records, model: keras.Model) -> Callable[..., tuple[Any, int, float]]:
-    """What calls the function that ``fit`` makes, and measures it, on the backend of Keras.
+def _measured_calls(monitor: Monitor, model: keras.Model) -> Callable[..., tuple[Any, int, float]]:
+    """A function that calls what ``fit`` makes of a step, and measures it, on Keras's backend.
 
     It takes the function, its arguments, and when its first batch was asked for. It returns what
     the function returned, how many steps that took, and this rank's samples in them.
@@ -158,10 +140,10 @@ def _measured_calls(monitor: Records, model: keras.Model) -> Callable[..., tuple
 
 
 class MeansOfSteps:
-    """Means of Keras's metrics over some steps; Keras itself has those of the epoch so far.
+    """Means of Keras's metrics over some steps; Keras itself has the means of the epoch so far.
 
     A ``keras.metrics.Mean``, such as losses and accuracies, keeps a sum and a count. Subtracting an
-    earlier state gives those of the steps since. Other metrics, such as an AUC, and the results of
+    earlier state gives the sum and count since. Other metrics, such as an AUC, and the results of
     a ``train_step`` of the script's own stay as Keras has them.
 
     Args:
@@ -186,7 +168,7 @@ class MeansOfSteps:
     def read(self, logs: Any) -> dict[str, float]:
         """The means since the beginning, by the names in ``logs``, which the newest step returned.
 
-        Without steps in between, those of the epoch so far.
+        Without steps in between, the means of the epoch so far.
         """
         model = self._model()
         if model is None or not isinstance(logs, dict):
@@ -218,7 +200,7 @@ def _means_of(model: Any) -> list[Any]:
 
 
 def record_fit(callback: FitRecorder, model: keras.Model) -> None:
-    """Have each ``fit`` of the model run this callback, before those of the script."""
+    """Have each ``fit`` of the model run this callback, before the script's callbacks."""
     fit = model.fit
 
     @functools.wraps(fit)
@@ -313,7 +295,7 @@ def norms_of(optimizers: Sequence[Any]) -> UpdateNorms | None:
 
 
 def numbers_in(logs: Any) -> dict[str, float]:
-    """What Keras hands to callbacks, as far as it is numbers."""
+    """The numbers among the logs that Keras hands to callbacks."""
     found = {}
     for name, value in (logs or {}).items():
         is_tensor = keras.ops.is_tensor(value)

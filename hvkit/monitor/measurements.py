@@ -1,4 +1,4 @@
-"""What a rank measures between two records, and where the time of all ranks' steps went.
+"""Measures the steps of a rank, and computes where the time of all ranks' steps went.
 
 A clock on each rank observes hvkit's own waits (``hvkit.watch.spans``). A wait includes two times
 that a single rank cannot separate: until the last rank arrives, and the collective itself.
@@ -208,7 +208,7 @@ class HostLoad:
         }
         self._since, self._net = now, net
         if (nvml := self._nvml) is not None:
-            # A driver may be under way to another version, or a GPU may have failed.
+            # Someone may be updating the driver, or a GPU may have failed.
             with suppress(nvml.NVMLError):
                 gpus = list(map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())))
                 memory = [nvml.nvmlDeviceGetMemoryInfo(gpu) for gpu in gpus]
@@ -226,7 +226,7 @@ def _network() -> tuple[int, int]:
     return sum(each.bytes_sent for each in counted), sum(each.bytes_recv for each in counted)
 
 
-class StepShares(NamedTuple):
+class StepTimes(NamedTuple):
     """The time of some steps.
 
     Attributes:
@@ -246,7 +246,7 @@ class StepShares(NamedTuple):
     late_by: NDArray[np.float64]
 
 
-def shares(ranks: Sequence[Sequence[Step]]) -> StepShares:
+def step_times(ranks: Sequence[Sequence[Step]]) -> StepTimes:
     """Where the time went in the steps of all ranks; a ValueError if no rank has any.
 
     Ranks that train at their own pace may have different numbers of them; then nobody comes last.
@@ -274,7 +274,7 @@ def shares(ranks: Sequence[Sequence[Step]]) -> StepShares:
         speeds = np.nan_to_num(samples / duration)
     parts = (data, duration - data - blocked, waiting, blocked - waiting)
     means = [float(part.sum() / sum(counts)) for part in parts]
-    return StepShares(
+    return StepTimes(
         max(counts), dict(zip(PARTS, means, strict=True)), speeds.tolist(), last, late_by
     )
 
@@ -290,7 +290,7 @@ def busy(parts: Mapping[str, float]) -> float:
 
 @dataclass
 class Totals:
-    """The shares of a whole run, added up: ``parts`` in seconds; ``hosts`` are by rank."""
+    """The times of a whole run, added up: ``parts`` in seconds; ``hosts`` are by rank."""
 
     hosts: Sequence[str]
     steps: int = 0
@@ -298,8 +298,8 @@ class Totals:
     _last: Any = 0
     _late_by: Any = 0
 
-    def add(self, more: StepShares) -> None:
-        """Add the shares of further steps."""
+    def add(self, more: StepTimes) -> None:
+        """Add the times of further steps."""
         self.steps += more.steps
         for name, seconds in more.parts.items():
             self.parts[name] += more.steps * seconds
@@ -334,8 +334,8 @@ class Totals:
         """
         found = self.summary()
         if len(self.hosts) == 1:
-            shares = {name: f"{share:.0%}" for name, share in found["parts"].items()}
-            return ", ".join(f"{name} {share}" for name, share in shares.items() if share != "0%")
+            percents = {name: f"{part:.0%}" for name, part in found["parts"].items()}
+            return ", ".join(f"{name} {part}" for name, part in percents.items() if part != "0%")
         said = [f"ranks busy {found['busy']:.0%}"]
         if last := found["last"]:
             often = f"{last['share']:.0%} of steps: {last['reason']}"

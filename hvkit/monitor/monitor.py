@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-# Without ``every``, seconds between two records, about. The first one comes after a step, and shows
-# how long steps take.
+# Seconds between two records without ``every``, about. The first comes after one step.
 _SECONDS = 1.0
 
 
@@ -99,16 +98,14 @@ class Monitor:
                 f"hook must be a function that takes a dict and step=, got {hook!r}: for "
                 "instance hook=mlflow.log_metrics"
             )
-        example = 'Monitor("runs/a", every=5) makes a record every 5 steps'
-        self.folder = check_path("folder", folder, example)
+        self.folder = check_path("folder", folder, 'Monitor("runs/a", every=5)')
         self._every = None if every is None else check_count("every", every)
-        self._tensorboard = tensorboard
-        self._hook = hook
+        self._new_file = functools.partial(RunFile, self.folder, tensorboard, hook)
         self.closed = False
-        # Steps of the call under way: several with Keras's ``steps_per_execution``.
+        # Steps of the current call: several with Keras's ``steps_per_execution``.
         self.stride = 1
         self.clock = StepClock()
-        # How many the run has taken.
+        # Of the run so far.
         self.steps = self._begun_after = 0
         self._begun = time.time()
         self._next = self._every or 1
@@ -204,9 +201,9 @@ class Monitor:
             self._rows += [step] * steps
         if self.steps >= self._next:
             # Else the wait for a rank that is late after backward() would belong to no step.
-            waited = self._wait_for_all()
+            seconds = self._wait_for_all()
             if timed:
-                self._rows[-1] = step.waiting(waited)
+                self._rows[-1] = step.waiting(seconds)
             self._record()
             self.clock.begin()
         self._expect_record(self.record_pending)
@@ -274,8 +271,7 @@ class Monitor:
                 "own, for each further call"
             )
         self._equal_steps = equal_steps
-        framework = framework_of(models[0])
-        in_keras = framework is not None and framework.package == "keras"
+        in_keras = getattr(framework_of(models[0]), "package", None) == "keras"
         if position is not None:
             self._ranks_of_a_batch = len(position.members("pipeline", "tensor"))
             self._norm_counts = position.along("data") == 0
@@ -289,9 +285,9 @@ class Monitor:
                 keras.record_fit(self.callback(model), model)
             self._norms = keras.norms_of(optimizers)
         if are_of_pytorch(optimizers):
-            from hvkit.monitor.pytorch import Gradients
+            from hvkit.monitor.pytorch import GradientNorms
 
-            self._norms = Gradients(optimizers)
+            self._norms = GradientNorms(optimizers)
         self._expect_record(self.record_pending)
 
     @named("Monitor.flush")
@@ -331,14 +327,15 @@ class Monitor:
             logger.info("%s: %s", self.folder, line)
 
     def _expect_record(self, pending: bool) -> None:
-        """Whether the next step is to measure the norm of its gradients."""
+        """Have the next step measure the norm of its gradients, or not."""
         if self._norms is not None:
             self._norms.expect(pending)
 
     def _require_open(self) -> None:
         if self.closed:
-            said = f"this monitor of {self.folder} is closed: use it inside its with block"
-            raise ValueError(said)
+            raise ValueError(
+                f"this monitor of {self.folder} is closed: use it inside its with block"
+            )
 
     def __enter__(self) -> Monitor:
         return self
@@ -369,8 +366,8 @@ class Monitor:
         if self._file is not None:
             self._write_logs()
             self._file.rest(self.steps, self._newest_metrics)
-            well = PREEMPTION.left or (isinstance(error, SystemExit) and not error.code)
-            text = "" if error is None or well else in_short(error)
+            no_error = PREEMPTION.left or (isinstance(error, SystemExit) and not error.code)
+            text = "" if error is None or no_error else in_short(error)
             self._file.end(self.steps, text, left=PREEMPTION.left)
         self._callbacks.clear()
 
@@ -382,7 +379,7 @@ class Monitor:
         return self._means.read()
 
     def _wait_for_all(self) -> float:
-        """Wait for all ranks; return for how many seconds."""
+        """Wait for all ranks; return the seconds of waiting."""
         if not self._equal_steps or runtime.size() == 1:
             return 0.0
         begun = time.monotonic()
@@ -397,11 +394,9 @@ class Monitor:
             "load": self._load.read() if self._load else None,
             "optimizer": self._norms.read() if self._norms and self._norm_counts else {},
         }
-        if took := sum(step.duration for step in self._rows):
-            report(speed=round(sum(step.samples for step in self._rows) / took, 3))
-        ranks = [measured]
-        if self._equal_steps:
-            ranks = collectives.gather("Monitor.step", measured)
+        if seconds := sum(step.duration for step in self._rows):
+            report(speed=round(sum(step.samples for step in self._rows) / seconds, 3))
+        ranks = collectives.gather("Monitor.step", measured) if self._equal_steps else [measured]
         self._next = self.steps + self._steps_to_next_record(ranks)
         self._rows.clear()
         self._means.clear()
@@ -419,7 +414,7 @@ class Monitor:
         problem: HvkitError | None = None
         if runtime.rank() == 0:
             try:
-                self._file = RunFile(self.folder, self._tensorboard, self._hook)
+                self._file = self._new_file()
             except HvkitError as error:
                 problem = error
         # With a parameter server, ranks wait for each other only where the script does.
@@ -443,8 +438,8 @@ class Monitor:
         """The same on all ranks, which compute it from the same values."""
         if self._every is not None:
             return self._every
-        took = [row[0] for each in ranks for row in each["rows"]]
-        mean = sum(took) / len(took) if took else 1.0
+        durations = [row[0] for each in ranks for row in each["rows"]]
+        mean = sum(durations) / len(durations) if durations else 1.0
         return max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
 
 

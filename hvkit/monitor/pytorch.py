@@ -26,8 +26,8 @@ from hvkit.frameworks.pytorch.step_hooks import closure_of
 from hvkit.watch.spans import PASS, REDUCTION, Span, observe
 
 
-class Gradients:
-    """Computes norms in the steps that end with a record.
+class GradientNorms:
+    """Measures the norms of gradients in the steps that end with a record.
 
     Args:
         optimizers: those that update the models.
@@ -48,7 +48,7 @@ class Gradients:
             stepping, *_ = stepping_in(each)
             stepping.register_step_pre_hook(functools.partial(self._before_step, number))
             after_unscaling(stepping, functools.partial(self._measure, number))
-        reduced = _weakly(self, Gradients._completed)
+        reduced = _weakly(self, GradientNorms._completed)
         observe(reduced)
         weakref.finalize(self, observe, reduced, False)
 
@@ -64,7 +64,7 @@ class Gradients:
         self._hooks = []
         if pending:
             for number, optimizer in enumerate(self._optimizers):
-                arrived = _weakly(self, functools.partial(Gradients._begin_pass, number=number))
+                arrived = _weakly(self, functools.partial(GradientNorms._begin_pass, number=number))
                 for p in _parameters(optimizer):
                     if p.requires_grad:
                         hook = p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -74,8 +74,8 @@ class Gradients:
         """``learning_rate`` of the first parameter group; ``gradient_norm`` of this rank's part.
 
         ``applied_gradient_norm`` is the norm at the update, which differs from it if the script has
-        changed gradients. The norms of all ranks make up those of the model: only rank 0 has some,
-        unless the model is divided.
+        changed gradients. The norms of all ranks together give the norms of the model: only rank 0
+        has some, unless the model is divided.
         """
         values: dict[str, float] = {}
         groups = [group for each in self._optimizers for group in each.param_groups]
@@ -132,7 +132,9 @@ class Gradients:
         self._applied[number] = norm
 
 
-def _weakly(gradients: Gradients, call: Callable[[Gradients, Any], None]) -> Callable[[Any], None]:
+def _weakly(
+    gradients: GradientNorms, call: Callable[[GradientNorms, Any], None]
+) -> Callable[[Any], None]:
     """A hook that does not keep them alive: the garbage collector cannot see what it refers to."""
     reference = weakref.ref(gradients)
 

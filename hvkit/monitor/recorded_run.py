@@ -48,7 +48,7 @@ class Start:
 
 @dataclass
 class RecordedRun:
-    """What a folder holds of a run.
+    """The record of a run in a folder.
 
     Attributes:
         name: of the folder.

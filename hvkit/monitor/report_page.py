@@ -21,8 +21,8 @@ from hvkit.monitor.run_file import flattened
 from hvkit.monitor.terminal_report import clock, comparison, headline, remarks, size_of, troubles
 from hvkit.wording import duration
 
-# What a page contains, as ``page.js`` reads it: a card has a title, and lines over steps, parts of
-# a step, or a table.
+# An entry of a page, as ``page.js`` reads it: a title, and lines over steps, parts of a step, or a
+# table.
 Card = dict[str, Any]
 Points = Sequence[tuple[float, float]]
 # Of a metric: what is measured, such as ``loss``, and on which data: ``training``, ``validation``;
@@ -34,7 +34,7 @@ _POINTS, _MOST = 220, 1e100
 # The most charts of metrics, hosts on a chart, and ranks in a table.
 _CURVES, _HOSTS, _RANKS = 24, 8, 16
 
-# Colours are those of ``page.html``.
+# Names of colours in ``page.html``.
 _COLOURS = ("blue", "orange", "green", "red", "violet", "teal", "pink")
 _PART_COLOURS = {"data": "amber", "compute": "green", "waiting": "red", "allreduce": "blue"}
 _DATA_COLOURS = {"validation": "orange", "test": "green", "applied": "orange"}
@@ -93,7 +93,7 @@ def page_of_several(runs: Sequence[RecordedRun]) -> str:
     sections = {
         "Numbers": [_table("", columns, [(what, *row) for what, row in comparison(runs)])],
         "Metrics over steps": [
-            # Whatever the scripts call it.
+            # The scripts may call it by different names.
             _chart(title, [(run.name, _points_of(run, name)) for run in runs])
             for name, title in list(names.items())[:_CURVES]
         ],

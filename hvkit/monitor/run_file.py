@@ -21,7 +21,7 @@ from hvkit import runtime
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import restart_of_this_run
 from hvkit.log import logger
-from hvkit.monitor.measurements import Step, StepShares, Totals, shares
+from hvkit.monitor.measurements import Step, StepTimes, Totals, step_times
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.transport.traffic import traffic
 
@@ -110,7 +110,7 @@ class RunFile:
         """
         if not any(each["rows"] for each in ranks):
             return
-        found = shares([[Step(*row) for row in each["rows"]] for each in ranks])
+        found = step_times([[Step(*row) for row in each["rows"]] for each in ranks])
         if len(ranks) == len(self._totals.hosts):
             self._totals.add(found)
         record: dict[str, Any] = {"step": step, "time": time.time()}
@@ -211,8 +211,8 @@ class RunFile:
                 logger.warning("monitor: %s failed, training goes on: %s: %s", what, name, error)
 
 
-def _times(found: StepShares) -> dict[str, Any]:
-    """What a record says of the time of steps."""
+def _times(found: StepTimes) -> dict[str, Any]:
+    """The entries of a record about the time of steps."""
     speeds = found.samples_per_second
     record: dict[str, Any] = {"steps": found.steps, "samples_per_second": sum(speeds)}
     if len(speeds) > 1:
@@ -223,7 +223,7 @@ def _times(found: StepShares) -> dict[str, Any]:
 
 
 def _of_whole_model(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The learning rate, and norms of a model's gradients from those of the ranks' parts.
+    """The learning rate, and the norms of a model's gradients from norms of the ranks' parts.
 
     ``applied_gradient_norm`` is left out where it is that before the script changed gradients.
     """
@@ -262,7 +262,7 @@ def _event_writer(folder: Path) -> Any:
 
 
 def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a record, those of dicts inside it as ``outer/inner``; no lists."""
+    """The numbers of a record; in a dict inside it they are named ``outer/inner``; no lists."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a report says of a run, or of several side by side, and how it looks in a terminal."""
+"""The report of a run, or of several side by side, in a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvkit.wording import counted, duration
 _ALLOWANCE = 1.1
 
 Row = tuple[str, list[str]]
-"""What is compared, and its value for each run."""
+"""The name of a compared value, and the value for each run."""
 
 
 def show(run: RecordedRun, console: Console) -> None:
@@ -34,9 +34,9 @@ def show(run: RecordedRun, console: Console) -> None:
             numbers = (values[0], min(values), max(values), last)
             rows.append((name, *(f"{number:.4g}" for number in numbers)))
     _print_table(console, ("metric", "first", "min", "max", "last"), rows)
-    shares = _shares(run)
+    fractions = _fractions(run)
     rows = [
-        (name, f"{1e3 * seconds:.2f}", f"{shares[name]:.0%}", "█" * round(40 * shares[name]))
+        (name, f"{1e3 * seconds:.2f}", f"{fractions[name]:.0%}", "█" * round(40 * fractions[name]))
         for name, seconds in run.parts().items()
     ]
     _print_table(console, ("a step", "ms", "", ""), rows)
@@ -149,7 +149,7 @@ def comparison(runs: Sequence[RecordedRun]) -> list[Row]:
         speedups = [f"{_speedup(run, base):.2f}x" for run in runs]
         rows.append((f"speedup over {base.name}", speedups))
     rows.append(("ms a step", [f"{1e3 * run.mean('seconds/step'):,.4g}" for run in runs]))
-    rows += [(f"{part}, of a step", [f"{_shares(r)[part]:.0%}" for r in runs]) for part in PARTS]
+    rows += [(f"{part}, of a step", [f"{_fractions(r)[part]:.0%}" for r in runs]) for part in PARTS]
     rows.append(("restarts or resumptions", [f"{len(run.starts) - 1}" for run in runs]))
     return rows
 
@@ -206,8 +206,8 @@ def _batch(run: RecordedRun) -> float:
     return samples / max(steps, 1)
 
 
-def _shares(run: RecordedRun) -> dict[str, float]:
-    """The parts of a step's time, as parts of the whole."""
+def _fractions(run: RecordedRun) -> dict[str, float]:
+    """The parts of a step's time, as fractions of the whole."""
     parts = run.parts()
     whole = sum(parts.values()) or 1.0
     return {name: seconds / whole for name, seconds in parts.items()}
