@@ -19,8 +19,8 @@ import signal
 from collections.abc import Sequence
 from typing import TypeGuard
 
-LEFT = 128 + signal.SIGTERM
-"""Exit status of a rank that has left after SIGTERM, once its checkpoint was saved."""
+PREEMPTED_STATUS = 128 + signal.SIGTERM
+"""Exit status of a rank that a SIGTERM has ended, once its checkpoint was saved."""
 
 
 class HvkitError(RuntimeError):
@@ -79,7 +79,7 @@ class BuildError(HvkitError):
 
 
 def is_of_full_disk(error: BaseException) -> TypeGuard[OSError]:
-    """Whether this is the error of a disk, or of a user's share of one, that is full."""
+    """Whether this is the error of a full disk, or of a used-up quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

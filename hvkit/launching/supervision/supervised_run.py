@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvkit import threads
-from hvkit.errors import LEFT, ranks_text
+from hvkit.errors import PREEMPTED_STATUS, ranks_text
 from hvkit.host import call_folder
 from hvkit.launching.supervision.first_failure import (
     Failure,
@@ -207,10 +207,10 @@ class _Supervision:
         """Start the launcher, whose agents connect to this port."""
         run = self.run
         settings = replace(run.agents, host=socket.gethostname(), port=port)
-        own = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
+        for_agents = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
         self.launcher = subprocess.Popen(
             run.command,
-            env={**run.environ, **own},
+            env={**run.environ, **for_agents},
             # Standard input is left for the commands that follow in a shell's loop. And Open MPI 5
             # does not pass on its end.
             stdin=subprocess.DEVNULL,
@@ -340,7 +340,7 @@ class _Supervision:
         who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
         reason = f"{who}; all ranks have saved step {self.supervisor.saved} and left"
         self.screen.say(f"hvkit run: {reason}")
-        return replace(self.ended(LEFT, reason), preempted=True, terminated=frozenset(got))
+        return replace(self.ended(PREEMPTED_STATUS, reason), preempted=True, terminated=frozenset(got))
 
     def conclude(self, status: int | None) -> Outcome:
         """Report what went wrong; ``status`` is None if the launcher did not end by itself."""
