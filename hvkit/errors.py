@@ -19,7 +19,7 @@ import signal
 from collections.abc import Sequence
 from typing import TypeGuard
 
-PREEMPTED_STATUS = 128 + signal.SIGTERM
+PREEMPTED = 128 + signal.SIGTERM
 """Exit status of a rank that a SIGTERM has ended, once its checkpoint was saved."""
 
 

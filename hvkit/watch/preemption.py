@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvkit import threads
-from hvkit.errors import PREEMPTED_STATUS
+from hvkit.errors import PREEMPTED
 from hvkit.host.run_reports import listened_to, report
 from hvkit.watch import calls
 
@@ -119,7 +119,7 @@ class Preemption:
         """
         self._left = True
         report(left=True)
-        raise SystemExit(PREEMPTED_STATUS)
+        raise SystemExit(PREEMPTED)
 
     # Called by the watcher's thread.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvkit import threads
-from hvkit.errors import PREEMPTED_STATUS, ranks_text
+from hvkit.errors import PREEMPTED, ranks_text
 from hvkit.host import call_folder
 from hvkit.launching.supervision.first_failure import (
     Failure,
@@ -340,7 +340,7 @@ class _Supervision:
         who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
         reason = f"{who}; all ranks have saved step {self.supervisor.saved} and left"
         self.screen.say(f"hvkit run: {reason}")
-        return replace(self.ended(PREEMPTED_STATUS, reason), preempted=True, terminated=frozenset(got))
+        return replace(self.ended(PREEMPTED, reason), preempted=True, terminated=frozenset(got))
 
     def conclude(self, status: int | None) -> Outcome:
         """Report what went wrong; ``status`` is None if the launcher did not end by itself."""
