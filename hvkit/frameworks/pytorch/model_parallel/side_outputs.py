@@ -226,6 +226,8 @@ class SideOutputs:
 
     def _find(self) -> None:
         """Add entries that are new."""
+        if self.paths is not None and not self.paths:
+            return
         modules = dict(self._model.named_modules()) if self.paths is not None else {}
         if self.paths is not None and all(name in modules for name, _ in self.paths):
             direct = {path: _Location(modules[path[0]].__dict__, path[1]) for path in self.paths}

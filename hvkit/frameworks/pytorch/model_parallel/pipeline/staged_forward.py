@@ -76,8 +76,7 @@ class StagedForward:
         seeded: Callable[[], None],
     ) -> None:
         self._forward = model.forward
-        paths = found.side_outputs
-        self._side_outputs = SideOutputs(model, paths) if paths else None
+        self._side_outputs = SideOutputs(model, found.side_outputs)
         # The side outputs of earlier stages.
         self._earlier_outputs: list[Any] | None = None
         # By cut, the module, and the hook that ends a stage.
@@ -110,13 +109,16 @@ class StagedForward:
     def run(
         self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch, seed: int
     ) -> Any:
-        """Run a stage for a micro-batch; return the inputs of the next stage, or the result.
+        """Run a stage for a micro-batch.
 
         Args:
             stage: one of this rank's.
             received: the outputs of the stage before; none for the first stage.
             batch: the arguments of the model.
             seed: of the random numbers that are the same in all stages.
+
+        Returns:
+            The inputs of the next stage; of the last one, the model's result and its side outputs.
 
         Raises:
             ValueError: the stage needs more of earlier stages than their outputs.
@@ -132,9 +134,8 @@ class StagedForward:
                 if stage:
                     self._before = _Before(self._device)
                     stack.enter_context(self._before)
-                output = self._forward(*batch.args, **batch.kwargs)
-                if self._side_outputs is not None:
-                    output = output, gathered(self._side_outputs.tree())
+                result = self._forward(*batch.args, **batch.kwargs)
+                output = result, gathered(self._side_outputs.tree())
         except StageEnd as end:
             output = end.output
         except (RuntimeError, NotImplementedError) as error:
@@ -143,8 +144,7 @@ class StagedForward:
             raise self._not_passed_on(stage) from error
         finally:
             self._running = False
-            if self._side_outputs is not None:
-                self._side_outputs.restore()
+            self._side_outputs.restore()
         if any(t.is_meta for t in tensors_in(output)):
             raise self._not_passed_on(stage)
         return output
@@ -152,23 +152,20 @@ class StagedForward:
     def _receive(self, stage: int, received: Sequence[torch.Tensor]) -> None:
         """Divide the inputs of a stage into outputs of modules and side outputs."""
         self._received = received
-        if self._side_outputs is None:
-            return
         self._side_outputs.begin()
         self._earlier_outputs = None
-        if stage:
+        if stage and self.has_side_outputs:
             cut = self._stages.cuts[stage - 1]
             count = cut.aliases.count(None) + len(cut.skips)
             structure = pickle.loads(bytes(received[count].tolist()))
             self._received = received[:count]
             self._earlier_outputs = with_tensors(structure, received[count + 1 :])
-            self._side_outputs.put_tree(
-                self._earlier_outputs
-            )  # code before the stage may add them up
+            # Code before the stage may add them up.
+            self._side_outputs.put_tree(self._earlier_outputs)
 
     def _side_outputs_for_next(self) -> list[torch.Tensor]:
         """The side outputs at the end of a stage: their structure, and their tensors."""
-        if self._side_outputs is None:
+        if not self.has_side_outputs:
             return []
         tree = self._side_outputs.tree()
         text = pickle.dumps(structure_of(tree))
@@ -180,20 +177,18 @@ class StagedForward:
     @property
     def has_side_outputs(self) -> bool:
         """Whether any call of the forward may keep or remove side outputs."""
-        return self._side_outputs is not None
+        return bool(self._side_outputs.paths)
 
     def filled(self) -> tuple[bool, ...]:
         """Which lists of side outputs are not empty before a forward, which may clear them."""
-        return () if self._side_outputs is None else self._side_outputs.filled()
+        return self._side_outputs.filled()
 
     def side_outputs_in(self, output: Any) -> int:
         """How many tensors in the output of the last stage are side outputs."""
-        return 0 if self._side_outputs is None else len(tensors_in(output[1]))
+        return len(tensors_in(output[1]))
 
     def result_of(self, output: Any) -> Any:
         """The model's result from the output of the last stage; puts side outputs into place."""
-        if self._side_outputs is None:
-            return output
         self._side_outputs.begin()
         self._side_outputs.put_tree(output[1])
         return output[0]
@@ -220,6 +215,8 @@ class StagedForward:
         original = module.forward
         # Modules inside pass on outputs, too, which hooks of the script may take there.
         inside = any(each.module.startswith(f"{cut.name}.") for each in cut.skips)
+        # A tensor that it passes on may come from another stage.
+        passes_on = inside or any(i is not None for i in cut.aliases)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._running:  # a checkpoint computes it again
@@ -233,15 +230,12 @@ class StagedForward:
                 new = iter(self._received)
                 tensors = [next(new) if i is None else skips[i] for i in cut.aliases]
                 return with_tensors(cut.structure, tensors)
-            # A tensor that it passes on may come from another stage.
-            passes_on = inside or any(i is not None for i in cut.aliases)
             if self._stage > number + 1 and not passes_on:
                 return self._shape_of(module, original, args, kwargs)
             return original(*args, **kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._running and self._stage == number + 1 and self._earlier_outputs is not None:
-                assert self._side_outputs is not None
                 self._side_outputs.put_tree(self._earlier_outputs)
             if self._running and self._stage == number:
                 if missing := [each.module for each in cut.skips if not self._skips[each.module]]:
