@@ -158,9 +158,14 @@ def global_array(leaf: Any, host: np.ndarray[Any, Any], sharding: ShardingOf) ->
     array = jax.make_array_from_callback(
         host.shape, sharding(host.shape), lambda index: host[index]
     )
-    return (
-        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
-    )
+    return _as_key(leaf, array)
+
+
+def _as_key(leaf: Any, array: jax.Array) -> jax.Array:
+    """The array, or if a leaf is an array of keys, the keys with these numbers."""
+    if not is_key(leaf):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
 
 
 def shape_in_host(leaf: Any) -> tuple[int, ...]:
@@ -183,9 +188,7 @@ def with_numbers(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
     # Not always: on a single device, an array that may go anywhere would be bound to it.
     on_several = len(leaf.sharding.device_set) > 1 and not is_key(leaf)
     array = jax.device_put(host, leaf.sharding) if on_several else jax.numpy.asarray(host)
-    return (
-        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
-    )
+    return _as_key(leaf, array)
 
 
 def from_rank_0(tree: Any, sharding: ShardingOf | None) -> Any:

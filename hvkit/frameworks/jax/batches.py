@@ -83,9 +83,6 @@ def expect(check_every: int | None, models: Sequence[Any]) -> None:
 def refuse_other_batches(local: bool) -> None:
     """Raise if an earlier model needs the other kind of batches: ``batch`` does not know its model.
 
-    Args:
-        local: whether ranks train local weights.
-
     Raises:
         ValueError: an earlier model does the opposite.
     """
@@ -220,11 +217,7 @@ def _require_all_or_none(by_rank: Sequence[Any]) -> None:
 
 
 def are_in_parts(counts: Sequence[int]) -> bool:
-    """Whether each rank has only its part of the rows of a batch, not all rows.
-
-    Args:
-        counts: the number of rows of each part of the batch.
-    """
+    """Whether each rank has only its part of the rows of a batch, not all rows."""
     return len(set(counts)) == 1 and counts[0] % shardings.device_mesh().shape[shardings.LOCAL] == 0
 
 
@@ -256,7 +249,7 @@ def rows_of(leaf: Any) -> NDArray[Any]:
 
 def _require_rows(arrays: Sequence[NDArray[Any]]) -> None:
     if not arrays:
-        raise ValueError("hvkit.batch got no array: pass those of one step, hvkit.batch(x, y)")
+        raise ValueError("hvkit.batch got no array: pass the arrays of one step, hvkit.batch(x, y)")
     shapes = [each.shape for each in arrays]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
         raise ValueError(
@@ -274,18 +267,18 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
     global _batches
     n = _batches
     _batches += 1
-    kinds = f"{[(each.dtype.name, each.shape[1:]) for each in arrays]} {structure}"
+    layout = f"{[(each.dtype.name, each.shape[1:]) for each in arrays]} {structure}"
     content = 0
     part_of = shardings.batch_parts()
     several_give_one = max(part_of) + 1 < len(part_of)
     if n == 0 or (several_give_one and n & (n - 1) == 0):
         for each in arrays:
             content = zlib.crc32(each.tobytes(), content)
-    # One small message a step: the kinds in full only if they differ.
-    by_rank = gather(call, (len(arrays[0]), zlib.crc32(kinds.encode()), content))
+    # One small message a step: the texts in full only if they differ.
+    by_rank = gather(call, (len(arrays[0]), zlib.crc32(layout.encode()), content))
     _require_all_or_none(by_rank)
     if len({checksum for _, checksum, _ in by_rank}) > 1:
-        texts = gather(call, kinds)
+        texts = gather(call, layout)
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
         raise mark_as_shown_by(
             RanksDisagreeError(
@@ -317,7 +310,6 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
 
 
 def _rows_of_all(array: NDArray[Any]) -> NDArray[Any]:
-    """The rows of all parts of a batch, in their order; a collective."""
     engine = runtime.engine("jax")
     if shardings.position().along("tensor"):
         array = array[:0]  # another rank gives them
@@ -355,7 +347,6 @@ class WeightChecks:
             require_same_weights(call, models, changed, fix=_FIX if n and call == "batch" else "")
 
     def _has_changed(self, number: int, model: Any) -> bool:
-        """Whether the model has other arrays than at the last call."""
         seen, now = self._seen[number], _arrays_of(model)
         self._seen[number] = now
         return len(seen) != len(now) or not all(map(operator.is_, seen, now))

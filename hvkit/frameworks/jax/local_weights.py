@@ -89,11 +89,11 @@ class NnxWeights:
         return int(self._array(i).nbytes)
 
     def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
-        kinds: dict[np.dtype[Any], list[int]] = {}
+        by_dtype: dict[np.dtype[Any], list[int]] = {}
         for i in numbers:
-            if (kind := _wire_dtype(self._array(i).dtype)) is not None:
-                kinds.setdefault(kind, []).append(i)
-        return list(kinds.values())
+            if (dtype := _wire_dtype(self._array(i).dtype)) is not None:
+                by_dtype.setdefault(dtype, []).append(i)
+        return list(by_dtype.values())
 
     def read(self, i: int) -> Vector:
         return _flat(self._array(i))
@@ -161,13 +161,12 @@ def _wire_dtype(dtype: Any) -> np.dtype[Any] | None:
 
 def _flat(array: Any) -> Vector:
     host = np.asarray(array).reshape(-1)
-    kind = _wire_dtype(host.dtype)
-    assert kind is not None
-    return host.view(kind).copy() if host.dtype.kind == "c" else host.astype(kind)
+    dtype = _wire_dtype(host.dtype)
+    assert dtype is not None
+    return host.view(dtype).copy() if host.dtype.kind == "c" else host.astype(dtype)
 
 
 def _shaped_like(array: Any, vector: Vector) -> Any:
-    """An array like another one, with the numbers of a vector."""
     if array.dtype.kind == "c":
         vector = vector.view(array.dtype)
     return with_numbers(array, np.asarray(vector).reshape(array.shape))
@@ -213,7 +212,7 @@ class CountedOptimizer:
 
     Args:
         optimizer: it has a variable ``step``.
-        model: what it updates.
+        model: updated by the optimizer.
         weights: of the model.
     """
 
@@ -284,13 +283,7 @@ _counted: WeakKeyDictionary[Any, tuple[CountedOptimizer, ref[NnxRounds]]] = Weak
 
 
 def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
-    """Let ranks train a module for rounds of steps, and agree on its weights.
-
-    Args:
-        strategy: takes means.
-        model: a module of NNX.
-        optimizer: the ``nnx.Optimizer`` that updates it.
-    """
+    """Let ranks train a module for rounds of steps, and agree on its weights."""
     variables = variables_of(model)
     weights = {name: v for name, v in variables.items() if isinstance(v, nnx.Param)}
     statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]

@@ -78,11 +78,7 @@ class JaxPort:
         return isinstance(self._options.strategy, Rounds)
 
     def _refuse_for_local_weights(self) -> None:
-        """Raise if ranks cannot train local weights of these classes.
-
-        Raises:
-            TypeError: names them.
-        """
+        """Raise if ranks cannot train local weights of these classes."""
         strategy = self._options.strategy
         if not is_nnx(self.model) or not is_nnx(self.optimizer):
             raise TypeError(
@@ -92,12 +88,7 @@ class JaxPort:
             )
 
     def _refuse_model_and_optimizer(self) -> None:
-        """Raise if the model and the optimizer do not go together, or were passed before.
-
-        Raises:
-            TypeError: they are of different libraries.
-            ValueError: one was passed before.
-        """
+        """Raise if the model and the optimizer do not go together, or were passed before."""
         for role, thing in (("model", self.model), ("optimizer", self.optimizer)):
             for each in _each(thing):
                 if is_global(each):
@@ -113,11 +104,7 @@ class JaxPort:
             )
 
     def _refuse_state_alone(self) -> None:
-        """Raise if a strategy has to change the optimizer's update, and only has a state.
-
-        Raises:
-            TypeError: with the fix.
-        """
+        """Raise if a strategy has to change the optimizer's update, and only has a state."""
         if self._is_divided and not any(_transformations(self.model, self.optimizer)):
             by = self._mesh if self._options.mesh else self._options.strategy
             raise TypeError(
@@ -216,7 +203,6 @@ def _each(thing: Any) -> list[Any]:
 
 
 def _transformations(model: Any, optimizer: Any) -> Iterator[Any]:
-    """The transformations of Optax that were passed."""
     for each in _each(optimizer):
         if is_nnx(each):
             yield each.tx

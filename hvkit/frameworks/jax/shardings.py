@@ -65,7 +65,7 @@ def batch_parts() -> list[int]:
 
 
 def device_mesh() -> Mesh:
-    """The devices of all ranks, those of a rank along an axis of their own."""
+    """The devices of all ranks; the devices of one rank are along the axis ``LOCAL``."""
     mesh = position().mesh
     return _device_mesh(mesh.data, mesh.shard, mesh.tensor)
 
@@ -90,7 +90,7 @@ def sharded(*cuts: tuple[str, ...]) -> ShardingOf:
     """The sharding of arrays that devices divide, each cut by another dimension.
 
     A cut takes the longest dimension that it divides evenly. If each of these has a cut already, it
-    takes one of them all the same. An array without such a dimension is whole along those axes.
+    takes one of them all the same. An array without such a dimension is whole along these axes.
     Ranks of the axis tensor divide only arrays of two dimensions or more.
 
     Args:

@@ -6,7 +6,7 @@
     ├── modules            names of parameters; modules that an optimizer updates, but were left out
     ├── initial_state      copies rank 0's weights and optimizer state
     ├── gradients/         averages gradients while backward() computes them
-    ├── local_weights      for LocalSGD and others: parameters as vectors, optimizers with counted steps
+    ├── local_weights      parameters as vectors, optimizers whose steps are counted: for LocalSGD
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
     ├── model_parallel/    models whose parts lie on several ranks
     ├── checks             compares the ranks while they train

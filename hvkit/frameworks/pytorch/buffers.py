@@ -36,16 +36,16 @@ from hvkit.watch.calls import call
 class RunningStatistics:
     """The running means and variances of a model's normalisation layers, as one vector.
 
-    Synchronised layers are left out: theirs are the same on every rank.
+    Without synchronised layers, whose statistics are the same on every rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [each for each in _statistics_in(model) if each[0] not in _synchronised]
         self._sizes = [getattr(module, name).numel() for module, name in self._kept]
         self.length = sum(self._sizes)
-        # The buffers as they were last, and what writes into them.
+        # The buffers at the last call, their addresses, and vectors with the same memory.
         self._buffers: list[torch.Tensor] = []
-        self._places: list[int] = []
+        self._addresses: list[int] = []
         self._flat: list[torch.Tensor] = []
 
     def _flat_buffers(self) -> list[torch.Tensor]:
@@ -54,9 +54,9 @@ class RunningStatistics:
         ``model.to()`` and similar calls replace the buffers or their memory.
         """
         buffers = [getattr(module, name) for module, name in self._kept]
-        places = list(map(torch.Tensor.data_ptr, buffers))
-        if places != self._places or not all(map(operator.is_, buffers, self._buffers)):
-            self._buffers, self._places = buffers, places
+        addresses = list(map(torch.Tensor.data_ptr, buffers))
+        if addresses != self._addresses or not all(map(operator.is_, buffers, self._buffers)):
+            self._buffers, self._addresses = buffers, addresses
             self._flat = [buffer.data.view(-1) for buffer in buffers]
         return self._flat
 
@@ -75,12 +75,12 @@ class RunningStatistics:
             self._kept, self._flat_buffers(), torch.split(vector, self._sizes), strict=True
         )
         changed = [
-            (mine, piece)
-            for (module, _), mine, piece in pieces
+            (buffer, piece)
+            for (module, _), buffer, piece in pieces
             if module.training or also_in_evaluation
         ]
         if changed:
-            torch._foreach_copy_([mine for mine, _ in changed], [piece for _, piece in changed])
+            torch._foreach_copy_([b for b, _ in changed], [piece for _, piece in changed])
 
 
 class LastStatistics:
@@ -90,19 +90,19 @@ class LastStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = _statistics_in(model)
-        self._kept = [getattr(module, name).detach().clone() for module, name in self._places]
+        self._statistics = _statistics_in(model)
+        self._kept = [getattr(module, name).detach().clone() for module, name in self._statistics]
         kept_statistics.add(self)
 
     def keep(self) -> None:
         """Remember them."""
-        if self._places:
-            now = [getattr(module, name).data for module, name in self._places]
+        if self._statistics:
+            now = [getattr(module, name).data for module, name in self._statistics]
             torch._foreach_copy_(self._kept, now)
 
     def put_back(self) -> None:
-        """Put those that are no longer finite back."""
-        for (module, name), kept in zip(self._places, self._kept, strict=True):
+        """Put the values of layers back whose statistics are no longer finite."""
+        for (module, name), kept in zip(self._statistics, self._kept, strict=True):
             now = getattr(module, name).data
             if not torch.isfinite(now).all():
                 now.copy_(kept)
@@ -139,7 +139,7 @@ def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
     """The layers that ``synchronise_batch_norm`` synchronises.
 
     Raises:
-        ValueError: the class of a layer has a ``forward`` of its own.
+        ValueError: the class of a layer defines another ``forward``.
     """
     found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for module in found:
@@ -153,16 +153,15 @@ def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
 
 
 def made_synchronised(model: nn.Module) -> list[nn.Module]:
-    """The ``SyncBatchNorm`` layers, as a script for DDP makes them."""
-    kind = nn.SyncBatchNorm
-    found = [module for module in model.modules() if isinstance(module, kind)]
-    return [module for module in found if type(module).forward is kind.forward]
+    """The model's ``SyncBatchNorm`` layers, which scripts for DDP make."""
+    found = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    return [each for each in found if type(each).forward is nn.SyncBatchNorm.forward]
 
 
 @functools.cache
 def _patch_forward() -> None:
-    for kind in (_BatchNorm, nn.SyncBatchNorm):
-        kind.forward = _forward_of(kind.forward)  # type: ignore[method-assign]
+    for cls in (_BatchNorm, nn.SyncBatchNorm):
+        cls.forward = _forward_of(cls.forward)  # type: ignore[method-assign]
 
 
 def _forward_of(local: Any) -> Any:
@@ -246,11 +245,11 @@ def _statistics(
         variance, mean = torch.var_mean(x, dims, correction=0)
     else:
         variance = mean = x.new_zeros(x.shape[1])
-    mine = torch.cat([mean, variance, x.new_tensor([samples])])
+    sent = torch.cat([mean, variance, x.new_tensor([samples])])
     with call("the forward pass of synchronised batch norm"):
-        everyone = wire.gather(mine[None], name)
-    counts = everyone[:, -1:]
-    means, variances = everyone[:, :-1].chunk(2, dim=1)
+        by_rank = wire.gather(sent[None], name)
+    counts = by_rank[:, -1:]
+    means, variances = by_rank[:, :-1].chunk(2, dim=1)
     total = counts.sum()
     mean = (means * counts).sum(0) / total
     spread = ((variances + (means - mean) ** 2) * counts).sum(0)
@@ -272,13 +271,13 @@ def average(modules: Sequence[nn.Module]) -> None:
 
     This writes through ``data``, because a graph that still needs its backward pass may hold them.
     """
-    held = {n: b for n, b in named_in(modules, _buffers).items() if b.layout is torch.strided}
+    named = {n: b for n, b in named_in(modules, _buffers).items() if b.layout is torch.strided}
     first = require_same_buffers(
-        [f"buffer {n}: {tuple(b.shape)}, {b.dtype}" for n, b in held.items()]
+        [f"buffer {n}: {tuple(b.shape)}, {b.dtype}" for n, b in named.items()]
     )
     wire = Wire("batch norm")
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for each in held.values():
+    for each in named.values():
         if each.is_floating_point() or each.is_complex():
             groups.setdefault((each.dtype, each.device), []).append(own_elements(each.data))
     for number, group in enumerate(groups.values()):
@@ -287,18 +286,18 @@ def average(modules: Sequence[nn.Module]) -> None:
         for each, piece in zip(group, torch.split(mean, list(map(len, flats))), strict=True):
             set_from_vector(each, piece)
     if first:
-        rest = {n: b for n, b in held.items() if not (b.is_floating_point() or b.is_complex())}
+        rest = {n: b for n, b in named.items() if not (b.is_floating_point() or b.is_complex())}
         warn_of_integers(*_compared(rest))
 
 
 def compared_in(
     model: nn.Module, is_distributed_parameter: Callable[[torch.Tensor], bool]
 ) -> tuple[list[Compared], list[Rows]]:
-    """What of a model may differ between ranks although a file holds rank 0's, and fingerprints.
+    """Tensors of a model that may differ between ranks, and their fingerprints.
 
-    These are its buffers, without those of normalisation layers if it was distributed: hvkit
-    averages them, unless the script wants each rank's own. Of a model that was not distributed
-    these are the parameters, too.
+    A file holds rank 0's. In a distributed model these are the buffers outside of normalisation
+    layers, whose buffers hvkit averages, unless the script wants them to differ. In another model
+    these are all buffers and parameters.
 
     Args:
         model: one that is saved.
@@ -312,7 +311,7 @@ def compared_in(
 
 
 def compared_of(models: Sequence[nn.Module]) -> tuple[list[Compared], list[Rows]]:
-    """What the forward passes of distributed models learn outside of normalisation layers."""
+    """The buffers of distributed models outside of normalisation layers, and fingerprints."""
     return _compared(named_in(models, learnt_in))
 
 

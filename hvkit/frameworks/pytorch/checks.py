@@ -52,7 +52,7 @@ class Disagreement:
         steps: whether they have done different numbers of optimizer steps.
         nonfinite: whether any has a gradient that is NaN or infinite.
         shapes: whether their losses have other shapes.
-        changes: what any has done to gradients.
+        changes: how any rank has changed gradients.
     """
 
     frozen: bool = False
@@ -76,9 +76,10 @@ class Checks:
         group: the ranks that train it.
 
     Attributes:
+        accumulate: as passed.
         name: as passed.
         parameters: to compare, in the same order on every rank; the list grows.
-        optimizers: those that update the parameters; the list grows.
+        optimizers: update the parameters; the list grows.
         steps: optimizer steps done.
         handle: of the exchange that is running.
         losses: which numbers of elements the losses are means over.
@@ -98,7 +99,7 @@ class Checks:
         self._wire = Wire("checks", group)
         self.name = name
         self._every = every
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self.parameters: list[nn.Parameter] = []
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
         self.optimizers: list[Optimizer] = []
@@ -160,11 +161,7 @@ class Checks:
         fingerprints.require_same("backward()", compared, rows, self.group)
 
     def require_same_parameters(self, call: str = "backward()") -> None:
-        """Raise on every rank unless all train the same parameters; a collective.
-
-        Args:
-            call: the user's call.
-        """
+        """Raise on every rank unless all train the same parameters; a collective."""
         trained = {i for i, p in enumerate(self.parameters) if p.requires_grad}
         if found := self._first_difference(trained, call):
             label, trains, freezes = found
@@ -203,12 +200,7 @@ class Checks:
         return mark_as_shown_by(RanksDisagreeError(text), self.group.first)
 
     def require_same_rates(self, optimizers: Sequence[Optimizer], call: str = "backward()") -> None:
-        """Raise on every rank unless all use the same learning rates; a collective.
-
-        Args:
-            optimizers: those that update the parameters.
-            call: the user's call.
-        """
+        """Raise on every rank unless all use the same learning rates; a collective."""
         by_rank = collectives.gather(call, rates_of(optimizers, fetch=True), self.group)
         refuse_other_rates(dict(zip(self.group.members, by_rank, strict=True)))
 
@@ -226,7 +218,7 @@ class Checks:
             raise self._disagreement(
                 f"rank {has} has registered the hook {by_rank[ranks.index(has)][0]}, and rank "
                 f"{lacks} has none: gradients are averaged in each backward pass for it, instead "
-                f"of once in accumulate={self._accumulate}. Register hooks on every rank; if only "
+                f"of once in accumulate={self.accumulate}. Register hooks on every rank; if only "
                 "one rank is to act, as for printing, decide inside the hook: "
                 "`if hvkit.is_main(): ...`"
             )
@@ -275,7 +267,7 @@ class Checks:
                 self.require_hooks_on_all_ranks(hooks)
                 self.require_same_gradients(used)
             if found.changes.early:
-                raise mark_as_shown_by(_changed_early(self._accumulate), self.group.first)
+                raise mark_as_shown_by(_changed_early(self.accumulate), self.group.first)
         except (RanksDisagreeError, ValueError):
             if same_buckets:
                 drop()
@@ -358,17 +350,16 @@ def compared_in(
         is_averaged(p) for group in thing.param_groups for p in group["params"]
     ):
         entries = _of_optimizer(thing)
-        held = [(c, r) for e in entries for c, r in zip(e.compared, e.rows, strict=True)]
-        return [c for c, _ in held], [r for _, r in held]
+        return [c for e in entries for c in e.compared], [r for e in entries for r in e.rows]
     return [], []
 
 
 def _of_parameters(
     parameters: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]
 ) -> tuple[list[Compared], list[Rows]]:
-    held = list(parameters)
-    compared = [Compared(_label(labels, i, p), unit_of(p)) for i, p in enumerate(held)]
-    return compared, fingerprints_of(held)
+    tensors = list(parameters)
+    compared = [Compared(_label(labels, i, p), unit_of(p)) for i, p in enumerate(tensors)]
+    return compared, fingerprints_of(tensors)
 
 
 def _label(labels: Mapping[torch.Tensor, str], number: int, parameter: torch.Tensor) -> str:
@@ -388,18 +379,17 @@ class _Entry(NamedTuple):
 
 
 def _of_optimizer(optimizer: Optimizer) -> list[_Entry]:
-    """The options and the state of an optimizer, in order."""
-    kind = type(optimizer).__name__
+    cls = type(optimizer).__name__
     groups = [
         _entry(
-            f"parameter group {g} of {kind}",
+            f"parameter group {g} of {cls}",
             {key: value for key, value in group.items() if key in optimizer.defaults},
         )
         for g, group in enumerate(optimizer.param_groups)
     ]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
-        _entry(f"the state of {kind} for its parameter {i}", optimizer.state.get(p, {}))
+        _entry(f"the state of {cls} for its parameter {i}", optimizer.state.get(p, {}))
         for i, p in enumerate([] if is_sharded(optimizer) else parameters)
     ]
     return groups + states

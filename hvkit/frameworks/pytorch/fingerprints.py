@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rows_of_gradients(gradients: Sequence[torch.Tensor]) -> list[Rows]:
-    """Fingerprints; those of gradients with NaN or infinite values are all zero.
+    """Fingerprints; all zero for gradients with NaN or infinite values.
 
     An allreduce may leave other bits of NaN on each rank.
     """
@@ -61,7 +61,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _row(flat: torch.Tensor) -> torch.Tensor:
-    """What ``hvkit.sync.fingerprints.fingerprint`` is for arrays, for numbers in host memory."""
+    """As ``hvkit.sync.fingerprints.fingerprint``, for a tensor in host memory."""
     words = flat.view(_INTEGERS[flat.element_size()])
     factors, weights = _factors(flat.device)
     bits = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -92,11 +92,11 @@ def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
     # which tensor each sum is of, and of how many segments.
     waiting: dict[torch.dtype, list[tuple[int, int, torch.Tensor]]] = {}
     segments: Counter[torch.dtype] = Counter()
-    places: list[tuple[int, int, int]] = []
+    positions: list[tuple[int, int, int]] = []
     sums: list[torch.Tensor] = []
 
     def add_up(blocks: list[tuple[int, int, torch.Tensor]]) -> None:
-        places.extend((i, b, _segments(block)) for i, b, block in blocks)
+        positions.extend((i, b, _segments(block)) for i, b, block in blocks)
         sums.append(_sums_of_segments([block for *_, block in blocks]))
         blocks.clear()
 
@@ -115,13 +115,13 @@ def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
     bits, values = np.zeros(count, np.int64), np.zeros((count, 2))
     if sums:
         of_segments = torch.cat(sums, dim=1).cpu().numpy()
-        starts = np.cumsum([0, *(number for *_, number in places[:-1])])
+        starts = np.cumsum([0, *(number for *_, number in positions[:-1])])
         with np.errstate(all="ignore"):
             hashes = np.add.reduceat(of_segments[0].view(np.int64), starts)
             added = np.add.reduceat(of_segments[1:], starts, axis=1)
             signs = np.sign(fingerprints.projection_factors())
             for (i, b, _), of_block, (projection, square) in zip(
-                places, hashes, added.T, strict=True
+                positions, hashes, added.T, strict=True
             ):
                 bits[i] = bits[i] * PRIME + of_block
                 values[i] += projection * signs[b % BLOCK], square
@@ -133,7 +133,7 @@ def _segments(block: torch.Tensor) -> int:
 
 
 def _sums_of_segments(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What the fingerprints add up, for each segment of some blocks of one dtype.
+    """The sums of the fingerprints, for each segment of some blocks of one dtype.
 
     Returns:
         float64 of shape (3, segments): the bits of the hash's int64 sums, the projection's sums and

@@ -47,15 +47,15 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: Group) -> None:
 
 
 def own_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the repetitions that ``expand`` made; nothing can write to those."""
+    """The tensor without the repetitions that ``expand`` made, to which nothing can write."""
     return tensor[tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
 def _broadcast_run(targets: list[torch.Tensor], group: Group) -> None:
     if not targets:
         return
-    mine = np.concatenate([copied_bytes(each) for each in targets])
-    received = collectives.broadcast_state(mine, group)
+    sent = np.concatenate([copied_bytes(each) for each in targets])
+    received = collectives.broadcast_state(sent, group)
     start = 0
     for target in targets:
         stop = start + target.numel() * target.element_size()
@@ -67,8 +67,8 @@ def _broadcast_run(targets: list[torch.Tensor], group: Group) -> None:
 def broadcast_optimizer(optimizer: Optimizer, group: Group) -> None:
     """Replace the optimizer's state and its groups' options with the first rank's; a collective.
 
-    If only some ranks hold state (rank 0 alone has loaded a checkpoint), all get the first one's.
-    Its own objects do not change.
+    If only some ranks hold state, as when only rank 0 has loaded a checkpoint, all get that of the
+    first one, whose objects do not change.
     """
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     number = {p: i for i, p in enumerate(parameters)}
@@ -80,16 +80,16 @@ def broadcast_optimizer(optimizer: Optimizer, group: Group) -> None:
     options, state = _from_first((options, state), group)
     if group.rank == 0:
         return
-    for own, theirs in zip(optimizer.param_groups, options, strict=True):
-        for key, value in theirs.items():
-            own[key] = _taken_over(own.get(key), value)
+    for param_group, received in zip(optimizer.param_groups, options, strict=True):
+        for key, value in received.items():
+            param_group[key] = _replaced(param_group.get(key), value)
     optimizer.state.clear()
     for key, value in state.items():
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value
 
 
-# What a learning rate is made of that a script has computed with NumPy. It stays one: of
-# fewer bits than Python's, an update would round in another way.
+# The types in the pickle of a NumPy scalar: a script may compute a learning rate with NumPy. It
+# stays a NumPy scalar, since an update rounds otherwise with a float of Python, of more bits.
 _NUMPY_SCALARS: list[Any] = [
     np.float64(0).__reduce__()[0],
     np.dtype,
@@ -127,18 +127,18 @@ def _first_line(error: Exception) -> str:
     return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
 
 
-def _taken_over(own: Any, theirs: Any) -> Any:
-    """Rank 0's value, copied into this rank's tensor if there is one: the script may hold it."""
-    if not isinstance(own, torch.Tensor) or not isinstance(theirs, torch.Tensor):
-        return theirs
-    if own.shape != theirs.shape or own.dtype != theirs.dtype:
-        return theirs
+def _replaced(value: Any, received: Any) -> Any:
+    """Rank 0's value, copied into this rank's tensor if there is one: the script may have it."""
+    if not isinstance(value, torch.Tensor) or not isinstance(received, torch.Tensor):
+        return received
+    if value.shape != received.shape or value.dtype != received.dtype:
+        return received
     with torch.no_grad():
-        return own.copy_(theirs)
+        return value.copy_(received)
 
 
 def _same_kind_of_device(storage: Any, location: str) -> Any:
-    """Map rank 0's ``cuda:0`` to this rank's own GPU; host memory stays host memory."""
+    """Map rank 0's ``cuda:0`` to this rank's GPU; host memory stays host memory."""
     if location.startswith("cuda"):
         return storage.cuda(torch.cuda.current_device())
     return storage
@@ -159,7 +159,7 @@ def move_to(
         device: this rank's GPU.
         model: moved in place.
         optimizers: of the model.
-        parameters: what they update; those beside the model's are moved, too.
+        parameters: of the optimizers, also ones that are not the model's.
     """
     elsewhere = {p.device for p in model.parameters() if p.is_cuda} - {device}
     if len(elsewhere) != 1 or any(not p.is_cuda for p in model.parameters()):

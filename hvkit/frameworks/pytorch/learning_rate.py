@@ -22,10 +22,7 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 
 
 class RateInStep:
-    """Multiplies the rates of one optimizer, and of those inside it, while they update.
-
-    Args:
-        multiplier: the factor of each step.
+    """Multiplies the rates of one optimizer, and of optimizers inside it, while they update.
 
     Attributes:
         steps_done: optimizer steps so far; a checkpoint sets it when training resumes.
@@ -46,7 +43,6 @@ class RateInStep:
         self.steps_done += 1
 
     def _multiply(self, optimizer: Optimizer) -> None:
-        """Multiply the rates in the optimizer's groups by the factor of this step."""
         if self.steps_done < self._multiplier.warmup_steps:
             _refuse_graph_capture()
         by = self._multiplier.at(self.steps_done)
@@ -67,7 +63,6 @@ class RateInStep:
             self._restores.append(functools.partial(_restore_group, group, rate, multiplied, by))
 
     def _restore(self) -> None:
-        """Give the groups the user's rates again, if they have multiplied ones."""
         restores, self._restores = self._restores, []
         for restore in restores:
             restore()
@@ -110,11 +105,11 @@ def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
 
 
 def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:
-    """The learning rates, with names.
+    """The learning rates, with names for messages.
 
     Args:
-        optimizers: those that update the parameters.
-        fetch: also those on a GPU, which would delay every step.
+        optimizers: update the parameters.
+        fetch: also rates on a GPU, which would delay every step.
     """
     return [
         (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
@@ -125,18 +120,18 @@ def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str,
     ]
 
 
-def refuse_other_rates(everyone: Mapping[int, Sequence[tuple[str, float]]]) -> None:
+def refuse_other_rates(by_rank: Mapping[int, Sequence[tuple[str, float]]]) -> None:
     """Raise on every rank unless all use the same learning rates.
 
     Args:
-        everyone: the ranks' rates, with names, by rank in ascending order.
+        by_rank: the ranks' rates, with names, in ascending order of ranks.
 
     Raises:
         RanksDisagreeError: names the first rate that differs.
     """
-    (shows, rates), *others = everyone.items()
-    for rank, theirs in others:
-        for (name, first), (_, other) in zip(rates, theirs, strict=True):
+    (shows, rates), *others = by_rank.items()
+    for rank, other_rates in others:
+        for (name, first), (_, other) in zip(rates, other_rates, strict=True):
             if first != other:
                 error = RanksDisagreeError(
                     f"the learning rate of {name} is {first!r} on rank {shows} but {other!r} on "

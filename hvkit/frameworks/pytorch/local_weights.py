@@ -37,12 +37,12 @@ from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.update_hooks import Feature, Order
 
 
-class Parameters:
+class ParameterVectors:
     """The parameters of a model, by number; implements ``hvkit.sync.local_weights.Weights``.
 
     Args:
         parameters: in the same order on every rank.
-        checks: what the ranks compare before their first step.
+        checks: compares the ranks before their first step.
         statistics: of normalisation layers, averaged with the weights.
     """
 
@@ -87,12 +87,12 @@ class Parameters:
         return self.in_order[i].nbytes
 
     def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        by_dtype: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i in numbers:
             p = self.in_order[i]
             if p.is_floating_point() or p.is_complex():
-                kinds.setdefault((wire_dtype(p.dtype), p.device), []).append(i)
-        return list(kinds.values())
+                by_dtype.setdefault((wire_dtype(p.dtype), p.device), []).append(i)
+        return list(by_dtype.values())
 
     def read(self, i: int) -> torch.Tensor:
         return to_vector(self.in_order[i])
@@ -168,7 +168,7 @@ class Parameters:
 def exchanges_of_weights(
     group: Group, compression: Compression | None
 ) -> tuple[CarryOut, CompressionState | None]:
-    """What ``RoundKeeper`` needs: how ranks exchange weights, and what the compression keeps."""
+    """Arguments of ``RoundKeeper``: how ranks exchange weights, and the compression's residuals."""
     wire = Wire("weights", group)
     state = CompressionState(compression, ops, wire) if compression else None
     return functools.partial(RunningExchanges, wire.start), state
@@ -181,13 +181,13 @@ class SteppedOptimizer:
     because hooks of the optimizer lead here.
 
     Args:
-        optimizers: one that updates some of the parameters, and those inside it.
+        optimizers: one that updates some of the parameters, and the optimizers inside it.
         hooks: around their steps.
         parameters: of the model.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, parameters: Parameters
+        self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, parameters: ParameterVectors
     ) -> None:
         self.call = f"{type(optimizers[0]).__name__}.step()"
         self.steps = 0
@@ -242,11 +242,11 @@ class SteppedOptimizer:
     def _updated(self) -> Iterator[torch.Tensor]:
         groups = (group for each in self._living() for group in each.param_groups)
         # One on the meta device is another rank's of a mesh.
-        held = (p for group in groups for p in group["params"])
-        return (p for p in held if not (p.is_meta or is_left_to_rank(p)))
+        parameters = (p for group in groups for p in group["params"])
+        return (p for p in parameters if not (p.is_meta or is_left_to_rank(p)))
 
 
-_in_local_training: weakref.WeakSet[Parameters] = weakref.WeakSet()
+_in_local_training: weakref.WeakSet[ParameterVectors] = weakref.WeakSet()
 
 
 def is_kept(parameter: torch.Tensor) -> bool:

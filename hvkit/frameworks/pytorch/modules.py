@@ -1,8 +1,8 @@
-"""Several modules as one model: names of their tensors, and parameters of modules left out.
+"""Several modules as one model: names of their tensors; refuses modules that were left out.
 
-An optimizer may update more than the modules that were passed with it. A parameter of its own, such
-as a temperature, is averaged like those of a module. A module has more: its buffers must begin as
-rank 0's, and its batch norm has statistics.
+An optimizer may update more than the modules that were passed with it. A single parameter, such as
+a temperature, is averaged like the parameters of a module. A module has more: its buffers must
+begin as rank 0's, and its batch norm has statistics.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _OF_THIS_RANK = "_hvkit_of_this_rank"
 
 
 def leave_to_rank(parameter: torch.Tensor) -> None:
-    """Let a tensor that an optimizer holds be each rank's own: no gradient will reach it."""
+    """Let ranks have different values of an optimizer's tensor that no gradient will reach."""
     # No weak reference: PyTorch exchanges no tensor that has one.
     setattr(parameter, _OF_THIS_RANK, True)
 
@@ -77,30 +77,30 @@ def refuse_optimizers_of_others(
             their parameters belong to another module with buffers, batch norm or row-sparse
             gradients, which is named.
     """
-    own = {id(p) for model in models for p in model.parameters()}
+    passed = {id(p) for model in models for p in model.parameters()}
     named = ", ".join(type(model).__name__ for model in models)
-    if not own:
+    if not passed:
         raise ValueError(f"model {named} has no parameters to train")
-    held = {
+    updated = {
         id(p): each
         for each in optimizers
         for g in each.param_groups
         for p in g["params"]
         if not is_left_to_rank(p)
     }
-    if own.isdisjoint(held):
-        kinds = ", ".join(type(each).__name__ for each in optimizers)
+    if passed.isdisjoint(updated):
+        classes = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(
-            f"optimizer {kinds} holds none of the {len(own)} parameters of {named}: make it from "
-            "the parameters() of the model that you pass"
+            f"optimizer {classes} holds none of the {len(passed)} parameters of {named}: make it "
+            "from the parameters() of the model that you pass"
         )
-    others = held.keys() - own - {id(p) for module in known for p in module.parameters()}
+    others = updated.keys() - passed - {id(p) for module in known for p in module.parameters()}
     if not others:
         return
     for module, number in _left_out(models, others):
         text = (
-            f"optimizer {type(held[number]).__name__} also updates {type(module).__name__}, which "
-            "was not passed to hvkit.distribute"
+            f"optimizer {type(updated[number]).__name__} also updates {type(module).__name__}, "
+            "which was not passed to hvkit.distribute"
         )
         fix = "pass all modules that it updates: hvkit.distribute([encoder, decoder], optimizer)"
         if parts := _needs(module):
@@ -115,8 +115,8 @@ def _left_out(models: Sequence[nn.Module], numbers: Iterable[int]) -> list[tuple
     objects of the process, which takes about 0.1 s for a million.
 
     Args:
-        models: those that were passed.
-        numbers: ids of parameters that are not theirs.
+        models: passed to ``distribute``.
+        numbers: ids of parameters of other modules.
 
     Returns:
         Each module with one of the parameters. Not lists of parameters, nor an object that contains
@@ -138,7 +138,7 @@ def _left_out(models: Sequence[nn.Module], numbers: Iterable[int]) -> list[tuple
 
 
 def _needs(module: nn.Module) -> str:
-    """What of a module an optimizer does not know of, and hvkit has to; empty if nothing."""
+    """Parts of a module that hvkit must know to keep them equal on all ranks; may be empty."""
     sparse = nn.Embedding | nn.EmbeddingBag
     parts = {
         "its batch norm": any(isinstance(each, _NormBase) for each in module.modules()),
@@ -153,7 +153,7 @@ def _needs(module: nn.Module) -> str:
 def named_parameters(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> dict[str, nn.Parameter]:
-    """The parameters of the models, and those that only an optimizer holds; each once."""
+    """The parameters of the models, and the ones that only optimizers have; each once."""
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, p in named_in(models, lambda model: model.named_parameters()).items():

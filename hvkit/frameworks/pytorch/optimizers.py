@@ -47,12 +47,12 @@ def refuse_own_steps(options: Options, optimizers: Sequence[Optimizer]) -> None:
 
 
 def mean_of_ranks(loss: Any) -> torch.Tensor:
-    """The loss that a closure returns to the optimizer: of all ranks, for LBFGS; a collective.
+    """The mean over ranks of the loss that a closure returns to the optimizer; a collective.
 
     LBFGS decides by the loss how far to go and when to stop; all ranks must decide the same.
     """
-    mine = torch.as_tensor(loss).detach()
-    return mine.new_tensor(metrics.average(float(mine)))
+    local = torch.as_tensor(loss).detach()
+    return local.new_tensor(metrics.average(float(local)))
 
 
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
@@ -66,21 +66,21 @@ def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def optimizers_held(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers among this one's attributes, also those with groups of their own."""
-    held: list[Any] = []
+    """The optimizers among this one's attributes, also ones with separate groups."""
+    attributes: list[Any] = []
     for value in vars(optimizer).values():
-        held.extend(value if isinstance(value, list | tuple) else [value])
-    return [each for each in held if isinstance(each, Optimizer)]
+        attributes.extend(value if isinstance(value, list | tuple) else [value])
+    return [each for each in attributes if isinstance(each, Optimizer)]
 
 
 def stepping_in(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer and those inside it, as far as functions can be called around their steps.
+    """The optimizer and the ones inside it, as far as functions can be called around their steps.
 
-    Those of Opacus and Accelerate leave out ``Optimizer.__init__``, which makes the lists of hooks;
-    their steps call that of the optimizer inside.
+    Optimizers of Opacus and Accelerate leave out ``Optimizer.__init__``, which makes the lists of
+    hooks; their steps call the step of the optimizer inside.
     """
-    everyone = [optimizer, *optimizers_inside(optimizer)]
-    return [each for each in everyone if hasattr(each, "_optimizer_step_pre_hooks")]
+    candidates = [optimizer, *optimizers_inside(optimizer)]
+    return [each for each in candidates if hasattr(each, "_optimizer_step_pre_hooks")]
 
 
 def around_scaled_steps(
@@ -93,6 +93,17 @@ def around_scaled_steps(
     # In the instance, so that the function may hold the optimizer; pickled ones leave it out.
     vars(optimizer)[_SCALED_STEP] = function
     _patch_scaler()
+
+
+def refuse_grad_scaler(optimizer: Optimizer, text: str) -> None:
+    """Raise a ``ValueError`` with this text if an enabled ``GradScaler`` steps the optimizer."""
+
+    def refuse(scaler: Any, step: Callable[[], Any]) -> Any:
+        if scaler.is_enabled():
+            raise ValueError(text)
+        return step()
+
+    around_scaled_steps(optimizer, refuse)
 
 
 def before_unscaling(optimizer: Optimizer, function: Callable[[], None]) -> None:
@@ -153,26 +164,26 @@ def _is_ready(scaler: Any, optimizer: Optimizer) -> bool:
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
-def hook_steps_of_parents(kind: type[Any]) -> None:
+def hook_steps_of_parents(cls: type[Any]) -> None:
     """Make the step hooks run around the steps of parent classes as well.
 
     PyTorch does this itself when it makes the first optimizer of such a class.
     """
-    for each in _with_step(kind):
+    for each in _with_step(cls):
         if not getattr(vars(each)["step"], "hooked", False):
             each.step = Optimizer.profile_hook_step(each.step)
             each.step.hooked = True
 
 
 @functools.cache
-def leaves_update_to_parent(kind: type[Any], depth: int) -> bool:
-    """Whether the running step calls the step of a parent class, as many own optimizers do.
+def leaves_update_to_parent(cls: type[Any], depth: int) -> bool:
+    """Whether the running step calls the step of a parent class, as many derived optimizers do.
 
     Args:
-        kind: the optimizer's class.
+        cls: the optimizer's class.
         depth: how many of its classes' steps are running, from 1.
     """
-    with_step = _with_step(kind)
+    with_step = _with_step(cls)
     if depth >= len(with_step):
         return False
     code = inspect.unwrap(vars(with_step[depth - 1])["step"]).__code__
@@ -182,6 +193,6 @@ def leaves_update_to_parent(kind: type[Any], depth: int) -> bool:
     )
 
 
-def _with_step(kind: type[Any]) -> list[type[Any]]:
+def _with_step(cls: type[Any]) -> list[type[Any]]:
     """The optimizer's classes that define a step, the class itself first."""
-    return [each for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
+    return [each for each in cls.__mro__ if "step" in vars(each) and each is not Optimizer]

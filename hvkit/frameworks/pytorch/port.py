@@ -33,7 +33,7 @@ from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_avera
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.frameworks.pytorch.learning_rate import RateInStep
 from hvkit.frameworks.pytorch.local_weights import (
-    Parameters,
+    ParameterVectors,
     SteppedOptimizer,
     exchanges_of_weights,
     is_kept,
@@ -211,7 +211,7 @@ class PyTorchPort:
         """Call hooks around the optimizers' steps, and return their records.
 
         Args:
-            hooks: only those that act inside updates may be missing so far.
+            hooks: with all features but the ones that act inside updates.
             divided: whether the ranks have parts of the optimizers' state.
         """
         records: list[tuple[Any, Record]] = []
@@ -252,17 +252,16 @@ class PyTorchPort:
         compression = self.options.compression
         keeper: GradientReducer | RoundKeeper | ServerKeeper
         if isinstance(strategy := self.options.strategy, Rounds):
-            weights = Parameters(self.parameters.values(), checks, statistics)
+            weights = ParameterVectors(self.parameters.values(), checks, statistics)
             keeper = RoundKeeper(strategy, weights, name, *exchanges_of_weights(group, compression))
         elif isinstance(strategy, ParameterServer):
-            weights = Parameters(self.parameters.values(), checks, statistics)
+            weights = ParameterVectors(self.parameters.values(), checks, statistics)
             keeper = ServerKeeper(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
             keeper = self.reducer = GradientReducer(
                 self.parameters.values(),
                 row_sparse=sparse_embeddings(self.model) & set(self.parameters.values()),
-                accumulate=self.options.accumulate,
                 checks=checks,
                 strategy=strategy,
                 compression=compression,
@@ -288,7 +287,6 @@ class PyTorchPort:
         name: str,
         statistics: RunningStatistics | None,
     ) -> list[tuple[Any, Record]]:
-        """Divide models and optimizers; return records of the models."""
         from hvkit.frameworks.pytorch.divided_state import fully_shard
 
         # A proxy: records must not lead to the models, whose hooks keep the object.
@@ -297,14 +295,13 @@ class PyTorchPort:
         )
         records: list[tuple[Any, Record]] = []
         for number, model in enumerate(self.models):
-            held: Any = weakref.proxy(fully_shard.plain(model))
+            plain: Any = weakref.proxy(fully_shard.plain(model))
             prefix = f"{number}."
-            gather = functools.partial(fully_shard.DividedModels.gathered, divided, held, prefix)
+            gather = functools.partial(fully_shard.DividedModels.gathered, divided, plain, prefix)
             records.append((model, Record(gathered=gather)))
         return records
 
     def _multiply_rate(self, optimizer: Optimizer, hooks: UpdateHooks) -> RateInStep | None:
-        """Let updates use multiplied rates."""
         if self.multiplier.changes_nothing or has_step_length(optimizer):
             return None
         rate = RateInStep(self.multiplier)
@@ -336,7 +333,7 @@ _bytes_not_looked_for = 0
 def _free_dropped_models(size: int) -> None:
     """Free earlier models that the script has dropped, from time to time.
 
-    Each is a cycle of few objects with much memory, which Python alone would leave for long.
+    Each is a cycle of few objects with much memory, which Python's collector would leave for long.
 
     Args:
         size: bytes of the parameters of the model that is distributed now.
@@ -348,16 +345,17 @@ def _free_dropped_models(size: int) -> None:
     _bytes_not_looked_for += size
 
 
-def _keep_as_long_as(parameters: Iterable[Any], thing: object) -> None:
-    """Let something live as long as any of these parameters, also without the optimizers.
+def _keep_as_long_as(parameters: Iterable[Any], kept: object) -> None:
+    """Let an object live as long as any of these parameters, also without the optimizers.
 
-    It goes beside the hooks of a parameter: pickles and copies leave those out, and the garbage
-    collector sees them, so that models are freed although the thing refers to their parameters.
+    The reference is an attribute of the parameter's dict of hooks: pickles and copies leave that
+    out, and the garbage collector sees it, so that models are freed although the object refers to
+    their parameters.
     """
     for p in parameters:
         if p._backward_hooks is None:
             p._backward_hooks = OrderedDict()
-        vars(p._backward_hooks).setdefault("_hvkit", []).append(thing)
+        vars(p._backward_hooks).setdefault("_hvkit", []).append(kept)
 
 
 def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
@@ -387,11 +385,7 @@ def watch_updates() -> None:
 
 
 def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool) -> None:
-    """Raise if an earlier call got one of the parameters, with another model.
-
-    Raises:
-        ValueError: names the parameter.
-    """
+    """Raise if an earlier call got one of the parameters, with another model."""
     for name, p in parameters.items():
         if is_distributed_parameter(p):
             part = name if "optimizer" in name or several else f"{name} of this model"

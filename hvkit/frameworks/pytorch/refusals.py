@@ -1,6 +1,7 @@
-"""Refuses models that something else distributes, and what ``fully_shard`` cannot divide.
+"""Refuses models and optimizers that hvkit cannot keep equal on all ranks, or cannot divide.
 
-Wrappers of models and ``torch.distributed`` would average gradients as well.
+Wrappers of models and ``torch.distributed`` would average gradients as well. Another optimizer than
+the one that was passed would change weights unseen.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def refuse_other_wrappers(model: nn.Module) -> None:
             "(model.module) and its optimizer"
         )
     for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS and kind.__module__.split(".")[0] in _LIBRARIES:
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS and cls.__module__.split(".")[0] in _LIBRARIES:
                 part = f"model part {name!r}" if name else "model"
                 raise TypeError(
-                    f"{part} is wrapped in {kind.__name__}, which itself distributes training: "
-                    f"{_WRAPPERS[kind.__name__]}"
+                    f"{part} is wrapped in {cls.__name__}, which itself distributes training: "
+                    f"{_WRAPPERS[cls.__name__]}"
                 )
     for name, parameter in model.named_parameters():
         if is_divided(parameter):
@@ -63,7 +64,7 @@ def refuse_other_wrappers(model: nn.Module) -> None:
 
 
 def refuse_changes_in_forward(model: nn.Module) -> None:
-    """Raise if the forward pass changes weights by what this rank's batch holds.
+    """Raise if the forward pass changes weights depending on this rank's batch.
 
     With one process it may.
 
@@ -74,9 +75,9 @@ def refuse_changes_in_forward(model: nn.Module) -> None:
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            kind, limit = type(module).__name__, module.max_norm
+            cls, limit = type(module).__name__, module.max_norm
             raise ValueError(
-                f"{f'layer {name!r}' if name else 'the model'} is an {kind} with max_norm={limit}: "
+                f"{f'layer {name!r}' if name else 'the model'} is an {cls} with max_norm={limit}: "
                 "its forward pass changes the rows that a rank looks up, so the ranks' weights "
                 "would differ. Make it without max_norm, and on every rank call "
                 f"`with torch.no_grad(): layer.weight.renorm_({module.norm_type}, 0, {limit})` "
@@ -94,12 +95,7 @@ _IN_MESH = "_hvkit_in_mesh"
 
 
 def mark_in_mesh(parameter: torch.Tensor, *, pipeline: bool) -> None:
-    """Remember that the ranks of a mesh hold this parameter, or a part of it.
-
-    Args:
-        parameter: of a model.
-        pipeline: whether the ranks hold stages of the model.
-    """
+    """Remember that the ranks of a mesh hold this parameter, or a part of it."""
     # No weak reference: PyTorch exchanges no tensor that has one.
     setattr(parameter, _IN_MESH, pipeline)
 
@@ -136,7 +132,7 @@ def refuse_what_cannot_be_divided(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """Raise for what PyTorch's ``fully_shard`` leaves no room for.
+    """Raise for models and optimizers that PyTorch's ``fully_shard`` cannot divide.
 
     Raises:
         ValueError: names the option, the parameter or layer of a model, or the optimizer.
@@ -144,9 +140,9 @@ def refuse_what_cannot_be_divided(
     for model in models:
         _refuse_model(strategy, model)
     _refuse_shared(strategy, models)
-    own = {p for model in models for p in model.parameters()}
+    passed = {p for model in models for p in model.parameters()}
     for each in optimizers:
-        _refuse_optimizer(strategy, own, each)
+        _refuse_optimizer(strategy, passed, each)
 
 
 def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
@@ -186,7 +182,7 @@ def refuse_sparse(divided_by: object, model: nn.Module) -> None:
 
 
 def _refuse_shared(strategy: FullyShard, models: Sequence[nn.Module]) -> None:
-    """Raise if two models share a parameter: each gathers and drops its own."""
+    """Raise if two models share a parameter: each gathers and drops its parameters."""
     owner: dict[torch.Tensor, int] = {}
     for number, model in enumerate(models):
         for name, p in model.named_parameters():
@@ -197,8 +193,10 @@ def _refuse_shared(strategy: FullyShard, models: Sequence[nn.Module]) -> None:
                 )
 
 
-def _refuse_optimizer(strategy: FullyShard, own: set[nn.Parameter], optimizer: Optimizer) -> None:
-    others = [p for g in optimizer.param_groups for p in g["params"] if p not in own]
+def _refuse_optimizer(
+    strategy: FullyShard, passed: set[nn.Parameter], optimizer: Optimizer
+) -> None:
+    others = [p for g in optimizer.param_groups for p in g["params"] if p not in passed]
     if others:
         raise ValueError(
             f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's, "
@@ -248,17 +246,19 @@ def refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
 
 
 _ours: WeakSet[Optimizer] = WeakSet()
-# Optimizers that held no parameter of a distributed model, with their number of parameters then.
+# Optimizers that had no parameter of a distributed model, with their number of parameters then.
 _harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def refuse_other_optimizers(
     optimizers: Sequence[Optimizer], is_averaged: Callable[[torch.Tensor], bool]
 ) -> None:
-    """Let only these optimizers, and those of earlier calls, update distributed models.
+    """Let only these optimizers, and the ones of earlier calls, update distributed models.
+
+    Nothing keeps state, rate and steps of other optimizers equal on all ranks.
 
     Args:
-        optimizers: those that ``distribute`` got.
+        optimizers: passed to ``distribute``.
         is_averaged: whether any distributed model has the parameter.
     """
     _ours.update(optimizers)
@@ -280,8 +280,8 @@ def watch_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
 def _refuse_if_distributed(
     optimizer: Optimizer, is_averaged: Callable[[torch.Tensor], bool]
 ) -> None:
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _harmless.get(optimizer) == held:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _harmless.get(optimizer) == count:
         return
     around_one_of_ours = any(each in _ours for each in optimizers_inside(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -289,12 +289,12 @@ def _refuse_if_distributed(
         raise ValueError(
             f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
             "to hvkit.distribute, but was not passed itself, so nothing keeps it equal on all "
-            "ranks: use the optimizer that was passed, and pass those of later phases in the same "
-            "call: distribute(model, [first, second])"
+            "ranks: use the optimizer that was passed, and pass optimizers of later phases in the "
+            "same call: distribute(model, [first, second])"
         )
     # One of ours may update copies, such as master weights, with an optimizer that it holds.
     held_by_ours = any(optimizer is each for ours in _ours for each in optimizers_held(ours))
-    # Tensors that are no parameters may be inputs or codes, of which each rank has its own.
+    # Tensors that are no parameters may be inputs or codes, which differ between ranks.
     of_model = any(isinstance(p, nn.Parameter) for p in parameters)
     # Horovod's wrapper averages by itself, and so may PyTorch where nothing was passed to hvkit.
     by_others = type(optimizer).__module__.startswith("horovod.") or (
@@ -302,4 +302,4 @@ def _refuse_if_distributed(
     )
     if of_model and not around_one_of_ours and not held_by_ours and not by_others:
         warn_of_own_models(type(optimizer).__name__)
-    _harmless[optimizer] = held
+    _harmless[optimizer] = count

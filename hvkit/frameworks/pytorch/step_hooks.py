@@ -1,4 +1,4 @@
-"""Calls what hvkit does around the steps of PyTorch's optimizers, and notices new parameters.
+"""Calls features around the steps of PyTorch's optimizers, and notices new parameters.
 
 ``attach`` puts an optimizer's ``UpdateHooks``, whose order is that of ``hvkit.sync.update_hooks``,
 around its ``step()``, by hooks of PyTorch's: they also run if a script compiles ``optimizer.step``,
@@ -29,13 +29,13 @@ from hvkit.sync.update_hooks import Closure, Feature
 
 _Hooks = OrderedDict[int, Callable[..., Any]]
 
-# Not compiled with a step that is: what hooks look at differs from step to step, and torch.compile
-# compiles the update as it would without hvkit.
+# Hooks are not compiled with a compiled step: they look at values that differ from step to step.
+# torch.compile compiles the update as it would without hvkit.
 _uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
 
 
 class UpdateHooks:
-    """The features around the updates of one optimizer, and of those inside it.
+    """The features around the updates of one optimizer, and of the optimizers inside it.
 
     An update may run others inside it: of a parent class, or of an optimizer that this one holds.
     They belong to the outermost one, and only that one has hooks. But if new gradients have come
@@ -55,7 +55,7 @@ class UpdateHooks:
         """Let a feature act around updates.
 
         Raises:
-            ValueError: another has its place.
+            ValueError: another feature has the same place.
         """
         if any(each.place is feature.place for each in self._features):
             raise ValueError(f"two features at {feature.place.name} around an optimizer's updates")
@@ -95,7 +95,7 @@ class UpdateHooks:
             closure: computes the gradients; None if they are there.
 
         Returns:
-            What to call in place of the closure.
+            The function to call in place of the closure.
         """
         if self.depth and closure is None and any(renewed() for renewed in self._renewed):
             self.fail(optimizer, 0)
@@ -129,7 +129,7 @@ class UpdateHooks:
         return with_hooks
 
     def end(self, optimizer: Any) -> None:
-        """After an update; what has begun inside another ends inside it."""
+        """After an update; an update that began inside another ends inside it."""
         if not self.depth:  # the hooks ran around an update inside this one
             return
         self.depth -= 1
@@ -166,7 +166,7 @@ def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
     """Call hooks around the steps of an optimizer; add all features before.
 
     Args:
-        optimizers: the optimizer, and those inside it, whose steps may be called directly.
+        optimizers: the optimizer, and the ones inside it, whose steps may be called directly.
         hooks: around the outermost of steps that run inside each other.
     """
     innermost = _Innermost(hooks) if hooks.act_in_updates else None
@@ -213,7 +213,7 @@ def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | No
 
 
 class _Innermost:
-    """Calls what is closest to the updates of an optimizer, and of those inside it.
+    """Calls the features closest to the updates of an optimizer, and of the ones inside it.
 
     Args:
         hooks: of these optimizers; they count the steps that run inside each other.
@@ -225,13 +225,17 @@ class _Innermost:
         self._begun_at = 0
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Call it in each update; return what keeps it the closest, to call before a step."""
+        """Call the features in each update.
+
+        Returns:
+            A function that keeps them the closest, to call before a step.
+        """
         hook_steps_of_parents(type(optimizer))
         before = optimizer.register_step_pre_hook(_uncompiled(self._begin))
         after = optimizer.register_step_post_hook(_uncompiled(self._end))
 
         def keep_innermost() -> None:
-            # The user's own hooks read and set the user's rate.
+            # The user's hooks read and set the user's rate.
             cast(_Hooks, optimizer._optimizer_step_pre_hooks).move_to_end(before.id)
             cast(_Hooks, optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
 
@@ -246,8 +250,8 @@ class _Innermost:
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # A step that calls its parent's runs the hooks twice. Before that call it may set the
         # user's rate itself.
-        depth, kind = self._hooks.depth, type(optimizer)
-        if self._begun_at or leaves_update_to_parent(kind, depth):  # type: ignore[arg-type]
+        depth, cls = self._hooks.depth, type(optimizer)
+        if self._begun_at or leaves_update_to_parent(cls, depth):  # type: ignore[arg-type]
             return None
         self._begun_at = depth
         self._hooks.begin_update(optimizer)
@@ -284,8 +288,8 @@ def _with_closure(closure: Closure, args: Any, kwargs: Any) -> Any:
     return (args[0], closure, *args[2:]), rest
 
 
-class Adopting(Protocol):
-    """What keeps parameters in step."""
+class ParameterKeeper(Protocol):
+    """Keeps parameters in step."""
 
     def __contains__(self, parameter: torch.Tensor) -> bool: ...
 
@@ -294,27 +298,27 @@ class Adopting(Protocol):
 
 
 def follow_groups(
-    optimizers: Sequence[Optimizer], keeper: Adopting, ranks: Group
+    optimizers: Sequence[Optimizer], keeper: ParameterKeeper, ranks: Group
 ) -> Callable[[], bool]:
     """Keep parameters in step that the script adds to an optimizer later, too.
 
     This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
 
     Args:
-        optimizers: one, and those inside it.
-        keeper: gets the new parameters, once all ranks hold the first one's values.
-        ranks: those that train them.
+        optimizers: one, and the ones inside it.
+        keeper: gets the new parameters, once all ranks have the first rank's values.
+        ranks: train the parameters.
 
     Returns:
-        What looks for parameters that came in another way, and returns whether there were any; a
-        collective if there are.
+        A function that looks for parameters added in another way, and returns whether there were
+        any; a collective if there are.
     """
 
     def adopt() -> bool:
         groups = [group for each in optimizers for group in each.param_groups]
-        held = dict.fromkeys(p for group in groups for p in group["params"])
-        # One on the meta device is another rank's of a mesh.
-        new = [p for p in held if not (p in keeper or p.is_meta or is_left_to_rank(p))]
+        updated = dict.fromkeys(p for group in groups for p in group["params"])
+        # In a mesh, other ranks' parameters are on the meta device.
+        new = [p for p in updated if not (p in keeper or p.is_meta or is_left_to_rank(p))]
         if new:
             facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
             advice = "add the same group on every rank"

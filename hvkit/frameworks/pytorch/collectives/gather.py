@@ -57,7 +57,7 @@ def gather(
 
 
 def with_values(total: Any, count: Any) -> tuple[Any, Any]:
-    """Both, once they have values: a pipeline's outputs may wait for theirs.
+    """Both, once they have values, for which outputs of a pipeline may wait.
 
     Raises:
         NotImplementedError: they have none, as on the meta device.
@@ -71,11 +71,11 @@ def with_values(total: Any, count: Any) -> tuple[Any, Any]:
 
 
 def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
-    """What ranks compare, and those need to know that have numbers only.
+    """Facts that ranks compare, and that a rank needs which has numbers only.
 
     Returns:
         The framework, the mean's dtype, the device's type, whether a backward pass may come back,
-        and of both the shape, None for a number.
+        and the shapes of both, None for a number.
 
     Raises:
         TypeError: one of them is complex.
@@ -83,29 +83,29 @@ def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
     given = [each for each in (total, count) if isinstance(each, torch.Tensor)]
     if any(each.is_complex() for each in given):
         raise TypeError("pass the real and the imaginary part: torch.view_as_real(total)")
-    kind = torch.result_type(total, count)
-    kind = kind if kind.is_floating_point else torch.get_default_dtype()
+    dtype = torch.result_type(total, count)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in (total, count)]
-    name = str(kind).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     return "torch", name, given[0].device.type, any(map(needs_gradients, given)), shapes
 
 
 def mean(
     both: Sequence[Any], shapes: Sequence[Sequence[int]], facts: Sequence[Any], ranks: float | None
 ) -> torch.Tensor:
-    """The sum over ranks of the total divided by that of the count; one collective.
+    """The sum of totals over ranks, divided by the sum of counts; one collective.
 
     Args:
         both: total and count: tensors, or numbers.
         shapes: of both, the same on every rank.
-        facts: what ``facts_of_mean`` returns on this rank, or for one with numbers on another; here
-            a backward pass may come back if it may on any rank.
-        ranks: by what gradients are multiplied; None for the number of ranks.
+        facts: as ``facts_of_mean`` returns them on this rank, or on another if this one has only
+            numbers. Here a backward pass may come back if it may on any rank.
+        ranks: the factor of gradients; None for the number of ranks.
     """
     if size() == 1:
         found: torch.Tensor = both[0] / both[1]
         return found
-    _, kind, device, needed, _ = facts
+    _, dtype, device, needed, _ = facts
     devices = [each.device for each in both if isinstance(each, torch.Tensor)] or [device]
     wide = [
         each.to(devices[0]).double()
@@ -121,14 +121,14 @@ def mean(
     sums = apply(numbers, next(serial) % _NAMES, ranks)
     totals, counts = sums.split([each.numel() for each in wide])
     found = totals.view(wide[0].shape) / counts.view(wide[1].shape)
-    return found.to(getattr(torch, kind))
+    return found.to(getattr(torch, dtype))
 
 
 def _with_backward(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers of a rank that has computed nothing, for a script that calls ``backward()`` on all.
 
-    Its pass must average gradients, too, as zeros. Of several models nobody knows which the other
-    ranks have computed: then ``backward()`` raises.
+    This rank's pass must average gradients, too, as zeros. With several models, it is not known
+    which of them the other ranks have computed: then ``backward()`` raises.
     """
     parameters = trained_parameters()
     if not parameters:
@@ -139,7 +139,10 @@ def _with_backward(numbers: torch.Tensor) -> torch.Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Of numbers of all ranks. Gradients of weights are averaged later, so this one is times N."""
+    """Adds up numbers of all ranks.
+
+    Gradients of weights become means later, so its gradient is multiplied by their number.
+    """
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, serial: int, ranks: float | None) -> torch.Tensor:
@@ -165,15 +168,15 @@ class _Gather(torch.autograd.Function):
         ctx.wire, ctx.name, ctx.weight = Wire("objects", group), name, weight
         ctx.sizes = [math.prod(shape) for shape in shapes]
         # As bytes: Horovod does not have every dtype.
-        everyone = ctx.wire.gather(bytes_of(tensor), name).view(tensor.dtype)
-        pieces = zip(everyone.split(ctx.sizes), shapes, strict=True)
+        joined = ctx.wire.gather(bytes_of(tensor), name).view(tensor.dtype)
+        pieces = zip(joined.split(ctx.sizes), shapes, strict=True)
         return tuple(piece.clone().view(shape) for piece, shape in pieces)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         flat = torch.cat([each.reshape(-1) for each in gradients])
-        own = gradients[ctx.wire.rank]
+        local = gradients[ctx.wire.rank]
         start = sum(ctx.sizes[: ctx.wire.rank])
         sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         sent = sent.to(wire_dtype(flat.dtype))
@@ -182,7 +185,7 @@ class _Gather(torch.autograd.Function):
         with call("the backward pass of hvkit.allgather"):
             total = ctx.wire.sum(sent, f"{ctx.name}.backward")
         width = total.numel() // max(flat.numel(), 1)  # 2 for complex numbers
-        mine = total[start * width : (start + own.numel()) * width]
+        mean = total[start * width : (start + local.numel()) * width]
         if ctx.weight not in (0, 1):  # this rank's gradients are multiplied by it later
-            mine = mine / ctx.weight
-        return shaped_like(own, mine).to(own.dtype), None, None, None, None
+            mean = mean / ctx.weight
+        return shaped_like(local, mean).to(local.dtype), None, None, None, None

@@ -27,8 +27,8 @@ _WIRE_DTYPE = {
 class Wire:
     """Collectives on tensors, for one purpose.
 
-    Those that ``start_`` return at once; ``wait`` returns their result. A name is the same on every
-    rank, and no two collectives that run at the same time share one.
+    Methods named ``start_`` return at once; ``wait`` returns their result. A name is the same on
+    every rank, and no two collectives that run at the same time have the same one.
 
     A rank that is lost ends every wait with ``RankLostError``; ranks that send different shapes or
     dtypes all raise ``RanksDisagreeError``.
@@ -38,7 +38,7 @@ class Wire:
         group: the ranks that take part; None for all.
 
     Attributes:
-        rank: this process's place in the group.
+        rank: this process's rank in the group.
         size: of the group.
         prescale: ``1 / size`` if gradients may be multiplied by it before they are added up: a
             power of two, which rounds nothing but subnormal numbers. Else None.
@@ -73,54 +73,34 @@ class Wire:
         """Start to put all ranks' rows below each other, in rank order.
 
         Args:
-            tensor: of shape (rows, ...), with each rank's own number of rows.
+            tensor: of shape (rows, ...); ranks may have different numbers of rows.
             name: of the collective.
         """
         count(self._purpose, of_allgather(tensor.nbytes, self.size))
-        with translated(), torch.inference_mode(False):
-            handle: int = self._hvd.allgather_async(
-                _ordinary(tensor), name=name, process_set=self._ranks
-            )
-            return handle
+        return self._start(self._hvd.allgather_async, tensor, name)
 
-    def start_shares(self, tensor: torch.Tensor, name: str) -> int:
-        """Start to exchange equal shares: this rank gets its share of every rank's rows.
-
-        Args:
-            tensor: of shape (size * n, ...); the result has the same, n rows of each rank in rank
-                order.
-            name: of the collective.
-        """
-        count(self._purpose, of_alltoall(tensor.nbytes, self.size))
+    def _start(self, collective: Any, tensor: torch.Tensor, name: str, **options: Any) -> int:
         with translated(), torch.inference_mode(False):
-            handle: int = self._hvd.alltoall_async(
-                _ordinary(tensor), name=name, process_set=self._ranks
-            )
-            return handle
-
-    def start_messages(self, messages: Messages, name: str) -> int:
-        """Start to exchange messages between single ranks."""
-        rows, sent = messages.rows, messages.sent
-        size = rows.nbytes // max(len(rows), 1)
-        count(self._purpose, *of_messages(size, sent, self.rank))
-        with translated(), torch.inference_mode(False):
-            splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
-            handle: int = self._hvd.alltoall_async(
-                _ordinary(rows), splits=splits, name=name, process_set=self._ranks
-            )
+            # Horovod's thread is outside of inference mode.
+            tensor = tensor.clone() if tensor.is_inference() else tensor
+            handle: int = collective(tensor, name=name, process_set=self._ranks, **options)
             return handle
 
     def start(self, exchange: Exchange, name: str) -> Callable[[], torch.Tensor]:
-        """Start what a compression or a strategy needs; return what waits for the result."""
+        """Start an exchange of a compression or a strategy; return a function that waits for it."""
         match exchange:
             case Mean(vector):
                 handle = self.start_mean(vector.clone(), name)
             case Gather(rows):
                 handle = self.start_gather(rows, name)
             case AllToAll(rows):
-                handle = self.start_shares(rows, name)
-            case Messages():
-                handle = self.start_messages(exchange, name)
+                count(self._purpose, of_alltoall(rows.nbytes, self.size))
+                handle = self._start(self._hvd.alltoall_async, rows, name)
+            case Messages(rows, sent):
+                size = rows.nbytes // max(len(rows), 1)
+                count(self._purpose, *of_messages(size, sent, self.rank))
+                splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
+                handle = self._start(self._hvd.alltoall_async, rows, name, splits=splits)
         return functools.partial(self.wait, handle)
 
     def wait(self, handle: int) -> torch.Tensor:
@@ -153,7 +133,7 @@ class Wire:
 def _follow_default_stream(result: torch.Tensor) -> None:
     """Queue further work of this thread's stream after what Horovod has ordered: the default one's.
 
-    The script may compute on a stream of its own.
+    The script may compute on another stream.
     """
     if not result.is_cuda:
         return
@@ -164,11 +144,6 @@ def _follow_default_stream(result: torch.Tensor) -> None:
     if stream != default:
         stream.wait_stream(default)
         result.record_stream(stream)  # Horovod may have made it on the default one
-
-
-def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of one from inference mode: Horovod's thread is outside of that."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 ::
 
     sharded                the optimizer's: each rank updates the parameters it owns, and sends them
-    └── trials             an optimizer of a user's own, tried on a few small parameters
+    └── trials             whether an optimizer can be divided, tried on a few small parameters
     fully_shard            weights, gradients and state, by PyTorch's fully_shard
     └── process_group      torch.distributed between Horovod's ranks
 """

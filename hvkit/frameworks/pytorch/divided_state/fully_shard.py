@@ -302,11 +302,7 @@ def _waited(start: Callable[[], Any], number: int, key: str, sent: torch.Tensor)
 
 
 def _require_gradients(optimizer: Optimizer) -> None:
-    """Raise if a step would change nothing.
-
-    Raises:
-        ValueError: no parameter has a gradient.
-    """
+    """Raise if a step would change nothing."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     # A rank may have no part of a small parameter.
     trained = [p for p in trained if not isinstance(p, DTensor) or p.to_local().numel()]

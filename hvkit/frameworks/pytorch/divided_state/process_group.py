@@ -1,4 +1,4 @@
-"""``torch.distributed`` between the ranks that Horovod has, for PyTorch's own ways of training.
+"""``torch.distributed`` between Horovod's ranks, for PyTorch's ``fully_shard`` and pipelines.
 
 It needs no variables of ``torchrun``: rank 0 opens a store, and Horovod tells the others where.
 """
@@ -92,18 +92,18 @@ def require_gpus_of_their_own() -> None:
 
 
 @functools.cache
-def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Groups of ranks along each axis of a mesh; a collective of all ranks, the first time.
 
     Args:
-        kind: of the ranks' devices, ``"cpu"`` or ``"cuda"``.
+        device_type: of the ranks, ``"cpu"`` or ``"cuda"``.
         shape: its product is the number of ranks.
 
     Raises:
         LaunchError: as ``start``.
     """
     start()
-    return init_device_mesh(kind, shape, mesh_dim_names=names)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 @functools.cache
@@ -115,20 +115,20 @@ def group_of(rows: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
     """
     start()
     divide: Any = dist.new_subgroups_by_enumeration
-    own: dist.ProcessGroup = divide([list(row) for row in rows])[0]
-    return own
+    group: dist.ProcessGroup = divide([list(row) for row in rows])[0]
+    return group
 
 
 @functools.cache
 def subgroup_of(ranks: tuple[int, ...], members: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group of some of these ranks; of this rank alone if it is none of them.
+    """A group of some of these ranks; of this rank only if it is not a member.
 
-    PyTorch names a group by how many its rank has made, and members wait for those who use another
-    name. So all ranks make one, in the same order; members wait for no one else.
+    PyTorch names a group by the number of groups that its rank has made, and members wait for ranks
+    that use another name. So all ranks make one, in the same order; members wait for no one else.
     """
     rank = runtime.rank()
-    own_members = members if rank in members else (rank,)
-    group: Any = dist.new_group(list(own_members), use_local_synchronization=True)
+    group_of_rank = members if rank in members else (rank,)
+    group: Any = dist.new_group(list(group_of_rank), use_local_synchronization=True)
     return group  # type: ignore[no-any-return]
 
 
@@ -146,7 +146,7 @@ def _reach(addresses: tuple[str, ...], port: int) -> tuple[str | None, str | Non
 
 
 def stop() -> None:
-    """End what ``start`` has started, if anything."""
+    """End ``torch.distributed`` if ``start`` has started it."""
     if started() and dist.is_initialized():
         dist.destroy_process_group()
     start.cache_clear()
@@ -157,7 +157,7 @@ def stop() -> None:
 
 
 def _forget_dtensors() -> None:
-    """Drop what DTensor has cached, with the names of groups that are no more."""
+    """Drop DTensor's caches, which have the names of groups that are no more."""
     if tensor := sys.modules.get("torch.distributed.tensor"):
         propagator: Any = tensor.DTensor._op_dispatcher.sharding_propagator
         # Versions of PyTorch have the one, the other, or both.

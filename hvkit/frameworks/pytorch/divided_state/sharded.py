@@ -41,7 +41,7 @@ class OptimizerShards:
     Args:
         strategy: chooses the owners.
         name: the same on every rank, and no other model's.
-        group: the ranks that train it; owners are places in it.
+        group: the ranks that train it; owners are ranks in it.
     """
 
     def __init__(self, strategy: ShardedOptimizer, name: str, group: Group) -> None:
@@ -62,11 +62,11 @@ class OptimizerShards:
 
     def owner_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """The ranks that own parameters; new ones get an owner. Every rank passes the same."""
-        held = list(parameters)
-        new = [p for p in dict.fromkeys(held) if p not in self._owner]
+        asked = list(parameters)
+        new = [p for p in dict.fromkeys(asked) if p not in self._owner]
         owners = self._strategy.owners([p.nbytes for p in new], self._held)
         self._owner.update(zip(new, owners, strict=True))
-        return [self._owner[p] for p in held]
+        return [self._owner[p] for p in asked]
 
     @torch.no_grad()
     def send(self, parameters: Sequence[torch.Tensor], step: str) -> None:
@@ -80,9 +80,11 @@ class OptimizerShards:
         with call(step, next(self._steps), self._name):
             started: list[tuple[int, list[list[int]]]] = []
             for number, piece in enumerate(plan):
-                mine = [bytes_of(parameters[i]) for i in piece[self.group.rank]]
+                owned = [bytes_of(parameters[i]) for i in piece[self.group.rank]]
                 device = parameters[0].device
-                sent = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
+                sent = (
+                    torch.cat(owned) if owned else torch.empty(0, dtype=torch.uint8, device=device)
+                )
                 handle = self._wire.start_gather(sent, f"{self._name}.shares.{number}")
                 started.append((handle, piece))
                 if len(started) > 1:  # one travels while the next is put together
@@ -119,7 +121,7 @@ class PartOfState(ABC):
         vars(optimizer)["__getstate__"] = self._refuse_copy
 
     def _refuse_copy(self) -> Any:
-        """In place of ``__getstate__``, which pickling and copying call."""
+        """Takes the place of ``__getstate__``, which pickling and copying call."""
         raise partial_state("a copy", self._optimizer, "optimizer")
 
     def _refuse_partial_state(self, optimizer: Optimizer) -> None:
@@ -160,7 +162,7 @@ class _Shards(PartOfState):
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def feature(self) -> Feature:
-        """What it does around each update."""
+        """Its functions around each update."""
         return Feature(
             Order.DIVISION,
             before=self._refuse_closure,
@@ -170,7 +172,6 @@ class _Shards(PartOfState):
         )
 
     def _hide_gradients(self, optimizer: Optimizer) -> None:
-        """Hide the gradients of parameters that other ranks own."""
         self._updated = [p for p in self._parameters() if p.grad is not None]
         owners = self._shards.owner_of(self._updated)
         for p, owner in zip(self._updated, owners, strict=True):
@@ -179,25 +180,19 @@ class _Shards(PartOfState):
                 p.grad = None
 
     def _show_gradients(self, optimizer: Optimizer) -> None:
-        """Put the gradients back that ``_hide_gradients`` has hidden."""
         for p, gradient in self._hidden:
             if p.grad is None:  # else it is newer
                 p.grad = gradient
         self._hidden.clear()
 
     def _send(self, optimizer: Optimizer) -> None:
-        """Send what this rank has updated."""
         self._show_gradients(optimizer)
         if self._updated:
             self._shards.send(self._updated, f"{type(optimizer).__name__}.step()")
         self._updated = []
 
     def _refuse_closure(self, optimizer: Optimizer, closure: Closure | None) -> None:
-        """Raise if the step computes gradients itself: they could not be hidden.
-
-        Raises:
-            ValueError: the script passed a closure.
-        """
+        """Raise if the step computes gradients itself: they could not be hidden."""
         if closure is not None:
             raise ValueError(
                 f"{type(optimizer).__name__}.step(closure) computes gradients inside the step, but "
@@ -216,14 +211,14 @@ class _Shards(PartOfState):
         refuse_in_group("hvkit.settled of an optimizer", self._shards.group)
         parameters, state = self._parameters(), self._optimizer.state
         owners = self._shards.owner_of(parameters)
-        own = {
+        owned = {
             i: _in_host_memory(state[p])
             for i, (p, owner) in enumerate(zip(parameters, owners, strict=True))
             if owner == runtime.rank() != 0 and p in state
         }
         everything = dict(state)
-        for theirs in messages.collect("hvkit.settled", own):
-            everything.update({parameters[i]: values for i, values in theirs.items()})
+        for received in messages.collect("hvkit.settled", owned):
+            everything.update({parameters[i]: values for i, values in received.items()})
         if runtime.rank():
             return None
         return {p: everything[p] for p in parameters if p in everything}
@@ -241,16 +236,16 @@ def gathered(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 
 def part_of_state(optimizer: Optimizer) -> PartOfState | None:
-    """What refuses to save a part of the state; None if it is not divided, or not yet."""
+    """The object that refuses to save a part of the state; None if the state is not divided."""
     found: PartOfState | None = vars(optimizer).get(_DIVIDED)
     return found
 
 
 def partial_state(what: str, of: object, argument: str) -> ValueError:
-    """The error for what would hold one rank's part of a divided state.
+    """The error for a copy or file with only one rank's part of a divided state.
 
     Args:
-        what: the script's call, or what it makes.
+        what: the script's call, or its result.
         of: a model or an optimizer.
         argument: what it is, for the fix.
     """

@@ -1,9 +1,9 @@
 """Whether ranks can divide the work of an optimizer: tried on a few small parameters.
 
 An optimizer that looks at all parameters together, or changes weights outside of its steps, would
-train other weights than one process does, and other ones on each rank. What it does decides, not
-its name: a copy of it that updates all of some small parameters must change them as several copies
-do that update a part each, as on several ranks.
+train other weights than one process does, and other ones on each rank. So a copy of the optimizer
+updates all of some small parameters, and further copies update a part each, as on several ranks.
+The results must be the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANKS = 2
 # Elements along each dimension of a small parameter; even, so that two ranks have as many.
 _LENGTH = 4
 
-# PyTorch's own that compute each element from its own gradient and state.
+# Optimizers of PyTorch that compute each element from its gradient and state.
 _BY_ELEMENT = frozenset(
     {
         torch.optim.ASGD,
@@ -37,7 +37,7 @@ _BY_ELEMENT = frozenset(
         torch.optim.SGD,
     }
 )
-# Those that compute each parameter so.
+# Optimizers of PyTorch that compute each parameter from its gradient and state.
 _BY_PARAMETER = _BY_ELEMENT | {
     torch.optim.Adafactor,
     torch.optim.Rprop,
@@ -45,13 +45,13 @@ _BY_PARAMETER = _BY_ELEMENT | {
     # From PyTorch 2.9 on.
     *filter(None, [getattr(torch.optim, "Muon", None)]),
 }
-# Those that PyTorch cannot compute with parts of parameters.
+# Optimizers that PyTorch cannot compute with parts of parameters.
 _WHOLE = (torch.optim.Rprop, torch.optim.SparseAdam)
 
-# In the errors of those that step() without a closure raises.
+# Texts of the errors if step() needs a closure.
 _NO_CLOSURE = ("'closure'", "'NoneType' object is not callable")
 
-# Methods that change weights outside of a step, as those of schedule-free optimizers do.
+# Methods with which schedule-free optimizers change weights outside of a step.
 _MODES = ("eval", "train")
 _NOT_COPIED = frozenset(
     {
@@ -90,7 +90,7 @@ def _why_not(optimizer: Optimizer, *, halved: bool) -> str:
         try:
             return _Trial(optimizer, halved=halved).run()
         except Exception as error:
-            # Of any type: what optimizers of others do is not known.
+            # Of any type: other libraries' optimizers may raise anything.
             if isinstance(error, TypeError) and any(text in str(error) for text in _NO_CLOSURE):
                 return "its step() needs a closure, from which it computes all of them together"
             return f"a trial on small parameters failed with {type(error).__name__}: {error}"
@@ -107,7 +107,7 @@ class _Trial:
     def __init__(self, optimizer: Optimizer, *, halved: bool) -> None:
         self._halved = halved
         self._random = torch.Generator().manual_seed(0)
-        models = [list(_of_each_kind(group["params"])) for group in optimizer.param_groups]
+        models = [list(_examples(group["params"])) for group in optimizer.param_groups]
         values = [[self._like(p) for p in group] for group in models]
         self._whole = copied(optimizer, models, values)
         self._ranks = [
@@ -121,7 +121,7 @@ class _Trial:
         for each in copies:
             if callable(train := getattr(each, "train", None)):
                 train()
-        # Of one direction, which those that estimate a step's length wait for.
+        # Of one direction: optimizers that estimate a step's length wait for that.
         slopes = [self._like(p) for p in _parameters(self._whole)]
         for _ in range(_STEPS):
             gradients = [slope + 0.1 * self._like(slope) for slope in slopes]
@@ -143,9 +143,9 @@ class _Trial:
         return ""
 
     def _like(self, p: torch.Tensor) -> torch.Tensor:
-        """A random tensor of the same kind, and small."""
+        """A small random tensor of the same dtype and number of dimensions."""
         shape = [_LENGTH if self._halved else min(length, _LENGTH) for length in p.shape]
-        # Halves are rounded in other places, as vectors of other lengths: by little in 64 bits.
+        # Vectors of half the length are rounded differently: by little in 64 bits.
         wide = self._halved and not p.is_complex()
         dtype = torch.float64 if wide else p.dtype
         plain = torch.complex64 if p.is_complex() else torch.float32
@@ -165,28 +165,27 @@ class _Trial:
         """Give each rank the parameters that the other has updated."""
         if self._halved:
             return
-        for i, held in enumerate(zip(*map(_parameters, self._ranks), strict=True)):
-            for p in held:
-                p.copy_(held[i % _RANKS])
+        for i, copies in enumerate(zip(*map(_parameters, self._ranks), strict=True)):
+            for p in copies:
+                p.copy_(copies[i % _RANKS])
 
     @torch.no_grad()
     def _same(self) -> bool:
-        """Whether each rank's parameters are the whole one's."""
         return all(
-            torch.allclose(own, self._part(p, rank), rtol=1e-12, atol=1e-12, equal_nan=True)
+            torch.allclose(q, self._part(p, rank), rtol=1e-12, atol=1e-12, equal_nan=True)
             if self._halved
-            else torch.equal(own.nan_to_num(), p.nan_to_num())
+            else torch.equal(q.nan_to_num(), p.nan_to_num())
             for rank, each in enumerate(self._ranks)
-            for own, p in zip(_parameters(each), _parameters(self._whole), strict=True)
+            for q, p in zip(_parameters(each), _parameters(self._whole), strict=True)
         )
 
     def _other_number(self) -> str | None:
         """The name of a number in the groups that is another one on some rank; None if none is."""
         for each in self._ranks:
-            for own, whole in zip(each.param_groups, self._whole.param_groups, strict=True):
+            for group, whole in zip(each.param_groups, self._whole.param_groups, strict=True):
                 for key, value in whole.items():
                     of_numbers = isinstance(value, int | float | torch.Tensor)
-                    if of_numbers and not _equal(value, own.get(key)):
+                    if of_numbers and not _equal(value, group.get(key)):
                         return key
         return None
 
@@ -195,10 +194,10 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _of_each_kind(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _examples(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """As many parameters of each dtype and number of dimensions as there are ranks in a trial."""
-    kinds = {(p.dtype, p.dim(), p.device): p for p in parameters}
-    for p in kinds.values():
+    examples = {(p.dtype, p.dim(), p.device): p for p in parameters}
+    for p in examples.values():
         yield from [p] * _RANKS
 
 
@@ -208,11 +207,11 @@ def copied(
     """A copy of an optimizer, which updates other parameters; without hooks, and not distributed.
 
     Args:
-        models: for each group, the parameters that the new ones take the place of.
+        models: for each group, the parameters that the new ones replace.
     """
-    # Not parameters: rank 0 warns of those that an optimizer which was not passed updates.
+    # Not parameters: if an optimizer that was not passed updates parameters, rank 0 warns.
     groups = [[value.clone().requires_grad_() for value in group] for group in values]
-    # What the optimizer keeps of its parameters elsewhere becomes the first new one.
+    # Other references of the optimizer to its parameters become references to the first new one.
     memo: dict[int, Any] = {
         id(p): new[0]
         for group, new in zip(optimizer.param_groups, groups, strict=True)
@@ -228,7 +227,7 @@ def copied(
     for olds, news in zip(models, groups, strict=True):
         for old, new in zip(olds, news, strict=True):
             if old in optimizer.state:
-                # Two new ones may be like the same old one: each gets a state of its own.
+                # Two new ones may be like the same old one: each gets a separate state.
                 twin.state[new] = _state_like(optimizer.state[old], old, new, dict(memo))
     twin.param_groups = [
         {k: v if k == "params" else copy.deepcopy(v, memo) for k, v in group.items()}
@@ -241,7 +240,6 @@ def copied(
 def _state_like(
     state: Any, old: torch.Tensor, new: torch.Tensor, memo: dict[int, Any]
 ) -> dict[str, Any]:
-    """A copy of a parameter's state for another one, of another shape."""
     return {
         key: value.reshape(-1)[:1].to(new.dtype).expand(new.shape).clone()
         if isinstance(value, torch.Tensor) and value.shape == old.shape and value.dim()

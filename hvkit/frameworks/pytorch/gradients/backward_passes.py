@@ -62,7 +62,7 @@ class GradientHooks:
 
     Attributes:
         running: autograd's id of the pass that is running; None between passes.
-        outermost: that of the script's own pass: another one if the running pass is nested in it.
+        outermost: the id of the script's own pass, in which the running one may be nested.
     """
 
     def __init__(
@@ -101,18 +101,14 @@ class GradientHooks:
         for i, hook in self._hooks.items():
             bucket = layout.bucket_of.get(i)
             # Frozen parameters need none, and often return to the same bucket.
-            if bucket is not self._hooked[i] and i in layout.trained:
+            if bucket is not self._hooked[i] and i in layout.usual.trained:
                 # In place, because this may run inside one of them.
                 hooks: Any = hook.hooks_dict_ref()
                 hooks[hook.id] = hook_of[id(bucket)] if bucket else outside
                 self._hooked[i] = bucket
 
     def _begin(self, pass_id: int) -> None:
-        """Start to count the gradients of a pass, from its first one on.
-
-        Args:
-            pass_id: autograd's.
-        """
+        """Start to count the gradients of a pass, from its first one on."""
         with self._reduction.lock:
             outermost = outermost_pass(pass_id)
             # Another thread was here first, or a nested pass begins or ends.
@@ -192,7 +188,7 @@ class GradientHooks:
 
 
 def _no_bucket() -> None:
-    """In place of a reference to a bucket."""
+    """Stands for a reference to a bucket."""
 
 
 def _register(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> Any:
@@ -247,7 +243,7 @@ class Window:
 
     Attributes:
         passes: how many there have been; one window may contain several reductions.
-        waiting: whether gradients wait for a reduction that no pass has made.
+        waiting: whether gradients wait for a reduction.
     """
 
     def __init__(self, length: int, *, ends_with_epoch: bool) -> None:
@@ -266,8 +262,8 @@ class Window:
         """
         if self._ends_with_epoch:
             thread = _calling_thread()
-            held = [each for each in list(_last_batches) if each.thread == thread]
-            self._last_batches = [each for each in held if self not in each.done]
+            taken = [each for each in list(_last_batches) if each.thread == thread]
+            self._last_batches = [each for each in taken if self not in each.done]
         self._reduces = reduces or bool(self._last_batches) or self.passes + 1 >= self.length
         return self._reduces
 
@@ -291,18 +287,15 @@ class Window:
         self._last_batches = []
 
 
-def refuse_in_pass(point: str) -> None:
+def refuse_in_pass(call: str) -> None:
     """Raise if a backward pass is running.
-
-    Args:
-        point: what the script has called.
 
     Raises:
         ValueError: gradients are complete, and averaged, at the end of the pass.
     """
     if running_pass() != -1:
         raise ValueError(
-            f"{point} was called while backward() was running, before all gradients are there: "
+            f"{call} was called while backward() was running, before all gradients are there: "
             "call it after backward()"
         )
 
@@ -312,7 +305,7 @@ class _Nested:
 
     Attributes:
         outermost: autograd's id of the pass that the script has started.
-        pass_ids: those of the passes that this call has started, as far as they are known.
+        pass_ids: autograd's ids of the passes that this call has started, as far as known.
     """
 
     def __init__(self, outermost: int) -> None:
@@ -401,23 +394,15 @@ def trace_steps(hooks: UpdateHooks) -> None:
     A step begins with its first batch if a monitor loads it, else at the end of the step before.
     """
     _trace_backward()
-    hooks.add(Feature(Order.TIMELINE, after=_TracedSteps().end))
+    taken, ended = 0, time.monotonic()
 
+    def end(optimizer: Optimizer) -> None:
+        nonlocal taken, ended
+        taken, before, ended = taken + 1, ended, time.monotonic()
+        begun = next((each for each in _batches if each >= before), before)
+        mark("step", begun, ended, of_run(taken))
 
-class _TracedSteps:
-    """The steps of one optimizer."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-        self._ended = time.monotonic()
-
-    def end(self, optimizer: Optimizer) -> None:
-        """Mark the step that has ended."""
-        now = time.monotonic()
-        self._taken += 1
-        begun = next((each for each in _batches if each >= self._ended), self._ended)
-        self._ended = now
-        mark("step", begun, now, of_run(self._taken))
+    hooks.add(Feature(Order.TIMELINE, after=end))
 
 
 @functools.cache

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ device_index = torch.Tensor.get_device
 _LAYOUTS_KEPT = 4
 
 
-# What a script can do that averages more than once in a step, by the call that does.
+# How to average only once in a step, by the call that averages.
 _FIXES = {
     "backward()": (
         "pass accumulate=, the number of backward passes before each step, to hvkit.distribute, "
@@ -46,10 +46,6 @@ _FIXES = {
 def refuse_another_mean(state: CompressionState, call: str) -> None:
     """Raise if a residual counts for a mean that no update has used.
 
-    Args:
-        state: of the compression.
-        call: what the script has called.
-
     Raises:
         ValueError: the compression keeps residuals, and this is a second reduction in a step.
     """
@@ -59,21 +55,6 @@ def refuse_another_mean(state: CompressionState, call: str) -> None:
             "gradients of this step, and keeps what it has not sent for the next one: "
             f"{_FIXES[call]}"
         )
-
-
-def refuse_scaled_step(state: CompressionState, scaler: Any, step: Callable[[], Any]) -> Any:
-    """Raise if the scale of the gradients changes from step to step; otherwise step.
-
-    Raises:
-        ValueError: residuals of other steps would have another scale.
-    """
-    if scaler.is_enabled():
-        raise ValueError(
-            f"{state.compression} adds what earlier steps have not sent to the gradients of this "
-            "one, but GradScaler scales each step's differently: train in bfloat16 without a "
-            "GradScaler, or choose a compression without residuals"
-        )
-    return step()
 
 
 class CompressedBucket(Bucket):
@@ -113,13 +94,13 @@ class CompressedBucket(Bucket):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank, or any rank, had in one reduction.
+    """The gradients of one rank, or of any rank, in one reduction.
 
     Attributes:
         dense: indices of the parameters with a dense gradient.
-        sparse: indices of those with a sparse gradient.
+        sparse: indices of parameters with a sparse gradient.
         outdated: indices of some whose gradient changed after their bucket had been sent.
-        trained: indices of those that require a gradient.
+        trained: indices of parameters that require a gradient.
     """
 
     dense: Set[int]
@@ -152,18 +133,16 @@ class Layout(NamedTuple):
         buckets: in the order in which backward fills them; the last has one name in all layouts,
             and every rank sends it, also if layouts differ.
         bucket_of: the bucket of each parameter that is in one, by the parameter's index.
-        trained: indices of the parameters that require a gradient.
         report: numbers at the end of the last bucket, in the host's memory.
         statistics: numbers at the end of a bucket on the parameters' device.
         usual: the report of a rank that has all gradients, none of them sparse.
         channels_last: indices of the parameters whose numbers lie in their bucket in that order.
-        checksum: of those indices.
+        checksum: of ``channels_last``.
     """
 
     properties: Properties
     buckets: list[Bucket]
     bucket_of: dict[int, Bucket]
-    trained: frozenset[int]
     report: Extra
     statistics: Extra
     usual: StepReport
@@ -256,7 +235,7 @@ class Layouts:
         last = frozenset().union(*(bucket.channels_last for bucket in buckets))
         checksum = zlib.crc32(repr(sorted(last)).encode())
         return Layout(
-            *(properties, buckets, bucket_of, trained),
+            *(properties, buckets, bucket_of),
             *(at_report, at_statistics, usual, last, checksum),
         )
 
@@ -268,10 +247,10 @@ class Layouts:
         """
         layout = self.current
         complete = all(b.complete for b in layout.buckets if b.indices[0] != NO_PARAMETER)
-        if complete and not outdated and not self.sparse & layout.trained:
+        if complete and not outdated and not self.sparse & layout.usual.trained:
             return layout.usual
         first = {bucket.indices[0] for bucket in outdated} - {NO_PARAMETER}
-        gradients = {i: self._parameters[i].grad for i in layout.trained}
+        gradients = {i: self._parameters[i].grad for i in layout.usual.trained}
         return report_of(gradients, frozenset(first))
 
     def gradients_to_keep(self) -> set[int]:
@@ -295,10 +274,10 @@ def make_buckets(
     """Make the buckets for some parameters, and say where the extra numbers lie.
 
     These follow the last gradients, if they travel in full precision in the host's memory. Else
-    they have buckets of their own: the report must not wait for a GPU.
+    they have separate buckets: the report must not wait for a GPU.
 
     Args:
-        name: what the buckets' names begin with.
+        name: the beginning of the buckets' names.
         last_name: the name of the last bucket.
         members: indices and parameters, at least one.
         report: how many numbers the report has.
@@ -332,12 +311,12 @@ def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int,
 
     Backward reaches the parameters that were registered last first, so the runs begin there.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for i, p in reversed(list(members)):
-        kinds.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))
+        by_dtype.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))
     return [
         [group[position] for position in run]
-        for group in kinds.values()
+        for group in by_dtype.values()
         for run in chunks(
             [p.numel() * p.element_size() for _, p in group],
             on_gpu=group[0][1].device.type != "cpu",

@@ -8,10 +8,14 @@ rank's own gradients is freed.
 A parameter in the memory format channels_last has its numbers in that order in the bucket, too.
 Ranks must therefore have the same formats, which the report on each step shows.
 
-Some gradients are copied back instead: float16 and bfloat16 ones, which travel in float32; those of
-parameters that are complex or not dense; and those that the script has made itself or holds
-elsewhere, as slices of a flat tensor. A script may also keep a mean for later. Its bucket then gets
-new memory.
+Some gradients are copied back instead: gradients in float16 and bfloat16, which travel in float32;
+gradients of parameters that are complex or not dense; and gradients that the script has made itself
+or refers to elsewhere, as slices of a flat tensor. A script may also keep a mean for later. Its
+bucket then gets new memory.
+
+Gradients of few rows, as of ``torch.nn.Embedding(sparse=True)``, are in no bucket: ranks gather the
+rows that they touched (``average_rows``). So a table of millions of rows costs as much as the rows
+of a batch.
 """
 
 from __future__ import annotations
@@ -37,18 +41,18 @@ NO_PARAMETER = -1
 
 
 class _Memory:
-    """What a bucket holds its gradients in.
+    """The memory of a bucket.
 
     Args:
         lengths: of the members' gradients and the extra numbers.
         shapes: of the members' gradients.
-        strides: of those that are not contiguous, by the member's place.
+        strides: of gradients that are not contiguous, by the member's position.
         like: a tensor of the same dtype on the same device.
 
     Attributes:
         flat: all gradients and the extra numbers, one after the other.
         views: of the members' gradients; nobody else has these tensors.
-        given: other tensors with the same memory, for parameters.
+        given: other tensors with the same memory, which parameters get.
     """
 
     def __init__(
@@ -60,14 +64,14 @@ class _Memory:
     ) -> None:
         self.flat = like.new_zeros(sum(lengths))
         pieces = torch.split(self.flat, lengths)
-        # Real ones: a view of complex numbers cannot begin at an odd place.
+        # Views of real numbers: a view of complex numbers cannot begin at an odd offset.
         self.views = [
             piece.as_strided(shape, strides[at], piece.storage_offset())
             if at in strides
             else piece.view(shape)
             for at, (piece, shape) in enumerate(zip(pieces, shapes, strict=False))
         ]
-        # Not views to autograd, which lets nobody detach or change those in place.
+        # Not views to autograd, which refuses to detach views or change them in place.
         self.given = [view.data for view in self.views]
         self.extra = pieces[-1]
         del pieces  # they are not to count
@@ -77,7 +81,7 @@ class _Memory:
 
     @property
     def shared(self) -> bool:
-        """Whether others have this memory: a slice, a NumPy array, or another process."""
+        """Whether something else uses this memory: a slice, a NumPy array, or another process."""
         if _tensors_with_memory_of(self.flat) > self._tensors:
             return True
         # PyTorch says so of every tensor on a GPU.
@@ -99,7 +103,7 @@ class _Memory:
         )
 
     def held_elsewhere(self, at: int) -> bool:
-        """Whether the script, too, holds the tensor that is a parameter's gradient."""
+        """Whether the script, too, refers to the tensor that is a parameter's gradient."""
         return getrefcount(self.given[at]) > self._references + 1 or self.shared
 
 
@@ -185,7 +189,7 @@ class Bucket:
         return [p.grad for p in self._parameters]
 
     def kept(self) -> set[int]:
-        """Indices of the members whose gradients the script holds, too."""
+        """Indices of the members to whose gradients the script refers, too."""
         gradients = self.gradients()
         if set(map(type, gradients)) == {NoneType}:  # as zero_grad() leaves them
             return set()
@@ -194,7 +198,6 @@ class Bucket:
         return {self.indices[at] for at in there if self._is_held(at)}
 
     def _is_held(self, at: int) -> bool:
-        """Whether the script holds a member's gradient, too."""
         p = self._parameters[at]
         is_view = p.grad is self._memory.given[at]
         return self._memory.held_elsewhere(at) if is_view else is_held_elsewhere(p)
@@ -205,7 +208,7 @@ class Bucket:
 
         Args:
             gradients: of the members.
-            prescale: what makes the sum over ranks of scaled gradients the mean; None if they must
+            prescale: the factor with which the sum over ranks is the mean; None if gradients must
                 not be scaled before they are added up.
         """
         if not self._memory.free:
@@ -236,8 +239,8 @@ class Bucket:
         """Make the means the members' gradients.
 
         Args:
-            wanted: indices of the members that get theirs; None for all.
-            kept: indices of those whose gradients stay the same tensors.
+            wanted: indices of the members that get their mean; None for all.
+            kept: indices of members whose gradients stay the same tensors.
         """
         given = self._memory.given
         if wanted is None and not kept and not self._apart:
@@ -245,11 +248,11 @@ class Bucket:
                 p.grad = mean
             return
         members = zip(self.indices, self._parameters, given, self._memory.views, strict=True)
-        for i, p, own, view in members:
+        for i, p, whole, view in members:
             if wanted is not None and i not in wanted:
                 continue
             if i not in self._apart and (p.grad is None or i not in kept):
-                p.grad = own
+                p.grad = whole
                 continue
             mean = torch.complex(*view.unbind(-1)) if p.is_complex() else view
             if p.grad is None:
@@ -320,7 +323,7 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
 
 
 def is_held_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether anyone but the parameter holds its gradient, or another tensor with its memory."""
+    """Whether anything but the parameter refers to its gradient, or to the gradient's memory."""
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse:  # sparse ones have no memory of one piece
         return gradient is not None
@@ -341,7 +344,8 @@ def _holders_of_new_gradient() -> tuple[int, int]:
     return _holders_of_gradient(parameter)
 
 
-# What counts as held only by the parameter depends on the versions of Python and PyTorch.
+# These numbers for a gradient that only its parameter refers to. They depend on the versions of
+# Python and PyTorch.
 _UNHELD = _holders_of_new_gradient()
 
 

@@ -33,7 +33,7 @@ _version: Callable[[object], int] = attrgetter("_version")
 
 @dataclass(frozen=True)
 class Changes:
-    """What the script has done to gradients after ``backward()``, on one rank or on any.
+    """How the script has changed gradients after ``backward()``, on one rank or on any.
 
     Attributes:
         early: whether it has changed some before they were averaged.
@@ -86,12 +86,7 @@ class ChangedGradients:
         return bool(self._kinds() - {"removed"})
 
     def use(self, optimizer_index: int, indices: Iterable[int]) -> None:
-        """Note what a step uses.
-
-        Args:
-            optimizer_index: of the one that steps.
-            indices: of its parameters.
-        """
+        """Note the gradients that a step uses."""
         if kinds := self._kinds():
             self._changed = True
             if kinds not in self._known and len(self._known) < _MOST_KINDS:
@@ -100,11 +95,11 @@ class ChangedGradients:
         if not self._compares and optimizer_index in self._stepped:
             return
         self._stepped.add(optimizer_index)
-        held = {i: g for i in indices if (g := self._parameters[i].grad) is not None}
-        self.used.update(zip(held, rows_of_gradients(list(held.values())), strict=True))
+        used = {i: g for i in indices if (g := self._parameters[i].grad) is not None}
+        self.used.update(zip(used, rows_of_gradients(list(used.values())), strict=True))
 
     def report(self) -> Changes:
-        """What this rank reports of its steps since the last reduction."""
+        """This rank's changes since the last reduction."""
         return Changes(early=self.early, changed=self._changed, new=self._new)
 
     def checksum(self) -> int:
@@ -118,7 +113,7 @@ class ChangedGradients:
         """Decide, as all ranks do, whether the next step's gradients are compared.
 
         Args:
-            on_any_rank: what any rank has reported.
+            on_any_rank: changes that any rank has reported.
             steps: how many each rank has done.
         """
         self._steps_with_changes += on_any_rank.changed
@@ -129,7 +124,7 @@ class ChangedGradients:
         self.early = self._changed = self._new = False
 
     def _kinds(self) -> _Kinds:
-        """How gradients have changed: a number of operations in place, or what was done instead."""
+        """How gradients have changed: numbers of operations in place, "removed" or "replaced"."""
         gradients = list(map(_gradient, self._parameters))
         identities, versions = list(map(id, gradients)), _versions(gradients)
         if identities == self._identities:

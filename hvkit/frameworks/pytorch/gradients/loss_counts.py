@@ -1,10 +1,10 @@
 """Whether ranks' losses are means over different numbers: of tokens, weights or rows.
 
 The mean over ranks of such means is not the mean of one process. At the root of each backward pass
-autograd keeps what a loss has divided by. Ranks compare these numbers in the steps in which they
-compare their weights, since their values may have to come from a GPU. The shapes are at hand: how
-many elements went into the losses travels in a checksum with each step, so that ranks also compare
-in the step of a shorter last batch, wherever it comes.
+autograd keeps the divisor of a loss. Ranks compare these divisors in the steps in which they
+compare their weights, since the values may have to come from a GPU. The shapes are at hand: a
+checksum of the numbers of elements in the losses travels with each step. So ranks also compare in
+the step of a shorter last batch, wherever it comes.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _BY_ELEMENT = (
     "BinaryCrossEntropyBackward0",
     "BinaryCrossEntropyWithLogitsBackward0",
 )
-# What stands between losses and the root, and keeps their value or adds some up.
+# Operations between losses and the root that keep the losses' values, or add some up.
 _THROUGH = (
     *("Add", "Sub", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Reshape"),
     *("Select", "Index", "Where", "MaskedFill", "NanToNum", "Clamp"),
 )
 _MOST_NODES = 64
-# Comparisons of steps with other shapes, before these are taken for the script's intention.
+# After so many comparisons of steps with other shapes, the script seems to intend them.
 _MOST_COMPARISONS = 8
 
-# Those that want to see the next pass. A set of weak references is faster to walk than a WeakSet.
+# Objects that look at the next pass. A set of weak references is faster to walk than a WeakSet.
 _looking: set[ref[LossCounts]] = set()
 
-# What a mean is multiplied with, and divided by: numbers, or tensors of one, perhaps on a GPU.
+# The factors and the divisor of a mean: numbers, or tensors of one, perhaps on a GPU.
 _Mean = tuple[Sequence[Any], Any]
 
 
 class LossCounts:
-    """What the losses of one model's passes are means over.
+    """The numbers of elements that the losses of one model's passes are means over.
 
     Attributes:
         rank_weight: returns the weight of this rank's gradients in the mean over ranks; None for 1.
@@ -93,13 +93,13 @@ class LossCounts:
         self._noted_elements = sum(elements for *_, elements in found)
 
     def keep(self) -> None:
-        """Count the pass that was noted last: it was one of this model's."""
+        """Count the pass that was noted last: it was a pass of this model."""
         self._means += self._noted
         self._elements += self._noted_elements
         self._noted, self._noted_elements = [], 0
 
     def begin(self) -> None:
-        """Begin anew with the next pass: that of another step."""
+        """Forget all passes: the next one is of another step."""
         self._means, self._elements = [], 0
 
     def checksum(self) -> int:
@@ -109,46 +109,46 @@ class LossCounts:
         return zlib.crc32(str(self._elements).encode())
 
     def numbers(self) -> NDArray[np.float64]:
-        """To be compared: the sum of what each loss divides by, 0 if none is known, and a weight.
+        """For comparison: the sum of the losses' divisors, 0 if none is known, and a weight.
 
-        The weight is how much of the loss one element makes: its logarithm, added up over the
-        losses, so that none is hidden behind one that counts much more.
+        The weight of a loss is the contribution of one element. Logarithms of weights are added up
+        over the losses, so that no loss is hidden behind one that counts much more.
         """
         totals, weight = [0.0, 0.0], 0.0
-        own = 1.0 if self.rank_weight is None else self.rank_weight()
+        of_rank = 1.0 if self.rank_weight is None else self.rank_weight()
         for factors, count in self._means:
             factor, number = math.prod(map(_value, factors)), _value(count)
-            # It may be the weight of a penalty, which has no count: any other tells more.
+            # It may be the weight of a penalty, which has no count: any other count is surer.
             guessed = isinstance(count, _Count)
             if guessed and self.rank_weight is not None:
                 continue
             if number > 0 and math.isfinite(factor):
                 totals[guessed] += number
-                weight += math.log(max(abs(factor * own) / number, 1e-300))
+                weight += math.log(max(abs(factor * of_rank) / number, 1e-300))
         return np.array([totals[0] or totals[1], weight])
 
     def compare(
-        self, everyone: NDArray[np.float64], group: Group, *, for_shapes: bool = False
+        self, by_rank: NDArray[np.float64], group: Group, *, for_shapes: bool = False
     ) -> None:
         """Warn, once, if an element counts more on one rank than on another.
 
         Args:
-            everyone: the numbers of each rank, of shape ``(ranks, 2)``.
+            by_rank: the numbers of each rank, of shape ``(ranks, 2)``.
             group: the ranks.
             for_shapes: whether ranks compare because ``checksum`` differs.
         """
-        if _warn_of_other_counts(everyone, group):
+        if _warn_of_other_counts(by_rank, group):
             self.ignore_shapes()
         self._comparisons += for_shapes
 
 
 def looks() -> bool:
-    """Whether any wants to see the pass that begins."""
+    """Whether any object looks at the pass that begins."""
     return bool(_looking)
 
 
 def note(roots: Any) -> None:
-    """Let those look that want to, before the pass frees what autograd keeps."""
+    """Look at the pass that begins, before it frees the values that autograd keeps."""
     for each in tuple(_looking):
         if (counts := each()) is None:
             _looking.discard(each)
@@ -174,27 +174,27 @@ def _warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> bool:
 
 
 class _Factor(NamedTuple):
-    """What a loss is multiplied with or divided by: a number, or a tensor perhaps on a GPU.
+    """A factor or divisor of a loss: a number, or a tensor perhaps on a GPU.
 
     Attributes:
-        of: that.
+        value: the number or tensor.
         divides: whether the loss is divided by it.
-        counts: whether it may be what a sum below is divided by, to be a mean.
+        counts: whether it may be the divisor that makes a sum below it a mean.
     """
 
-    of: Any
+    value: Any
     divides: bool
     counts: bool
 
 
 class _Count(NamedTuple):
-    """One divided by what a sum is multiplied with, if that is a whole number."""
+    """One divided by the factor of a sum, if that is a whole number."""
 
     factor: Any
 
 
 class _Walk:
-    """From the root of a pass to the means that the loss is made of."""
+    """Walks from the root of a pass to the means that the loss is made of."""
 
     def __init__(self) -> None:
         self._left = _MOST_NODES
@@ -204,9 +204,9 @@ class _Walk:
     def means_below(
         self, root: Any, factors: tuple[_Factor, ...] = ()
     ) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
-        """Of each mean: its factors, its count, and how many elements it has.
+        """For each mean: its factors, its count, and its number of elements.
 
-        The count is None of what belongs to a mean that has come before.
+        The count is None for a further part of a mean that has come before.
         """
         nodes: list[tuple[Any, tuple[_Factor, ...]]] = [(root, factors)]
         while nodes and self._left:
@@ -219,7 +219,7 @@ class _Walk:
                 yield factors, *mean
             elif name == "MeanBackward0":
                 count = node._saved_self_sym_numel
-                # Of the mean of n losses, each counts n times less, and so does what it is made of.
+                # In the mean of n losses, each loss counts n times less, and so do its parts.
                 part = _Factor(count, divides=True, counts=False)
                 below = self._below_each(node, (*factors, part, part) if count > 1 else factors)
                 yield from below or [(factors, count, count)]
@@ -253,21 +253,21 @@ class _Walk:
     def _sum(
         self, node: Any, factors: tuple[_Factor, ...]
     ) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
-        """The mean that a sum is, by the innermost of the factors that may make it one."""
+        """The mean that a sum becomes with the innermost factor that may be its count."""
         counts = [each for each in factors if each.counts]
         if not counts:
             return
         chosen = next((each for each in reversed(counts) if each.divides), counts[-1])
         others = tuple(each for each in factors if each is not chosen)
-        count = chosen.of if chosen.divides else _Count(chosen)
+        count = chosen.value if chosen.divides else _Count(chosen)
         yield others, None if id(chosen) in self._divided else count, _elements(node)
         self._divided[id(chosen)] = chosen
 
 
 def _mean_of(node: Any) -> tuple[Any, int] | None:
-    """Count and elements of a loss that PyTorch computes as a mean; None of other nodes.
+    """Count and elements of a loss that PyTorch computes as a mean; None for other nodes.
 
-    The elements are those of the targets, which are as many as the losses.
+    Targets have as many elements as losses.
     """
     name = type(node).__name__
     by_weight = name in _BY_WEIGHT
@@ -279,9 +279,9 @@ def _mean_of(node: Any) -> tuple[Any, int] | None:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """What autograd keeps for a node; 1 if nothing.
+    """A value that autograd keeps for a node; 1 if it keeps none.
 
-    None if a hook gives it: that of a checkpoint would run a part of the forward again.
+    None if a hook returns the value: a checkpoint's hook would run a part of the forward again.
     """
     raw = getattr(node, "_raw_saved_" + name, None)
     if raw is not None and raw.unpack_hook is not None:
@@ -296,15 +296,15 @@ def _is_sum(node: Any) -> bool:
 
 def _elements(node: Any) -> int:
     """How many numbers a node has got; 0 if that is not known."""
-    below, place = node.next_functions[0]
+    below, index = node.next_functions[0]
     shapes = getattr(below, "_input_metadata", ())
-    return math.prod(shapes[place].shape) if place < len(shapes) else 0
+    return math.prod(shapes[index].shape) if index < len(shapes) else 0
 
 
 def _value(number: Any) -> float:
     """A number that autograd keeps; 1 if it keeps none."""
     if isinstance(number, _Factor):
-        value = _value(number.of)
+        value = _value(number.value)
         return value if not number.divides else 1 / value if value else math.inf
     if isinstance(number, _Count):
         value = _value(number.factor)

@@ -1,8 +1,8 @@
-"""Finds gradients that are NaN or infinite before they become means, and skips or stops then.
+"""Finds gradients that are NaN or infinite before they become means, and skips the step or stops.
 
-Each rank looks at its own gradients once they are in a bucket, while they are in a cache. The
-report of the step says whether any rank has found some, so all ranks make the same decision without
-a further message; only then do they exchange what they have found.
+Each rank looks at its gradients once they are in a bucket, while they are in a cache. The report of
+the step shows whether any rank has found some, so all ranks make the same decision without a
+further message. Only then do they exchange the indices of these parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ from hvkit.communication import collectives
 from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
-from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
+from hvkit.frameworks.pytorch.optimizers import refuse_grad_scaler
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
@@ -32,11 +31,11 @@ _all: weakref.WeakSet[NonFinite] = weakref.WeakSet()
 
 
 class NonFinite:
-    """What a rank has found in the gradients of one model.
+    """Finds values that are not finite in a rank's gradients of one model.
 
     Args:
         action: ``"skip"`` or ``"stop"``.
-        model: its statistics must survive a step that is skipped.
+        model: statistics of batch norm must survive a step that is skipped.
         group: the ranks that train it.
     """
 
@@ -46,7 +45,7 @@ class NonFinite:
         self._model = type(model).__name__
         self._statistics = LastStatistics(model) if action == "skip" else None
         self._found: set[int] = set()
-        # Of them those that are not merely left of an earlier backward pass.
+        # Without gradients that are merely left over from an earlier backward pass.
         self._new: list[int] = []
         # The means that the last reduction has spoilt, by parameter, with the tensor's version.
         self._spoilt: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -72,11 +71,7 @@ class NonFinite:
             self._found.update(i for i, view in pairs if not torch.isfinite(view).all())
 
     def look_at_rows(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Look at this rank's row-sparse gradients, which are in no bucket.
-
-        Args:
-            parameters: those with such a gradient, by index.
-        """
+        """Look at this rank's row-sparse gradients, which are in no bucket."""
         for i, p in parameters.items():
             assert p.grad is not None
             if not torch.isfinite(p.grad._values()).all():
@@ -110,7 +105,7 @@ class NonFinite:
         Args:
             on_any_rank: whether one has.
             step: the number of the optimizer's step since the script began.
-            parameters: those of the model, which have the means.
+            parameters: of the model; their gradients are the means.
             label: gives the name of a parameter from its index.
 
         Raises:
@@ -124,10 +119,10 @@ class NonFinite:
                 self._statistics.keep()
             return
         self._found.clear()
-        everyone = collectives.gather("backward()", self._new, self._group)
-        named = [[label(i).removeprefix("parameter ") for i in indices] for indices in everyone]
+        by_rank = collectives.gather("backward()", self._new, self._group)
+        named = [[label(i).removeprefix("parameter ") for i in indices] for indices in by_rank]
         of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
-        if any(everyone):
+        if any(by_rank):
             self._text = f"step {of_run(step)}{of_model}: {describe(named, self._group.members)}"
         elif not self._text:
             self._text = (
@@ -137,17 +132,12 @@ class NonFinite:
         if self._statistics is None:
             raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), self._group.first)
         self._statistics.put_back()
-        for i in {*self._spoilt, *itertools.chain(*everyone)}:
+        for i in {*self._spoilt, *itertools.chain(*by_rank)}:
             if (mean := parameters[i].grad) is not None:
                 self._spoilt[i] = weakref.ref(mean), mean._version
 
     def attach(self, optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
-        """Let a step that is skipped find no gradients.
-
-        Args:
-            optimizers: one that updates some of the parameters, and those inside it.
-            hooks: around their steps.
-        """
+        """Let a step that is skipped find no gradients."""
         skip_steps(self._action, optimizers, hooks, self._skips_step)
 
     def _skips_step(self, optimizer: Optimizer) -> bool:
@@ -174,11 +164,11 @@ def skip_steps(
 
     Args:
         action: of ``on_nonfinite``.
-        optimizers: one that updates some parameters, and those inside it.
+        optimizers: one that updates some parameters, and the optimizers inside it.
         hooks: around their steps.
-        skips: whether the step of this optimizer that begins now is one of these.
+        skips: whether to skip the step of this optimizer that begins now.
     """
-    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def take_away(optimizer: Optimizer) -> None:
         if not skips(optimizer):
@@ -186,23 +176,19 @@ def skip_steps(
         groups = [group for each in optimizers for group in each.param_groups]
         for p in (p for group in groups for p in group["params"]):
             if p.grad is not None:
-                held.append((p, p.grad))
+                hidden.append((p, p.grad))
                 p.grad = None
 
     def put_back(optimizer: Optimizer) -> None:
-        for p, gradient in held:
+        for p, gradient in hidden:
             if p.grad is None:  # else it is newer
                 p.grad = gradient
-        held.clear()
-
-    def refuse_scaled_step(scaler: Any, step: Callable[[], Any]) -> Any:
-        if scaler.is_enabled():
-            raise ValueError(
-                f'on_nonfinite="{action}": GradScaler skips steps whose gradients overflow, '
-                'and needs them to set its scale: use on_nonfinite="ignore"'
-            )
-        return step()
+        hidden.clear()
 
     hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=put_back, failed=put_back))
     for each in optimizers:
-        around_scaled_steps(each, refuse_scaled_step)
+        refuse_grad_scaler(
+            each,
+            f'on_nonfinite="{action}": GradScaler skips steps whose gradients overflow, and needs '
+            'them to set its scale: use on_nonfinite="ignore"',
+        )

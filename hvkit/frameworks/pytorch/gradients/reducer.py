@@ -10,7 +10,6 @@ passes before a step only cost more reductions.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
@@ -27,14 +26,11 @@ from hvkit.frameworks.pytorch.gradients.backward_passes import (
     refuse_in_pass,
     watch_nested_passes,
 )
-from hvkit.frameworks.pytorch.gradients.bucket_layout import (
-    refuse_another_mean,
-    refuse_scaled_step,
-)
+from hvkit.frameworks.pytorch.gradients.bucket_layout import refuse_another_mean
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.reduction import Reduction
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
-from hvkit.frameworks.pytorch.optimizers import around_scaled_steps, before_unscaling, mean_of_ranks
+from hvkit.frameworks.pytorch.optimizers import before_unscaling, mean_of_ranks, refuse_grad_scaler
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.compression_state import CompressionKeeper
@@ -54,7 +50,6 @@ class GradientReducer:
     Args:
         parameters: in the same order on every rank.
         row_sparse: parameters whose gradients are known to be sparse; the reducer notices others.
-        accumulate: backward passes from one reduction to the next.
         checks: compares the ranks before they use the means.
         strategy: decides which mean of the gradients updates use.
         compression: how float32 gradients travel; None for as they are.
@@ -72,7 +67,6 @@ class GradientReducer:
         self,
         parameters: Iterable[torch.nn.Parameter],
         row_sparse: set[torch.Tensor],
-        accumulate: int,
         checks: Checks,
         strategy: Averaging,
         compression: Compression | None = None,
@@ -97,7 +91,7 @@ class GradientReducer:
             self.keeper = CompressionKeeper(
                 strategy, compression, {"": self._state}, lambda: range(len(parameters_now))
             )
-        self._window = Window(accumulate, ends_with_epoch=self.keeper is None)
+        self._window = Window(checks.accumulate, ends_with_epoch=self.keeper is None)
         # Several optimizers that use one reduction take one step together.
         self._step_counted = False
         self._optimizers_watched = 0
@@ -188,7 +182,13 @@ class GradientReducer:
         for each in optimizers:
             before_unscaling(each, lambda: average("GradScaler.unscale_()"))
             if self._state and self.keeper:
-                around_scaled_steps(each, functools.partial(refuse_scaled_step, self._state))
+                # Residuals of other steps would have another scale.
+                refuse_grad_scaler(
+                    each,
+                    f"{self._state.compression} adds what earlier steps have not sent to the "
+                    "gradients of this one, but GradScaler scales each step's differently: train "
+                    "in bfloat16 without a GradScaler, or choose a compression without residuals",
+                )
         if self._nonfinite:
             self._nonfinite.attach(optimizers, hooks)
 
@@ -298,7 +298,7 @@ def is_averaged(parameter: torch.Tensor) -> bool:
 
 
 def trained_parameters() -> list[torch.nn.Parameter]:
-    """One of each model whose gradients are averaged: a pass to it averages those of the model."""
+    """One parameter of each model: a pass to it averages the gradients of the model."""
     trained = ([p for p in each._checks.parameters if p.requires_grad] for each in _in_order())
     return [parameters[0] for parameters in trained if parameters]
 

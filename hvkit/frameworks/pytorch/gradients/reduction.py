@@ -39,7 +39,7 @@ from hvkit.sync.compression_state import CompressionState
 
 # Ranks compare their steps modulo this. Small numbers keep the comparison exact in float32.
 _STEP_CYCLE = 8
-# Bits that travel of the checksum of what must be equal, and of that of losses' shapes.
+# Bits that travel of the checksum that must be equal, and of the checksum of losses' shapes.
 _BITS = 24
 _SHAPE_BITS = 12
 # Numbers behind these: whether a gradient is not finite; whether gradients have changed too early,
@@ -84,15 +84,15 @@ class ReportVector:
             checksum: of what must be equal on all ranks.
             steps: optimizer steps done.
             nonfinite: whether a gradient is NaN or infinite.
-            changes: what the script has done to gradients.
-            shapes: a checksum of those of the losses.
+            changes: how the script has changed gradients.
+            shapes: a checksum of the losses' shapes.
         """
         vector = self._vector
         if report is not self._report:
             rows = vector[: self._bits.start].reshape(4, -1)
             rows[:] = 0
-            kinds = (report.dense, report.sparse, report.outdated, report.trained)
-            for row, indices in zip(rows, kinds, strict=True):
+            sets = (report.dense, report.sparse, report.outdated, report.trained)
+            for row, indices in zip(rows, sets, strict=True):
                 row[list(indices)] = 1
             self._report = report
         if (checksum, shapes) != self._checksums:
@@ -107,7 +107,7 @@ class ReportVector:
         return vector
 
     def decode(self, mean: NDArray[Any], size: int) -> tuple[StepReport, Disagreement]:
-        """What any rank reported, and how the ranks differ; the same on every rank.
+        """The gradients of any rank, and how the ranks differ; the same on every rank.
 
         Args:
             mean: over ranks, of the results of ``encode``; this rank's was its last one.
@@ -115,8 +115,8 @@ class ReportVector:
         """
         # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
         # one rank's number is another one, then it is off on every rank; for steps, their squares'.
-        own = self._vector
-        same = mean.tobytes() == own.tobytes() or np.abs(mean - own).max() < 0.25 / size
+        sent = self._vector
+        same = mean.tobytes() == sent.tobytes() or np.abs(mean - sent).max() < 0.25 / size
         if self._report is not None and same:
             nonfinite, changes = self._flags
             return self._report, Disagreement(nonfinite=nonfinite, changes=changes)
@@ -159,10 +159,10 @@ class Reduction:
     Attributes:
         state: of the compression; None without one.
         layouts: of the buckets.
-        changes: what the script does to gradients.
+        changes: how the script has changed gradients.
         outdated: buckets that were sent before one of their gradients changed.
         averaged: indices of the parameters to which the last reduction has given means.
-        lock: parameters on several devices have their hooks called from several threads.
+        lock: callers hold it, since hooks of parameters on several devices run in several threads.
         rank_weight: returns the weight of this rank's gradients in the mean over ranks.
         correction: returns the factor of the mean with which N ranks' weights add up to N.
     """
@@ -238,15 +238,14 @@ class Reduction:
 
     def send_rest(self) -> None:
         """Send all buckets that are not in flight yet."""
-        with self.lock:
-            buckets = self.layouts.current.buckets
-            if buckets[-1].handle is not None:
-                self._drop()  # buckets of a reduction that failed, of another model perhaps
-            for bucket in buckets:
-                if bucket.handle is None:
-                    self.send(bucket, bucket.gradients())
-            if self._checks.due:
-                self._checks.send()
+        buckets = self.layouts.current.buckets
+        if buckets[-1].handle is not None:
+            self._drop()  # buckets of a reduction that failed, of another model perhaps
+        for bucket in buckets:
+            if bucket.handle is None:
+                self.send(bucket, bucket.gradients())
+        if self._checks.due:
+            self._checks.send()
 
     def receive(self) -> bool:
         """Wait for all buckets, and give the parameters the means.
@@ -254,30 +253,29 @@ class Reduction:
         Returns:
             Whether any rank had a gradient that is NaN or infinite.
         """
-        with self.lock:
-            layout = self.layouts.current
-            *buckets, last = layout.buckets
-            report, disagreement = self._report_of_all_ranks(last)
-            for bucket in buckets:
-                bucket.exchange(self._wire)
-            for bucket in buckets:
-                bucket.wait(self._wire)
-            if self._checks.handle is not None:
-                self._checks.receive()
-            again = {id(layout.bucket_of[i]): layout.bucket_of[i] for i in report.outdated}
-            for bucket in again.values():
-                bucket.reset()
-                self.send(bucket, bucket.gradients())
-                bucket.exchange(self._wire)
-                bucket.wait(self._wire)
-            self._write(report)
-            self.averaged = report.dense
-            if self._statistics:
-                self._statistics.write(layout.statistics.values)
-            self.outdated.clear()
-            self._checks.losses.begin()
-            self._kept = set()
-            self.changes.remember()
+        layout = self.layouts.current
+        *buckets, last = layout.buckets
+        report, disagreement = self._report_of_all_ranks(last)
+        for bucket in buckets:
+            bucket.exchange(self._wire)
+        for bucket in buckets:
+            bucket.wait(self._wire)
+        if self._checks.handle is not None:
+            self._checks.receive()
+        again = {id(layout.bucket_of[i]): layout.bucket_of[i] for i in report.outdated}
+        for bucket in again.values():
+            bucket.reset()
+            self.send(bucket, bucket.gradients())
+            bucket.exchange(self._wire)
+            bucket.wait(self._wire)
+        self._write(report)
+        self.averaged = report.dense
+        if self._statistics:
+            self._statistics.write(layout.statistics.values)
+        self.outdated.clear()
+        self._checks.losses.begin()
+        self._kept = set()
+        self.changes.remember()
         return disagreement.nonfinite
 
     def _report_of_all_ranks(self, last: Bucket) -> tuple[StepReport, Disagreement]:

@@ -1,15 +1,15 @@
 """Hooks that the script has registered on parameters, run on the gradients of one process.
 
 A hook of ``p.register_hook`` may clip, normalise, mask or change a gradient with noise. Autograd
-calls it with this rank's own, and the mean of normalised gradients is not the normalised mean. So
-such hooks, and those of ``register_post_accumulate_grad_hook``, wait until the gradient is
-averaged: each entry in PyTorch's dict of a parameter's hooks is replaced by a ``_Waiting``.
+calls it with this rank's gradient, and the mean of normalised gradients is not the normalised mean.
+So such hooks, and hooks of ``register_post_accumulate_grad_hook``, wait until the gradient is
+averaged: a ``_Waiting`` replaces each entry in PyTorch's dict of a parameter's hooks.
 ``register_multi_grad_hook`` uses the same dicts.
 
-A hook gets the gradient of one backward pass. So what earlier passes have left in ``p.grad`` is
-taken away before a pass adds to it, and put back afterwards.
+A hook gets the gradient of one backward pass. So ``ScriptHooks`` takes the gradients of earlier
+passes away from ``p.grad`` before a pass adds to it, and puts them back afterwards.
 
-What a hook draws from PyTorch's generators is the same on all ranks: it is seeded by the gradient.
+PyTorch's generators are seeded by the gradient, so that hooks draw the same numbers on all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScriptHooks:
     Args:
         label: gives the name of a parameter.
         why_not: says why the gradients of a pass are not averaged at its end; None if they are, and
-            "" if a hook is to see this rank's own.
+            "" if a hook must see this rank's gradient.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class ScriptHooks:
         self._label, self._why_not = label, why_not
         self._change = _Changes(label, None, None)
         self._parameters: set[torch.Tensor] = set()
-        # Those with hooks, by ``id``.
+        # Parameters with hooks, by ``id``.
         self._hooked: dict[int, torch.Tensor] = {}
-        # Of the pass that runs now: what earlier ones have left of gradients that are to come.
+        # In the running pass: the sums of earlier passes, of gradients that are still to come.
         self._before: dict[torch.Tensor, torch.Tensor | None] = {}
         self._pass: int | None = None
         # Between ``begin`` and ``run`` of passes that autograd divides into several.
@@ -70,7 +70,7 @@ class ScriptHooks:
         return bool(self._hooked)
 
     def names(self) -> list[str]:
-        """Of all hooks, with the parameters that they are on."""
+        """The names of all hooks, with the parameters that they are on."""
         self._forget_removed()
         return [
             f"{getattr(each.hook, '__qualname__', type(each.hook).__name__)} on {self._label(p)}"
@@ -104,9 +104,9 @@ class ScriptHooks:
             self.take(p)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Let those hooks of a parameter wait that do not yet."""
-        for kind in (_OF_GRADIENT, _OF_PARAMETER):
-            hooks = getattr(parameter, kind) or {}
+        """Let further hooks of a parameter wait."""
+        for attribute in (_OF_GRADIENT, _OF_PARAMETER):
+            hooks = getattr(parameter, attribute) or {}
             for number, hook in hooks.items():
                 if not _is_own(hook):
                     hooks[number] = _Waiting(self, parameter, hook)
@@ -151,7 +151,7 @@ class ScriptHooks:
         )
 
     def begin(self, *, divided: bool = False, missed: bool = False) -> None:
-        """Before a pass, or in its beginning: set apart what earlier passes have left.
+        """Before a pass, or at its beginning: take the gradients of earlier passes away.
 
         Args:
             divided: whether autograd divides the pass into several; ``run`` is called at its end.
@@ -199,11 +199,11 @@ class ScriptHooks:
 class HooksOnShards:
     """The script's hooks on parameters of which PyTorch's ``fully_shard`` gives each rank a part.
 
-    Autograd never reaches these, so their hooks would not run. ``fully_shard`` calls those of
+    Autograd never reaches these, so their hooks would not run. ``fully_shard`` calls hooks of
     ``register_post_accumulate_grad_hook``. One of these calls the others, with whole gradients.
 
     Args:
-        parameters: divided ones, with what they replace; hooks move from these to them.
+        parameters: divided ones, with the parameters that they replace; hooks move over.
         label: gives the name of a parameter.
         whole, part: as for ``ScriptHooks.divide``.
     """
@@ -224,16 +224,16 @@ class HooksOnShards:
         _all.add(self)
         _watch_registrations()
         for p, replaced in parameters.items():
-            for kind in (_OF_GRADIENT, _OF_PARAMETER):
-                if p is not replaced and getattr(replaced, kind):
-                    setattr(p, kind, getattr(replaced, kind))
+            for attribute in (_OF_GRADIENT, _OF_PARAMETER):
+                if p is not replaced and getattr(replaced, attribute):
+                    setattr(p, attribute, getattr(replaced, attribute))
             self.take(p)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._parameters
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Call those hooks of a parameter that autograd does not reach.
+        """Call the hooks of a parameter, which autograd does not reach.
 
         Raises:
             ValueError: one is of ``register_multi_grad_hook``, which waits for autograd.
@@ -283,21 +283,16 @@ class _Changes:
         self._label, self.whole, self.part = label, whole, part
         self._calls: Counter[torch.Tensor] = Counter()
 
-    def __call__(self, parameter: torch.Tensor, own: torch.Tensor, hook: Change) -> torch.Tensor:
-        """What a hook makes of a gradient.
-
-        Args:
-            parameter: that the hook is registered on.
-            own: this rank's part of the gradient.
-            hook: the script's.
+    def __call__(self, parameter: torch.Tensor, local: torch.Tensor, hook: Change) -> torch.Tensor:
+        """The gradient that a hook returns.
 
         Raises:
             RuntimeError: it returns something else than a tensor of the gradient's shape.
         """
-        gradient = own
+        gradient = local
         if self.whole is not None:  # a hook on one rank alone waits here for the others
             with call_within(f"the script's hook on {self._label(parameter)}"):
-                gradient = self.whole(parameter, own)
+                gradient = self.whole(parameter, local)
         self._calls[parameter] += 1
         with _same_numbers(gradient, self._calls[parameter]):
             result = hook(gradient)
@@ -313,10 +308,10 @@ class _Changes:
 
 
 class _Waiting:
-    """In place of a hook of the script.
+    """Takes the place of a hook of the script, and lets it wait.
 
     Args:
-        of: what lets it wait.
+        of: calls the hook later.
         parameter: that it is registered on. Not kept: its hooks must not keep it in memory.
         hook: the script's; None for one that only makes room for the gradient of this pass.
     """
@@ -327,7 +322,7 @@ class _Waiting:
         self.hook = hook
 
     def __call__(self, argument: torch.Tensor) -> Any:
-        """Called by autograd with the gradient, or with the parameter that has a new one."""
+        """Autograd calls it with the gradient, or with the parameter that has a new one."""
         of = self._of()
         parameter = None if of is None else of._hooked.get(self._id)
         if of is None or parameter is None:
@@ -339,9 +334,9 @@ class _Waiting:
         return of._change(parameter, argument, self.hook)
 
 
-def _waiting(parameter: torch.Tensor, *kinds: str) -> list[_Waiting]:
-    """What stands for the script's hooks of these kinds."""
-    hooks = [each for kind in kinds for each in (getattr(parameter, kind) or {}).values()]
+def _waiting(parameter: torch.Tensor, *attributes: str) -> list[_Waiting]:
+    """The objects that stand for the script's hooks in these attributes of PyTorch."""
+    hooks = [each for name in attributes for each in (getattr(parameter, name) or {}).values()]
     return [each for each in hooks if isinstance(each, _Waiting) and each.hook is not None]
 
 
