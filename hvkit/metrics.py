@@ -10,7 +10,7 @@ from hvkit.argument_checks import check_count, check_number, check_one_of
 from hvkit.communication.collectives import share
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
-from hvkit.registry import in_graph
+from hvkit.registry import gather_module, in_graph
 from hvkit.watch.calls import named
 
 
@@ -50,9 +50,7 @@ def average(
     single = not isinstance(value, Mapping)
     values = {"value": value} if single else dict(value)  # type: ignore[arg-type]
     if in_graph("hvkit.average", weight, *values.values()):
-        from hvkit.frameworks.keras.collectives import gather
-
-        found: Any = gather.average(values, weight)
+        found: Any = gather_module("tensorflow").average(values, weight)
         return found["value"] if single else found  # type: ignore[no-any-return]
     numbers, problem = _as_floats(values)
     factor, wrong_weight = _as_weight(weight)
@@ -92,9 +90,7 @@ def any_rank(flag: bool) -> bool:
         RanksDisagreeError: another rank makes another collective call.
     """
     if in_graph("hvkit.any_rank", flag):  # as in a loss of ``fit``; a tensor there
-        from hvkit.frameworks.keras.collectives import gather
-
-        return gather.any_rank(flag)  # type: ignore[no-any-return]
+        return gather_module("tensorflow").any_rank(flag)  # type: ignore[no-any-return]
     return any_rank_of(None, flag)
 
 

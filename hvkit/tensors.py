@@ -28,7 +28,14 @@ from hvkit.communication.collectives import (
     unpickled,
 )
 from hvkit.errors import RanksDisagreeError
-from hvkit.registry import KERAS_ON_PYTORCH, framework_of, in_graph, keras_framework, tensor_in
+from hvkit.registry import (
+    KERAS_ON_PYTORCH,
+    framework_of,
+    gather_module,
+    in_graph,
+    keras_framework,
+    tensor_in,
+)
 from hvkit.runtime import size
 from hvkit.sync.distributed_objects import refuse_groups
 from hvkit.watch.calls import named
@@ -95,7 +102,7 @@ def allgather(obj: Object) -> list[Object]:
 def _gathered(obj: Any) -> list[Any]:
     package, obj = tensor_in(obj)
     found: list[Any]
-    tensors: Any = _gather_of(package) if package in ("torch", "tensorflow") else None
+    tensors: Any = gather_module(package) if package in ("torch", "tensorflow") else None
     if package == "tensorflow":
         tf = sys.modules["tensorflow"]
         obj = tf.convert_to_tensor(obj)
@@ -179,7 +186,7 @@ def mean(total: Any, count: Any) -> Any:
     if "jax" in packages:
         return _mean_of_arrays(total, count)
     if "torch" in packages:
-        gather_of_torch = _gather_of("torch")
+        gather_of_torch = gather_module("torch")
         total, count = gather_of_torch.with_values(total, count)
         return _mean_of_ranks(total, count, gather_of_torch, sys.modules["torch"].Tensor)
     tf: Any = sys.modules.get("tensorflow")
@@ -187,18 +194,8 @@ def mean(total: Any, count: Any) -> Any:
     # In a graph other ranks may pass a tensor where this one passes a number.
     if "tensorflow" in packages or (traced and size() > 1):
         classes = (tf.Tensor, tf.Variable)
-        return _mean_of_ranks(total, count, _gather_of("tensorflow"), classes, traced=traced)
+        return _mean_of_ranks(total, count, gather_module("tensorflow"), classes, traced=traced)
     return _mean_of_ranks(total, count)
-
-
-def _gather_of(framework: str) -> Any:
-    if framework == "torch":
-        from hvkit.frameworks.pytorch.collectives import gather
-
-        return gather
-    from hvkit.frameworks.keras.collectives import gather as gather_of_tf
-
-    return gather_of_tf
 
 
 def _rows_for_each() -> Any:
@@ -244,7 +241,7 @@ def _mean_of_ranks(
     shapes = [_same_shape([facts[-1][at] for facts, _ in gathered]) for at in (0, 1)]
     framework, dtype, device, _, _ = facts if gather else of_tensors[0]
     facts = framework, dtype, device, any(each[3] for each in of_tensors), shapes
-    return (gather or _gather_of(framework)).mean(both, shapes, facts, _rows_for_each())
+    return (gather or gather_module(framework)).mean(both, shapes, facts, _rows_for_each())
 
 
 def _same_shape(by_rank: list[Any]) -> Any:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hvkit import runtime
 from hvkit.communication.collectives import share
 from hvkit.errors import RanksDisagreeError
-from hvkit.registry import in_graph, tensor_in
+from hvkit.registry import gather_module, in_graph, tensor_in
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -121,8 +121,6 @@ def _in_graph(value: Any, op: Operation) -> Any:
     """``allreduce`` while TensorFlow traces a graph."""
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives import gather
-
     tensor = tf.convert_to_tensor(value)
     if op not in _OPS:
         raise ValueError(f"op must be one of {list(_OPS)}, got {op!r}")
@@ -132,7 +130,7 @@ def _in_graph(value: Any, op: Operation) -> Any:
             "in a graph hvkit.allreduce takes no complex numbers: reduce their real and imaginary "
             "parts"
         )
-    return gather.allreduce(tensor, op, _SENT_AS[tensor.dtype.name])
+    return gather_module("tensorflow").allreduce(tensor, op, _SENT_AS[tensor.dtype.name])
 
 
 def _require_same(gathered: list[str]) -> None:
