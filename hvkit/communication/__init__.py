@@ -1,4 +1,6 @@
-"""What ranks send each other, over ``hvkit.transport``; docs/architecture.md has a table of it.
+"""Objects, arrays and messages between ranks, over ``hvkit.transport``.
+
+docs/architecture.md has a table of everything that ranks send.
 
 ::
 

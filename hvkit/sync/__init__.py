@@ -1,4 +1,4 @@
-"""The core: what ranks do together in every framework. It imports no framework.
+"""The core: rounds, local weights, comparisons of ranks. It imports no framework.
 
 All ports use these modules, but for ``update_hooks``: Keras on TensorFlow has an order of its own,
 in ``hvkit.frameworks.keras.on_tensorflow``. Keras on PyTorch has that of PyTorch.

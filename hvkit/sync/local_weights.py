@@ -1,4 +1,4 @@
-"""Local weights: what ranks do with them around each step of their optimizers.
+"""Local weights: exchanging and showing them around each step of an optimizer.
 
 A framework's port shows the weights as vectors by number (``Weights``), and the optimizers that
 change them (``LocalOptimizer``).
