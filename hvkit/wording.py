@@ -1,4 +1,6 @@
-"""Numbers, lengths of time and errors in words; long texts cut."""
+"""Numbers, lengths of time and errors in words; long texts cut; short paths."""
+
+import os
 
 
 def counted(number: int, thing: str) -> str:
@@ -48,3 +50,12 @@ def duration(seconds: float) -> str:
 def interrupted(rank: int, where: str) -> str:
     """The sentence about a rank that Ctrl-C has ended, with the script's line, if that is known."""
     return f"rank {rank} was interrupted" + (f" ({where})" if where else "")
+
+
+def near(file: str) -> str:
+    """The path relative to the working directory, if the file is below that."""
+    try:
+        path = os.path.relpath(file) if os.path.isabs(file) else file
+    except OSError:  # somebody removed the working directory
+        return file
+    return file if path.startswith("..") else path

@@ -1,4 +1,4 @@
-"""What a built Horovod needs of a machine, and whether a machine has it.
+"""The requirements of a built Horovod, and whether a machine meets them.
 
 A build depends on much (``wheels.Key``); a wheel that is built already needs less. These facts
 lie inside each wheel, in ``horovod/hvkit.json``, and in the index of a folder of wheels.
@@ -62,7 +62,7 @@ _FACTS: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class Abi:
-    """What the libraries of a wheel were built for, and what they need.
+    """The facts about the libraries of a wheel: what they were built for, and what they need.
 
     Attributes:
         horovod: the version of Horovod's source.
@@ -98,7 +98,7 @@ class Abi:
         """The facts of a parsed ``text``.
 
         Raises:
-            BuildError: they are those of another version of hvkit.
+            BuildError: another version of hvkit has written them.
         """
         try:
             lists = {name: tuple(facts[name]) for name in ("cpu", "search")}
@@ -112,7 +112,7 @@ class Abi:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a wheel meets here.
+    """The software on this machine that a wheel has to fit.
 
     Attributes:
         frameworks: the frameworks to serve.
@@ -137,7 +137,7 @@ def this_machine(
     gpu: str = "auto",
     environ: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """The machine that hvkit runs on; needs no compiler. ``gpu`` is that of ``BuildOptions``.
+    """The machine that hvkit runs on; needs no compiler. ``gpu`` is as in ``BuildOptions``.
 
     Raises:
         BuildError: there is no framework, or ``nccl`` is impossible.
@@ -289,5 +289,5 @@ def _platform(header: str) -> str:
             break
     else:
         tag = f"linux_{machine}"
-    # A compiler may be newer than those of any distribution with this C library.
+    # A compiler may be newer than any distribution's with this C library.
     return tag if tag in {each.platform for each in sys_tags()} else f"linux_{machine}"

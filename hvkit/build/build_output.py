@@ -1,7 +1,7 @@
 """The output of build commands: progress from make's lines, causes from a failed command's.
 
 A compilation prints thousands of lines. ``BuildProgress`` reduces them to a bar; ``explain``
-reduces those of a failure to the few that matter, with the remedy. The last lines would not do:
+reduces a failure's lines to the few that matter, with the remedy. The last lines would not do:
 they are the traceback of Horovod's setup.py, and the cause is somewhere above.
 """
 

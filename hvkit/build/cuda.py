@@ -74,8 +74,8 @@ class Toolkit:
         ]
 
     def __str__(self) -> str:
-        place = "NVIDIA's wheels" if _is_assembled(self) else str(self.home)
-        return f"CUDA {self.version} ({place})"
+        origin = "NVIDIA's wheels" if _is_assembled(self) else str(self.home)
+        return f"CUDA {self.version} ({origin})"
 
 
 def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
@@ -125,7 +125,7 @@ def cuda_for(
 ) -> str | None:
     """The CUDA version that Horovod should support here; ``None`` for none.
 
-    ``choice`` is that of ``toolkit_for``.
+    ``choice`` is as for ``toolkit_for``.
 
     Raises:
         BuildError: ``nccl`` is impossible with these frameworks.

@@ -140,13 +140,13 @@ def claim_of_environment() -> str:
     return f"install-horovod {sys.prefix}"
 
 
-def _install_ready(place: str, options: BuildOptions) -> bool:
+def _install_ready(source: str, options: BuildOptions) -> bool:
     """Install a wheel from a folder or URL; False, with the reason printed, if none will do."""
     mpi = find_launching_mpi()
     machine = this_machine(mpi, options.without, options.gpu)
     installed = installed_abi()
     try:
-        found, refused = ready_wheels.choices(place, machine)
+        found, refused = ready_wheels.choices(source, machine)
     except BuildError as error:
         announce(f"{error}; so Horovod is built here")
         return False
@@ -155,13 +155,13 @@ def _install_ready(place: str, options: BuildOptions) -> bool:
         return True
     for choice in found[:_TRIES]:
         try:
-            _install_choice(choice, place)
+            _install_choice(choice, source)
         except BuildError as error:
             refused.append(f"{choice}: {error}")
             continue
         announce(f"Horovod {VERSION} is installed from {choice}")
         return True
-    announce(f"no wheel in {shown(place)} fits; so Horovod is built here")
+    announce(f"no wheel in {shown(source)} fits; so Horovod is built here")
     for reason in refused or ["there are no wheels"]:
         announce(f"    {reason}")
     return False
@@ -177,14 +177,14 @@ def serves(abi: Abi | None, machine: Machine) -> bool:
     )
 
 
-def _install_choice(choice: Choice, place: str) -> None:
+def _install_choice(choice: Choice, source: str) -> None:
     """Install these wheels as one, once two ranks have tried it.
 
     Raises:
         BuildError: a file is damaged or Horovod does not work: what was installed stays.
     """
     with tempfile.TemporaryDirectory() as folder:
-        wheels = [ready_wheels.fetch(wheel, place, Path(folder)) for wheel in choice.wheels]
+        wheels = [ready_wheels.fetch(wheel, source, Path(folder)) for wheel in choice.wheels]
         wheel = join(wheels, Path(folder, "joined"))
         _try(wheel, Path(folder, "tried"))
         install(wheel)

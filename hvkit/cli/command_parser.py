@@ -60,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, []
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What an abbreviation may stand for.
+        """The options that an abbreviation may stand for.
 
         argparse completes options with one dash even without ``allow_abbrev``. Here it completes
         none of the hidden ones, but ``-N2`` still is ``-N 2``.
@@ -131,7 +131,7 @@ def add_completion(
     """Add ``hvkit completion``.
 
     Args:
-        commands: those of ``hvkit``.
+        commands: the subcommands of ``hvkit``.
         whole: returns the parser of ``hvkit``.
     """
     parser = commands.add_parser(
@@ -164,7 +164,6 @@ def _completion(whole: Callable[[], CommandParser], args: argparse.Namespace) ->
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The actions of a parser and its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

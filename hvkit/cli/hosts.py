@@ -72,7 +72,6 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
-    """The hosts, and the batch system that allocated them."""
     # A host that `hvkit run` would refuse is a problem, so --check refuses it as well.
     hosts, allocation = hosts_of(args, refuse if args.check else _warn)
     if allocation is not None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from hvkit.build import BuildOptions, install_horovod
 from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
-from hvkit.build.ready_wheels import require_folder, require_place
+from hvkit.build.ready_wheels import require_folder, require_source
 from hvkit.cli.arguments import positive
 from hvkit.cli.command_parser import CommandParser, checked
 from hvkit.cli.terminal import Terminal
@@ -83,7 +83,7 @@ def add_install_horovod(commands: "argparse._SubParsersAction[CommandParser]") -
     )
     parser.add_argument(
         "--wheels",
-        type=checked(require_place),
+        type=checked(require_source),
         metavar="DIR|URL",
         help="take a wheel from this folder or URL (filled by --wheel-dir) if one fits and passes "
         "the self-test, in seconds and without a compiler; build otherwise, and print why",

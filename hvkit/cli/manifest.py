@@ -390,7 +390,7 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def _values_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``hvkit.manifest.systems`` takes; refuses arguments that do not go together."""
+    """The values for ``hvkit.manifest.systems``; refuses arguments that do not go together."""
     values = {}
     for option in _options_of(args.system):
         name = option.name.split()[0]
@@ -422,7 +422,6 @@ def _values_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The command, without a ``--`` before it."""
     words: Sequence[str] = args.command
     command = words[1:] if words[:1] == ["--"] else words
     if not command:

@@ -271,9 +271,9 @@ def mpi_launchers() -> list[dict[str, Any]]:
     Only the first launcher of each MPI in a folder counts.
     """
     folders = [each for each in os.environ.get("PATH", os.defpath).split(os.pathsep) if each]
-    own = os.path.dirname(sys.executable)
+    of_python = os.path.dirname(sys.executable)
     found: dict[object, dict[str, Any]] = {}
-    for folder, name in itertools.product([*folders, own], ("mpirun", "mpiexec")):
+    for folder, name in itertools.product([*folders, of_python], ("mpirun", "mpiexec")):
         program = shutil.which(name, path=folder)
         if program is None:
             continue
@@ -346,8 +346,8 @@ def _library(framework: str) -> dict[str, Any]:
     version = next((record[n] for n in NAMES if n in record and _MODULES[n] == framework), None)
     if package is None:
         return library_from(framework, version, Output(1, "", f"{framework} is not installed"))
-    own = package / "lib" if framework == "torch" else package
-    folders = filter(None, [str(own), os.environ.get("LD_LIBRARY_PATH")])
+    libraries_dir = package / "lib" if framework == "torch" else package
+    folders = filter(None, [str(libraries_dir), os.environ.get("LD_LIBRARY_PATH")])
     environ = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders)}
     command = [sys.executable, "-I", "-c", LOAD_LIBRARY]
     command.append(str(next((horovod / framework).glob("mpi_lib*"))))
@@ -388,7 +388,7 @@ def _load_library(path: str) -> None:
     """Load a library of Horovod's as Python's import does; print its features and MPI as JSON.
 
     Only its source runs, in a process of its own without hvkit: the library also loads the
-    framework's libraries, those of two frameworks may conflict, and loading may crash. Without the
+    framework's libraries, two frameworks' may conflict, and loading may crash. Without the
     framework's Python part it takes half a second.
     """
     try:

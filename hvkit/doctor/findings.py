@@ -57,9 +57,9 @@ def _value(expression: str, names: Mapping[str, Any]) -> Any:
 
 def _about_host(facts: Mapping[str, Any]) -> dict[str, Any]:
     addresses = [ipaddress.ip_address(address) for address in facts["addresses"]]
-    own = [Interface(**one) for one in facts["interfaces"]]
-    outer = sorted((one for one in own if one.outward), key=lambda one: one.version)
-    of_this_host = {one.address for one in own}
+    interfaces = [Interface(**one) for one in facts["interfaces"]]
+    outer = sorted((one for one in interfaces if one.outward), key=lambda one: one.version)
+    of_this_host = {one.address for one in interfaces}
     return {
         "usable_cpus": within_limit(facts["cores"]["usable"], facts["cores"]["limit"]),
         "thread_counts": [

@@ -150,7 +150,6 @@ def _rows(report: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str]]:
 
 
 def _labelled(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Rows of which the first has the label."""
     return zip(itertools.chain([label], itertools.repeat("")), texts, strict=False)
 
 

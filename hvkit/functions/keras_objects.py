@@ -1,7 +1,7 @@
 """Keras models between processes: their archive, with the classes and functions that it only names.
 
 Keras pickles a model as the archive of ``model.save``, which has names in place of classes. The
-process that unpickles it finds Keras's own by them, and not those of a script or of cells.
+process that unpickles it finds Keras's own classes by them, and no class of a script or of cells.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def reduced(thing: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
     Raises:
         TypeError: Keras cannot make it again from its configuration, as the other process will.
     """
-    kind = type(thing)
+    keras_class = type(thing)
     try:
         function, (archive,) = thing.__reduce__()
         content = archive.getvalue()
-        own = _own_objects(thing, set(_texts(_config_in(content))))
-        content = _accepted(content, own)
-        _require_arguments(thing, _restored(function, content, own))
+        named = _own_objects(thing, set(_texts(_config_in(content))))
+        content = _accepted(content, named)
+        _require_arguments(thing, _restored(function, content, named))
     except HvkitError:
         raise
     except Exception as problem:
         raise TypeError(
-            f"Keras cannot make this {kind.__qualname__} again from its configuration "
+            f"Keras cannot make this {keras_class.__qualname__} again from its configuration "
             f"({in_short(problem)}): give its class, and those of its layers, a get_config() with "
             "all arguments of __init__, or send get_weights() and make it anew"
         ) from problem
-    return _restored, (function, content, own)
+    return _restored, (function, content, named)
 
 
 def _require_arguments(thing: Any, made: Any) -> None:
@@ -73,11 +73,11 @@ def _require_arguments(thing: Any, made: Any) -> None:
 
 
 def _restored(
-    function: Callable[[io.BytesIO], Any], content: bytes, own: Mapping[str, object]
+    function: Callable[[io.BytesIO], Any], content: bytes, named: Mapping[str, object]
 ) -> Any:
     import keras
 
-    with keras.saving.custom_object_scope(dict(own)):
+    with keras.saving.custom_object_scope(dict(named)):
         return function(io.BytesIO(content))
 
 
@@ -86,13 +86,13 @@ def _config_in(content: bytes) -> Any:
         return json.loads(archive.read(_CONFIG))
 
 
-def _accepted(content: bytes, own: Mapping[str, object]) -> bytes:
+def _accepted(content: bytes, named: Mapping[str, object]) -> bytes:
     """The archive, without the usual settings that an ``__init__`` of the script does not accept.
 
     Keras adds them to the configuration of every layer and model. Many have an ``__init__(self)``.
     """
     config = _config_in(content)
-    left_out = [_leave_out(each, own) for each in _objects(config)]
+    left_out = [_leave_out(each, named) for each in _objects(config)]
     if not any(left_out):
         return content
     changed = io.BytesIO()
@@ -102,13 +102,13 @@ def _accepted(content: bytes, own: Mapping[str, object]) -> bytes:
     return changed.getvalue()
 
 
-def _leave_out(entry: dict[str, Any], own: Mapping[str, object]) -> bool:
+def _leave_out(entry: dict[str, Any], named: Mapping[str, object]) -> bool:
     """Remove such settings from an object's configuration; whether there were any."""
-    kind = own.get(entry["registered_name"] or "", own.get(entry["class_name"]))
+    keras_class = named.get(entry["registered_name"] or "", named.get(entry["class_name"]))
     config = entry.get("config")
-    if not isinstance(kind, type) or not isinstance(config, dict):
+    if not isinstance(keras_class, type) or not isinstance(config, dict):
         return False
-    parameters = inspect.signature(kind).parameters
+    parameters = inspect.signature(keras_class).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return False
     usual = {"name": True, "trainable": config.get("trainable") is True}
@@ -120,7 +120,6 @@ def _leave_out(entry: dict[str, Any], own: Mapping[str, object]) -> bool:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a configuration."""
     if isinstance(value, dict) and {"class_name", "registered_name"} <= value.keys():
         yield value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -151,19 +150,19 @@ def _own_objects(thing: object, names: set[str]) -> dict[str, object]:
         if id(each) in seen:
             continue
         seen[id(each)] = each
-        own: Any = each if isinstance(each, FunctionType | type) else type(each)
+        definition: Any = each if isinstance(each, FunctionType | type) else type(each)
         if isinstance(each, Mapping):
             rest += each.values()
         elif isinstance(each, list | tuple | set | frozenset):
             rest += each
-        elif own is each or _is_of_keras(own) or hasattr(own, "get_config"):
-            rest += getattr(each, "__dict__", {}).values() if own is not each else ()
-            if not _is_of_keras(own):
-                for name in (own.__name__, keras.saving.get_registered_name(own)):
+        elif definition is each or _is_of_keras(definition) or hasattr(definition, "get_config"):
+            rest += getattr(each, "__dict__", {}).values() if definition is not each else ()
+            if not _is_of_keras(definition):
+                for name in (definition.__name__, keras.saving.get_registered_name(definition)):
                     if name in names:
-                        found[name] = own
+                        found[name] = definition
     return found
 
 
-def _is_of_keras(own: Any) -> bool:
-    return str(own.__module__).partition(".")[0] == _KERAS
+def _is_of_keras(definition: Any) -> bool:
+    return str(definition.__module__).partition(".")[0] == _KERAS

@@ -58,11 +58,11 @@ def launch(
         np: the number of ranks; by default one in each slot of the hosts, or for each GPU of this
             host.
         hosts: as ``-H`` of ``hvkit run``: ``"node1:4,node2:4"``, or a list of such hosts; by
-            default those of the batch system, or this host.
+            default the batch system's, or this host.
         hostfile: a file of hosts, as ``--hostfile``.
         options: further options of ``hvkit run``: ``"--max-restarts 3 --prefix"``, or a list of
             words.
-        env: environment variables of the ranks, besides those of this process.
+        env: environment variables of the ranks, besides this process's.
         **kwargs: named arguments of the function. For one with a name of those above, pass
             ``functools.partial(function, np=...)``.
 
@@ -109,16 +109,16 @@ def _request(
     options: str | Sequence[str],
 ) -> Request:
     """The request that ``hvkit run`` would make of these."""
-    own: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if np is not None:
-        own["np"] = check_count("np", np)
+        arguments["np"] = check_count("np", np)
     if hosts is not None:
         listed = [hosts] if isinstance(hosts, str) else _words("hosts", hosts, '"node1:4,node2:4"')
-        own["hosts"] = ",".join(listed)
+        arguments["hosts"] = ",".join(listed)
     if hostfile is not None:
-        own["hostfile"] = check_path("hostfile", hostfile, 'hostfile="hosts"')
+        arguments["hostfile"] = check_path("hostfile", hostfile, 'hostfile="hosts"')
     args = _parsed(options)
-    for name, value in own.items():
+    for name, value in arguments.items():
         if getattr(args, name) is not None:
             raise UsageError(
                 f"hvkit.launch: {name}={value!r} and options={options!r} both say it: leave it out "
@@ -132,7 +132,6 @@ def _request(
 
 
 def _parsed(options: str | Sequence[str]) -> Namespace:
-    """What options of ``hvkit run`` say."""
     try:
         words = (
             shlex.split(options)

@@ -1,4 +1,4 @@
-"""What a rank has returned or raised, in a file that the process reads that started the ranks.
+"""Files with what each rank has returned or raised, for the process that started the ranks.
 
 A file holds two pickles: whether the rank has raised, with the text of the traceback, and then the
 value or the exception itself.
@@ -53,7 +53,7 @@ def save_error(path: Path, rank: int, error: BaseException) -> None:
 
 
 def error_in(file: BinaryIO) -> BaseException | None:
-    """What a rank's function has raised, with the rank's traceback as a note; None for nothing."""
+    """The exception that a rank's function has raised, with the traceback as a note, or None."""
     note = pickle.load(file)
     if note is None:
         return None
@@ -66,7 +66,7 @@ def error_in(file: BinaryIO) -> BaseException | None:
 
 
 def results_in(paths: Sequence[Path]) -> list[Any]:
-    """What ranks have returned, if ``error_in`` finds no error.
+    """By rank, the returned values, if ``error_in`` finds no error.
 
     Args:
         paths: the file of each rank.
@@ -148,8 +148,8 @@ class _ErrorPickler(pickling.Pickler):
             return super().reducer_override(obj)
         state = {name: getattr(obj, name) for name in _CHAIN} if self._chained else {}
         if not _says_how(type(obj)):
-            own = {**vars(obj), **dict(_in_slots(obj))}
-            state = {name: value for name, value in own.items() if _can_travel(value)} | state
+            attributes = {**vars(obj), **dict(_in_slots(obj))}
+            state = {name: v for name, v in attributes.items() if _can_travel(v)} | state
             return _made, (type(obj), obj.args), state, None, None, _complete
         how: Any = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if len(how) > 2 and how[2] is not None:  # a state, which may be for its own __setstate__
@@ -161,19 +161,21 @@ _CHAIN = ("__cause__", "__context__", "__suppress_context__")
 _HOW = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
 
 
-def _says_how(kind: type[BaseException]) -> bool:
+def _says_how(error_type: type[BaseException]) -> bool:
     """Whether a class of Python code, not of Python itself, defines how it is pickled."""
     return any(
-        isinstance(vars(each).get(name), FunctionType) for each in kind.__mro__ for name in _HOW
+        isinstance(vars(each).get(name), FunctionType)
+        for each in error_type.__mro__
+        for name in _HOW
     )
 
 
 def _in_slots(error: BaseException) -> Iterator[tuple[str, object]]:
     """The attributes that are not in its ``__dict__``, such as the name of an ``ImportError``."""
-    for kind in type(error).__mro__:
-        if kind in (BaseException, object):
+    for error_type in type(error).__mro__:
+        if error_type in (BaseException, object):
             continue
-        for name, each in vars(kind).items():
+        for name, each in vars(error_type).items():
             if isinstance(each, MemberDescriptorType | GetSetDescriptorType):
                 with contextlib.suppress(AttributeError):  # unset
                     yield name, getattr(error, name)
@@ -183,8 +185,8 @@ def _can_travel(value: object) -> bool:
     return isinstance(value, BaseException) or not pickling.problem_with(value)
 
 
-def _made(kind: type[BaseException], args: tuple[object, ...]) -> BaseException:
-    error: BaseException = kind.__new__(kind, *args)
+def _made(error_type: type[BaseException], args: tuple[object, ...]) -> BaseException:
+    error: BaseException = error_type.__new__(error_type, *args)
     error.args = args
     return error
 

@@ -1,8 +1,8 @@
-"""What travels between the process that starts ranks and the ranks: by cloudpickle.
+"""Pickles functions and values for the way to ranks and back, with cloudpickle.
 
-cloudpickle sends functions and classes of ``__main__``, such as those of a notebook's cells, by
-value, and those of modules by name. A class that has travelled both ways is the same class again,
-so ``isinstance`` and ``except`` work with what ranks return and raise.
+cloudpickle sends functions and classes of ``__main__``, such as a notebook's cells define, by
+value, and what modules define by name. A class that has travelled both ways is the same class
+again, so ``isinstance`` and ``except`` work with what ranks return and raise.
 
 IPython compiles each cell as a file of its own that does not exist, such as
 ``/tmp/ipykernel_7/123.py``, and keeps its lines in ``linecache``. Ranks get both, so that their
@@ -49,7 +49,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 # At the end of the file of a call: where in it the names of ``__main__`` begin.
-_PLACE = struct.Struct("!Q")
+_POSITION = struct.Struct("!Q")
 # How far the search for what cannot be pickled goes: values in values, and of each so many parts.
 _DEEPEST, _MOST_PARTS = 8, 1000
 # The main module of processes that a rank starts with multiprocessing.
@@ -159,9 +159,9 @@ def write_call(
             raise
         raise TypeError(_unpicklable(function, args, kwargs, error)) from error
     pickler.dump(pickler.of_main)  # by the same one: the objects of the call, and no copies
-    place = file.tell()
+    position = file.tell()
     dump(pickler.of_main, file)
-    file.write(_PLACE.pack(place))
+    file.write(_POSITION.pack(position))
 
 
 def read_call(
@@ -194,10 +194,10 @@ def read_call(
 
 
 def read_main(file: BinaryIO) -> dict[str, object]:
-    """What the caller's ``__main__`` defines and the call uses, in a process that a rank starts."""
+    """The names of the caller's ``__main__`` that the call uses, for processes of a rank."""
     _prepare(file)
-    file.seek(-_PLACE.size, os.SEEK_END)
-    file.seek(*_PLACE.unpack(file.read()))
+    file.seek(-_POSITION.size, os.SEEK_END)
+    file.seek(*_POSITION.unpack(file.read()))
     names: dict[str, object] = pickle.load(file)
     return names
 
@@ -245,11 +245,11 @@ def _name_of(function: Callable[..., object]) -> str:
 
 
 def _parts_of(part: str, value: Any) -> list[tuple[str, object]]:
-    """What a value, which messages call ``part``, is made of; each with its name for a message."""
+    """The parts of a value, which messages call ``part``; each with its name for a message."""
     if isinstance(value, FunctionType):
         name = value.__name__
         given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        used = [(f"{each}, which {name} uses,", held) for each, held in _used_by(value)]
+        used = [(f"{each}, which {name} uses,", variable) for each, variable in _used_by(value)]
         return used + [(f"a default of {name}", each) for each in given]
     if isinstance(value, functools.partial):
         return [
@@ -261,8 +261,8 @@ def _parts_of(part: str, value: Any) -> list[tuple[str, object]]:
         return [(f"{key!r} of {part}", each) for key, each in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
         return [(f"element {number} of {part}", each) for number, each in enumerate(value)]
-    own = getattr(value, "__dict__", {})
-    return [(f"{name} of {part}", each) for name, each in own.items() if name != "__dict__"]
+    attributes = getattr(value, "__dict__", {})
+    return [(f"{name} of {part}", each) for name, each in attributes.items() if name != "__dict__"]
 
 
 def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
@@ -276,7 +276,7 @@ def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The global names in code, and in that of the functions that it defines."""
+    """The global names in code, and in the code of the functions that it defines."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -340,7 +340,7 @@ def _lines_of_cells() -> dict[str, list[str]]:
 
 
 def host_copy(thing: object) -> Any:
-    """What to pickle instead of a tensor; None for what is pickled as it is.
+    """The value to pickle instead of a tensor; None if the thing is pickled as it is.
 
     A part of a tensor of PyTorch's becomes a tensor of its own, without the rest of its storage.
     Arrays of JAX's and tensors of TensorFlow's become NumPy's.

@@ -1,4 +1,4 @@
-"""What each rank runs for ``hvkit.launch``: ``python -m hvkit.functions.rank``.
+"""The program of each rank of ``hvkit.launch``: ``python -m hvkit.functions.rank``.
 
 It calls the function that is in the folder of ``hvkit.host.call_folder``, and leaves there what the
 function returns or raises. An exception ends the process like one of a script.
@@ -31,7 +31,7 @@ def command_of_rank(
 ) -> list[str]:
     """The command of each rank; the function's name is there for ``hvkit top``.
 
-    ``module`` is this one, or another whose ``main`` calls that of this one.
+    ``module`` is this one, or another whose ``main`` calls this one's.
     """
     name = getattr(function, "__name__", "")
     named = [name] if name.isidentifier() else []
@@ -64,9 +64,11 @@ def main() -> None:
         raise
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show(
+    error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """As Python does, from the function on, and in one write."""
-    text = "".join(format_exception(kind, error, from_function(trace)))
+    text = "".join(format_exception(error_type, error, from_function(trace)))
     print(text, end="", file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,6 @@
 """The process that supervises the ranks of a function: ``python -m hvkit.functions.supervised``.
 
-It starts the ranks as ``hvkit run`` does; those of ``hvkit.spark.run`` Spark starts. Supervision
+It starts the ranks as ``hvkit run`` does; for ``hvkit.spark.run``, Spark starts them. Supervision
 handles signals, for which the main thread of a notebook's kernel is not free. A notebook also
 replaces ``sys.stdout`` and ``sys.stderr``, and has no terminal that the process could write to:
 ``follow`` shows there what the process prints.
@@ -143,7 +143,7 @@ def error_of(folder: Path, ended: Outcome) -> BaseException | None:
 
 
 def raised_by_first(folder: Path, ended: Outcome) -> BaseException | None:
-    """What the function has raised on the rank that failed first; None if it was not that."""
+    """The exception of the function on the rank that failed first; None if there was none."""
     if ended.rank is None or not outcome_in(folder, ended.rank).exists():
         return None
     with outcome_in(folder, ended.rank).open("rb") as file:
@@ -205,7 +205,6 @@ def follow(process: subprocess.Popen[bytes]) -> None:
 def _show(
     selector: selectors.BaseSelector, decoders: Mapping[str, codecs.IncrementalDecoder]
 ) -> None:
-    """Show both streams until their ends."""
     while selector.get_map():
         for key, _ in selector.select():
             data = os.read(key.fd, _READ)

@@ -96,49 +96,47 @@ class CgroupLimits:
     memory: int | None
 
 
-_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_ROOT, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def cgroup_limits(root: Path = _ROOT, own: Path = _OWN) -> CgroupLimits:
+def cgroup_limits(root: Path = _ROOT, groups: Path = _GROUPS) -> CgroupLimits:
     """The tightest limits among this process's control groups and their parents, version 1 or 2.
 
     Args:
         root: the mount point of the control groups.
-        own: the file that names those of this process.
+        groups: the file that names this process's control groups.
     """
-    cpus = [limit for folder in _folders(root, own, "cpu") if (limit := _cpus(folder)) is not None]
-    memory = [
-        limit for folder in _folders(root, own, "memory") if (limit := _memory(folder)) is not None
-    ]
+    cpus = [n for n in map(_cpus, _folders(root, groups, "cpu")) if n is not None]
+    memory = [n for n in map(_memory, _folders(root, groups, "memory")) if n is not None]
     return CgroupLimits(min(cpus, default=None), min(memory, default=None))
 
 
-def free_memory(root: Path = _ROOT, own: Path = _OWN) -> int:
+def free_memory(root: Path = _ROOT, groups: Path = _GROUPS) -> int:
     """Bytes of memory that are free on this host, and within the limits of its control groups.
 
     Files in ``/dev/shm`` count as memory in both; the cache of files on disks does not.
 
     Args:
-        root, own: as for ``cgroup_limits``.
+        root, groups: as for ``cgroup_limits``.
     """
     left = [
         limit - _used(folder)
-        for folder in _folders(root, own, "memory")
+        for folder in _folders(root, groups, "memory")
         if (limit := _memory(folder)) is not None
     ]
     return max(0, min([int(psutil.virtual_memory().available), *left]))
 
 
 def _used(folder: Path) -> int:
-    """What a control group uses, without the cache that Linux drops when memory is short."""
+    """Bytes that a control group uses, without the cache that Linux drops when memory is short."""
     used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
     numbers = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
     cache = numbers.get("total_inactive_file") or numbers.get("inactive_file") or "0"
     return int(used or 0) - int(cache)
 
 
-def _folders(root: Path, own: Path, controller: str) -> Iterable[Path]:
-    for line in _read(own).splitlines():
+def _folders(root: Path, groups: Path, controller: str) -> Iterable[Path]:
+    for line in _read(groups).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

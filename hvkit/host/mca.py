@@ -109,7 +109,6 @@ def refuse_exclusion(setting: Setting, environ: Mapping[str, str], mpirun: str |
 def _in_files(
     setting: Setting, environ: Mapping[str, str], mpirun: str | None
 ) -> Iterator[tuple[str, Path]]:
-    """The parameters that files set, each with its file."""
     folders = [] if mpirun is None else _site_folders(Path(os.path.realpath(mpirun)))
     files = [folder / setting.site_file for folder in folders]
     if home := environ.get("HOME"):

@@ -101,10 +101,10 @@ def interface_towards(address: str, port: int, seconds: float) -> str | None:
     """
     try:
         with socket.create_connection((address, port), timeout=seconds) as connection:
-            own = connection.getsockname()[0].partition("%")[0]
+            source = connection.getsockname()[0].partition("%")[0]
     except OSError:
         return None
-    return name_of_interface(own)
+    return name_of_interface(source)
 
 
 def interface_of(address: str) -> str:
@@ -131,8 +131,8 @@ def is_local(name: str) -> bool:
     """
     if name.lower() in _own_names():
         return True
-    own = {ipaddress.ip_address(interface.address) for interface in interfaces()}
-    return any(address in own or address.is_loopback for address in addresses_of(name))
+    local = {ipaddress.ip_address(interface.address) for interface in interfaces()}
+    return any(address in local or address.is_loopback for address in addresses_of(name))
 
 
 def addresses_of(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
@@ -211,13 +211,13 @@ def named(
             raise UsageError(f"--interfaces {name}: no host has it; use one of {known}")
     chosen: list[Interface] = []
     for host, found in interfaces.items():
-        own = [i for i in found if any(_matches(name, i) for name in names)]
-        if not own:
+        chosen_here = [i for i in found if any(_matches(name, i) for name in names)]
+        if not chosen_here:
             raise UsageError(
                 f"--interfaces {','.join(names)}: {host} has none of these, it has "
                 f"{_listed(found)}: add one of them"
             )
-        chosen += [i for i in own if i.version == 4] or own
+        chosen += [i for i in chosen_here if i.version == 4] or chosen_here
     return tuple(chosen)
 
 
@@ -233,7 +233,7 @@ def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) ->
         hosts: all interfaces of each host.
     """
     networks = tuple(dict.fromkeys(i.network for i in used))
-    if all(any(i.network == network for i in own) for own in hosts for network in networks):
+    if all(any(i.network == network for i in found) for found in hosts for network in networks):
         return networks
     inner = [ipaddress.ip_network(network) for network in networks]
     if len({network.version for network in inner}) > 1:
@@ -241,7 +241,7 @@ def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) ->
     around = inner[0]
     while not all(network.network_address in around for network in inner):
         around = around.supernet()
-    others = [i.address for own in hosts for i in own if i.network not in networks]
+    others = [i.address for found in hosts for i in found if i.network not in networks]
     has_others = any(ipaddress.ip_address(other) in around for other in others)
     return networks if has_others else (str(around),)
 
@@ -266,13 +266,13 @@ def _listed(interfaces: Iterable[Interface]) -> str:
 def _in_common_network(interfaces: Mapping[str, Sequence[Interface]]) -> tuple[Interface, ...]:
     outward = {host: [i for i in found if i.outward] for host, found in interfaces.items()}
     times = Counter(i.address for found in outward.values() for i in found)
-    own = {host: [i for i in found if times[i.address] == 1] for host, found in outward.items()}
-    shared = set.intersection(*({i.network for i in found} for found in own.values()))
+    unique = {host: [i for i in found if times[i.address] == 1] for host, found in outward.items()}
+    shared = set.intersection(*({i.network for i in found} for found in unique.values()))
     if not shared:
         return ()
     # IPv4 first: older MPIs do not support IPv6.
     network = min(shared, key=lambda text: (ipaddress.ip_network(text).version, text))
     return tuple(
         next(interface for interface in found if interface.network == network)
-        for found in own.values()
+        for found in unique.values()
     )

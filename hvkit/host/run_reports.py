@@ -120,7 +120,7 @@ def _pipe() -> int | None:
 
 
 def restart_of_this_run() -> dict[str, Any]:
-    """What ``RESTART`` holds, with ``restart`` counted from 1; empty without a restart."""
+    """The values of ``RESTART``, with ``restart`` counted from 1; empty without a restart."""
     try:
         values = json.loads(os.environ[RESTART])
         restart, reached = int(values["restart"]), int(values.get("reached", 0))
@@ -138,7 +138,7 @@ def memory_folder(run: str | None = None) -> Path | None:
     """The folder in a host's memory with files that are kept until the run's last try has ended.
 
     Args:
-        run: the run's name; None for that of this rank's run.
+        run: the run's name; None for this rank's run.
 
     Returns:
         The folder, which need not exist; None if ``hvkit run`` will not start the ranks again.

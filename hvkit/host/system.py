@@ -86,10 +86,10 @@ def claim(name: str) -> bool:
         return True
     with contextlib.suppress(OSError):
         numbering = os.readlink("/proc/self/ns/pid")
-        own = f"{os.getuid()} {numbering} {name}"
+        full_name = f"{os.getuid()} {numbering} {name}"
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            bound.bind(f"\0hvkit-{hashlib.sha256(own.encode()).hexdigest()}")
+            bound.bind(f"\0hvkit-{hashlib.sha256(full_name.encode()).hexdigest()}")
         except OSError as error:
             bound.close()
             return error.errno != errno.EADDRINUSE

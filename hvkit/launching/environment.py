@@ -22,8 +22,8 @@ SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
 _SLURM_PREFIXES = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
 _LOCAL = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
 
-# Variables that ranks on other hosts get: those that find programs and modules, and those of the
-# software below hvkit.
+# Ranks on other hosts get these variables: they find programs and modules, or configure software
+# below hvkit.
 _FORWARDED = {
     *("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "TZ", "LANG"),
     *("CUBLAS_WORKSPACE_CONFIG", "XLA_FLAGS", "TQDM_DISABLE", "NO_COLOR", "MALLOC_ARENA_MAX"),

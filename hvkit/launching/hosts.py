@@ -59,11 +59,11 @@ class Entry:
     """One mention of a host.
 
     Attributes:
-        place: ``line 3`` of a file, or ``host 2`` of a list.
-        host: the host as this place describes it.
+        position: ``line 3`` of a file, or ``host 2`` of a list.
+        host: the host as this position describes it.
     """
 
-    place: str
+    position: str
     host: Host
 
 
@@ -73,7 +73,7 @@ def read_hosts_option(text: str) -> tuple[Entry, ...]:
     A host without ``:slots`` has one slot. IPv6 addresses need brackets: ``[fd00::1]:2``.
 
     Raises:
-        HostfileError: a host of the list is invalid; the message names its place.
+        HostfileError: a host of the list is invalid; the message names its position.
     """
     return tuple(
         Entry(f"host {number}", _host_of_option(word.strip(" "), f"host {number}"))
@@ -102,12 +102,12 @@ def slots_of(host: Host) -> int:
 
 
 def repeated(entries: Sequence[Entry]) -> dict[str, tuple[str, ...]]:
-    """The hosts with more than one entry, each with the places of its entries.
+    """The hosts with more than one entry, each with the positions of its entries.
 
     Open MPI accepts such a host only if at most one of its lines has ``slots=``.
     """
     return {
-        group[0].host.name: tuple(entry.place for entry in group)
+        group[0].host.name: tuple(entry.position for entry in group)
         for group in _by_host(entries)
         if len(group) > 1
     }
@@ -140,13 +140,13 @@ def host_word(word: str) -> tuple[str, str | None, str | None]:
     for pattern, problem in _OTHER_SYNTAX:
         if re.search(pattern, word):
             raise HostfileError(f"{shown(word)}{problem}")
-    user, at, place = word.rpartition("@")
+    user, at, name_and_slots = word.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise HostfileError(
             f"{shown(word)} has an invalid user before the @ (letters, digits, _ and - are valid): "
             "remove the user and set User for this host in ~/.ssh/config"
         )
-    name, slots = _host_and_slots(place, word)
+    name, slots = _host_and_slots(name_and_slots, word)
     if not name:
         raise HostfileError(f"{shown(word)} has no host name: write HOST or USER@HOST")
     return host_name(name), user or None, slots
@@ -190,7 +190,7 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "...")
 
 
-def _host_of_option(word: str, place: str) -> Host:
+def _host_of_option(word: str, position: str) -> Host:
     try:
         if not word:
             raise HostfileError("is empty: write host:slots between the commas")
@@ -199,7 +199,7 @@ def _host_of_option(word: str, place: str) -> Host:
         name, user, slots = host_word(word)
         return Host(name, 1 if slots is None else count(slots, "slots"), user=user)
     except HostfileError as error:
-        raise HostfileError(f"-H: {place}: {error}") from None
+        raise HostfileError(f"-H: {position}: {error}") from None
 
 
 def _in_option(host: Host) -> str:
@@ -224,37 +224,37 @@ def _merge(group: list[Entry], name: str) -> Host:
     for entry in group:
         if entry.host.user != first.host.user:
             raise HostfileError(
-                f"{name}: {entry.place}: {first.host.name} has the user {entry.host.user!r} here "
-                f"but {first.host.user!r} in {first.place}: use one of them"
+                f"{name}: {entry.position}: {first.host.name} has the user {entry.host.user!r} "
+                f"here but {first.host.user!r} in {first.position}: use one of them"
             )
         if entry.host.max_slots is not None:
             if most not in (None, entry.host.max_slots):
                 raise HostfileError(
-                    f"{name}: {entry.place}: {first.host.name} has max_slots="
+                    f"{name}: {entry.position}: {first.host.name} has max_slots="
                     f"{entry.host.max_slots} here but {most} before: use one of them"
                 )
             most = entry.host.max_slots
     if most is not None and slots > most:
         raise HostfileError(
-            f"{name}: {group[-1].place}: the slots of {first.host.name} add up to {slots}, more "
+            f"{name}: {group[-1].position}: the slots of {first.host.name} add up to {slots}, more "
             f"than its max_slots={most}: lower the slots, or raise max_slots"
         )
     return replace(first.host, slots=slots, max_slots=most)
 
 
-def _host_and_slots(place: str, word: str) -> tuple[str, str | None]:
+def _host_and_slots(name_and_slots: str, word: str) -> tuple[str, str | None]:
     """The host and the text of the slots in the part after the user."""
-    if place.startswith("["):
-        inside, bracket, rest = place[1:].partition("]")
+    if name_and_slots.startswith("["):
+        inside, bracket, rest = name_and_slots[1:].partition("]")
         if not bracket or ":" not in inside or (rest and not rest.startswith(":")):
             raise HostfileError(
                 f"{shown(word)}: brackets are for IPv6 addresses, as in [fd00::1] or [fd00::1]:4"
             )
         return inside, rest[1:] if rest else None
-    if place.count(":") == 1:
-        name, _, slots = place.partition(":")
+    if name_and_slots.count(":") == 1:
+        name, _, slots = name_and_slots.partition(":")
         return name, slots
-    return place, None
+    return name_and_slots, None
 
 
 def _ipv4(name: str) -> str:

@@ -296,9 +296,9 @@ def _refuse_set_interfaces(job: Job) -> None:
     mpirun = program("mpirun")
     if job.networks_asked_for:
         mca.refuse_exclusion(mca.RANKS, job.environ, mpirun)
-    elif place := mca.where_set(mca.RANKS, job.environ, mpirun):
+    elif setter := mca.where_set(mca.RANKS, job.environ, mpirun):
         raise LaunchError(
-            f"{place} sets Open MPI's interfaces, but horovodrun sets them, too: name them with "
+            f"{setter} sets Open MPI's interfaces, but horovodrun sets them, too: name them with "
             "--interfaces instead, or use mpirun: remove --launcher"
         )
 

@@ -61,7 +61,7 @@ class Request:
         np: the number of ranks; ``None`` for one in each slot.
         min_np: the fewest ranks to go on with; ``None`` for all of them.
         launcher: one of ``LAUNCHERS``.
-        variables: environment variables for the ranks besides those of ``forwarded``; ``None``
+        variables: environment variables for the ranks besides the ``forwarded`` ones; ``None``
             for the value that the variable has here.
         interfaces: interfaces or networks to use between hosts, instead of those found.
         bind: whether each rank is bound to its share of its host's cores.
@@ -108,7 +108,7 @@ class Request:
         return self if self.hosts else replace(self, np=self._number_here())
 
     def _number_here(self) -> int:
-        """The number of ranks for this host: ``np``, or that of its GPUs."""
+        """The number of ranks for this host: ``np``, or one for each of its GPUs."""
         cores = usable_cores()
         has = f"this host has {counted(cores, 'core')}"
         if self.np is None:
@@ -117,10 +117,10 @@ class Request:
                 logger.info("starts %s, one for each GPU", counted(gpus, "rank"))
                 return gpus
             swallowed = any(word.partition("=")[0] in NUMBER_OF_RANKS for word in self.command)
-            place = ", before COMMAND, which gets all options after it" if swallowed else ""
+            hint = ", before COMMAND, which gets all options after it" if swallowed else ""
             raise UsageError(
                 f"{'np' if self.from_python else '-np'} is missing: {has} and no GPU; give the "
-                f"number of ranks{place}, such as {self._ranks(max(2, cores))}"
+                f"number of ranks{hint}, such as {self._ranks(max(2, cores))}"
             )
         most = max(_MOST_RANKS, _MOST_ON_A_CORE * cores)
         if self.np > most:

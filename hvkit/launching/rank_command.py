@@ -48,8 +48,8 @@ def with_python(words: Sequence[str], read_script: Callable[[], str]) -> tuple[s
     first = words[0]
     if first == "-" or (first.endswith(_SCRIPT) and not _starts_itself(first)):
         words = (sys.executable, *words)
-    place = _place_of_script(words)
-    if place is None or words[place] != "-":
+    index = _index_of_script(words)
+    if index is None or words[index] != "-":
         return tuple(words)
     source = read_script()
     if not source.strip():
@@ -58,7 +58,7 @@ def with_python(words: Sequence[str], read_script: Callable[[], str]) -> tuple[s
         raise UsageError(
             f"the script on standard input is longer than {_LONGEST_WORD} bytes: write it to a file"
         )
-    return (*words[:place], "-c", source, *words[place + 1 :])
+    return (*words[:index], "-c", source, *words[index + 1 :])
 
 
 def _starts_itself(name: str) -> bool:
@@ -69,14 +69,14 @@ def _starts_itself(name: str) -> bool:
     return not os.path.exists(name) and shutil.which(name) is not None
 
 
-def _place_of_script(words: Sequence[str]) -> int | None:
+def _index_of_script(words: Sequence[str]) -> int | None:
     """The index of the script, or of ``-``, in a command of Python's; ``None`` if there is none."""
     if not _PYTHON.fullmatch(os.path.basename(words[0])):
         return None
     numbered = enumerate(words[1:], start=1)
-    for place, word in numbered:
+    for index, word in numbered:
         if word == "-" or not word.startswith("-"):
-            return place
+            return index
         if word == _LONG_WITH_VALUE:
             next(numbered, None)
         elif not word.startswith("--"):
@@ -120,8 +120,8 @@ class RankCommand:
     @classmethod
     def of(cls, words: Sequence[str], path: str) -> "RankCommand":
         """The files of a command."""
-        place = _place_of_script(words)
-        return cls(words[0], "" if place is None else words[place], path)
+        index = _index_of_script(words)
+        return cls(words[0], "" if index is None else words[index], path)
 
     def problem(self, folder: str) -> CommandProblem | None:
         """Why this host cannot start the command in ``folder``; ``None`` if it can."""

@@ -95,7 +95,7 @@ def wait_for_hosts(hosts: Sequence[Host]) -> None:
 def follow(first: Host) -> None:
     """Wait until the container of the host that starts the ranks has ended.
 
-    Signals do not end this process: ``hvkit run`` on the first host gets those of SageMaker, too,
+    Signals do not end this process: ``hvkit run`` on the first host gets SageMaker's signals, too,
     and ends the ranks here.
 
     Raises:

@@ -115,7 +115,7 @@ class RemoteShell:
 def remote_shell(system: str | None, connect: float = _CONNECT) -> RemoteShell:
     """The way to the hosts: ``srun`` in a Slurm job if it is on PATH, else ssh.
 
-    ``system`` is that of ``Allocation``; ssh connects to a host within ``connect`` seconds.
+    ``system`` is as in ``Allocation``; ssh connects to a host within ``connect`` seconds.
     """
     if system == SLURM and shutil.which("srun"):
         return SRUN

@@ -120,12 +120,12 @@ def start(request: Request) -> Outcome:
     Raises:
         LaunchError: the request cannot be met; nothing was started.
     """
-    own = {}
+    added = {}
     if request.timeline is not None:
-        own[TIMELINE] = "1"
+        added[TIMELINE] = "1"
     if request.max_restarts:
-        own[RUN_NAME] = secrets.token_hex(8)
-    request = replace(request, variables={**request.variables, **own})
+        added[RUN_NAME] = secrets.token_hex(8)
+    request = replace(request, variables={**request.variables, **added})
     status = RunStatus()
     program, script, *words = *request.command, "", ""
     script = script if script.startswith("-") else Path(script).name

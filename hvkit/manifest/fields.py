@@ -1,4 +1,4 @@
-"""What the options of ``hvkit manifest`` accept.
+"""Checks of the options of ``hvkit manifest``.
 
 A check takes the text that a user wrote and returns the value. All raise ``ValueError`` for text
 they do not accept, and name in the message what they accept and what they got.
@@ -252,20 +252,20 @@ def utf8(text: str) -> str:
 
 def volume(text: str) -> tuple[str, str]:
     """A volume as ``CLAIM:PATH``: its path, which the pods need for nothing else, and its claim."""
-    claim, sign, place = text.partition(":")
+    claim, sign, mount_path = text.partition(":")
     if not sign:
         raise ValueError(f"must be CLAIM:PATH, such as datasets:/data, got {text!r}")
-    path = PurePosixPath(place)
+    path = PurePosixPath(mount_path)
     # Kubernetes refuses colons.
-    absolute = path.root == "/" and str(path) == place and ".." not in path.parts
-    if not absolute or ":" in place or not place.isprintable():
+    absolute = path.root == "/" and str(path) == mount_path and ".." not in path.parts
+    if not absolute or ":" in mount_path or not mount_path.isprintable():
         raise ValueError(
             "PATH must be absolute and printable, such as /data, without `:`, `..`, `//` or a `/` "
-            f"at the end, got {place!r}"
+            f"at the end, got {mount_path!r}"
         )
     for taken in map(PurePosixPath, _TAKEN_PATHS):
         if taken.is_relative_to(path) or path.is_relative_to(taken):
             raise ValueError(
                 f"PATH {path} overlaps {taken}, which the pods need: use another, such as /data"
             )
-    return place, subdomain(claim)
+    return mount_path, subdomain(claim)

@@ -1,4 +1,4 @@
-"""What each system refuses, and what its template gets besides the values of options.
+"""The text for each system: values that it refuses, further values, and its template filled in.
 
 The functions of systems return a text, from these arguments:
 
@@ -93,11 +93,11 @@ def slurm(values: Values, template: Path | None) -> str:
     # Slurm stops reading at the first command.
     head = takewhile(lambda line: not line or line.startswith("#"), script.split("\n"))
     set_there = Counter(line.removeprefix("#SBATCH ") for line in head if line.startswith("#SB"))
-    own = {re.split("[= ]", line)[0]: line for line in set_there - Counter(values["sbatch"])}
+    in_script = {re.split("[= ]", line)[0]: line for line in set_there - Counter(values["sbatch"])}
     for option in values["sbatch"]:
-        if (name := re.split("[= ]", option)[0]) in own:
+        if (name := re.split("[= ]", option)[0]) in in_script:
             raise ValueError(
-                f"--sbatch {option}: the script already has {own[name]}, from hvkit's own "
+                f"--sbatch {option}: the script already has {in_script[name]}, from hvkit's own "
                 "options or the template: change those instead"
             )
     return script
@@ -125,7 +125,7 @@ def sagemaker(values: Values, template: Path | None) -> str:
 def azureml(values: Values, template: Path | None) -> str:
     """A command job of Azure Machine Learning, whose service writes ``mpirun`` itself.
 
-    So the job's command is that of one rank, and neither ``hvkit run`` nor its options take part.
+    So the job's command is one rank's, and neither ``hvkit run`` nor its options take part.
     """
     ranks, slots, hosts = (values[name] for name in ("np", "slots", "hosts"))
     if ranks % slots:
@@ -145,7 +145,7 @@ def azureml(values: Values, template: Path | None) -> str:
 def _for_pods(
     values: Values, pods: Iterable[str], operator: str, also_set: tuple[str, ...] = ()
 ) -> Values:
-    """What pods of Kubernetes take, and their templates get.
+    """Values for pods of Kubernetes; refuses those that pods do not take.
 
     Args:
         values: as above.
@@ -175,7 +175,7 @@ def _for_pods(
                 f"--env {variable}: {operator} sets this variable and overwrites the manifest's "
                 "value: leave it out"
             )
-    # Numbered: the name of a claim may be longer than that of a volume, and contain dots.
+    # Numbered: the name of a claim may be longer than a volume's, and contain dots.
     claims = dict.fromkeys(values["volume"].values())
     return {
         **values,
@@ -197,7 +197,6 @@ def _run_words(values: Values, variables: Iterable[str]) -> list[str]:
 
 
 def _check_lengths(words: list[str], variables: Mapping[str, str]) -> None:
-    """Refuse what is longer than SageMaker takes."""
     for what, text, most, unit in (
         ("the command, with the options of `hvkit run`,", words, _MOST_WORDS, "words"),
         *((f"{word[:20]!r}...", word, _LONGEST_WORD, "characters") for word in words),
@@ -229,7 +228,7 @@ def _quoted_for_azure(word: str, known: set[str]) -> str:
     return "".join(parts) or "''"
 
 
-def rendered(name: str, values: Mapping[str, Any], own: Path | None) -> str:
+def rendered(name: str, values: Mapping[str, Any], template: Path | None) -> str:
     """The text of a template with these values.
 
     Whatever a value contains, it stays one value: ``{{ value }}`` writes it as JSON, which YAML
@@ -239,7 +238,7 @@ def rendered(name: str, values: Mapping[str, Any], own: Path | None) -> str:
     Args:
         name: the file in ``templates``.
         values: by the names in the template.
-        own: a file to fill in instead.
+        template: a file to fill in instead.
 
     Raises:
         HvkitError: Jinja is not installed.
@@ -263,11 +262,11 @@ def rendered(name: str, values: Mapping[str, Any], own: Path | None) -> str:
     )
     # Jinja's own writes emoji as two halves, which not all readers of YAML put together.
     environment.filters["tojson"] = lambda value: Markup(_json(value))
-    file = own or files("hvkit.manifest") / "templates" / name
+    file = template or files("hvkit.manifest") / "templates" / name
     try:
         return environment.from_string(file.read_text(encoding="utf-8")).render(values)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--template {own}: must be a template in UTF-8: {error}") from error
+        raise ValueError(f"--template {template}: must be a template in UTF-8: {error}") from error
     except Exception as error:  # a template is a program, whose errors may be any
         frames = traceback.extract_tb(error.__traceback__)
         line = [each.lineno for each in frames if each.filename in ("<template>", "<unknown>")][-1]

@@ -83,7 +83,7 @@ def run(
         kwargs: its named arguments.
         num_proc: the number of ranks; by default Spark's default parallelism, in general the number
             of the executors' cores.
-        env: environment variables of the ranks, besides those of the executors.
+        env: environment variables of the ranks, besides the executors'.
 
     Returns:
         By rank, what the function has returned there.
@@ -282,7 +282,7 @@ def _await_executors(context: Any, size: int) -> None:
             )
         if not said:
             said = True
-            logger.info("waits for executors: %d of %d ranks have a place", slots, size)
+            logger.info("waits for executors: %d of %d ranks have a slot", slots, size)
         time.sleep(1)
 
 

@@ -130,8 +130,8 @@ class RankTask:
 def _variables(
     position: RankPosition, size: int, host: str, address: str, port: int
 ) -> dict[str, str]:
-    """What Horovod's own launcher would set for a rank on Gloo."""
-    own = {
+    """The variables that Horovod's own launcher would set for a rank on Gloo."""
+    values = {
         "HOSTNAME": host,
         "RANK": position.rank,
         "SIZE": size,
@@ -146,7 +146,7 @@ def _variables(
         "GLOO_IFACE": interface_of(address),
         "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_WAITS),
     }
-    return {f"HOROVOD_{name}": str(value) for name, value in own.items()}
+    return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
 
 
 def _shipped(environ: Mapping[str, str]) -> dict[str, str]:

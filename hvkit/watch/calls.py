@@ -164,7 +164,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a public function: a call of it by the script is the call ``name``.
 
     This also holds inside another call, such as in a callback of ``fit``. But if hvkit itself calls
-    the function, the current call stays that of the script.
+    the function, the current call stays the script's.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -203,7 +203,7 @@ class _Entered:
         now.turns += 1
         self._begun = time.monotonic()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         global _last_step
         now = self._now
         if error is None and self._step is not None:
@@ -242,7 +242,7 @@ class waiting:
         if now.waits == 1:
             now.wait_begun = now.since
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         now = self._now
         now.waits -= 1
         now.since = time.monotonic()
@@ -290,7 +290,7 @@ class translated:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             meaning = meaning_of(error, current_call())
             if meaning is not None:
@@ -311,9 +311,9 @@ class waiting_for_all_ranks(waiting, translated):
     def __init__(self, within: Members | None = None) -> None:
         super().__init__(within.ranks if within else ())
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        waiting.__exit__(self, kind, error, trace)
-        translated.__exit__(self, kind, error, trace)
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
+        waiting.__exit__(self, error_type, error, trace)
+        translated.__exit__(self, error_type, error, trace)
 
 
 _last_step = 0

@@ -101,7 +101,7 @@ Message = (
 )
 """The messages between watchers."""
 
-_KINDS = {kind.__name__: kind for kind in get_args(Message)}
+_TYPES = {each.__name__: each for each in get_args(Message)}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Endpoint:
     """How ranks reach rank 0's socket.
 
     Attributes:
-        addresses: those of rank 0's host, likely ones first.
+        addresses: of rank 0's host, likely ones first.
         port: the same for all addresses.
         secret: the key that both ends must have.
     """
@@ -184,7 +184,7 @@ def send_message(connection: Connection, message: Message) -> None:
     Raises:
         OSError: the other end is gone.
     """
-    send(connection, {"kind": type(message).__name__, **asdict(message)})
+    send(connection, {"type": type(message).__name__, **asdict(message)})
 
 
 def receive_message(connection: Connection) -> Message:
@@ -197,7 +197,7 @@ def receive_message(connection: Connection) -> Message:
     values = receive(connection)
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     try:
-        message: Message = _KINDS[values.pop("kind")](**values)
+        message: Message = _TYPES[values.pop("type")](**values)
     except (KeyError, TypeError) as error:
         raise ValueError(f"no message of a watcher: {error}") from None
     return message

@@ -155,9 +155,9 @@ def _for_each_other(waiting: Mapping[int, Status]) -> dict[int, Status]:
     """The ranks that wait for each other in different calls, so that none of these will end."""
 
     def needs(rank: int, other: int) -> bool:
-        own, of_other = waiting[rank], waiting[other]
-        same = (own.key, own.ranks) == (of_other.key, of_other.ranks)
-        return not same and (not own.ranks or other in own.ranks)
+        status, of_other = waiting[rank], waiting[other]
+        same = (status.key, status.ranks) == (of_other.key, of_other.ranks)
+        return not same and (not status.ranks or other in status.ranks)
 
     # The ranks that each waits for, directly or through others.
     awaited = {a: {b for b in waiting if needs(a, b)} for a in waiting}
@@ -184,7 +184,6 @@ def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:
 
 
 def _waits(waiting: Mapping[int, Status]) -> str:
-    """Which ranks wait where."""
     calls = {rank: f"{s.call}{_at(s)}{_handling(s)}" for rank, s in waiting.items()}
     return "; ".join(
         f"{ranks_text(numbers)} wait{'s' if len(numbers) == 1 else ''} in {call}"

@@ -57,7 +57,7 @@ def install(watcher: Watcher) -> None:
     show = _show_at_once if sys.excepthook is sys.__excepthook__ else sys.excepthook
 
     def show_or_name(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         try:
             meant = _meant(error)
@@ -68,7 +68,7 @@ def install(watcher: Watcher) -> None:
             # A signal handler has raised it just now, such as PyTorch's for a worker that was
             # killed, and it explains the first error.
             error = meant = another
-            kind, traceback, line = type(another), another.__traceback__, None
+            error_type, traceback, line = type(another), another.__traceback__, None
             watcher.failed(_failed_with(another), ends=True)
         if line is None:
             refused = _raised_by_hvkit(error)
@@ -77,14 +77,14 @@ def install(watcher: Watcher) -> None:
             if isinstance(meant, HvkitError | FloatingPointError) or refused:
                 traceback = _up_to_the_script(traceback)
             if meant is not error:  # TensorFlow's, with the trace of a graph in its text
-                kind, error = type(meant), meant
-            show(kind, error.with_traceback(traceback), traceback)
+                error_type, error = type(meant), meant
+            show(error_type, error.with_traceback(traceback), traceback)
             return
         print(f"hvkit: {line}", file=sys.stderr, flush=True)
-        own = _handled_before(error)
-        if own is not None:
+        handled = _handled_before(error)
+        if handled is not None:
             print(f"hvkit: rank {watcher.rank} was handling this error:", file=sys.stderr)
-            show(type(own), own, own.__traceback__)
+            show(type(handled), handled, handled.__traceback__)
 
     show_of_thread = threading.excepthook
 
@@ -100,10 +100,10 @@ def install(watcher: Watcher) -> None:
 
 
 def _show_at_once(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    error_type: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """As Python does, but in one write, so that no line of another rank comes in between."""
-    text = "".join(format_exception(kind, error, trace))
+    text = "".join(format_exception(error_type, error, trace))
     print(text, end="", file=sys.stderr, flush=True)
 
 
@@ -180,10 +180,12 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
         return _without_frames(raised)
     text = str(error)
     if found := _IN_GRAPH.search(text):
-        on_every_rank, kind, said = found.groups()
+        on_every_rank, error_type, said = found.groups()
         said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), said.replace("] [", " "))
         meant: Exception = (
-            RanksDisagreeError(said) if kind == "RanksDisagreeError" else FloatingPointError(said)
+            RanksDisagreeError(said)
+            if error_type == "RanksDisagreeError"
+            else FloatingPointError(said)
         )
         return mark_as_shown_by(meant, 0) if on_every_rank else meant
     if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
@@ -261,9 +263,9 @@ def _up_to_the_script(traceback: TracebackType | None) -> TracebackType | None:
     entries = list(_each(traceback))
     if not entries or _package_of(entries[-1]) not in _EXPLAINED:
         return traceback
-    own = [n for n, each in enumerate(entries) if _package_of(each) not in _EXPLAINED]
+    of_script = [n for n, each in enumerate(entries) if _package_of(each) not in _EXPLAINED]
     short = None
-    for each in reversed(entries[: own[-1] + 1] if own else entries):
+    for each in reversed(entries[: of_script[-1] + 1] if of_script else entries):
         short = TracebackType(short, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return short
 

@@ -6,7 +6,6 @@ matter.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -17,6 +16,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
+
+from hvkit.wording import near
 
 MAIN = threading.main_thread().ident or 0
 """The number of the main thread."""
@@ -107,16 +108,16 @@ def line_of_script(thread: int | None = None) -> str:
     That is the innermost line outside of hvkit, installed packages and the standard library. For a
     thread that runs no code of the user's, it is the line of the main thread, which waits for it.
     """
-    own = threading.get_ident()
-    thread = own if thread is None else thread
-    if thread == own == MAIN:
-        return _line(*_place({own: sys._getframe(1)}, thread))
+    this_thread = threading.get_ident()
+    thread = this_thread if thread is None else thread
+    if thread == this_thread == MAIN:
+        return _line(*_file_and_line({this_thread: sys._getframe(1)}, thread))
     with frames() as now:
-        found = _place(now, thread)
+        found = _file_and_line(now, thread)
     return _line(*found)
 
 
-def _place(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
+def _file_and_line(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
     fallback = "", 0
     for ident in (thread, MAIN):
         frame = frames.get(ident)
@@ -146,8 +147,4 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _line(file: str, line: int) -> str:
-    if os.path.isabs(file):
-        with contextlib.suppress(OSError):  # somebody removed the working directory
-            near = os.path.relpath(file)
-            file = file if near.startswith("..") else near
-    return f"{file}:{line}" if file else ""
+    return f"{near(file)}:{line}" if file else ""

@@ -394,8 +394,8 @@ class Hub(Watcher):
         if now < self._next_look:
             return
         self._next_look = now + _TICK
-        own = self._status()
-        longest = max((s.seconds for s in (own, *self._statuses.values()) if s.waits), default=0.0)
+        here = self._status()
+        longest = max((s.seconds for s in (here, *self._statuses.values()) if s.waits), default=0.0)
         if longest < _WORTH_REPORTING:
             return
         for rank, peer in list(self._peers.items()):
@@ -440,7 +440,6 @@ def _print(text: str) -> None:
 
 
 def _report_cause(text: str) -> None:
-    """Report to ``hvkit run`` why the run ends."""
     report(cause=shortened(text, _CAUSE))
 
 

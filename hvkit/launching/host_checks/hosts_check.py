@@ -183,8 +183,8 @@ def _of_host(one: Examined, examined: Sequence[Examined]) -> _Found:
 def _same_host(reports: Mapping[str, Mapping[str, Any]]) -> _Found:
     names_of: dict[tuple[str, ...], list[str]] = {}
     for name, report in reports.items():
-        own = (Interface(**each) for each in report["interfaces"])
-        outer = sorted(each.address for each in own if not each.loopback)
+        found = (Interface(**each) for each in report["interfaces"])
+        outer = sorted(each.address for each in found if not each.loopback)
         names_of.setdefault((report["hostname"], *outer), []).append(name)
     for (hostname, *_), names in names_of.items():
         if len(names) > 1:
@@ -193,10 +193,10 @@ def _same_host(reports: Mapping[str, Mapping[str, Any]]) -> _Found:
 
 def _versions(reports: Mapping[str, Mapping[str, Any]]) -> _Found:
     versions = {name: {**one["versions"], "MPI": _mpi(one)} for name, one in reports.items()}
-    for package in dict.fromkeys(package for own in versions.values() for package in own):
+    for package in dict.fromkeys(package for of_host in versions.values() for package in of_host):
         hosts: dict[str, list[str]] = {}
-        for name, own in versions.items():
-            hosts.setdefault(_version(package, own.get(package)), []).append(name)
+        for name, of_host in versions.items():
+            hosts.setdefault(_version(package, of_host.get(package)), []).append(name)
         if len(hosts) > 1:
             listed = "; ".join(f"{version} on {', '.join(at)}" for version, at in hosts.items())
             text = f"{package} differs ({listed}): install the same version on all hosts"
@@ -235,7 +235,6 @@ def _of_report(one: Examined, reports: Mapping[str, Mapping[str, Any]]) -> _Foun
 
 
 def _connections(connections: Reachability) -> _Found:
-    """Hosts that cannot reach each other, and clocks that differ."""
     for name in connections.absent:
         yield [name], "did not try to reach the others in time: is it overloaded? Check again"
     for reach in connections.reaches:

@@ -235,9 +235,9 @@ def working_directory() -> str:
         return os.getcwd()
     except OSError as error:
         # Not PWD, which stays the shell's when a program goes to another folder.
-        place = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+        folder = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
         raise LaunchError(
-            f"the working directory, {place}, was removed or is not accessible "
+            f"the working directory, {folder}, was removed or is not accessible "
             f"({error.strerror}): `cd` to a folder that all hosts have"
         ) from error
 
@@ -304,8 +304,8 @@ def _daemon_networks(
     if not used or (by_user and any(i.network in networks for i in here)):
         return networks
     # Open MPI's daemons are built without IPv6.
-    own = [i for i in here if i.address in sources and i.version == 4]
-    return spanning([*used, *own], [*of_hosts, here])
+    towards_hosts = [i for i in here if i.address in sources and i.version == 4]
+    return spanning([*used, *towards_hosts], [*of_hosts, here])
 
 
 def _networks(used: Sequence[Interface]) -> tuple[str, ...]:

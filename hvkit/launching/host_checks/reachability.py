@@ -206,11 +206,11 @@ async def _reach(other: Mapping[str, Any]) -> dict[str, Any]:
             failures.append(os.strerror(error.errno).lower() if error.errno else str(error))
             continue
         # A socket for both families adds this prefix to IPv4 addresses.
-        own = writer.get_extra_info("sockname")[0].removeprefix("::ffff:").partition("%")[0]
+        source = writer.get_extra_info("sockname")[0].removeprefix("::ffff:").partition("%")[0]
         writer.close()
         if token == other["token"]:
-            interface = name_of_interface(own)
-            return {**found, "reached": address, "own_address": own, "interface": interface}
+            interface = name_of_interface(source)
+            return {**found, "reached": address, "own_address": source, "interface": interface}
         failures.append(ANOTHER_ANSWERS)
     return {**found, "reached": None, "interface": None, "own_address": None}
 

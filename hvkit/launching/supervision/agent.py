@@ -136,7 +136,7 @@ class _Agent:
         self.settings = settings
         self.guard = guard
         self.number = number
-        # Of the function to call, if this host does not share that of the supervisor.
+        # For the call, if this host does not share the supervisor's folder.
         self.folder = folder
         self.stopping = threading.Event()
         self.deadline = float("inf")
@@ -181,7 +181,7 @@ class _Agent:
     def start_command(self) -> "subprocess.Popen[bytes]":
         self.reports, reports = os.pipe()
         os.set_inheritable(reports, True)
-        own = {run_reports.VARIABLE: run_reports.address_of(reports)}
+        with_reports = {run_reports.VARIABLE: run_reports.address_of(reports)}
         try:
             return subprocess.Popen(
                 self.command,
@@ -191,7 +191,7 @@ class _Agent:
                 stderr=subprocess.PIPE,
                 # MPICH's ranks reach their launcher through an inherited file descriptor.
                 close_fds=False,
-                env={"PYTHONUNBUFFERED": "1", **os.environ, **own},
+                env={"PYTHONUNBUFFERED": "1", **os.environ, **with_reports},
                 preexec_fn=ends_with_parent(signal.SIGKILL),
             )
         finally:

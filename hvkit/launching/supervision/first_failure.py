@@ -43,7 +43,7 @@ class Failure:
         status: exit status, negative for a signal; ``None`` if none arrived.
         at: when it ended, in seconds of this host's monotonic clock.
         problem: what went wrong, if not in the command itself.
-        last_lines: those of its last lines that may explain why it ended.
+        last_lines: its last lines, as far as they may explain why it ended.
         all_last_lines: all of its last lines.
         traceback: the one at the end of its standard error; empty if that ends with something else.
         refused: whether its exception is hvkit's, because of a wrong argument.
@@ -82,7 +82,7 @@ class Failure:
 
     @property
     def raised(self) -> Raised | None:
-        """The exception that ended it, with its place; None if none did.
+        """The exception that ended it, with its lines; None if none did.
 
         Python's exit status is 1 then, unless the rank was stopped at that moment.
         """
@@ -121,11 +121,11 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     within milliseconds. Of failures at about the same time, a violent one is the cause. A rank that
     has raised an error may have been stopped while it still waited for the others to end.
     """
-    own = [failure for failure in failures if not failure.stopped]
-    if not own:
+    by_themselves = [failure for failure in failures if not failure.stopped]
+    if not by_themselves:
         return None
-    causes = [failure for failure in own if not failure.is_consequence]
-    causes = causes or [failure for failure in failures if failure.raised] or own
+    causes = [failure for failure in by_themselves if not failure.is_consequence]
+    causes = causes or [failure for failure in failures if failure.raised] or by_themselves
     first = min(failure.at for failure in causes)
     simultaneous = [failure for failure in causes if failure.at - first < _SIMULTANEOUS]
     return min(simultaneous, key=lambda failure: (not failure.violent, failure.at))
@@ -149,9 +149,9 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
         lines[0] += "; its last lines:" if not first.lost else f"; last lines of rank {first.rank}:"
         lines += [f"    {line}" for line in first.last_lines]
     named = {f.rank for f in failures if f.lost} if first.lost else {first.rank}
-    own = {f.rank: f for f in failures if not f.stopped}
-    others = sorted(own.keys() - named)
-    same = [rank for rank in others if own[rank].is_same_as(first)]
+    by_themselves = {f.rank: f for f in failures if not f.stopped}
+    others = sorted(by_themselves.keys() - named)
+    same = [rank for rank in others if by_themselves[rank].is_same_as(first)]
     if same:
         lines.append(f"hvkit run: {ranks_text(same)} ended with the same error")
     if rest := [rank for rank in others if rank not in same]:
@@ -176,7 +176,7 @@ def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
             return bool(shown)
         if shown and _messages(traceback) == _messages(shown):
             return True
-        # Lines after that of the exception may be the script's own.
+        # Lines after the exception's may be the script's own.
         return bool(_EXCEPTION.match(traceback[-1])) and _blames_another(traceback)
 
     return {failure.rank for failure in failures if is_needless(failure)}
@@ -201,7 +201,7 @@ def _blames_another(lines: Sequence[str]) -> bool:
 
 
 def _messages(traceback: Sequence[str]) -> list[str]:
-    """A traceback without its places."""
+    """A traceback without files and lines."""
     return [line for line in traceback if _MESSAGE.match(line)]
 
 

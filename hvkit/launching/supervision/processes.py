@@ -75,7 +75,7 @@ def end_descendants(
             _send(ending, signal.SIGCONT)  # one that was stopped gets SIGTERM when it goes on
             while seconds_left() > 0 and any(map(_runs, ending)):
                 time.sleep(_POLL)
-    # Each round finds the processes that those of the last one have started since. The number of
+    # Each round finds the processes that have been started since the last one. The number of
     # rounds is limited because a process that waits for a disk may not end at all.
     for _ in range(_ROUNDS):
         if not (running := [process for process in _descendants() if _runs(process)]):

@@ -1,7 +1,7 @@
-"""What an agent and the supervisor send each other, in frames of ``hvkit.connections``.
+"""The messages between an agent and the supervisor, in frames of ``hvkit.connections``.
 
-**Output.** A kernel whose receive buffer is full acknowledges more and more rarely, as that of a
-lost host. So an agent sends at most ``WINDOW`` bytes of output that the supervisor has not read
+**Output.** A kernel whose receive buffer is full acknowledges more and more rarely, as if its host
+were lost. So an agent sends at most ``WINDOW`` bytes of output that the supervisor has not read
 yet: its kernel can hold as much while ``hvkit run`` or its terminal is stopped.
 
 **The command** of a rank stands on the launcher's command line, after the agent's own
@@ -56,7 +56,7 @@ RECEIVE_BUFFER = 4 * WINDOW
 
 
 class Frame(IntEnum):
-    """What a frame holds. An agent sends those up to ``CLOCK``, the supervisor the others."""
+    """The types of frames. An agent sends those up to ``CLOCK``, the supervisor the others."""
 
     HELLO = 1
     """Rank and host, and whether it wants the call (``CALL``), in JSON."""
@@ -71,7 +71,7 @@ class Frame(IntEnum):
     REPORT = 6
     """A report of the rank, see ``hvkit.host.run_reports``: a line of JSON."""
     SPANS = 11
-    """What the rank has done, see ``hvkit.watch.spans``: a line of JSON. Counts as output."""
+    """The rank's latest spans, see ``hvkit.watch.spans``: a line of JSON. Counts as output."""
     OUTCOME = 14
     """A piece of the file with what the function has returned or raised on another host; a SEAL
     follows the last. Counts as output."""

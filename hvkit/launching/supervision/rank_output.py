@@ -1,4 +1,4 @@
-"""What a rank prints: shown in whole lines and tracebacks, logged, and its last lines kept."""
+"""Shows a rank's output in whole lines and tracebacks, logs it, and keeps the last lines."""
 
 import itertools
 import re
@@ -240,7 +240,7 @@ class RankOutput:
         return [line for line in lines if line.strip()]
 
     def _take_errors(self, lines: bytes) -> None:
-        """Show whole lines of standard error; hold back those of a traceback."""
+        """Show whole lines of standard error; hold back a traceback's."""
         while lines:
             if not self._in_traceback:
                 begins = beginning(lines)
@@ -381,7 +381,7 @@ def _without_chatter(lines: list[str]) -> list[str]:
 
 
 def make_room(folder: Path) -> None:
-    """Create a folder for log files; move those of an earlier run to ``earlier-1``, ... below it.
+    """Create a folder for log files; move an earlier run's to ``earlier-1``, ... below it.
 
     Raises:
         OSError: the folder cannot be created, or a file cannot be moved.

@@ -1,4 +1,4 @@
-"""What ``hvkit top`` shows of a running ``hvkit run``: a Unix socket with the newest state.
+"""The newest state of ``hvkit run``, which ``hvkit top`` reads from a Unix socket.
 
 ``hvkit run`` keeps its state in a ``RunStatus`` from its first check of hosts to its end, over all
 restarts. A thread serves it: the socket is ``PID`` in a folder that only this user can enter, and
@@ -218,7 +218,7 @@ def _answer(client: socket.socket, state: Callable[[], dict[str, Any]]) -> None:
 
 
 def _remove(path: Path, inode: int) -> None:
-    """Delete this run's socket, but not that of one with the same process id in a container."""
+    """Delete this run's socket, unless a run in a container has one under the same process id."""
     with contextlib.suppress(OSError):
         if path.stat().st_ino == inode:
             path.unlink()

@@ -1,8 +1,8 @@
 """Standard output and error of this process: ranks' output, the launcher's, lines of ``hvkit run``.
 
-A progress bar has no end of line until it is full. What another rank, the launcher or ``hvkit run``
-itself writes meanwhile begins on a line of its own. Other output is written to files and pipes byte
-for byte: it may be cut anywhere, and need not be text.
+A progress bar has no end of line until it is full. Meanwhile another rank, the launcher and
+``hvkit run`` itself begin a new line for their output. Other output is written to files and pipes
+byte for byte: it may be cut anywhere, and need not be text.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Screen:
     """Standard output and error of this process; several threads may write."""
 
     def __init__(self) -> None:
-        # On a terminal, and with `2>&1`, both streams are one place: a line that one leaves
+        # On a terminal, and with `2>&1`, both streams are one target: a line that one leaves
         # unfinished is there for the other, too.
         self._one = _same_file(1, 2)
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
-        # By place: the writer of its unfinished line, and the stream.
+        # By target: the writer of its unfinished line, and the stream.
         self._open: dict[int, tuple[object, int]] = {}
-        # Of these, places where what is unfinished is a progress bar.
+        # Of these, targets where what is unfinished is a progress bar.
         self._bars: set[int] = set()
 
     def show(self, stream: Frame, data: bytes, writer: object = None) -> None:
@@ -52,50 +52,50 @@ class Screen:
         terminal or if it is a progress bar. None is this process, which always begins a new line.
         """
         file = 1 if stream is Frame.STDOUT else 2
-        place = self._place(file)
-        with self._locks[place]:
-            of_another = self._open.get(place) not in (None, (writer, file))
-            if of_another and self._stands_apart(place, file, writer, data):
-                self._end_line(place)
+        target = self._target(file)
+        with self._locks[target]:
+            of_another = self._open.get(target) not in (None, (writer, file))
+            if of_another and self._stands_apart(target, file, writer, data):
+                self._end_line(target)
             _write(file, data)
             if data:
-                self._note_end(place, (writer, file), data)
+                self._note_end(target, (writer, file), data)
 
     def end_line(self) -> None:
         """Begin a line of this process's own on standard error."""
-        place = self._place(2)
-        with self._locks[place]:
-            self._end_line(place)
+        target = self._target(2)
+        with self._locks[target]:
+            self._end_line(target)
 
     def say(self, text: str, *, failed: bool = False) -> None:
-        """Write own lines to standard error; on a terminal, the first of a failure is in colour."""
+        """Write lines to standard error; on a terminal, a failure's first line is in colour."""
         first, *rest = text.split("\n")
         lines = [_FAILURE.format(first) if failed and in_colour() else first, *rest]
         with contextlib.suppress(BrokenPipeError):
             self.show(Frame.STDERR, "".join(f"{line}\n" for line in lines).encode())
 
-    def _stands_apart(self, place: int, file: int, writer: object, data: bytes) -> bool:
+    def _stands_apart(self, target: int, file: int, writer: object, data: bytes) -> bool:
         """Whether data begins a new line after the unfinished line of another writer."""
-        apart = writer is None or place in self._bars or os.isatty(file)
+        apart = writer is None or target in self._bars or os.isatty(file)
         return apart and not _DRAWS_OVER.match(data)
 
-    def _note_end(self, place: int, whose: tuple[object, int], data: bytes) -> None:
+    def _note_end(self, target: int, whose: tuple[object, int], data: bytes) -> None:
         """Note what the written bytes have left unfinished."""
         _, end_of_line, rest = data.rpartition(b"\n")
-        if end_of_line or self._open.get(place) != whose:
-            self._open.pop(place, None)
-            self._bars.discard(place)
+        if end_of_line or self._open.get(target) != whose:
+            self._open.pop(target, None)
+            self._bars.discard(target)
         if rest:
-            self._open[place] = whose
+            self._open[target] = whose
             if b"\r" in rest:
-                self._bars.add(place)
+                self._bars.add(target)
 
-    def _end_line(self, place: int) -> None:
-        if place in self._open:
-            _write(self._open.pop(place)[1], b"\n")
-            self._bars.discard(place)
+    def _end_line(self, target: int) -> None:
+        if target in self._open:
+            _write(self._open.pop(target)[1], b"\n")
+            self._bars.discard(target)
 
-    def _place(self, file: int) -> int:
+    def _target(self, file: int) -> int:
         return 1 if self._one else file
 
 
@@ -124,7 +124,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 class LauncherOutput:
-    """The launcher's own output, with that of ssh and agents that it passes on.
+    """The launcher's own output, with what ssh and agents print, which it passes on.
 
     When a rank fails, mpirun describes that in ten lines, and ``hvkit run`` in one. So what arrives
     while the run ends is kept back, and shown only if the launcher is to blame. The log file has

@@ -35,7 +35,7 @@ class EndedBySignal(SystemExit):
 
 
 def ended_text(number: signal.Signals, saved: int | None, *, resumes: bool = True) -> str:
-    """What ``hvkit run`` prints after a signal that ends it.
+    """The line that ``hvkit run`` prints after a signal that ends it.
 
     Args:
         number: the signal.

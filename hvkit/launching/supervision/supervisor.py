@@ -250,7 +250,7 @@ class Supervisor:
         self.changed()
 
     def send_all(self, frame: Frame, number: int) -> None:
-        """Send all agents a frame with a number, such as that of a signal."""
+        """Send all agents a frame with a number, such as a signal's."""
         for rank in self._connected():
             rank.send(frame, number)
 
@@ -310,7 +310,6 @@ class Supervisor:
         return rank
 
     def _follow(self, rank: _Rank) -> None:
-        """Handle a rank's frames until it has ended."""
         while not rank.ended:
             number, payload = rank.connection.receive()
             frame = Frame(number)

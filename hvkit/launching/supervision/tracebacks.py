@@ -1,12 +1,13 @@
-"""Finds Python's tracebacks in what a rank prints, and reads exceptions and places from them."""
+"""Finds tracebacks in what a rank prints, and reads exceptions and their lines from them."""
 
 from __future__ import annotations
 
 import enum
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from hvkit.wording import near
 
 _HEADS = (
     "Traceback (most recent call last):",
@@ -61,7 +62,7 @@ class Traceback:
         self._at = _At.START
 
     def take(self, lines: bytes) -> int:
-        """Add those of the first lines that belong to it; return their length in bytes."""
+        """Add the first lines, as far as they belong to it; return their length in bytes."""
         taken = 0
         for line in lines.split(b"\n")[:-1]:
             at = self._after(line.decode(errors="replace").rstrip())
@@ -100,23 +101,23 @@ class Raised:
     """An exception and the lines that led to it, without its message.
 
     Attributes:
-        kind: the exception's class.
+        name: the exception's class.
         lines: files and lines, the innermost last.
         refused: whether hvkit raised it because of a wrong argument.
     """
 
-    kind: str
+    name: str
     lines: tuple[tuple[str, int], ...]
     refused: bool = False
 
     def __str__(self) -> str:
         """``SyntaxError at train.py:3``: the script's innermost line."""
-        return f"{self.kind} at {_place(self.lines)}"
+        return f"{self.name} at {_innermost_line(self.lines)}"
 
     @property
     def lasts(self) -> bool:
         """Whether the code is wrong, so that the exception will occur again."""
-        return self.refused or self.kind in _LASTING
+        return self.refused or self.name in _LASTING
 
 
 def beginning(text: bytes) -> int | None:
@@ -155,22 +156,13 @@ def interrupted_at(lines: Sequence[str]) -> str | None:
     if not any(line.startswith(_INTERRUPT) for line in lines):
         return None
     frames = [(frame[1], int(frame[2])) for line in lines if (frame := _FRAME.match(line))]
-    return _place(frames, own=True)
+    return _innermost_line(frames, required=True)
 
 
-def _place(frames: Sequence[tuple[str, int]], *, own: bool = False) -> str:
-    """The innermost line outside of libraries; if there is none, of all, or empty with ``own``."""
+def _innermost_line(frames: Sequence[tuple[str, int]], *, required: bool = False) -> str:
+    """The script's innermost line; without one, a library's, or nothing if ``required``."""
     of_script = [each for each in frames if not any(name in each[0] for name in _LIBRARIES)]
-    if not of_script and own:
+    if not of_script and required:
         return ""
     file, line = (of_script or frames)[-1]
-    return f"{_near(file)}:{line}"
-
-
-def _near(file: str) -> str:
-    """The path relative to the working directory, if the file is below that."""
-    try:
-        near = os.path.relpath(file) if os.path.isabs(file) else file
-    except OSError:  # somebody removed the working directory
-        return file
-    return file if near.startswith("..") else near
+    return f"{near(file)}:{line}"

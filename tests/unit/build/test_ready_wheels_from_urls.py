@@ -13,7 +13,7 @@ from fake_wheels import wheel_of
 
 from hvkit import cli
 from hvkit.build import BuildOptions, installer, ready_wheels
-from hvkit.build.ready_wheels import read, require_place
+from hvkit.build.ready_wheels import read, require_source
 from hvkit.errors import BuildError
 
 
@@ -87,7 +87,7 @@ def answers():
 )
 def test_a_server_leads_to_https_only_and_its_faults_are_named(answers, kind, why):
     with pytest.raises(BuildError, match=f"cannot fetch http://127.0.0.1:.*{why}") as caught:
-        read(require_place(f"http://127.0.0.1:{answers[0]}/{kind}"), "wheels.json")
+        read(require_source(f"http://127.0.0.1:{answers[0]}/{kind}"), "wheels.json")
     assert "s3" not in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_a_password_and_a_signature_reach_the_server_and_no_message(answers, ste
     port, asked = answers
     given = f"http://ann:s%40cret@127.0.0.1:{port}/moved/a b/?sig=a%2Bb"
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
-        installer.install_horovod(BuildOptions(wheels=require_place(given)))
+        installer.install_horovod(BuildOptions(wheels=require_source(given)))
     right = "Basic " + base64.b64encode(b"ann:s@cret").decode()
     assert asked == [("/moved/a%20b/wheels.json?sig=a%2Bb", right), ("/there/wheels.json", right)]
     shown = capsys.readouterr().out

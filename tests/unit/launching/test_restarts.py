@@ -33,7 +33,7 @@ def test_the_same_exception_of_the_same_line_before_any_step_ends_the_run(wrong)
     restarts = Restarts(9)
     assert decisions(restarts, FAILED, FAILED, raised=wrong) == [True, False]
     assert restarts.end == (
-        f"gives up: {wrong.kind} at train.py:3 again, before any step: "
+        f"gives up: {wrong.name} at train.py:3 again, before any step: "
         "another restart would not help"
     )
 

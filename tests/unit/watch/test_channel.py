@@ -58,7 +58,7 @@ def test_what_a_busy_process_has_not_read_is_acknowledged(both_ends):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("values", [{"kind": "Fetch"}, {"kind": "StepHeld"}, {"step": 3}])
+@pytest.mark.parametrize("values", [{"type": "Fetch"}, {"type": "StepHeld"}, {"step": 3}])
 def test_what_is_no_message_of_a_watcher_is_an_error(both_ends, values):
     there, here = both_ends
     channel.send(there, values)
