@@ -3,10 +3,10 @@
 Keras has a place for both: the layout of each variable, and the distribution of its batches. Its
 compiled steps leave every variable where it is, so that a divided one stays divided. So ``fit``,
 ``evaluate`` and ``predict`` go on as they are, and XLA adds the collectives. ``jax_batches`` has
-what is done with batches.
+the batches.
 
 The distribution is set only while a distributed model runs one of these, so that other models of
-the script stay this rank's own.
+the script stay local to this rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KerasOnJaxPort(JaxPort):
         self._placed_variables: dict[int, Any] = {}
         self._is_scaled = False
 
-    def _refuse_things(self) -> None:
+    def _refuse_model_and_optimizer(self) -> None:
         for optimizer in self.optimizer:
             if not isinstance(optimizer, keras.optimizers.Optimizer):
                 raise TypeError(
@@ -89,7 +89,7 @@ class KerasOnJaxPort(JaxPort):
             self._place_variables(model, "distribute")
 
     def _place_variables(self, model: Any, call: str) -> None:
-        """Make what a model has now belong to all ranks, with rank 0's values; a collective.
+        """Make the variables of a model arrays of all ranks, with rank 0's values; a collective.
 
         Args:
             model: of Keras.
@@ -114,12 +114,12 @@ class KerasOnJaxPort(JaxPort):
             call,
         )
         for number, variable in new.items():
-            place: ShardingOf = replicated
+            sharding: ShardingOf = replicated
             if number in weights:
-                place = self._of_weights
+                sharding = self._of_weights
             elif number in states:
-                place = self._of_state
-            set_variable(variable, from_rank_0(variable._value, place))
+                sharding = self._of_state
+            set_variable(variable, from_rank_0(variable._value, sharding))
         self._placed_variables |= new
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
@@ -199,7 +199,7 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
-        # What a pass adds for callbacks names the call.
+        # ``with_callbacks_of_this_rank`` names a pass.
         in_call = calls.call_within(name) if name in _BATCHES else contextlib.nullcontext()
         with in_call, ranks.scope():
             if name == "predict_on_batch":
@@ -247,7 +247,7 @@ _distribute_tensor = distribution_lib.distribute_tensor
 
 
 def _without_comparison(tensor: Any, layout: Any) -> Any:
-    """In place of Keras's function, in which all ranks would wait to compare what each assigns."""
+    """Replaces Keras's function, in which all ranks would wait to compare the assigned values."""
     of_ranks = isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
     if not of_ranks or isinstance(tensor, jax.core.Tracer):
         return _distribute_tensor(tensor, layout)

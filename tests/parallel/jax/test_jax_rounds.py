@@ -16,7 +16,7 @@ STEPS = 9
 
 @pytest.fixture(autouse=True)
 def _batches_of_one_kind(monkeypatch):
-    monkeypatch.setattr(batches_of_ranks, "_own", None)
+    monkeypatch.setattr(batches_of_ranks, "_local", None)
 
 
 class Net(nnx.Module):
