@@ -30,7 +30,6 @@ from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     strategy_arrays,
     strategy_plan,
     strategy_values,
-    with_tensors_of,
 )
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
@@ -230,12 +229,7 @@ class MeshKeeper:
 
     def _saved_slices(self, saved: SavedState) -> _Arrays:
         assert self._model is not None
-        own = {
-            name: with_tensors_of(
-                saved.values[name], functools.partial(self._model.part_of_saved, name)
-            )
-            for name in self._own
-        }
+        own = {name: self._model.part_of_saved(name, saved) for name in self._own}
         return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def rank_state(self) -> _Arrays:
@@ -328,7 +322,7 @@ class ModelInParts(_InParts):
             raise ValueError(f"it lacks {sorted(missing)}, and has unknown {sorted(unknown)}")
         for name, own in self._state.slices_of(self._model).items():
             if name in expected:
-                found = self._state.part_of_saved(name, saved.values[name])
+                found = self._state.part_of_saved(name, saved)
                 if found.shape != own.shape:
                     raise ValueError(
                         f"{name} has the shape {tuple(own.shape)} on this rank, the saved part "
@@ -364,9 +358,7 @@ class OptimizerInParts(_InParts):
 
     def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
         state = {
-            i: with_tensors_of(
-                saved.values[name], functools.partial(self._state.part_of_saved, name)
-            )
+            i: self._state.part_of_saved(name, saved)
             for i, (name, p) in enumerate(self._named().items())
             if name in saved.values and not p.is_meta
         }

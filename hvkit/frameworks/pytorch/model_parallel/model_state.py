@@ -24,10 +24,12 @@ from hvkit.frameworks.pytorch.divided_state.sharded import (
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
+    SavedState,
     SavedTensor,
     blocks_of,
     described,
     described_state,
+    with_tensors_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import HOOKS
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, local_part
@@ -92,7 +94,7 @@ class ModelState:
 
     def slicing(self, name: str) -> Slicing:
         """The slicing of a parameter or buffer of this rank."""
-        return self._slicings.get(name, _WHOLE)
+        return self._slicings.get(name, Slicing())
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the first with its slice of a parameter, or with the full one."""
@@ -221,8 +223,7 @@ class ModelState:
 
     def named_state(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
         """The state dict without tensors, and by its keys the names of their tensors."""
-        named = dict(model.named_parameters()) | dict(model.named_buffers())
-        empty: dict[str, torch.Tensor] = {name: torch.empty(0, device="meta") for name in named}
+        empty = {name: torch.empty(0, device="meta") for name in self._tensors(model)}
         before, self._full = self._full, empty
         try:
             state = model.state_dict()
@@ -259,8 +260,11 @@ class ModelState:
         full = (*self.full_shape_of(name), *own.shape[p.dim() :])
         return described(local, full, self.slicing(name).blocks(own.shape, p))
 
-    def part_of_saved(self, name: str, saved: SavedTensor) -> torch.Tensor:
-        """This rank's part of a tensor of a parameter, or a buffer, in a sharded checkpoint."""
+    def part_of_saved(self, name: str, saved: SavedState) -> Any:
+        """This rank's part of a parameter, its state, or a buffer, in a sharded checkpoint."""
+        return with_tensors_of(saved.values[name], functools.partial(self._part_of_tensor, name))
+
+    def _part_of_tensor(self, name: str, saved: SavedTensor) -> torch.Tensor:
         p = self._parameters.get(name)
         if p is None or saved.shape[: p.dim()] != self.full_shape_of(name):
             return saved.whole()
@@ -298,14 +302,10 @@ class ModelState:
         return {named[name]: state for name, state in found.items() if state is not None}
 
 
-_WHOLE = Slicing()
-
-
 class FullModel:
     """Makes ``generate`` of a model in a mesh work inside ``hvkit.settled``, on full weights.
 
-    Hugging Face's ``model.generate()`` calls an encoder alone, and keeps keys and values of all
-    layers from call to call. So the plain model stands on every rank meanwhile.
+    Hugging Face's ``generate`` calls an encoder alone, and keeps keys and values of all layers.
 
     Args:
         model: before anything of it is replaced.

@@ -28,14 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, as_plain
-from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
-    EACH_ELEMENT,
-    LENGTHS,
-    OF_SLICES,
-    VIEW_ATTRIBUTES,
-    Operation,
-    writes,
-)
+from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
+from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import Operation
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 
@@ -220,13 +214,13 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, as_sl
         return _register_hook(func, *args, **kwargs)
     if not as_slices and name.startswith("new_"):  # a tensor of its own
         return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
-    if as_slices or name in OF_SLICES:
+    if as_slices or name in rules.OF_SLICES:
         return _raw(func, args, kwargs)
     if name == "__set__":
         return _set(func, *args)
     if name == "__get__":
         name = func.__self__.__name__
-        if name not in VIEW_ATTRIBUTES:
+        if name not in rules.VIEW_ATTRIBUTES:
             return _attribute(name, func, args)
     if func is torch.autograd.grad:
         return _gradients(func, args, kwargs)
@@ -234,7 +228,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, as_sl
         return _for_each(func, args, kwargs)
     operation = Operation(func, name, args, dict(kwargs), tensors_in((args, kwargs)))
     divided = [t for t in operation.inputs if slicing_of(t) is not None]
-    if divided and name in LENGTHS:
+    if divided and name in rules.LENGTHS:
         shape = _of(divided[0]).shape(divided[0])
         return operation.run(lambda t: torch.empty(shape, dtype=t.dtype, device="meta"))
     for t in operation.inputs:
@@ -308,11 +302,11 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     """The result of an operation on each element by itself; else ``NotImplemented``."""
     name = operation.name.removeprefix("_foreach_")
     one_argument = name == "where" and len(operation.args) == 1
-    if name not in EACH_ELEMENT or one_argument or "out" in operation.kwargs:
+    if name not in rules.EACH_ELEMENT or one_argument or "out" in operation.kwargs:
         return NotImplemented
     first = divided[0]
     slicing = _of(first)
-    if writes(operation) and operation.inputs[0] is not first:
+    if rules.writes(operation) and operation.inputs[0] is not first:
         return NotImplemented
     if any(not _of(t).is_like(slicing) or t.shape != first.shape for t in divided):
         return NotImplemented
@@ -329,19 +323,19 @@ def _by_element(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
         try:
             result = operation.run(lambda t: operands.get(id(t), t))
         except NotImplementedError:  # a DTensor's
-            if slicing.shards is None or writes(operation):
+            if slicing.shards is None or rules.writes(operation):
                 raise
             return NotImplemented
     for t in tensors_in(result):
         show(t, slicing)
-    if writes(operation):
+    if rules.writes(operation):
         note_change()
     return result
 
 
 def _of_full(operation: Operation, divided: Sequence[torch.Tensor]) -> Any:
     target = None
-    if operation.inputs and ("out" in operation.kwargs or writes(operation)):
+    if operation.inputs and ("out" in operation.kwargs or rules.writes(operation)):
         target = operation.kwargs.get("out", operation.inputs[0])
     viewed: _Viewed | None = getattr(target, _VIEWED, None)
     if viewed is not None and viewed.full is None:

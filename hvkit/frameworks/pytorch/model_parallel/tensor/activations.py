@@ -21,38 +21,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
+from hvkit.frameworks.pytorch.model_parallel.tensor import tensor_collectives as collectives
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
-    ELEMENTWISE,
-    HARMLESS,
-    SIZES,
-    SPLITS,
-    VIEWS,
-    WRITES,
     EachOperation,
     Followed,
     Operation,
-    follow,
-    has_rule,
-    viewed,
-    writes,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import (
-    SameRandomNumbers,
-    all_gather,
-    all_gather_shared,
-    all_reduce,
-    copy_to_ranks,
-    cross_entropy,
-    divide_by_ranks,
-    reduce_scatter,
-    scatter,
-)
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 _active = threading.local()
 _ON_PARTS = {
-    *ELEMENTWISE,
+    *rules.ELEMENTWISE,
     *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
 }
@@ -107,7 +89,7 @@ class DividedActivations(EachOperation):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def operation(self, call: Operation) -> Any:
-        if writes(call):
+        if rules.writes(call):
             _refuse_lost(call)
         if not any(isinstance(t, DTensor) for t in call.inputs):
             return call.run()
@@ -122,15 +104,15 @@ class DividedActivations(EachOperation):
         if name in _OF_ELEMENTS and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(call.args[0]) if call.args else None
-        if dim is not None and name in VIEWS:
+        if dim is not None and name in rules.VIEWS:
             if (view := self._view(call, dim)) is not None:
                 return view
-        elif dim is not None and name in SPLITS:
+        elif dim is not None and name in rules.SPLITS:
             if (shares := self._split(call, dim)) is not None:
                 return shares
-        elif name in _ON_PARTS and call.dims != [None] * len(call.dims) and not writes(call):
+        elif name in _ON_PARTS and call.dims != [None] * len(call.dims) and not rules.writes(call):
             largest = max(call.inputs, key=torch.Tensor.dim)
-            step = follow(replace(call, outputs=[largest]))
+            step = rules.follow(replace(call, outputs=[largest]))
             if step is None:
                 return self._loss(call)
             if isinstance(step, Followed):
@@ -154,13 +136,14 @@ class DividedActivations(EachOperation):
     def _needs_whole(self, call: Operation) -> bool:
         """Whether an operation mixes the ranks' parts as DTensor cannot, or does wrong."""
         name, dim = call.name, call.dims[0]
-        if name in _WHOLE or not (has_rule(name) or _computes_nothing(call)):
+        if name in _WHOLE or not (rules.has_rule(name) or _computes_nothing(call)):
             return True
         if dim is None:
-            return writes(call) or (name == "__getitem__" and any(d is not None for d in call.dims))
-        if name in VIEWS:  # no rank has this view of its part
+            takes_elements = name == "__getitem__" and any(d is not None for d in call.dims)
+            return takes_elements or rules.writes(call)
+        if name in rules.VIEWS:  # no rank has this view of its part
             return True
-        if name in SPLITS:
+        if name in rules.SPLITS:
             along = call.argument(2, "dim", 0)
             return bool(along % call.inputs[0].dim() == dim)
         if name == "linear":
@@ -170,13 +153,14 @@ class DividedActivations(EachOperation):
         example, *others = tree_map_only(torch.Tensor, _shape_of, list(call.args))
         if any(isinstance(each, torch.Tensor) for each in others) or len(call.inputs) > 1:
             return True
-        return isinstance(follow(replace(call, args=[example, *others], inputs=[example])), str)
+        step = rules.follow(replace(call, args=[example, *others], inputs=[example]))
+        return isinstance(step, str)
 
     def _view(self, call: Operation, dim: int) -> DTensor | None:
         """A view of this rank's part; None if no dimension of it could be divided."""
         whole: Any = call.args[0]
         shape = list(call.run(_shape_of).shape)
-        step = viewed(whole.shape, dim, shape, self._mesh.size())
+        step = rules.viewed(whole.shape, dim, shape, self._mesh.size())
         if step is None:
             return None
         shape[step.dim] //= self._mesh.size()
@@ -200,15 +184,15 @@ class DividedActivations(EachOperation):
         logits, target = cast(DTensor, call.inputs[0]).to_local(), call.inputs[1]
         ignored = call.argument(4, "ignore_index", -100)
         reduction = call.argument(6, "reduction", "mean")
-        return cross_entropy(logits, target, self._mesh, ignored, reduction)
+        return collectives.cross_entropy(logits, target, self._mesh, ignored, reduction)
 
     def _on_parts(self, call: Operation, step: Followed) -> Any:
         """Compute with this rank's part, which the rules find independent of the others."""
         first, dim = call.first
         # PyTorch broadcasts tensors of fewer dimensions from the right.
         from_right = first.dim() - dim
-        broadcasts = call.name in ELEMENTWISE or call.name == "scaled_dot_product_attention"
-        if call.name in ELEMENTWISE and step.parts and any(map(is_fused, call.inputs)):
+        broadcasts = call.name in rules.ELEMENTWISE or call.name == "scaled_dot_product_attention"
+        if call.name in rules.ELEMENTWISE and step.parts and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{call.name}() combines it with a tensor of its whole length")
 
         def has_dim(t: torch.Tensor) -> bool:
@@ -221,7 +205,7 @@ class DividedActivations(EachOperation):
             if isinstance(t, DTensor):
                 return t.to_local()
             if has_dim(t):
-                return scatter(t, self._mesh, t.dim() - from_right)
+                return collectives.scatter(t, self._mesh, t.dim() - from_right)
             return used.get(t, t)
 
         draws = call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0
@@ -232,8 +216,8 @@ class DividedActivations(EachOperation):
     def _copy_to_ranks(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Tensors for use with each rank's part; if of one dtype, one all-reduce of gradients."""
         if len({t.dtype for t in tensors}) != 1 or len(tensors) == 1:
-            return {t: copy_to_ranks(t, self._mesh) for t in tensors}
-        joint = copy_to_ranks(torch.cat([t.flatten() for t in tensors]), self._mesh)
+            return {t: collectives.copy_to_ranks(t, self._mesh) for t in tensors}
+        joint = collectives.copy_to_ranks(torch.cat([t.flatten() for t in tensors]), self._mesh)
         pairs = zip(tensors, torch.split(joint, [t.numel() for t in tensors]), strict=True)
         return {t: each.view(t.shape) for t, each in pairs}
 
@@ -276,9 +260,9 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return copy
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim is not None:
-        copy = all_gather_shared(x.to_local(), mesh, dim)
+        copy = collectives.all_gather_shared(x.to_local(), mesh, dim)
     else:
-        copy = copy_to_ranks(x, mesh)
+        copy = collectives.copy_to_ranks(x, mesh)
     if DividedActivations.active():
         _active.last = x, state, copy
     return copy
@@ -289,7 +273,7 @@ def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim == x.dim() - 1:
         return x.to_local()
-    return scatter(gathered(x), mesh, x.dim() - 1)
+    return collectives.scatter(gathered(x), mesh, x.dim() - 1)
 
 
 def total_for_all(
@@ -303,11 +287,11 @@ def total_for_all(
     """
     dim = y.dim() - 2
     if not along_sequence or dim < 0 or y.shape[dim] % mesh.size() or y.is_meta:
-        y = all_reduce(y, mesh)
+        y = collectives.all_reduce(y, mesh)
         return y if bias is None else y + bias.to(y.dtype)
     if bias is not None:  # backward gathers the gradient of the whole sum on all ranks
-        y = y + divide_by_ranks(bias, mesh).to(y.dtype)
-    y = reduce_scatter(y, mesh, dim)
+        y = y + collectives.divide_by_ranks(bias, mesh).to(y.dtype)
+    y = collectives.reduce_scatter(y, mesh, dim)
     return DTensor.from_local(y, mesh, [Shard(dim)], run_check=False)
 
 
@@ -321,8 +305,9 @@ def gathered(value: Any, use: str = "the model returns it") -> Any:
     def whole(t: DTensor) -> torch.Tensor:
         if is_fused(t):
             raise _not_proven(use)
-        dim = _divided_by(t)
-        return t.full_tensor() if dim is None else all_gather(t.to_local(), t.device_mesh, dim)
+        if (dim := _divided_by(t)) is None:
+            return t.full_tensor()
+        return collectives.all_gather(t.to_local(), t.device_mesh, dim)
 
     return tree_map_only(DTensor, whole, value, is_leaf=lambda v: is_cache(type(v).__name__))
 
@@ -372,7 +357,7 @@ def _refuse_lost(call: Operation) -> None:
     """
     written = call.inputs[0] if call.inputs else None
     if isinstance(written, DTensor) and call.name == "__setitem__":
-        raise HvkitError(f"{_PARTS}, but {WRITES}")
+        raise HvkitError(f"{_PARTS}, but {rules.WRITES}")
     if written is not None and hasattr(written if written._base is None else written._base, _COPY):
         raise HvkitError(
             f"{_PARTS}. A view of some of it, as x[:, 0], is one of a copy, into which "
@@ -385,7 +370,7 @@ def _computes_nothing(call: Operation) -> bool:
     """Whether a call without a rule computes no new tensor: sizes, hooks, writes."""
     of_attribute = getattr(call.function, "__name__", "") in ("__get__", "__set__")
     name = call.name
-    return of_attribute or name in HARMLESS | SIZES | _OF_AUTOGRAD or writes(call)
+    return of_attribute or name in rules.HARMLESS | rules.SIZES | _OF_AUTOGRAD or rules.writes(call)
 
 
 def _not_proven(use: str) -> HvkitError:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.tensor import tensor_collectives as collectives
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     DividedActivations,
     for_all,
@@ -39,12 +40,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     part_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import (
-    SameRandomNumbers,
-    all_gather,
-    all_reduce,
-    divide_by_ranks,
-)
+from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_structure
 
 
@@ -137,7 +133,7 @@ def _column(mesh: DeviceMesh, division: LayerDivision) -> Callable[..., torch.Te
         bias = getattr(self, "bias", None)
         y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
         if division.by_itself:
-            return all_gather(y, mesh)
+            return collectives.all_gather(y, mesh)
         product = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
         return mark_fused(product) if division.parts > 1 else product
 
@@ -175,8 +171,9 @@ def _experts(
         args, kwargs = tree_map_only(torch.Tensor, for_parts, (args, kwargs))
         whole = {name: self._parameters[name] for name, how in division.experts if how is None}
         try:
-            shares: Any = {n: divide_by_ranks(p, mesh) for n, p in whole.items() if p is not None}
-            self._parameters.update(shares)
+            for n, p in whole.items():
+                shared: Any = None if p is None else collectives.divide_by_ranks(p, mesh)
+                self._parameters[n] = shared
             y = run(self, *args, **kwargs)
         finally:
             self._parameters.update(whole)
@@ -189,7 +186,7 @@ def _lookup(
     mesh: DeviceMesh, division: LayerDivision, along_sequence: bool
 ) -> Callable[..., torch.Tensor]:
     def features(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
-        return all_gather(F.embedding(input, self.weight, self.padding_idx), mesh)
+        return collectives.all_gather(F.embedding(input, self.weight, self.padding_idx), mesh)
 
     def rows(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         """Rows of other ranks are zeros, and the sum has them from there."""
@@ -246,7 +243,7 @@ def _heads(
         if weights is None:
             return y, None
         if average_attn_weights:
-            weights = all_reduce(weights.sum(1) / self.num_heads, mesh)
+            weights = collectives.all_reduce(weights.sum(1) / self.num_heads, mesh)
         else:
             weights = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False).full_tensor()
         return y, weights if batched else weights.squeeze(0)

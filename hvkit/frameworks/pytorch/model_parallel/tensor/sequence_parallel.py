@@ -25,16 +25,12 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
+from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
 from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
-    ELEMENTWISE,
-    HARMLESS,
-    SIZES,
     EachOperation,
     Followed,
     Operation,
-    follow,
-    writes,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
@@ -44,7 +40,10 @@ _OTHERS = 1 / 4
 SMALLEST = 8_000_000
 """Bytes of the smallest activation to divide: parts need more messages for the same bytes."""
 # Operations that compute each position by itself, if their rule says so.
-_BY_POSITION = {*ELEMENTWISE, "layer_norm", "rms_norm", "softmax", "mean", "sum", "var", "amax"}
+_BY_POSITION = {
+    *rules.ELEMENTWISE,
+    *("layer_norm", "rms_norm", "softmax", "mean", "sum", "var", "amax"),
+}
 
 
 @dataclass(frozen=True)
@@ -151,12 +150,12 @@ class SequenceTrace(EachOperation):
     def operation(self, call: Operation) -> Any:
         output = call.run()
         marks = [_mark_of(t) for t in call.inputs]
-        if writes(call) and call.inputs and not marks[0]:
+        if rules.writes(call) and call.inputs and not marks[0]:
             # In the divided model this view would be one of a gathered copy.
             of_part = self._memory.get(storage_of(call.inputs[0]))
             if of_part is not None and (mark := _mark_of(of_part)):
                 self._region(mark.begins).refuse(f"{call.name}() writes into a view of them")
-        if self._depth or call.name in HARMLESS or call.name in SIZES or not any(marks):
+        if self._depth or call.name in rules.HARMLESS or call.name in rules.SIZES or not any(marks):
             return output
         begins = frozenset().union(*(mark.begins for mark in marks if mark))
         seen = self._region(begins)
@@ -165,12 +164,12 @@ class SequenceTrace(EachOperation):
         outputs = tensors_in(output)
         dims = [mark.dim if mark else None for mark in marks]
         seen_by_rules = replace(call, dims=dims, outputs=outputs, ways=self._ways)
-        step = follow(seen_by_rules) if outputs and call.name in _BY_POSITION else None
+        step = rules.follow(seen_by_rules) if outputs and call.name in _BY_POSITION else None
         if isinstance(step, Followed):
             self._count_whole(seen_by_rules, begins)
             for each in outputs:
                 self._mark(each, _Part(begins, step.dim))
-        elif marks[0] and writes(call):
+        elif marks[0] and rules.writes(call):
             seen.refuse(f"{call.name}() writes into them")
         elif outputs or call.name == "__setitem__":
             size = max(t.numel() for t, mark in zip(call.inputs, marks, strict=True) if mark)
