@@ -71,7 +71,7 @@ def test_a_newer_checkpoint_in_the_directory_wins(folder, memory):
     assert begin(folder, replicas=1)[2].restore().step == 2
 
 
-def test_what_another_training_left_in_the_directory_loses(folder, memory, monkeypatch, caplog):
+def test_checkpoints_of_another_training_in_the_directory_lose(folder, memory, monkeypatch, caplog):
     _, _, checkpoint = begin(folder, replicas=1)
     checkpoint.save(epoch=0, step=1)
     hvkit.barrier()
@@ -100,7 +100,7 @@ def test_different_numbers_of_copies_are_an_error_on_every_rank(folder, memory):
         checkpoint.save(epoch=0, step=1)
 
 
-def test_what_a_killed_run_left_behind_is_deleted_a_day_later(folder, memory):
+def test_copies_of_a_killed_run_are_deleted_a_day_later(folder, memory):
     for age in (1, 30):
         other = memory.with_name(f"hvkit-run-{age:016x}")
         (other / "a" / "step-000000001").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What strategies and compressions keep: a run that is stopped goes on as if it had not been."""
+"""State of strategies and compressions: a run that was stopped continues as without a stop."""
 
 import keras
 import numpy as np
@@ -188,7 +188,7 @@ def test_another_strategy_begins_with_the_saved_weights(run, saved, resumed, pas
         2,
     ),
 )
-def test_what_ranks_agree_on_is_shown_before_a_resumed_run_takes_a_step(run, strategy, past):
+def test_agreed_weights_are_shown_before_a_resumed_run_takes_a_step(run, strategy, past):
     resumed = run(past.saved(run, 7, strategy), 2, strategy)
     for _ in range(2):
         resumed.checkpoint.restore()

@@ -1,4 +1,4 @@
-"""What rank 0 writes: in a thread while training goes on, and with the states of all ranks."""
+"""Rank 0 writes: in a thread while training continues, and with the states of all ranks."""
 
 import hashlib
 import os

@@ -102,7 +102,9 @@ def test_a_host_with_fewer_saves_of_this_run_loses_whatever_the_serials_there(di
     assert begin(disk)[2].restore().step == 2
 
 
-def test_what_is_brought_is_the_newest_of_the_directory_for_the_next_run_as_well(disk, monkeypatch):
+def test_a_copied_checkpoint_is_the_newest_of_the_directory_for_the_next_run_as_well(
+    disk, monkeypatch
+):
     save(disk, 1)
     move(disk, 1)
     with monkeypatch.context() as before:
@@ -158,7 +160,9 @@ def test_a_directory_that_cannot_be_written_is_resumed_from_with_a_warning(
 
 @pytest.mark.parametrize("run", ["fedcba9876543210", None])
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_was_loaded_has_a_copy_before_the_next_save(killed, run, disk, memory, monkeypatch):
+def test_a_loaded_checkpoint_has_a_copy_before_the_next_save(
+    killed, run, disk, memory, monkeypatch
+):
     """Also if a kill has left it just when the same step was saved again."""
     with monkeypatch.context() as before:
         if run is not None:
@@ -236,7 +240,7 @@ def test_a_shared_directory_is_read_once(folder, memory, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("there", ["damaged", "another run's"])
-def test_what_lies_on_the_disk_does_not_replace_a_good_copy(there, disk, memory, monkeypatch):
+def test_a_damaged_file_on_the_disk_does_not_replace_a_good_copy(there, disk, memory, monkeypatch):
     save(disk, 5, replicas=1)
     hvkit.barrier()
     weights = disk / store.name_of(5) / "model.pt"

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, on one process: files that the framework alone can load; errors."""
+"""The files of a checkpoint of one process, which the framework alone can load; errors."""
 
 import io
 import json

@@ -167,7 +167,7 @@ def test_a_folder_of_others_takes_no_copy(folder, saved):
     assert len(ends.sent) == 1
 
 
-def test_what_cannot_be_written_is_read_to_its_end(folder, saved, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_is_read_to_its_end(folder, saved, monkeypatch):
     """The next order would otherwise begin in the middle of this one."""
     ends = Ends(folder)
     with monkeypatch.context() as full:

@@ -116,7 +116,7 @@ def test_a_loss_of_tensorflow_is_read_at_a_record_only(tmp_path, monkeypatch):
     assert means.read() == {"loss": 3.0}
 
 
-def test_what_is_logged_before_the_first_record_comes_after_the_start(tmp_path):
+def test_numbers_logged_before_the_first_record_come_after_the_start(tmp_path):
     with hvkit.Monitor(tmp_path, every=100) as monitor:
         monitor.log(accuracy=0.25)
         monitor.step(loss=1.0)
@@ -154,7 +154,7 @@ def fails(values, step):
 @pytest.mark.parametrize(
     ("hook", "said"), [(None, "TensorBoard's event file failed"), (fails, "no server")]
 )
-def test_what_cannot_be_written_is_logged_once_and_training_goes_on(
+def test_a_failed_write_is_logged_once_and_training_continues(
     hook, said, tmp_path, monkeypatch, caplog
 ):
     if hook is None:
@@ -239,7 +239,7 @@ def test_an_error_that_ends_a_run_is_in_its_file_with_the_steps_since_the_last_r
         assert (logged["step"], logged["logged"], end["end"]["step"]) == (5, {"loss": None}, 5)
 
 
-def test_what_was_not_recorded_is_recorded_when_all_ranks_leave(tmp_path, monkeypatch):
+def test_the_last_steps_are_recorded_when_all_ranks_leave(tmp_path, monkeypatch):
     def leave(monitor):
         for _ in range(4):
             monitor.step(loss=1.0)

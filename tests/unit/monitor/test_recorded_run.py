@@ -1,4 +1,4 @@
-"""What ``hvkit report`` reads from a run's file, and what it says about it in the terminal."""
+"""``hvkit report`` reads the file of a run, and describes the run in the terminal."""
 
 import json
 import os
