@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.collectives.graph_collectives import refuse_xla
+from hvkit.frameworks.keras.collectives.wire import refuse_xla
 from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply
 from hvkit.frameworks.keras.loss_scale import skip_together
 from hvkit.frameworks.keras.optimizers import inner_optimizer

@@ -47,11 +47,11 @@ class MovingStatistics(_NormBase):
 
     @training.setter
     def training(self, value: bool) -> None:
-        """PyTorch sets it for all modules alike."""
+        """Ignored: PyTorch sets it for all modules."""
 
 
 class ModelWeights(nn.Module):
-    """The weights of a Keras model alone: its ``parameters()`` adds metrics and the seeds."""
+    """A Keras model's weights, without the metrics and seeds that its ``parameters()`` has."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -86,10 +86,10 @@ class ModelWeights(nn.Module):
 
 def learnt_by(layers: Sequence[Any]) -> nn.Module:
     """A module whose buffers are the non-trainable variables of layers."""
-    held = nn.Module()
+    module = nn.Module()
     for v in learnt_in(layers, with_batch_norm=True):
-        held.register_buffer(_free(v.path, held._buffers), backend_variable(v).detach())
-    return held
+        module.register_buffer(_free(v.path, module._buffers), backend_variable(v).detach())
+    return module
 
 
 def modules_of_pytorch(model: Any) -> list[nn.Module]:
@@ -131,19 +131,19 @@ class KerasStep(Optimizer):
         optimizer.apply = self.apply
 
     def may_update(self, variables: Sequence[Any]) -> None:
-        """Note what it updates: these variables, or those that it is built for."""
+        """Note which variables it updates: these, unless it is built for others."""
         self._known = self._optimizer.built
         known = self._optimizer._trainable_variables if self._known else variables
         self.param_groups[0]["params"][:] = map(backend_variable, known)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """In place of Keras's: the same as a step with its hooks."""
+        """Replaces Keras's ``apply``: a step with its hooks."""
         grads, optimizer = list(grads), self._optimizer
         if trainable_variables is None and optimizer.built:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables or ())
         if len(grads) != len(variables) or all(g is None for g in grads):
-            self._apply(grads, trainable_variables)  # which says what is wrong
+            self._apply(grads, trainable_variables)  # raises Keras's own error
             return
         for v in variables:
             if is_overwritten(v):
@@ -159,8 +159,8 @@ class KerasStep(Optimizer):
         if not self._known:
             self.may_update(variables)
         weights, params = list(map(backend_variable, variables)), self.param_groups[0]["params"]
-        held = set(map(id, params))
-        params.extend(w for w in weights if id(w) not in held)
+        known_ids = set(map(id, params))
+        params.extend(w for w in weights if id(w) not in known_ids)
         every = getattr(optimizer, "gradient_accumulation_steps", None) or 1
         if self._updates_only and (calls_of_apply(optimizer) + 1) % every:
             self._apply(grads, variables)
@@ -177,7 +177,7 @@ class KerasStep(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let Keras update what has a gradient: hooks hide some, and all in a step left out."""
+        """Let Keras update the weights that have a gradient; hooks hide some, or all."""
         now = [(backend_variable(v).grad, given, v) for given, v in self._given]
         if any(g is not None for g, *_ in now):
             kept = [(g, v) for g, given, v in now if g is not None or given is None]
@@ -192,20 +192,19 @@ def _set_gradients(weights: Sequence[Any], gradients: Sequence[Any]) -> None:
 class PyTorchSampleCounts:
     """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.StepTotals``.
 
-    The sum of rows travels while the model computes. Whoever needs it first waits for it: the first
-    gradients that are sent, in general. Nothing travels where ranks know that all have as many.
+    The ranks add up their rows while the model computes. The first gradients that are sent wait for
+    the sum, in general. Nothing is sent where ranks know that all have as many rows.
 
-    So does the sum of a count that gradients are weighted by. Nobody knows it while gradients are
-    sent: they are weighted by this rank's count over the mean of the last step's, and all that
-    have arrived by ``correction()``.
+    The ranks add up a count of a loss in the same way. The sum is not known yet when gradients are
+    sent: ``weight()`` divides by the mean count of the last step, and ``correction()`` mends that.
 
     Args:
         name: the same on every rank, and no other model's.
         group: the ranks that train the model.
 
     Attributes:
-        weighs: whether gradients may count as often as a loss does: nothing of them is kept for
-            steps of other counts.
+        weighs: whether gradients may be weighted by a loss's count. Not if a compression keeps
+            residuals, which later steps with other counts would send.
     """
 
     def __init__(self, name: str, group: Group) -> None:
@@ -215,13 +214,13 @@ class PyTorchSampleCounts:
         self._wire = Wire("checks", group)
         self._rows = 0
         self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
-        # Of the sums on their way.
+        # Of the sums that are running.
         self._handles: list[int] = []
         self._in_step = self._of_script = self._may_change = False
-        # The count of a loss, over all ranks; as a mean over ranks in the last step, if any.
+        # The count of a loss over all ranks, and its mean over ranks in the last step.
         self._sum = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._usual = 0.0
-        # Of this step, where gradients count as often; None if they count by rows.
+        # This rank's count in this step; None if gradients are weighted by rows.
         self._count: float | None = None
         self._started = False
         # Which comparisons have been made.
@@ -235,7 +234,7 @@ class PyTorchSampleCounts:
         self._may_change = not final
         self._of_script = self._of_script or not final
         self._rows = rows_of.shape[0]
-        # A step of the script's may compute with some of the rows.
+        # A train_step of the script may compute with some of the rows.
         self._in_step = self._of_script or not self.even()
         if self._in_step and final:
             self._send_rows()
@@ -261,7 +260,7 @@ class PyTorchSampleCounts:
             self._wire.wait(self._handles.pop(0))
 
     def weight(self) -> float:
-        """How often the gradients of this rank count, if all are multiplied by ``correction()``."""
+        """The factor of this rank's gradients, before ``correction()``."""
         if self._count is not None:
             return self._count / self._usual
         self._arrive()
@@ -271,7 +270,7 @@ class PyTorchSampleCounts:
         return by_rows / self.correction()
 
     def correction(self) -> float:
-        """By what all ranks multiply the gradients that have arrived."""
+        """The factor of all ranks' averaged gradients."""
         if not self._started:
             return 1.0
         self._arrive()
@@ -293,7 +292,7 @@ class PyTorchSampleCounts:
         return share, total
 
     def start(self, count: torch.Tensor, number: int) -> bool:
-        """Add a count up while ranks compute gradients, which count as often."""
+        """Start to add up a count, which also weights the gradients of this step."""
         if not self.weighs or not self._usual:
             return False
         self._started, self._count = True, count.item()
@@ -313,6 +312,6 @@ class PyTorchSampleCounts:
         self._noted.append([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
 
     def noted(self) -> list[np.ndarray[Any, Any]]:
-        """What was noted since the last call."""
+        """The numbers noted since the last call."""
         noted, self._noted = self._noted, []
         return [np.array(list(map(float, each))) for each in noted]

@@ -1,4 +1,4 @@
-"""What differs between Keras's backends in code that serves all of them.
+"""The differences between Keras's backends, for code that serves all of them.
 
 TensorFlow is imported only where Keras runs on it.
 """
@@ -88,7 +88,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def set_anew(variable: Any, array: np.ndarray[Any, Any]) -> None:
-    """Give a variable of an optimizer another shape and value; Keras has no way to do that."""
+    """Set a variable of an optimizer to an array of another shape, which Keras cannot do."""
     variable._shape = array.shape
     if ON_TENSORFLOW:
         with tf.init_scope():

@@ -31,8 +31,7 @@ if ON_TENSORFLOW:
     import tensorflow as tf
 
     from hvkit.frameworks.keras.collectives.gather import gather_rows
-    from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, refuse_xla, widened
-    from hvkit.frameworks.keras.collectives.wire import Wire
+    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, refuse_xla, widened
 
 
 GatherRow = Callable[[str, Group, Any], Any]
@@ -53,8 +52,8 @@ def synchronise_batch_norm(
     for layer in layers_of(model) if everything else made_synchronised(model):
         if "_moments" not in vars(layer):
             name = group.numbered("hvkit.batch_norm")
-            everyones = functools.partial(gather, name, group)
-            layer._moments = _moments_over_ranks(layer, everyones)
+            gather_moments = functools.partial(gather, name, group)
+            layer._moments = _moments_over_ranks(layer, gather_moments)
 
 
 def made_synchronised(model: keras.Model) -> list[Any]:
@@ -67,20 +66,20 @@ def layers_of(model: keras.Model) -> list[Any]:
     return [layer for layer in model._flatten_layers() if isinstance(layer, normalisation)]
 
 
-def _moments_over_ranks(layer: Any, gather: Callable[[Any], Any]) -> Any:
+def _moments_over_ranks(layer: Any, gather_moments: Callable[[Any], Any]) -> Any:
     """A ``_moments`` for the layer: mean and biased variance of each channel over all samples.
 
     It combines the ranks' moments as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
     algorithm for computing sample variances" (1979).
     """
-    of_own_batch = layer._moments
+    moments_of_batch = layer._moments
 
     def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
-        mean, variance = of_own_batch(inputs, mask)
+        mean, variance = moments_of_batch(inputs, mask)
         count = ops.reshape(_samples(layer, inputs, mask), [1])
-        everyone = gather(ops.concatenate([mean, variance, count], axis=0))
+        gathered = gather_moments(ops.concatenate([mean, variance, count], axis=0))
         channels = int(mean.shape[0])
-        means, variances, counts = ops.split(everyone, [channels, 2 * channels], axis=1)
+        means, variances, counts = ops.split(gathered, [channels, 2 * channels], axis=1)
         total = ops.sum(counts)
         mean = ops.sum(means * counts, axis=0) / total
         spread = ops.sum((variances + (means - mean) ** 2) * counts, axis=0)
@@ -122,11 +121,11 @@ def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> Non
 class LastStatistics:
     """The moving statistics of a model after the last update that was not skipped.
 
-    A batch with a NaN spoils them in the forward pass, before anybody looks at its gradients.
+    A batch with a NaN spoils them in the forward pass, before its gradients are checked.
 
     Args:
         model: need not have weights yet.
-        averaged: averages them over the ranks: a skipped update must leave all ranks alike, too.
+        averaged: averages them over the ranks, which must be equal after a skipped update, too.
     """
 
     def __init__(self, model: keras.Model, averaged: Callable[[], None]) -> None:
@@ -137,10 +136,9 @@ class LastStatistics:
         self.prepare()
 
     def prepare(self) -> None:
-        """Make room for them; the first time that the model has weights.
+        """Make room for them, as soon as the model has weights.
 
-        In eager code the first batch may have spoilt them already: then they are those of a new
-        layer.
+        In eager code the first batch may have spoilt them already: then a new layer's are kept.
         """
         if not self._kept:
             with tf.init_scope():
@@ -151,12 +149,12 @@ class LastStatistics:
                 ]
 
     def keep(self) -> None:
-        """Remember them."""
+        """Keep the present ones."""
         for now, kept in self._kept:
             kept.assign(_finite(now.value, kept))
 
     def put_back(self) -> None:
-        """Put those that are no longer finite back; a collective."""
+        """Restore those that are no longer finite; a collective."""
         self._averaged()
         for now, kept in self._kept:
             now.assign(_finite(now.value, kept))
@@ -183,46 +181,46 @@ def gather_row(name: str, group: Group, row: tf.Tensor) -> tf.Tensor:
     rows = rows_in_step()
     sent = row if rows is None else tf.concat([row, tf.cast([rows], row.dtype)], axis=0)
 
-    def share(everyone: tf.Tensor) -> tf.Tensor | None:
+    def share(gathered: tf.Tensor) -> tf.Tensor | None:
         if rows is None:
             return None
-        of_ranks = tf.cast(everyone[:, -1], tf.float64)
+        of_ranks = tf.cast(gathered[:, -1], tf.float64)
         return tf.math.divide_no_nan(tf.reduce_sum(of_ranks), of_ranks[group.rank])
 
     wire = Wire("batch norm", group)
-    everyone = gather_rows(sent[None], [1] * group.size, name, _wait_for_row(group), wire, share)
-    return everyone[:, : row.shape[0]]
+    gathered = gather_rows(sent[None], [1] * group.size, name, _wait_for_row(group), wire, share)
+    return gathered[:, : row.shape[0]]
 
 
 @functools.cache
 def _wait_for_row(group: Group) -> GraphWait:
-    """One counter for all layers together: each one costs the watcher time."""
+    """One counter for all layers, since each costs the watcher time."""
     return GraphWait("hvkit.batch_norm", "synchronised batch norm", group)
 
 
 @not_converted
 def average(layers: Sequence[keras.layers.Layer]) -> None:
     """Average the non-trainable variables of layers over ranks, also in a graph; a collective."""
-    held, first = learnt_in(layers, with_batch_norm=True), False
+    variables, first = learnt_in(layers, with_batch_norm=True), False
     if tf.executing_eagerly():
-        first = require_same_buffers([f"{v.name}: {tuple(v.shape)}, {v.dtype}" for v in held])
+        first = require_same_buffers([f"{v.name}: {tuple(v.shape)}, {v.dtype}" for v in variables])
     else:
         refuse_xla("hvkit.average_buffers")
-    kinds: dict[str, list[Any]] = {}
-    for v in held:
+    by_dtype: dict[str, list[Any]] = {}
+    for v in variables:
         if tf.as_dtype(v.dtype).is_floating:
-            kinds.setdefault(v.dtype, []).append(v)
-    for kind, together in kinds.items():
-        flat = widened(tf.concat([tf.reshape(v.value, [-1]) for v in together], axis=0))
+            by_dtype.setdefault(v.dtype, []).append(v)
+    for dtype, same_dtype in by_dtype.items():
+        flat = widened(tf.concat([tf.reshape(v.value, [-1]) for v in same_dtype], axis=0))
         average_of = functools.partial(
-            Wire("batch norm").mean, name=f"hvkit.average_buffers.{kind}"
+            Wire("batch norm").mean, name=f"hvkit.average_buffers.{dtype}"
         )
         mean = _wait().around(flat, average_of)
-        sizes = [backend_variable(v).shape.num_elements() for v in together]
-        for v, piece in zip(together, tf.split(mean, sizes), strict=True):
+        sizes = [backend_variable(v).shape.num_elements() for v in same_dtype]
+        for v, piece in zip(same_dtype, tf.split(mean, sizes), strict=True):
             v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
     if first:
-        rest = [v for v in held if not tf.as_dtype(v.dtype).is_floating]
+        rest = [v for v in variables if not tf.as_dtype(v.dtype).is_floating]
         warn_of_integers(*fingerprints_of(rest))
 
 
@@ -232,11 +230,12 @@ def _wait() -> GraphWait:
 
 
 def compared_in(model: keras.Model) -> tuple[list[Compared], list[Rows]]:
-    """What of a model may differ between ranks although a file holds rank 0's, and fingerprints.
+    """The variables of a model that may differ between ranks, although a file holds rank 0's.
 
-    These are the variables that layers assign, without those of batch norm if it was distributed:
-    hvkit averages them, unless the script wants each rank's own. Of a model that was not
-    distributed these are all weights.
+    Returns:
+        Labels and fingerprints of the variables that layers assign; without those of batch norm if
+        the model was distributed, since hvkit averages them or the script wants local ones. Of a
+        model that was not distributed, all weights.
     """
     distributed = weights_of_models()
     if any(id(w) in distributed for w in model.weights):
@@ -245,7 +244,7 @@ def compared_in(model: keras.Model) -> tuple[list[Compared], list[Rows]]:
 
 
 def compared_of(model: keras.Model) -> tuple[list[Compared], list[Rows]]:
-    """What the forward passes of a distributed model learn outside of batch norm."""
+    """Fingerprints of the variables that layers assign in forward passes, but for batch norm."""
     return fingerprints_of(learnt_in([model], with_batch_norm=False))
 
 

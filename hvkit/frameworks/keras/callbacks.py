@@ -21,10 +21,10 @@ _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "Hist
 
 
 class Averager(Protocol):
-    """What averages the gradients of an optimizer."""
+    """Averages the gradients of an optimizer."""
 
     def end_of_epoch(self) -> None:
-        """Meet the other ranks at the end of an epoch; a collective.
+        """Check that all ranks are at the end of an epoch; a collective.
 
         Raises:
             RanksDisagreeError: another rank is still inside the epoch.
@@ -32,33 +32,33 @@ class Averager(Protocol):
 
 
 class RoundsOfFit(Protocol):
-    """What ``fit`` needs of a model whose ranks train local weights."""
+    """The rounds of a model whose ranks train local weights, as ``fit`` sees them."""
 
     @property
     def equal_steps(self) -> bool:
         """Whether all ranks must take equally many steps."""
 
     def settled(self) -> AbstractContextManager[None]:
-        """Hold the weights that the ranks would agree on now; a collective."""
+        """A context with the weights that the ranks would agree on now; a collective."""
 
     def accept_set_weights(self) -> None:
-        """Begin with weights that the script has set, where no round has begun; a collective."""
+        """Begin with weights that the script has set between rounds; a collective."""
 
     def show_callbacks(self) -> None:
         """Show the agreed weights to callbacks, which may set others; a collective."""
 
     def keep_what_callbacks_set(self) -> None:
-        """Let weights that callbacks have set replace this rank's own; a collective."""
+        """Let weights that callbacks have set replace the local ones; a collective."""
 
     def put_back(self) -> None:
-        """Hold this rank's own weights again."""
+        """Restore the local weights."""
 
     def end_rounds(self) -> None:
         """Have all ranks hold the same weights, as at the end of training; a collective."""
 
 
 class Parts(Protocol):
-    """What ``fit`` needs of a model of which each rank holds a part."""
+    """A model of which each rank holds a part, as ``fit`` sees it."""
 
     def show_to(self, callback: Any) -> None:
         """Let a callback that saves the model, or keeps its weights, do so in parts."""
@@ -69,21 +69,21 @@ class Epoch:
 
     Args:
         averagers: of the optimizers that update the model.
-        make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
+        compare: ends an epoch; raises on every rank if the ranks differ; a collective.
         group: the ranks that train the model.
         rounds: for strategies whose ranks train local weights.
-        watching: returns callbacks of the port's own, called after all others.
+        watching: returns callbacks of the port, called after all others.
         parts: of a model of which each rank holds a part.
 
     Attributes:
-        rows: what says how many rows each of this rank's batches has; None if nothing does.
-        even: whether all ranks' batches have as many.
+        rows: facts that decide how many rows each batch of this rank has; None if unknown.
+        even: whether the batches of all ranks have the same number of rows.
     """
 
     def __init__(
         self,
         averagers: Sequence[Averager],
-        make_alike: Callable[[], None],
+        compare: Callable[[], None],
         group: Group,
         rounds: RoundsOfFit | None = None,
         watching: Callable[[], list[Any]] = list,
@@ -92,7 +92,7 @@ class Epoch:
         self._averagers = averagers
         self.parts = parts
         self.watching = watching
-        self.make_alike = make_alike
+        self.compare = compare
         self.group = group
         self.rounds = rounds
         self.rows: tuple[Any, ...] | None = None
@@ -153,8 +153,9 @@ def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: kera
                 f"callbacks is a {type(callbacks).__name__}, to which hvkit cannot add callbacks "
                 "of its own: pass a list, or a keras.callbacks.CallbackList"
             )
-        mine = for_this_rank(callbacks.callbacks, group, epoch, model)
-        return with_callbacks(callbacks, mine, model)
+        return with_callbacks(
+            callbacks, for_this_rank(callbacks.callbacks, group, epoch, model), model
+        )
     given = _as_list(callbacks)
     _refuse_restoring(given)
     if group.rank != 0:
@@ -164,7 +165,7 @@ def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: kera
     if epoch.parts:
         for each in given:
             epoch.parts.show_to(each)
-    first = [Settled(epoch.rounds)] if epoch.rounds else []
+    first = [ShowAgreedWeights(epoch.rounds)] if epoch.rounds else []
     return [*first, *given, InStep(given, epoch, *first), *epoch.watching()]
 
 
@@ -175,8 +176,8 @@ def _as_list(callbacks: Any) -> list[Any]:
 
 
 def _is_one_of(callback: Any, names: tuple[str, ...]) -> bool:
-    kinds = tuple(getattr(keras.callbacks, name, ()) or () for name in names)
-    return any(isinstance(callback, kind) for kind in kinds if isinstance(kind, type))
+    classes = (getattr(keras.callbacks, name, None) for name in names)
+    return any(isinstance(callback, each) for each in classes if isinstance(each, type))
 
 
 def _refuse_restoring(callbacks: list[Any]) -> None:
@@ -234,7 +235,7 @@ def _acts(callback: Any, *hooks: str) -> bool:
     )
 
 
-class Settled(keras.callbacks.Callback):  # type: ignore[misc]
+class ShowAgreedWeights(keras.callbacks.Callback):  # type: ignore[misc]
     """Lets callbacks see the weights that the ranks agree on; Keras calls this one before them.
 
     At the end of an epoch a callback may evaluate or save the model, remember its weights, or set
@@ -259,7 +260,7 @@ class Settled(keras.callbacks.Callback):  # type: ignore[misc]
         self._rounds.show_callbacks()
 
     def put_back(self) -> None:
-        """Hold this rank's own weights again, except where a callback has set others."""
+        """Restore the local weights, except where a callback has set others."""
         self._rounds.keep_what_callbacks_set()
         self._rounds.put_back()
 
@@ -274,13 +275,15 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         others: the user's callbacks; Keras calls this one after them.
         epoch: the state of ``fit``, for when an epoch begins and ends.
-        settled: what Keras calls before the user's callbacks, for strategies with rounds.
+        agreed: the callback that Keras calls before the user's, for strategies with rounds.
     """
 
-    def __init__(self, others: list[Any], epoch: Epoch, settled: Settled | None = None) -> None:
+    def __init__(
+        self, others: list[Any], epoch: Epoch, agreed: ShowAgreedWeights | None = None
+    ) -> None:
         super().__init__()
         self._epoch = epoch
-        self._settled = settled
+        self._agreed = agreed
         # Only a callback that could stop training inside an epoch is worth a collective per step.
         self._every_step = any(_acts_in_steps(each) for each in others)
         self._at_the_end = any(_acts_at_the_end(each) for each in others)
@@ -288,10 +291,10 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that all ranks that know their number of steps have the same number."""
         steps_here = (self.params or {}).get("steps")
-        mine = steps_here, self._every_step, self._at_the_end, self._epoch.rows
+        facts = steps_here, self._every_step, self._at_the_end, self._epoch.rows
         group = self._epoch.group
         steps, every_step, at_the_end, rows = zip(
-            *collectives.gather("fit", mine, group), strict=True
+            *collectives.gather("fit", facts, group), strict=True
         )
         self._epoch.even = rows[0] is not None and len(set(rows)) == 1
         self._every_step, self._at_the_end = any(every_step), any(at_the_end)
@@ -306,8 +309,8 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a pass over the training data."""
-        if self._settled:
-            self._settled.accept_set_weights()
+        if self._agreed:
+            self._agreed.accept_set_weights()
         self._epoch.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -317,12 +320,12 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare the ranks' weights, and stop if any rank stops."""
-        self._epoch.make_alike()
+        self._epoch.compare()
         self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
-        if self._settled:
-            self._settled.put_back()
+        if self._agreed:
+            self._agreed.put_back()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights that callbacks may have set: ``EarlyStopping`` those of an epoch."""
         if self._at_the_end:
-            self._epoch.make_alike()
+            self._epoch.compare()

@@ -23,7 +23,7 @@ import numpy as np
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW, backend_variable, outside_graphs
-from hvkit.frameworks.keras.initial_state import compared_in as adapted_in
+from hvkit.frameworks.keras.initial_state import compared_in_adapted
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.refusals import is_alike, is_distributed, weights_of_distributed
@@ -34,33 +34,32 @@ from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.graph_collectives import nothing
-    from hvkit.frameworks.keras.collectives.wire import Wire
+    from hvkit.frameworks.keras.collectives.wire import Wire, nothing
 
 
 # The distance from 1 to the next number.
 _UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def compared_in(thing: Any) -> tuple[list[Compared], list[Rows]]:
+def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
     """The variables of a model or optimizer that must be equal on all ranks, and fingerprints.
 
     Args:
-        thing: a model or an optimizer. If it was not distributed, only those of its weights count
-            that a distributed model shares.
+        compared: a model or an optimizer. Of one that was not distributed, only the weights that
+            it shares with a distributed model.
     """
     adapted: list[Compared] = []
     rows: list[Rows] = []
-    if isinstance(thing, keras.Model):
-        alike = weights_of_distributed()
-        variables = [v for v in made_trainable(thing) if id(v) in alike]
-        if is_distributed(thing):
-            adapted, rows = adapted_in(thing)
-    elif not is_alike(inner_optimizer(thing)):
+    if isinstance(compared, keras.Model):
+        shared = weights_of_distributed()
+        variables = [v for v in made_trainable(compared) if id(v) in shared]
+        if is_distributed(compared):
+            adapted, rows = compared_in_adapted(compared)
+    elif not is_alike(inner_optimizer(compared)):
         variables = []
     else:
-        local = {id(v) for v in _accumulators(thing)} | ids_of_slots([thing])
-        variables = [v for v in thing.variables if id(v) not in local]
+        local = {id(v) for v in _accumulators(compared)} | ids_of_slots([compared])
+        variables = [v for v in compared.variables if id(v) not in local]
     with outside_graphs():
         return [*labels_of(variables), *adapted], [*rows_of([v.numpy() for v in variables]), *rows]
 
@@ -80,8 +79,8 @@ def require_same_weights(
         RanksDisagreeError: names the first variable that differs, and the ranks.
     """
     found = [compared_in(each) for each in (model, *optimizers)]
-    compared = [each for theirs, _ in found for each in theirs]
-    rows = [row for _, theirs in found for row in theirs]
+    compared = [each for labels, _ in found for each in labels]
+    rows = [row for _, fingerprinted in found for row in fingerprinted]
     fingerprints.require_same(call, compared, rows, group)
 
 
@@ -112,7 +111,7 @@ def made_trainable(model: Any) -> list[Any]:
 
 
 def _accumulators(optimizer: Any) -> list[Any]:
-    """The gradients accumulated since the last update: each rank's own, not averaged yet."""
+    """The gradients accumulated since the last update, which are not averaged yet."""
     inner = inner_optimizer(optimizer)
     parts = [inner, *getattr(inner, "optimizers", ())]
     return [v for part in parts for v in getattr(part, "_accumulated_gradients", ())]
@@ -167,13 +166,13 @@ class Checks:
         with tf.init_scope(), tf.device("CPU:0"):
             self._done = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._next = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._gradients_due = tf.Variable(True, trainable=False)
+            self._gradients_pending = tf.Variable(True, trainable=False)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Compare if a comparison is due; a collective, once every rank has reached the update.
+        """Compare in some updates; a collective, once every rank has reached the update.
 
         Args:
-            gradients: this rank's own: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
+            gradients: this rank's: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
             variables: those that the update will change.
 
         Returns:
@@ -184,11 +183,11 @@ class Checks:
             RanksDisagreeError: in eager code, if the ranks hold different weights.
             tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
         """
-        held = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        held = [g for g in held if g is not None]
-        tf.cond(self._gradients_due, lambda: self._compare_gradients(held), nothing)
-        due = self._done >= self._next
-        compared = tf.cond(due, lambda: self._compare_weights(variables), nothing)
+        dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        dense = [g for g in dense if g is not None]
+        tf.cond(self._gradients_pending, lambda: self._compare_gradients(dense), nothing)
+        compares = self._done >= self._next
+        compared = tf.cond(compares, lambda: self._compare_weights(variables), nothing)
         with tf.control_dependencies([compared]):
             return [self._done.assign_add(1)]
 
@@ -206,29 +205,29 @@ class Checks:
         rows = _in_numpy(
             lambda *arrays: fingerprint()(labels, arrays), values, tf.int64, [None, WIDTH]
         )
-        everyone = self._of_all_ranks(rows, "weights")
-        text = _in_numpy(lambda rows: judge()(rows), [everyone], tf.string, [])
+        gathered = self._of_all_ranks(rows, "weights")
+        text = _in_numpy(lambda rows: judge()(rows), [gathered], tf.string, [])
         if tf.executing_eagerly():
             if text.numpy():
                 error = RanksDisagreeError(text.numpy().decode())
                 raise mark_as_shown_by(error, self._group.first)
-            alike = tf.no_op()
+            equal = tf.no_op()
         else:
             reason = tf.strings.join([for_graph(RanksDisagreeError(), on_every_rank=True), text])
-            alike = tf.debugging.Assert(tf.equal(text, ""), [reason])
-        with tf.control_dependencies([alike]):
+            equal = tf.debugging.Assert(tf.equal(text, ""), [reason])
+        with tf.control_dependencies([equal]):
             planned = self._next.assign(self._done + (self._every or tf.maximum(self._done, 1)))
         with tf.control_dependencies([planned]):
             return nothing()
 
     def _fingerprint(self, labels: list[Compared], arrays: Sequence[Any]) -> Rows:
         frozen = self._frozen()
-        adapted, rows = adapted_in(self._model)
+        adapted, rows = compared_in_adapted(self._model)
         self._compared = [*labels, *labels_of(frozen), *adapted]
         return np.array([*rows_of([*arrays, *(v.numpy() for v in frozen)]), *rows])
 
-    def _judge(self, everyone: Rows) -> bytes:
-        rows = everyone.reshape(self._wire.size, -1, WIDTH)
+    def _judge(self, gathered: Rows) -> bytes:
+        rows = gathered.reshape(self._wire.size, -1, WIDTH)
         exact = self._model not in _updated
         text = fingerprints.judge(rows, self._compared, exact, self._group)
         _updated.add(self._model)
@@ -238,13 +237,13 @@ class Checks:
         def hashed(*arrays: Any) -> Rows:
             return fingerprints.of_gradients(rows_of(arrays))[None]
 
-        mine = _in_numpy(hashed, gradients, tf.int64, [1, 2])
-        everyone = self._of_all_ranks(mine, "work")
+        local_rows = _in_numpy(hashed, gradients, tf.int64, [1, 2])
+        gathered = self._of_all_ranks(local_rows, "work")
         group = self._group  # the function must not keep this object
         done = _in_numpy(
-            lambda rows: fingerprints.warn_of_equal_work(rows, group), [everyone], tf.bool, []
+            lambda rows: fingerprints.warn_of_equal_work(rows, group), [gathered], tf.bool, []
         )
-        return self._gradients_due.assign(tf.logical_not(done))
+        return self._gradients_pending.assign(tf.logical_not(done))
 
     def _of_all_ranks(self, rows: tf.Tensor, what: str) -> tf.Tensor:
         with tf.device("CPU:0"):

@@ -27,7 +27,7 @@ from hvkit.watch.calls import call_within, translated
 def share_results(
     model: keras.Model,
     averagers: Sequence[Averager],
-    make_alike: Callable[[], None],
+    compare: Callable[[], None],
     group: Group,
     rounds: RoundsOfFit | None = None,
     watching: Callable[[], list[Any]] = list,
@@ -41,7 +41,7 @@ def share_results(
     Args:
         model: a distributed one.
         averagers: of the optimizers that update it.
-        make_alike: ends an epoch; raises on every rank if the ranks differ; a collective.
+        compare: ends an epoch; raises on every rank if the ranks differ; a collective.
         group: the ranks that train it; its first one takes the part of rank 0.
         rounds: for strategies whose ranks train local weights. ``evaluate`` then uses the weights
             that the ranks would agree on, with which they also leave ``fit``.
@@ -49,7 +49,7 @@ def share_results(
         parts: of a model of which each rank holds a part.
         same_part: the ranks whose batches differ, if these are not all of the group.
     """
-    epoch = Epoch(averagers, make_alike, group, rounds, watching, parts)
+    epoch = Epoch(averagers, compare, group, rounds, watching, parts)
     know_rows(model, lambda: epoch.even)
     read, flatten = model._get_metrics_result_or_logs, model._flatten_metrics_in_order
     names: list[str] = []  # of the last results, if this rank had no batch
@@ -74,7 +74,7 @@ def share_results(
         if rounds is None and parts is None:
             found = _of_all_ranks(model, found, read, same_part or group, epoch)
         setattr(model, batchwise.__name__, found)
-    evaluate = _in_settled(model.evaluate, rounds) if rounds else model.evaluate
+    evaluate = _with_agreed_weights(model.evaluate, rounds) if rounds else model.evaluate
     for method in (evaluate, _also_without_rows(model, model.predict)):
         setattr(
             model, method.__name__, with_callbacks_of_this_rank(model, method, epoch, trains=False)
@@ -84,7 +84,7 @@ def share_results(
 def train_uncompiled(model: keras.Model) -> None:
     """Have ``fit`` and ``evaluate`` made again: without a compiler, which cannot see collectives.
 
-    They then also use what layers have adapted to by now.
+    They then also use the present vocabularies of layers.
     """
     model.supports_jit = False
     if getattr(model, "compiled", False):
@@ -92,13 +92,13 @@ def train_uncompiled(model: keras.Model) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def _in_settled(evaluate: Callable[..., Any], rounds: RoundsOfFit) -> Callable[..., Any]:
+def _with_agreed_weights(evaluate: Callable[..., Any], rounds: RoundsOfFit) -> Callable[..., Any]:
     @functools.wraps(evaluate)
-    def settled(*args: Any, **kwargs: Any) -> Any:
+    def evaluate_agreed_weights(*args: Any, **kwargs: Any) -> Any:
         with rounds.settled():
             return evaluate(*args, **kwargs)
 
-    return settled
+    return evaluate_agreed_weights
 
 
 def _unless_without_rows(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ def _of_all_ranks(
     @functools.wraps(method)
     def of_all_ranks(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_names(method, args, kwargs)
-        if args or not _takes(method, "return_dict"):  # a user's own
+        if args or not _takes(method, "return_dict"):  # a method of the user
             return method(*args, **kwargs)
         as_dict = kwargs.pop("return_dict", False)
         with call_within(method.__name__):
@@ -197,7 +197,7 @@ def with_callbacks_of_this_rank(
         if trains:
             epoch.rows = _rows_of_batches(kwargs)
         else:
-            noted_of(model)  # what a pass that failed has left
+            noted_of(model)  # drops those of a pass that failed
         with aside, call_within(method.__name__), translated():
             try:
                 return method(*args, **kwargs)
@@ -211,7 +211,7 @@ def with_callbacks_of_this_rank(
 
 
 def _rows_of_batches(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What says how many rows each batch has, of arrays; None for other data."""
+    """Facts that decide how many rows each batch of arrays has; None for other data."""
     shapes = [getattr(each, "shape", None) for each in keras.tree.flatten(given.get("x"))]
     if not shapes or not all(shapes):
         return None
@@ -253,9 +253,9 @@ def with_names(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, passed by name if the method's signature allows it."""
     parameters = inspect.signature(method).parameters.values()
-    kinds = {p.kind for p in parameters}
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
+    ways = {p.kind for p in parameters}
+    if inspect.Parameter.VAR_POSITIONAL in ways:
+        if inspect.Parameter.VAR_KEYWORD not in ways:
             return args, kwargs
         # A user's method that passes its remaining arguments on to Keras's.
         keras_method = functools.partial(getattr(keras.Model, method.__name__), None)

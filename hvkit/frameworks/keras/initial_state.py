@@ -30,8 +30,8 @@ from hvkit.main_rank import warn_once
 from hvkit.sync.fingerprints import Compared, Rows, describe_differences, fingerprint, hashed
 
 
-class Together(keras.Model):  # type: ignore[misc]
-    """Several models that train together, as one that contains them; nobody calls it."""
+class JoinedModels(keras.Model):  # type: ignore[misc]
+    """One model that contains several which train together; nobody calls it."""
 
     def __init__(self, models: Sequence[keras.Model]) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ def synchronise(weights: Sequence[Any], group: Group) -> None:
 
 
 def synchronise_model(model: keras.Model, group: Group) -> None:
-    """Give a model the first rank's weights, and what its layers have learnt; a collective."""
-    learnt = Learnt(model)
+    """Give a model the first rank's weights, vocabularies and constants; a collective."""
+    layers = AdaptedLayers(model)
     synchronise(model.weights, group)
-    learnt.take_from_first(group)
+    layers.copy_from_first(group)
 
 
 def _name(weight: Any) -> str:
-    """The weight's name after that of its layer.
+    """The names of the weight's layer and of the weight.
 
     Not its whole path: that has the model's name only if the layer was built inside the model, and
     rank 0's may have been built before, by ``adapt``.
@@ -110,7 +110,7 @@ def synchronise_optimizers(
     with outside_graphs():
         built = collectives.gather("distribute", [each.built for each in optimizers], group)
         for i, optimizer in enumerate(optimizers):
-            if not optimizer.built and any(theirs[i] for theirs in built):
+            if not optimizer.built and any(of_rank[i] for of_rank in built):
                 optimizer.build(trained)
             variables = [v for v in optimizer.variables if id(v) not in leave_out]
             require_equal(
@@ -137,7 +137,7 @@ def _broadcast(variables: Sequence[Any], group: Group) -> None:
 
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-# By kind of layer: the attributes that it computes with.
+# Attributes that layers of a class compute with.
 _CONSTANTS = {
     keras.layers.Normalization: ("mean", "variance"),
     keras.layers.Discretization: ("bin_boundaries",),
@@ -148,7 +148,7 @@ ADAPT = (
     "adapt layers to all of the data, before hvkit.shard divides it: on every rank, or on rank 0 "
     "before hvkit.distribute, which sends to all ranks what they have learnt"
 )
-# Of layers that derive something from their variables: what Keras calls after it has changed them.
+# Methods that Keras calls after it has changed the variables of a layer that derives others.
 _DERIVES = ("finalize_state", "load_own_variables")
 
 # The fingerprint of a vocabulary by its table, which a layer replaces as a whole.
@@ -156,7 +156,7 @@ _of_tables: WeakKeyDictionary[Any, Rows] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class _Adapted:
+class _AdaptedLayer:
     """A layer that computes with more than its weights.
 
     Attributes:
@@ -169,12 +169,12 @@ class _Adapted:
 
     @property
     def labels(self) -> list[str]:
-        """What ``values`` and ``rows`` hold."""
+        """Names of ``values`` and ``rows``."""
         names = ("vocabulary", "idf_weights") if self._looks_up else self._constants
         return [f"{each} of layer {self.name}" for each in names]
 
     def values(self) -> list[Any]:
-        """Arrays, and a list of tokens; None for what the layer does not have."""
+        """Arrays, and a list of tokens; None for those that the layer does not have."""
         if self._looks_up:
             weights = getattr(self.layer, "idf_weights", None)
             return [self._vocabulary(), None if weights is None else weights.numpy()]
@@ -194,7 +194,7 @@ class _Adapted:
         return [_of_tables[table], hashed("") if weights is None else fingerprint(weights.numpy())]
 
     def has_learnt(self) -> bool:
-        """Whether the layer has seen data, or was made with what others learn from data."""
+        """Whether the layer has seen data, or the script has set its vocabulary or constants."""
         if self._looks_up:
             return int(self.layer.lookup_table.size().numpy()) > 0
         values = self.values()
@@ -204,13 +204,15 @@ class _Adapted:
         return all(each is not None and each.size for each in values)  # Keras 3.5: no boundaries
 
     def derive_again(self) -> None:
-        """Renew what the layer derives from its variables."""
-        kind = type(self.layer)
+        """Derive again from the layer's variables."""
+        layer_class = type(self.layer)
         if self._looks_up or not self.layer.built:
             return
-        if isinstance(self.layer, keras.layers.Normalization) or _is_users(kind, _DERIVES[0]):
+        if isinstance(self.layer, keras.layers.Normalization) or _is_users(
+            layer_class, _DERIVES[0]
+        ):
             self.layer.finalize_state()
-        if _is_users(kind, _DERIVES[1]):
+        if _is_users(layer_class, _DERIVES[1]):
             store: dict[str, Any] = {}
             self.layer.save_own_variables(store)
             self.layer.load_own_variables(store)
@@ -235,16 +237,20 @@ class _Adapted:
 
     @property
     def _constants(self) -> tuple[str, ...]:
-        kinds = (names for kind, names in _CONSTANTS.items() if isinstance(self.layer, kind))
-        return next(kinds, ())
+        constants = (
+            names
+            for layer_class, names in _CONSTANTS.items()
+            if isinstance(self.layer, layer_class)
+        )
+        return next(constants, ())
 
     def _vocabulary(self) -> list[Any]:
-        # Keras reads integers as those of NumPy.
+        # Keras gives integers of NumPy.
         tokens = self.layer.get_vocabulary() if self.has_learnt() else []
         return [each if isinstance(each, str) else int(each) for each in tokens]
 
 
-def _adapted_in(model: Any) -> list[_Adapted]:
+def _adapted_in(model: Any) -> list[_AdaptedLayer]:
     """The layers, in an order that is the same on every rank."""
     names: Counter[str] = Counter()
     found = []
@@ -260,20 +266,20 @@ def _adapted_in(model: Any) -> list[_Adapted]:
         name = re.sub(r"_\d+$", "", outer.get(id(layer), layer.name))
         names[name] += 1
         number = f" number {names[name]}" if names[name] > 1 else ""
-        found.append(_Adapted(layer, f"{name!r}{number}"))
+        found.append(_AdaptedLayer(layer, f"{name!r}{number}"))
     return found
 
 
-def compared_in(model: Any) -> tuple[list[Compared], list[Rows]]:
-    """What the model's layers compute with beside their weights, and fingerprints of it."""
+def compared_in_adapted(model: Any) -> tuple[list[Compared], list[Rows]]:
+    """Labels and fingerprints of a model's vocabularies and constants."""
     with outside_graphs():
         found = _adapted_in(model)
         labels = [Compared(label, fix=ADAPT) for each in found for label in each.labels]
         return labels, [row for each in found for row in each.rows()]
 
 
-class Learnt:
-    """What the layers of a model have learnt on this rank, before it gets rank 0's weights.
+class AdaptedLayers:
+    """The adapted layers of a model on this rank, before it gets rank 0's weights.
 
     Args:
         model: with its weights.
@@ -283,10 +289,10 @@ class Learnt:
         with outside_graphs():
             self._layers = _adapted_in(model)
             self._has_learnt = [each.has_learnt() for each in self._layers]
-            self._compared, self._rows = compared_in(model)
+            self._compared, self._rows = compared_in_adapted(model)
 
-    def take_from_first(self, group: Group) -> None:
-        """Make the layers compute with what the first rank's do; a collective.
+    def copy_from_first(self, group: Group) -> None:
+        """Give the layers the vocabularies and constants of the first rank; a collective.
 
         The model holds that rank's weights by now. Of all ranks it is rank 0.
 
@@ -300,15 +306,15 @@ class Learnt:
         if not self._layers:
             return
         with outside_graphs():
-            everyone = collectives.gather("distribute", (self._has_learnt, self._rows), group)
-            problem = self._problem([learnt for learnt, _ in everyone], group)
+            gathered = collectives.gather("distribute", (self._has_learnt, self._rows), group)
+            problem = self._problem([learnt for learnt, _ in gathered], group)
             raise_together(problem, group=group)
-            self._warn(everyone, group)
+            self._warn(gathered, group)
             self._take(group)
 
-    def _problem(self, everyone: list[list[bool]], group: Group) -> Exception | None:
+    def _problem(self, gathered: list[list[bool]], group: Group) -> Exception | None:
         for i, each in enumerate(self._layers):
-            pairs = zip(group.members, everyone, strict=True)
+            pairs = zip(group.members, gathered, strict=True)
             ranks = [rank for rank, learnt in pairs if learnt[i]]
             if ranks and ranks[0] != group.first:
                 return ValueError(
@@ -317,16 +323,16 @@ class Learnt:
                 )
         return None
 
-    def _warn(self, everyone: list[tuple[list[bool], list[Rows]]], group: Group) -> None:
+    def _warn(self, gathered: list[tuple[list[bool], list[Rows]]], group: Group) -> None:
         """Warn if several ranks have adapted a layer, each to other data."""
         owners = [i for i, each in enumerate(self._layers) for _ in each.labels]
-        first = everyone[0][1]
+        first = gathered[0][1]
         rows = [
             [
-                mine if learnt[i] else of_0
-                for i, mine, of_0 in zip(owners, theirs, first, strict=True)
+                row if learnt[i] else of_first
+                for i, row, of_first in zip(owners, of_rank, first, strict=True)
             ]
-            for learnt, theirs in everyone
+            for learnt, of_rank in gathered
         ]
         if not first:
             return
@@ -336,19 +342,19 @@ class Learnt:
             warn_once("adapted", f"{source}: {text}", group)
 
     def _take(self, group: Group) -> None:
-        """Take over what differs."""
-        derived = _problem_of(_Adapted.derive_again, *((each,) for each in self._layers))
+        """Copy the values that differ."""
+        derived = _problem_of(_AdaptedLayer.derive_again, *((each,) for each in self._layers))
         raise_together(derived, group=group)
-        mine = [[row.tolist() for row in each.rows()] for each in self._layers]
-        theirs = collectives.from_rank(group.first, mine, group)
-        unlike = {i for i, rows in enumerate(mine) if rows != theirs[i]}
+        local = [[row.tolist() for row in each.rows()] for each in self._layers]
+        of_first = collectives.from_rank(group.first, local, group)
+        unlike = {i for i, rows in enumerate(local) if rows != of_first[i]}
         wanted = sorted(set().union(*collectives.gather("distribute", sorted(unlike), group)))
-        mine_of_wanted = [self._layers[i].values() for i in wanted]
-        values = collectives.from_rank(group.first, mine_of_wanted, group)
+        local_values = [self._layers[i].values() for i in wanted]
+        values = collectives.from_rank(group.first, local_values, group)
         taken = (
             (self._layers[i], each) for i, each in zip(wanted, values, strict=True) if i in unlike
         )
-        raise_together(_problem_of(_Adapted.take, *taken), group=group)
+        raise_together(_problem_of(_AdaptedLayer.take, *taken), group=group)
 
 
 def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> Exception | None:
@@ -356,7 +362,7 @@ def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> E
     for layer, *given in arguments:
         try:
             function(layer, *given)
-        except Exception as error:  # of any type: rank 0 must not go on alone
+        except Exception as error:  # of any type: all ranks raise together
             return ValueError(
                 f"layer {layer.name} cannot take over what that of rank 0 has learnt ({error}): "
                 f"{ADAPT}"
@@ -368,7 +374,7 @@ def _as_numpy(value: Any) -> Any:
     return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
 
 
-def _is_users(kind: type[Any], method: str) -> bool:
+def _is_users(layer_class: type[Any], method: str) -> bool:
     """Whether a method of a layer's class is not Keras's own."""
-    owner = next((each for each in kind.__mro__ if method in vars(each)), None)
+    owner = next((each for each in layer_class.__mro__ if method in vars(each)), None)
     return owner is not None and not owner.__module__.startswith("keras.")

@@ -71,16 +71,16 @@ def end_pass(method: str) -> None:
 
 
 def install() -> None:
-    """Put this module's functions in the place of Keras's; they leave other models as they are."""
+    """Replace functions of Keras by this module's, which change nothing for other models."""
     trainer._distribute_data = one_batch
     trainer.JAXEpochIterator._get_distributed_iterator = _of_all_ranks
     trainer.JAXEpochIterator._enumerate_iterator = _enumerate_of_all_ranks
 
 
 def one_batch(data: Any, layouts: Any = None) -> Any:
-    """In place of Keras's function, which does not look whether the ranks' rows fit together.
+    """Replaces Keras's function, which does not check that the ranks' rows fit together.
 
-    A collective of the ranks, for models that they train together.
+    A collective, for models that the ranks train together.
     """
     if (ranks := _distribution()) is None:
         return _distribute_data(data, layouts)
@@ -93,11 +93,11 @@ def one_batch(data: Any, layouts: Any = None) -> Any:
 def own_rows(model: Any, predict: Any) -> Any:
     """``predict_function`` whose outputs are this rank's rows, as an array of NumPy."""
 
-    def local(output: jax.Array) -> np.ndarray[Any, Any]:
+    def own_part(output: jax.Array) -> np.ndarray[Any, Any]:
         # XLA may have divided it in another way, as where weights are divided.
         part, in_parts = position().batch, batches.are_in_parts(_last_counts)
-        place = sharded_by_rows() if in_parts else replicated(output.shape)
-        output = jax.jit(lambda rows: rows, out_shardings=place)(output)
+        sharding = sharded_by_rows() if in_parts else replicated(output.shape)
+        output = jax.jit(lambda rows: rows, out_shardings=sharding)(output)
         if in_parts:
             shards = sorted(output.addressable_shards, key=lambda each: each.index[0].start or 0)
             return np.concatenate([each.data for each in shards])
@@ -111,13 +111,13 @@ def own_rows(model: Any, predict: Any) -> Any:
                 f"{model.steps_per_execution}: rows of several batches would be in another order"
             )
         outputs, state = predict(state, iterator)
-        return jax.tree.map(local, outputs), state
+        return jax.tree.map(own_part, outputs), state
 
     return predict_own_rows
 
 
 def _distribution() -> OfRanks | None:
-    """That of the call, if it is one of a model that the ranks train together."""
+    """The distribution of this call, if it is of a model that the ranks train together."""
     distribution = keras.distribution.distribution()
     return distribution if isinstance(distribution, OfRanks) else None
 
@@ -128,7 +128,7 @@ def _point() -> str:
 
 
 def _enumerate_of_all_ranks(iterator: Any) -> Any:
-    """In place of Keras's method: as many steps as the rank with the most batches has."""
+    """Replaces Keras's method: as many steps as the rank with the most batches has."""
     ranks = _distribution()
     if ranks is not None and not ranks.trains:
         gathered = gather(_point(), [iterator.steps_per_epoch, iterator._num_batches])
@@ -138,13 +138,13 @@ def _enumerate_of_all_ranks(iterator: Any) -> Any:
                 f"evaluate and predict take the same steps on every rank, got {steps} in rank order"
             )
         numbers = [number for _, number in gathered]
-        # Of None, as of a generator, Keras ends with the batches, which do so on all ranks.
+        # With None, Keras ends when there are no more batches, which is the same on all ranks.
         iterator._num_batches = None if None in numbers else max(numbers)
     return _enumerate_iterator(iterator)
 
 
 def _of_all_ranks(iterator: Any, distribution: Any) -> Iterator[Any]:
-    """In place of Keras's method, whose ranks would wait for one that has no more batches."""
+    """Replaces Keras's method, whose ranks would wait for one that has no more batches."""
     ranks = _distribution()
     if ranks is None or ranks.trains:
         yield from _get_iterator(iterator, distribution)
@@ -152,10 +152,10 @@ def _of_all_ranks(iterator: Any, distribution: Any) -> Iterator[Any]:
     yield from _until_no_rank_has_more(iterator.data_adapter.get_jax_iterator())
 
 
-def _until_no_rank_has_more(local: Iterable[Any]) -> Iterator[Any]:
+def _until_no_rank_has_more(batches_of_rank: Iterable[Any]) -> Iterator[Any]:
     """Batches of all ranks, without rows of this rank once it has no more."""
     # Ranks take one without rows for the end of another's data.
-    iterator = (batch for batch in local if len(jax.tree.leaves(batch)[0]))
+    iterator = (batch for batch in batches_of_rank if len(jax.tree.leaves(batch)[0]))
     data = next(iterator, None)
     empty = _empty(data)
     while empty is not None:

@@ -1,8 +1,8 @@
-"""Refuses what would train models of Keras on JAX apart, a different one on each rank.
+"""Refuses training in which each rank would train a Keras model on JAX on its own.
 
 On other backends the optimizer that was passed to ``distribute`` averages, whatever it updates. On
 JAX nothing does but a batch of all ranks, which only the methods of the models that were passed
-make. So those of a model around one of these, or of a copy, would train each rank's own.
+make. So the methods of a model around one of these, or of a copy, would train a local model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _scaled: WeakSet[Any] = WeakSet()
 
 
 def refuse_others(models: Sequence[Any], optimizers: Sequence[Any], scaled: bool) -> None:
-    """Let only these models, and those of earlier calls, train the weights of all ranks.
+    """Let only these models, and models of earlier calls, train the weights of all ranks.
 
     Args:
         models: as passed to ``distribute``.
@@ -83,7 +83,7 @@ def _require_passed(model: Any, name: str) -> None:
     _require_whole(model, name)
     names = names_of_distributed(model, model.trainable_variables)
     if not names and len(others) == len(used):
-        return  # a model of this rank's own, of which the first update warns
+        return  # a local model, of which the first update warns
     what = f"would train {names}" if names else f"uses optimizer {used[0].name!r}"
     raise ValueError(
         f"{name} of model {model.name!r} {what}, passed to hvkit.distribute, but {model.name!r} "
@@ -114,7 +114,7 @@ def _require_whole(model: Any, name: str) -> None:
 
 @functools.cache
 def watch_updates() -> None:
-    """Look at each update whether its weights are those of all ranks."""
+    """Check at each update that its weights belong to all ranks."""
     base = keras.optimizers.Optimizer
     apply = base.apply
 

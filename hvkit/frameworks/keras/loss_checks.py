@@ -1,15 +1,16 @@
-"""Names losses that ranks cannot make those of one process, on rank 0.
+"""Names, on rank 0, losses that differ from the loss of one process.
 
 A loss that is no mean over samples, as Dice, contrastive losses, and functions of the script that
-return a ratio of sums, differs from that of all ranks' samples. The first step compares such a loss
-of the batch with those of the batch's halves. A loss with a count of its own (``loss_means``), in a
-loop of the script's, is a mean over one rank's count.
+return a ratio of sums, needs the samples of all ranks together. The first step compares such a loss
+of the batch with the losses of the batch's halves. A loss with its own count (``loss_means``), in a
+loop of the script, is a mean over one rank's count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -18,18 +19,33 @@ from keras import ops
 from hvkit import runtime
 from hvkit.main_rank import warn_once
 
-# Whether a loss of the script's, outside of steps of ``fit``, had a count of its own just now.
+# Models whose gradients are averaged in every step, in updates by optimizers of Keras, and in loops
+# with optimizers of PyTorch.
+_in_updates: WeakSet[keras.Model] = WeakSet()
+_in_loops: WeakSet[keras.Model] = WeakSet()
+# Whether the last loss outside of steps of ``fit`` had its own count.
 _own_count = False
 
 
+def watch_losses(model: keras.Model, *, in_loop: bool = False) -> None:
+    """Warn of losses with their own count that train this model."""
+    (_in_loops if in_loop else _in_updates).add(model)
+
+
+def watches_losses() -> bool:
+    return bool(_in_updates or _in_loops)
+
+
 def note_own_count(has_own: bool) -> None:
-    """Note whether the loss that was computed last has a count of its own."""
+    """Note whether the loss that was computed last has its own count."""
     global _own_count
     _own_count = has_own
+    if _in_loops:  # whose updates do not call ``warn_of_own_count``
+        warn_of_own_count(averaged=True)
 
 
 def warn_of_own_count(averaged: bool) -> None:
-    """Warn if the update that begins is of a loss with a count of its own.
+    """Warn if the update that begins is of a loss with its own count.
 
     Args:
         averaged: whether the update is one of all ranks.
@@ -69,19 +85,19 @@ def warn_of_factor(model: keras.Model) -> None:
 
 
 def is_mean_over_samples(loss: Any) -> bool:
-    """Whether there is nothing to compare; in 16 bits a comparison would show nothing."""
+    """Whether no comparison is needed; in 16 bits it would show nothing."""
     return loss.dtype not in ("float32", "float64") or gives_each_sample_its_own(loss)
 
 
 def gives_each_sample_its_own(loss: Any) -> bool:
-    """Whether each sample has a loss of its own, as in nearly all losses of Keras."""
+    """Whether each sample has its own loss, as in nearly all losses of Keras."""
     function = getattr(loss, "fn", type(loss))
     module = getattr(function, "__module__", "") or ""
     return module.startswith("keras.") and function.__name__ not in ("dice", "tversky", "circle")
 
 
 def compare_with_halves(loss: Any, data: Any, *values: Any) -> None:
-    """Warn if a loss of a batch is not the mean of those of its halves.
+    """Warn if a loss of a batch is not the mean of the losses of its halves.
 
     Args:
         loss: of Keras, or around a function of the script's.

@@ -1,27 +1,27 @@
 """Losses in ``fit`` that are means over all ranks' samples, tokens or weights.
 
 A loss divides a sum by a count: of samples, of tokens that no mask hides, or a sum of weights. Rank
-r knows its own ``S_r`` and ``D_r``, and one process has ``sum S_r / sum D_r``. The mean over ranks
-of ``S_r / D_r`` is the same only if all ``D_r`` are equal.
+r knows ``S_r`` and ``D_r`` of its batch, and one process has ``sum S_r / sum D_r``. The mean over
+ranks of ``S_r / D_r`` is the same only if all ``D_r`` are equal.
 
-- **Samples.** Gradients of a rank with ``B_r`` rows count ``N B_r / sum B_r`` times before they are
-  averaged. These numbers travel with those that ranks exchange before gradients anyway. Rows are
-  those of the targets, else of the inputs; in a ``train_step`` of the script's, those of its first
-  loss of samples.
-- **Masks and weights.** Keras reduces all losses in one function, which hvkit replaces. There a
-  loss with a count of its own becomes ``S_r / sum D_r * sum B_r / B_r``: its mean, in which a rank
-  counts as often as it has rows, is that of one process. It is the loss that Keras reports, since
-  Keras weights what it reports by rows, too. A sum, ``reduction="sum"``, has a count of 1 for all,
-  if it is a loss of ``compile``: another may be of weights, or have a factor of the script's.
-  Where gradients are those of one such loss, a port may let them count as often as it does (``D_r``
-  instead of ``B_r``). No rank then waits for ``sum D_r``; what Keras reports is corrected after it.
+- **Samples.** The gradients of a rank with ``B_r`` rows are multiplied by ``N B_r / sum B_r``
+  before they are averaged. Ranks exchange these numbers with others that they exchange before
+  gradients. Rows are counted in the targets, or in the inputs if there are no targets; in a
+  ``train_step`` of the script, in its first loss of samples.
+- **Masks and weights.** Keras reduces all losses in one function, which hvkit replaces. A loss with
+  its own count becomes ``S_r / sum D_r * sum B_r / B_r``. Its mean over ranks, weighted by rows, is
+  the loss of one process. Keras reports this loss, since Keras weights reported losses by rows,
+  too. A sum, ``reduction="sum"``, has a count of 1 on all ranks if it is a loss of ``compile``:
+  another may be of weights, or have a factor of the script. If a step has only one such loss, a
+  port may weight gradients by ``D_r`` instead of ``B_r``. No rank then waits for ``sum D_r``, and
+  the reported loss is corrected afterwards.
 
-This holds inside ``train_step``, which every rank runs. In ``test_step`` ranks may have other
-numbers of batches, so none waits there: each notes ``S_r`` and ``D_r`` of its batches, and at the
-end the reported losses are corrected (``metric_results``). Elsewhere a loss is that of the rank's
-own batch; if it is for gradients, rank 0 warns.
+This holds inside ``train_step``, which every rank runs. In ``test_step`` ranks may have different
+numbers of batches, so none waits there: each notes ``S_r`` and ``D_r`` of its batches, and the
+reported losses are corrected at the end of the pass (``metric_results``). Elsewhere a loss is
+computed from the rank's batch alone; if it is for gradients, rank 0 warns.
 
-``loss_checks`` names losses that cannot be made right here.
+``loss_checks`` names losses that cannot be corrected here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -49,18 +49,19 @@ from hvkit.frameworks.keras.loss_checks import (
     is_mean_over_samples,
     note_own_count,
     warn_of_factor,
-    warn_of_own_count,
     warn_of_own_means,
+    watch_losses,
+    watches_losses,
 )
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class StepTotals(Protocol):
-    """What a port does for the losses of a step: sums over ranks.
+    """Sums over ranks for the losses of a step; each port has its own.
 
     Attributes:
-        even: returns whether all ranks have as many rows in each step, as they know of arrays.
+        even: returns whether all ranks are known to have equally many rows in each step.
     """
 
     even: Callable[[], bool]
@@ -70,14 +71,14 @@ class StepTotals(Protocol):
 
         Args:
             rows_of: the tensor that has them.
-            final: whether there is no second call in the step, with a tensor of other rows.
+            final: whether no second call in the step may give another number.
         """
 
     def end(self) -> None:
         """The step has ended."""
 
     def of(self, count: Any, number: int) -> tuple[Any, Any]:
-        """How many rows all ranks have for each of this rank, and a count over all ranks.
+        """The rows of all ranks for each row of this rank, and a count over all ranks.
 
         A collective.
 
@@ -91,13 +92,13 @@ class StepTotals(Protocol):
         """
 
     def start(self, count: Any, number: int) -> bool:
-        """Add a count up over ranks while they compute gradients, which count as often.
+        """Start to add up a count over ranks, which also weights the gradients of this step.
 
-        A collective, and on all ranks or none. Whoever calls ``of`` afterwards gets the sum, and
-        the gradients of this rank then count as often as it has rows.
+        A collective, on all ranks or none. A later ``of`` in the step returns the sum, and weights
+        the gradients by rows again.
 
         Returns:
-            Whether it does so.
+            Whether it has started.
         """
 
     def once(self, key: str, values: Sequence[Any], report: Callable[..., None]) -> None:
@@ -106,43 +107,43 @@ class StepTotals(Protocol):
         Args:
             key: of this comparison.
             values: the tensors.
-            report: what takes them.
+            report: gets them.
         """
 
     def note(self, numbers: Sequence[Any]) -> None:
         """Keep a step's scalars until the end of a pass over data."""
 
     def noted(self) -> list[np.ndarray[Any, Any]]:
-        """What was noted since the last call: float64 arrays, one for each step."""
+        """The numbers noted since the last call: a float64 array for each step."""
 
 
+@dataclass(eq=False)
 class _Step:
     """A ``train_step`` or ``test_step`` of a model under way.
 
     Attributes:
-        of_keras: whether the method is Keras's own.
-        names: how many collectives it has had.
-        position: that of the next loss of ``compile``, while these compute; else None.
+        of_keras: whether the method is Keras's.
+        names: the number of its collectives so far.
+        position: of the next loss of ``compile``, while these compute; else None.
         called: the losses that compute, each inside of the one before.
-        late: a loss whose count is on its way, the count, and its number.
+        late: a loss whose count is being added up, the count, and its number.
         has_rows: whether the rows of the step are known.
-        noted: in a ``test_step``, of each loss of ``compile`` with a count of its own: its
+        noted: in a ``test_step``, five numbers for each loss of ``compile`` with its own count: its
             position, whether it is a mean, whether its tracker counts rows, the sum, and the count.
     """
 
-    def __init__(
-        self, model: keras.Model, totals: StepTotals, trains: bool, of_keras: bool = False
-    ) -> None:
-        self.model = model
-        self.totals = totals
-        self.trains = trains
-        self.of_keras = of_keras
-        self.names = 0
-        self.position: int | None = None
-        self.called: list[Any] = []
-        self.late: tuple[Any, Any, int] | None = None
-        self.noted: list[Any] = []
-        self.has_rows = of_keras or not trains
+    model: keras.Model
+    totals: StepTotals
+    trains: bool
+    of_keras: bool
+    names: int = 0
+    position: int | None = None
+    called: list[Any] = field(default_factory=list)
+    late: tuple[Any, Any, int] | None = None
+    noted: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.has_rows = self.of_keras or not self.trains
 
     def next_name(self) -> int:
         """The number of the next collective, the same on every rank."""
@@ -150,28 +151,28 @@ class _Step:
         return self.names - 1
 
     def see(self, values: Any) -> None:
-        """Take the rows of a loss's values for those of the step, unless it is one of weights."""
+        """Take the rows of a loss's values as the step's, unless it is a penalty on weights."""
         if not (self.called and _of_weights(self.called[-1])):
             self.has_rows = True
             self.totals.begin(values)
 
     @property
     def position_of_called(self) -> int | None:
-        """That of the loss that computes among those of ``compile``; None if it is none of them."""
+        """The position of the loss that computes among the losses of ``compile``; else None."""
         return self.position if len(self.called) == 1 else None
 
     def has_one_loss(self) -> bool:
-        """Whether the loss that computes is the only one of ``compile``, and one of Keras."""
+        """Whether the loss that computes is the only one of ``compile``, and Keras's own."""
         compiled: Any = getattr(self.model, "_compile_loss", None)
         losses: Any = getattr(compiled, "_flat_losses", None) or ()
         one = self.of_keras and len(losses) == 1 and self.position_of_called == 0
         return one and gives_each_sample_its_own(self.called[0][0])
 
     def correct_reported(self, rows: int) -> None:
-        """Make the reported loss that of all ranks' counts, now that their sum is there.
+        """Correct the reported loss by all ranks' counts, now that their sum is known.
 
         Args:
-            rows: how often Keras has counted it.
+            rows: the weight with which Keras has added it.
         """
         assert self.late is not None
         loss, count, number = self.late
@@ -183,14 +184,12 @@ class _Step:
 
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
-# On a model: they lead back to it, so that a table would keep it.
+# Attributes of a model: they refer to it, so that a table would keep it.
 _TOTALS, _EVEN = "_hvkit_totals", "_hvkit_even"
-# Models whose gradients are averaged in every step.
-_averaged: WeakSet[keras.Model] = WeakSet()
 
 
 def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: bool = True) -> None:
-    """Make losses in the model's ``train_step`` and ``test_step`` those of all ranks' samples.
+    """Make losses in a model's ``train_step`` and ``test_step`` means over all ranks' samples.
 
     Args:
         model: a distributed one.
@@ -200,14 +199,14 @@ def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: b
     vars(model)[_TOTALS] = totals
     totals.even = vars(model).get(_EVEN, totals.even)
     if trains:
-        _averaged.add(model)
+        watch_losses(model)
         model.train_step = _counted(model, model.train_step, totals, trains=True)
     model.test_step = _counted(model, model.test_step, totals, trains=False)
     _share_reduction()
 
 
 def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
-    """Let the steps of a model know whether all ranks have as many rows in each."""
+    """Set a function that returns whether all ranks have equally many rows in each step."""
     vars(model)[_EVEN] = even
     if _TOTALS in vars(model):
         vars(model)[_TOTALS].even = even
@@ -248,7 +247,7 @@ def _counted(
 
 
 def _reported(model: keras.Model) -> Any:
-    """How often the losses have counted that a model reports so far: by rows, or as it likes."""
+    """The sum of weights of the loss that a model reports so far."""
     tracker: Any = getattr(model, "_loss_tracker", None)
     return 0.0 if tracker is None else tracker.count + 0.0
 
@@ -268,10 +267,10 @@ def _has_rows(value: Any) -> bool:
 
 
 def rows_for_each() -> Any:
-    """How many rows all ranks have for each of this rank, in a ``train_step``; else None.
+    """The rows of all ranks for each row of this rank, in a ``train_step``; else None.
 
-    A collective. A gradient that is to be that of one process must be so many times as large as a
-    rank's own, since gradients count as often as the rank has rows.
+    A collective. Multiply a rank's gradient by it to get the gradient of one process: gradients
+    are weighted by the rank's rows later.
     """
     registry.note_script_call()
     step = _step.get()
@@ -281,20 +280,20 @@ def rows_for_each() -> Any:
 
 
 def rows_in_step() -> Any:
-    """How many rows this rank has in a ``train_step`` on TensorFlow; else None."""
+    """This rank's rows in a ``train_step`` on TensorFlow; else None."""
     step = _step.get()
     return getattr(step.totals, "rows", None) if step is not None and step.trains else None
 
 
 def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
-    """What the ``test_step`` of a model has noted on this rank since the last call."""
+    """The numbers that a model's ``test_step`` has noted on this rank since the last call."""
     totals: StepTotals | None = vars(model).get(_TOTALS)
     return totals.noted() if totals else []
 
 
 @functools.cache
 def _share_reduction() -> None:
-    """Replace the function in which losses of Keras are reduced, and know which one computes."""
+    """Replace the function in which losses of Keras are reduced."""
     _follow_losses()
     reduce = keras_losses.reduce_weighted_values
 
@@ -309,10 +308,8 @@ def _share_reduction() -> None:
         loss = reduce(values, sample_weight, mask, reduction, dtype)
         step = _step.get()
         if step is None:
-            if (_averaged or _in_loops) and may_be_differentiated(loss):
+            if watches_losses() and may_be_differentiated(loss):
                 note_own_count(_count(values, sample_weight, mask, reduction) is not None)
-                if _in_loops:  # whose updates do not come here
-                    warn_of_own_count(averaged=True)
             return loss
         if not ops.is_tensor(values) or not _has_rows(values):
             return loss
@@ -329,9 +326,9 @@ def _share_reduction() -> None:
                 warn_of_own_means()
             return loss
         if not step.trains:
-            own = ops.cast(loss, "float64")
-            parts = [own, 1.0] if count is None else [own * count, count]
-            # Keras counts batches alike in an output's loss if the graph does not know their size.
+            local = ops.cast(loss, "float64")
+            parts = [local, 1.0] if count is None else [local * count, count]
+            # Keras gives batches equal weights in an output's loss if their size is unknown.
             by_rows = values.shape[0] is not None
             step.noted += [position, count is not None, by_rows, *parts]
             return loss
@@ -341,7 +338,7 @@ def _share_reduction() -> None:
             factor, _ = step.totals.of(None, number)
         else:
             count = ops.stop_gradient(count)
-            # What has used ``rows_for_each`` in this step expects gradients that count by rows.
+            # Users of ``rows_for_each`` in this step need gradients that are weighted by rows.
             starts = number == 0 and step.has_one_loss() and step.totals.start(count, number)
             if starts and not step.model.losses:
                 step.late = ops.stop_gradient(loss), count, number
@@ -353,26 +350,16 @@ def _share_reduction() -> None:
 
 
 def _factor(totals: StepTotals, count: Any, number: int) -> Any:
-    """What makes a rank's mean that of all ranks, where a rank counts as often as it has rows."""
+    """The factor from a rank's mean to the mean of all ranks, weighted by rows."""
     share, total = totals.of(count, number)
     if isinstance(total, float):
         return share * float(count) / total if total else 0.0
     return share * ops.divide_no_nan(count, total)
 
 
-# Models of loops with optimizers of PyTorch.
-_in_loops: WeakSet[keras.Model] = WeakSet()
-
-
-def watch_loops(model: keras.Model) -> None:
-    """Warn of losses with a count of their own in loops that train this model."""
-    _in_loops.add(model)
-    _share_reduction()
-
-
 @functools.cache
 def _follow_losses() -> None:
-    """Know which losses compute, and let the first step look whether one is a mean over samples."""
+    """Know which losses compute; in the first step, check that each is a mean over samples."""
     call, of_compile = keras_losses.Loss.__call__, compile_utils.CompileLoss.call
 
     @functools.wraps(call)
@@ -389,8 +376,8 @@ def _follow_losses() -> None:
         outermost = not step.called
         if outermost and step.position is not None:
             step.position += 1
-        own = outermost and step.trains and calls == registry.script_calls
-        if own and not is_mean_over_samples(self):
+        is_local = outermost and step.trains and calls == registry.script_calls
+        if is_local and not is_mean_over_samples(self):
             data = y_true, y_pred
             values = [ops.convert_to_tensor(each) for each in keras.tree.flatten(data)]
             compare = functools.partial(_compare_outside_step, self, data)
@@ -413,7 +400,7 @@ def _follow_losses() -> None:
 
 
 def _compare_outside_step(loss: Any, data: Any, *values: Any) -> None:
-    """Compare a loss with those of halves, which count for nothing in the step."""
+    """Compare a loss with losses of halves, which the step does not see."""
     token = _step.set(None)
     try:
         compare_with_halves(loss, data, *values)
@@ -424,12 +411,12 @@ def _compare_outside_step(loss: Any, data: Any, *values: Any) -> None:
 def _of_weights(called: tuple[Any, Any]) -> bool:
     """Whether a loss is one of weights, such as a penalty."""
     _, y_pred = called
-    kinds = (keras.Variable, *([torch.nn.Parameter] if (torch := sys.modules.get("torch")) else []))
-    return isinstance(y_pred, kinds)
+    torch = sys.modules.get("torch")
+    return isinstance(y_pred, (keras.Variable, *([torch.nn.Parameter] if torch else [])))
 
 
 def _count(values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
-    """By what a loss is divided, as float64; None if by the batch's size, or by nothing yet."""
+    """The divisor of a loss, as float64; None for the batch's size, or if nothing divides yet."""
     if reduction not in _MEANS:
         return None
     shown = None if mask is None else ops.cast(mask, "float64")

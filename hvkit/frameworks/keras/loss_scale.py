@@ -8,7 +8,7 @@ samples in float16, which overflow where no rank's own sum does. Ranks add their
 skip where float16 would not hold the result.
 
 ``compile`` makes the ``LossScaleOptimizer`` under the ``mixed_float16`` policy, so hvkit replaces
-methods of its class. They are as before for optimizers that are not here.
+methods of its class; they change nothing for other optimizers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SharedScale:
     """How ranks share the loss scale around an optimizer.
 
     Args:
-        agree: joins what the ranks that update together find.
+        agree: decides from the findings of all ranks that update together.
         ranks: whose losses are averaged; 1 where each uses the whole scale.
         models: weak references to those whose weights are updated.
     """
@@ -75,14 +75,14 @@ def skip_together(optimizer: Any, agree: Agree) -> None:
 
     Args:
         optimizer: one that updates variables.
-        agree: joins what the ranks find that update together.
+        agree: decides from the findings of all ranks that update together.
     """
     _adapt_class()
     _of_ranks[optimizer] = SharedScale(agree)
 
 
 def share_scale(optimizer: Any, agree: Agree, ranks: int, models: Sequence[Any]) -> None:
-    """Skip together, and those steps that one process would skip.
+    """Skip a step on all ranks or on none: the steps that one process would skip.
 
     Args:
         optimizer: as passed to ``distribute``.
@@ -108,8 +108,8 @@ def ranks_of_scale(optimizer: Any) -> int:
 
 @functools.cache
 def _adapt_class() -> None:
-    kind = keras.optimizers.LossScaleOptimizer
-    build, scale_loss, check_finite = kind.build, kind.scale_loss, kind.check_finite
+    scaler = keras.optimizers.LossScaleOptimizer
+    build, scale_loss, check_finite = scaler.build, scaler.scale_loss, scaler.check_finite
 
     def build_with_part(self: Any, var_list: Any) -> None:
         whole = self.initial_scale
@@ -128,7 +128,7 @@ def _adapt_class() -> None:
             return finite
         return found.agree(finite, found.halves(grads, self._trainable_variables))
 
-    save, load = kind.save_own_variables, kind.load_own_variables
+    save, load = scaler.save_own_variables, scaler.load_own_variables
 
     def key_of_scale(self: Any) -> str:
         return str(next(i for i, v in enumerate(self.variables) if v is self.dynamic_scale))
@@ -150,9 +150,9 @@ def _adapt_class() -> None:
                 store[key] = store[key] / ranks
         load(self, store)
 
-    kind.save_own_variables, kind.load_own_variables = save_whole, load_part
-    kind.build, kind.scale_loss = not_converted(build_with_part), not_converted(scale_by_part)
-    kind.check_finite = not_converted(check_on_all_ranks)
+    scaler.save_own_variables, scaler.load_own_variables = save_whole, load_part
+    scaler.build, scaler.scale_loss = not_converted(build_with_part), not_converted(scale_by_part)
+    scaler.check_finite = not_converted(check_on_all_ranks)
 
 
 def fit_half(tensors: Sequence[Any], ranks: int = 1) -> Any:

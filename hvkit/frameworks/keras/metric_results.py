@@ -42,44 +42,44 @@ def over_all_ranks(
     """
     logs = _flat(logs)
     # Without a batch, compiled metrics may have no state yet.
-    own: Mapping[str, Any] = read(logs) if logs else logs
+    result: Mapping[str, Any] = read(logs) if logs else logs
     # A train_step or test_step may return other numbers than the model's metrics.
-    from_state = own is not logs
+    from_state = result is not logs
     variables = [v for metric in model.metrics for v in metric.variables]
     state = [v.numpy() for v in variables] if from_state else None
-    mine = state, _numbers(own), noted_of(model)
-    everyone = collectives.gather("fit or evaluate", mine, group)
-    states = [theirs for theirs, *_ in everyone if theirs is not None]
-    results = [theirs for _, theirs, _ in everyone if theirs]
+    local_facts = state, _numbers(result), noted_of(model)
+    gathered = collectives.gather("fit or evaluate", local_facts, group)
+    states = [of_rank for of_rank, *_ in gathered if of_rank is not None]
+    results = [of_rank for _, of_rank, _ in gathered if of_rank]
     if states:
         if state is not None:
             combined = _combined(variables, states)
-            changes = _corrections(model, [noted for *_, noted in everyone])
+            changes = _corrections(model, [noted for *_, noted in gathered])
             for at, variable in enumerate(variables):
                 if id(variable) in changes:
                     combined[at] = (combined[at] + changes[id(variable)]).astype(combined[at].dtype)
-            own = _result_of(variables, combined, state, lambda: read(logs))
-        _warn_of_sums(model, _numbers(own), results, group)
-        own = _agreed(own, group)
-    elif own:
-        own = _means(own, results)
-    with_data = [bool(theirs or numbers) for theirs, numbers, _ in everyone]
+            result = _result_of(variables, combined, state, lambda: read(logs))
+        _warn_of_sums(model, _numbers(result), results, group)
+        result = _agreed(result, group)
+    elif result:
+        result = _means(result, results)
+    with_data = [bool(of_rank or numbers) for of_rank, numbers, _ in gathered]
     if all(with_data) or not any(with_data):
-        return own
-    names = model._flatten_metrics_in_order({name: name for name in own})
-    ordered = [(name, own[name]) for name in ([names] if isinstance(names, str) else names)]
+        return result
+    names = model._flatten_metrics_in_order({name: name for name in result})
+    ordered = [(name, result[name]) for name in ([names] if isinstance(names, str) else names)]
     first = group.members[with_data.index(True)]
     return dict(collectives.from_rank(first, ordered, group))  # messages sort dictionaries
 
 
 def _corrections(
-    model: keras.Model, everyone: Sequence[Sequence[np.ndarray[Any, Any]]]
+    model: keras.Model, noted: Sequence[Sequence[np.ndarray[Any, Any]]]
 ) -> dict[int, float]:
-    """What to add to the totals of the losses that Keras reports, added up over ranks.
+    """Corrections of the totals of the losses that Keras reports, added up over ranks.
 
     Args:
         model: whose ``test_step`` has noted losses.
-        everyone: of each rank, what ``noted_of`` returned.
+        noted: by rank, from ``noted_of``.
 
     Returns:
         By the id of a metric's variable; nothing if a ``test_step`` of the script's computes the
@@ -88,20 +88,20 @@ def _corrections(
     compiled: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compiled, "_flat_losses", None) or ()
     found: dict[int, float] = {}
-    for steps in zip_longest(*everyone):  # the ranks' batches that one process has in one
-        held = [each for each in steps if each is not None]
-        if len({len(each) for each in held}) > 1:
+    for steps in zip_longest(*noted):  # the ranks' batches that one process has in one
+        numbers = [each for each in steps if each is not None]
+        if len({len(each) for each in numbers}) > 1:
             warn_of_own_means()
             return {}
-        rows = np.array([each[0] for each in held])
-        reported = np.array([each[1] for each in held])
-        of_ranks = np.array([each[2:].reshape(-1, 5) for each in held])
+        rows = np.array([each[0] for each in numbers])
+        reported = np.array([each[1] for each in numbers])
+        of_ranks = np.array([each[2:].reshape(-1, 5) for each in numbers])
         if len({*of_ranks[0, :, 0]}) < of_ranks.shape[1]:
             warn_of_own_means()
             return {}
         for at, (number, mean, by_rows, *_) in enumerate(of_ranks[0]):
             sums, counts = of_ranks[:, at, 3:].T
-            own = sums / np.where(counts, counts, 1) if mean else sums
+            local = sums / np.where(counts, counts, 1) if mean else sums
             whole = sums.sum() / (counts.sum() or 1) if mean else sums.sum()
             _, _, weight, _ = losses[int(number)]
             times = 1.0 if weight is None else float(weight)
@@ -110,7 +110,7 @@ def _corrections(
                 counted = rows if by_rows else np.ones_like(rows)
                 trackers.append((compiled.metrics[int(number)], counted))
             for tracker, counted in trackers:
-                change = counted.sum() * whole - counted @ own
+                change = counted.sum() * whole - counted @ local
                 found[id(tracker.total)] = found.get(id(tracker.total), 0.0) + change
     return found
 
@@ -167,7 +167,7 @@ def _warn_of_sums(
     """
     for name, value in combined.items():
         if isinstance(value, float) and _is_users(model, name) and not value.is_integer():
-            largest = max(float(np.abs(theirs[name])) for theirs in results if name in theirs)
+            largest = max(float(np.abs(each[name])) for each in results if name in each)
             if abs(value) > _BEYOND * largest:
                 warn_once(
                     f"sum {name}",
@@ -180,7 +180,7 @@ def _warn_of_sums(
 
 
 def _is_users(model: keras.Model, name: str) -> bool:
-    """Whether a result is that of a metric whose class is not Keras's own."""
+    """Whether a result belongs to a metric whose class is not Keras's."""
     metrics = [*model.metrics]
     for each in metrics:
         metrics += getattr(each, "metrics", ())  # those that ``compile`` got
@@ -189,16 +189,16 @@ def _is_users(model: keras.Model, name: str) -> bool:
 
 
 def _agreed(own: Mapping[str, Any], group: Group) -> dict[str, Any]:
-    """The results with the same numbers on every rank; a collective.
+    """The results, with the same numbers on every rank; a collective.
 
     They differ if a metric keeps state outside of variables, which hvkit cannot combine.
     """
-    mine = _numbers(own)
-    gathered = collectives.gather("fit or evaluate", mine, group)
-    everyone = [theirs for theirs in gathered if theirs]
+    local = _numbers(own)
+    gathered = collectives.gather("fit or evaluate", local, group)
+    numbers = [each for each in gathered if each]
     agreed = dict(own)
-    for name in mine:
-        values = [np.asarray(theirs[name]) for theirs in everyone if name in theirs]
+    for name in local:
+        values = [np.asarray(each[name]) for each in numbers if name in each]
         if not all(np.array_equal(values[0], each, equal_nan=True) for each in values):
             agreed[name] = _as_float(_one_of(name, values, group))
     return agreed
@@ -207,26 +207,26 @@ def _agreed(own: Mapping[str, Any], group: Group) -> dict[str, Any]:
 def _one_of(name: str, values: list[np.ndarray[Any, Any]], group: Group) -> np.ndarray[Any, Any]:
     """The number that all ranks use, of ranks' results that differ: the mean, if possible."""
     first = values[0]
-    alike = all(each.shape == first.shape for each in values)
-    if alike and all(np.allclose(first, v, _ROUNDING, 0.0, equal_nan=True) for v in values):
+    same_shape = all(each.shape == first.shape for each in values)
+    if same_shape and all(np.allclose(first, v, _ROUNDING, 0.0, equal_nan=True) for v in values):
         return first
     shown = ", ".join(str(each) for each in values[:4])
     warn_once(
         f"own state {name}",
         f"metric {name!r} differs between ranks ({shown}) although its variables were added up: it "
         "keeps state elsewhere, where each rank has seen its own samples. All ranks report the "
-        f"{'mean' if alike else 'value of rank 0'}; keep the state in add_weight(...) for the "
+        f"{'mean' if same_shape else 'value of rank 0'}; keep the state in add_weight(...) for the "
         "result of one process",
         group,
     )
-    return np.asarray(np.mean(values, axis=0)) if alike else first
+    return np.asarray(np.mean(values, axis=0)) if same_shape else first
 
 
 def _means(own: Mapping[str, Any], numbers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over ranks of the numbers that all ranks have."""
     return {
-        name: float(np.mean([theirs[name] for theirs in numbers]))
-        if all(isinstance(theirs.get(name), float) for theirs in numbers)
+        name: float(np.mean([each[name] for each in numbers]))
+        if all(isinstance(each.get(name), float) for each in numbers)
         else value
         for name, value in own.items()
     }

@@ -35,12 +35,13 @@ from hvkit.frameworks.keras.buffers import synchronise_batch_norm
 from hvkit.frameworks.keras.checks import made_trainable
 from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.initial_state import (
-    Together,
+    JoinedModels,
     has_weights,
     synchronise_model,
     synchronise_optimizers,
 )
-from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks, watch_loops
+from hvkit.frameworks.keras.loss_checks import watch_losses
+from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks
 from hvkit.frameworks.keras.loss_scale import fit_half, share_scale
 from hvkit.frameworks.keras.optimizers import (
     let_leave_out_updates,
@@ -97,7 +98,7 @@ def synchronise_statistics(model: Any, group: Group) -> None:
 
 
 class RoundsInFit:
-    """What ``fit`` needs of models whose ranks train alone; nothing before they have weights.
+    """A ``RoundsOfFit``; does nothing before the models have weights.
 
     Args:
         equal_steps: whether all ranks must take equally many steps.
@@ -111,7 +112,7 @@ class RoundsInFit:
         return self.keeper.settled() if self.keeper else nullcontext()
 
     def accept_set_weights(self) -> None:
-        """Nothing to do: the next round begins with what the script has set, and compares it."""
+        """Do nothing: the next round begins with these weights, and compares them."""
 
     def show_callbacks(self) -> None:
         if self.keeper:
@@ -131,7 +132,7 @@ class RoundsInFit:
 
 
 class PyTorchSender:
-    """Sends the variables that ranks own: what ``sharded`` needs of PyTorch.
+    """Sends the variables that ranks own; a ``VariableSender``.
 
     Args:
         name: the same on every rank, and no other optimizer's.
@@ -143,12 +144,12 @@ class PyTorchSender:
         self._wire = Wire("weights", group)
 
     def leave_out(self, gradients: Sequence[Any]) -> None:
-        """Nothing: they are averaged already."""
+        """Do nothing: the gradients are averaged already."""
 
     @torch.no_grad()
     def send(self, number: int, piece: list[list[int]], variables: Sequence[Any]) -> None:
-        mine = [bytes_of(variables[i]) for i in piece[self._wire.rank]]
-        sent = torch.cat([*mine, bytes_of(variables[0])[:0]])
+        owned = [bytes_of(variables[i]) for i in piece[self._wire.rank]]
+        sent = torch.cat([*owned, bytes_of(variables[0])[:0]])
         with call("optimizer.apply()"):
             received = self._wire.gather(sent, f"{self._name}.shares.{number}")
         order = [i for numbers in piece for i in numbers]
@@ -193,8 +194,8 @@ class KerasOnPyTorchPort(KerasPort):
             let_differ([self.model, *self.models], self.inner)
         for each in self.inner:
             # Named after Keras's class in messages.
-            kind: type[KerasStep] = type(type(each).__name__, (KerasStep,), {})
-            self._steps.append(kind(each, self._before_update, self._rounds is not None))
+            step_class: type[KerasStep] = type(type(each).__name__, (KerasStep,), {})
+            self._steps.append(step_class(each, self._before_update, self._rounds is not None))
             if self.options.on_nonfinite != "ignore":
                 let_leave_out_updates(each)
         if not self._rounds:
@@ -296,14 +297,14 @@ class KerasLoopPort(PyTorchPort):
             its.add_tensors_of_pytorch(model)
             for tensor in _untrained(model):
                 leave_to_rank(tensor)
-        if self._whole_batches:  # which Keras's layers do, not those of PyTorch
+        if self._whole_batches:  # Keras's layers compute over them, not PyTorch's
             options = replace(options, batch_norm="local")
         super().__init__(weights, optimizers, options)
 
     def _refuse_optimizers_of_others(self) -> None:
-        held = [p for each in self.optimizers for g in each.param_groups for p in g["params"]]
-        left_out = refuse_left_out(self._keras_models, self.optimizers, held)
-        _leave_untrained(held)
+        parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        left_out = refuse_left_out(self._keras_models, self.optimizers, parameters)
+        _leave_untrained(parameters)
         refuse_optimizers_of_others(self.models, self.optimizers, left_out)
 
     def synchronise(self) -> None:
@@ -314,10 +315,10 @@ class KerasLoopPort(PyTorchPort):
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         group, strategy = self.options.group, self.options.strategy
-        model = self._keras_models[0] if len(self._keras_models) == 1 else None
-        together = model or Together(self._keras_models)
+        models = self._keras_models
+        joined = models[0] if len(models) == 1 else JoinedModels(models)
         if self._whole_batches:
-            synchronise_statistics(together, group)
+            synchronise_statistics(joined, group)
         for optimizer in self.optimizers:
             for stepping in stepping_in(optimizer):
                 _leave_untrained_of_later_groups(stepping)
@@ -327,10 +328,10 @@ class KerasLoopPort(PyTorchPort):
             assert isinstance(keeper, LocalWeightsKeeper)
             rounds = RoundsInFit(not isinstance(strategy, ParameterServer))
             rounds.keeper = keeper
-            let_differ([together, *self._keras_models], [])
-        for each in self._keras_models:
+            let_differ([joined, *models], [])
+        for each in models:
             refuse_other_optimizers(each, [])
-            watch_loops(each)
+            watch_losses(each, in_loop=True)
             samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
             use_counts_of_all_ranks(each, samples, trains=False)
             share_results(each, (), lambda: None, group, rounds)
@@ -345,7 +346,7 @@ def _untrained(layer: Any) -> list[torch.Tensor]:
 
 
 def _leave_untrained(parameters: Iterable[torch.Tensor]) -> None:
-    """Leave to each rank those that are variables of any layer which no gradient reaches."""
+    """Leave parameters to each rank that are variables of a layer which no gradient reaches."""
     new = {id(p) for p in parameters if not (p.requires_grad or is_left_to_rank(p))}
     for layer in living_layers() if new else ():
         for tensor in _untrained(layer):
@@ -354,7 +355,7 @@ def _leave_untrained(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _leave_untrained_of_later_groups(optimizer: Optimizer) -> None:
-    """Do so with what the script adds to an optimizer; pickled optimizers leave this out."""
+    """The same for groups that the script adds later; pickled optimizers leave this out."""
 
     def add_and_leave(add: Callable[[Any], None], param_group: dict[str, Any]) -> None:
         add(param_group)

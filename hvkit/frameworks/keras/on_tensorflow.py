@@ -7,17 +7,17 @@ An update on TensorFlow is a part of a graph, so it has no hooks as PyTorch's ha
 it wraps methods of the optimizer, the outermost first::
 
     method                       wrapped by                      what it does there
-    apply                        averaged_updates                refuses, averages the gradients;
+    apply                        gradients/averaged_updates      refuses, averages the gradients;
                                  (averaged_apply)                may leave the update out
     or, with local weights:      weights/around_updates          compares ranks, begins a round;
                                  (apply_within)                  ends it, or writes to the server
-    apply                        learning_rate                   the rate counts as multiplied
+    apply                        optimizers                      the rate counts as multiplied
                                  (apply_at_multiplied_rate)      until the update ends
     apply                        monitor/keras                   measures the gradients that the
                                  (measured)                      update uses
     build,                       sharded                         no state for the variables of
     add_variable_from_reference                                  other ranks
-    _get_current_learning_rate   learning_rate (rate)            multiplies the rate
+    _get_current_learning_rate   optimizers (rate)               multiplies the rate
     _backend_update_step         sharded (update_own)            updates this rank's variables,
                                                                  sends them to all
 
@@ -30,8 +30,11 @@ ranks skip the updates that one process would, and with local weights ``apply`` 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
+
+import keras
 
 from hvkit import runtime
 from hvkit.communication import collectives
@@ -44,9 +47,9 @@ from hvkit.frameworks.keras.buffers import (
     synchronise_batch_norm,
 )
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.graph_collectives import (
+from hvkit.frameworks.keras.collectives.wire import (
     GraphWait,
-    marks,
+    blocked_in_graphs,
     refuse_tf_distribute,
 )
 from hvkit.frameworks.keras.fit import share_results
@@ -59,7 +62,7 @@ from hvkit.frameworks.keras.gradients.averaged_updates import (
 from hvkit.frameworks.keras.gradients.averager import GradientAverager, keeper_of
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.initial_state import (
-    Learnt,
+    AdaptedLayers,
     has_weights,
     synchronise,
     synchronise_optimizers,
@@ -83,9 +86,11 @@ from hvkit.frameworks.keras.sharded import (
 )
 from hvkit.frameworks.keras.weights.parameter_server import ServedModel
 from hvkit.frameworks.keras.weights.rounds import TensorFlowRoundKeeper
+from hvkit.host.run_reports import timeline_wanted
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
+from hvkit.watch.spans import WAITING, mark
 
 _KEEPER = "_hvkit_keeper"
 
@@ -130,10 +135,10 @@ class KerasOnTensorFlowPort(KerasPort):
             self._synchronise_optimizers()
 
     def _synchronise_before_it_computes(self, model: Any) -> None:
-        """Synchronise a model with all that it computes with, also beside its weights."""
-        learnt = Learnt(model)
+        """Synchronise a model's weights, vocabularies and constants."""
+        layers = AdaptedLayers(model)
         self._synchronise_model(model)
-        learnt.take_from_first(self.options.group)
+        layers.copy_from_first(self.options.group)
 
     def _synchronise(self, weights: Sequence[Any]) -> None:
         self._synchronised.update((id(backend_variable(w)), w) for w in weights)
@@ -206,7 +211,9 @@ class KerasOnTensorFlowPort(KerasPort):
         end_epoch = functools.partial(self._end_epoch, wait)
         for model in self.models:  # which keep all that is here by this
             use_counts_of_all_ranks(model, self._samples, trains=local is None)
-            share_results(model, self.averagers, end_epoch, self.options.group, local, marks)
+            share_results(
+                model, self.averagers, end_epoch, self.options.group, local, timeline_callbacks
+            )
             vars(model)[_KEEPER] = keeper
         return self._records(), keeper
 
@@ -229,7 +236,7 @@ class KerasOnTensorFlowPort(KerasPort):
         return NonFinite(self.options.on_nonfinite, name, statistics, self.options.group)
 
     def _end_epoch(self, wait: GraphWait | None) -> None:
-        """Make the ranks alike also after batches that no update has followed yet; compare them.
+        """Average statistics after batches that no update has followed yet; compare the ranks.
 
         Args:
             wait: counts the waits for averaged statistics; None if they are not averaged here.
@@ -282,3 +289,34 @@ class KerasOnTensorFlowPort(KerasPort):
             return means
 
         return average
+
+
+def timeline_callbacks() -> list[keras.callbacks.Callback]:
+    """The callback that marks steps, in runs with a timeline."""
+    return [TimelineSteps()] if timeline_wanted() else []
+
+
+class TimelineSteps(keras.callbacks.Callback):  # type: ignore[misc]
+    """Marks steps, and the waits inside their graph, in the timeline of the run."""
+
+    never_stops = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocked_in_graphs.measure()
+        self._begun = 0.0
+        self._blocked = blocked_in_graphs.seconds()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Remember when the step begins."""
+        self._begun = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Mark the step, and its waits as one at the end of the last of them."""
+        now, blocked = time.monotonic(), blocked_in_graphs.seconds()
+        step = int(self.model.optimizer.iterations.numpy()) if self.model.optimizer else None
+        if waited := blocked - self._blocked:
+            ended = blocked_in_graphs.ended() - time.time() + now
+            mark(WAITING, ended - waited, ended, step)
+        mark("step", self._begun, now, step)
+        self._blocked = blocked

@@ -1,4 +1,4 @@
-"""What hvkit has to know of Keras's optimizers, and the learning rates that their updates use."""
+"""Facts about Keras's optimizers, and the learning rate of their updates."""
 
 from __future__ import annotations
 

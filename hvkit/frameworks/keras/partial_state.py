@@ -19,16 +19,16 @@ from hvkit.frameworks.keras.optimizers import inner_optimizer, new_like, parts_o
 
 
 class Shards(Protocol):
-    """What divides the state of one optimizer."""
+    """Divides the state of one optimizer."""
 
     def slots(self) -> list[Any]:
         """The variables with the state of single weights."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Hold the whole state on rank 0 for a while; a collective."""
+        """A context in which rank 0 holds the whole state; a collective."""
 
     def unfolded(self) -> AbstractContextManager[None]:
-        """Have room for the whole state for a while; afterwards keep this rank's part."""
+        """A context with room for the whole state; afterwards this rank keeps its part."""
 
 
 # By optimizer: the innermost ones, which do the update.
@@ -36,12 +36,12 @@ _shards: WeakKeyDictionary[Any, Shards] = WeakKeyDictionary()
 
 
 def remember(optimizer: Any, shards: Shards) -> None:
-    """Note what divides the state of an optimizer."""
+    """Remember that an optimizer's state is divided."""
     _shards[optimizer] = shards
 
 
 def shards_of(optimizer: Any) -> list[Shards]:
-    """What divides the state of an optimizer, or of those inside it; empty if it is whole."""
+    """The shards of an optimizer, or of those inside it; empty if no state is divided."""
     return [_shards[part] for part in parts_of(inner_optimizer(optimizer)) if part in _shards]
 
 
@@ -52,7 +52,7 @@ def ids_of_slots(optimizers: Sequence[Any]) -> set[int]:
 
 @contextmanager
 def gathered(optimizer: Any) -> Iterator[None]:
-    """Hold an optimizer's whole state on rank 0 for a while; a collective if it is divided."""
+    """A context in which rank 0 holds an optimizer's whole state; a collective if it is divided."""
     with ExitStack() as stack:
         for shards in shards_of(optimizer):
             stack.enter_context(shards.gathered())
@@ -61,7 +61,7 @@ def gathered(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def unfolded(optimizer: Any) -> Iterator[None]:
-    """Have room for an optimizer's whole state for a while, to load it."""
+    """A context with room for an optimizer's whole state, to load it."""
     with ExitStack() as stack:
         for shards in shards_of(optimizer):
             stack.enter_context(shards.unfolded())
@@ -78,7 +78,7 @@ class PartialState:
     Args:
         optimizer: one that updates variables, not one that scales the loss.
         holds: whether this rank holds the state of a weight.
-        divider: what divides the state, for errors.
+        divider: the strategy or mesh that divides the state, for errors.
         how_to_save: the rest of the error for saving a part.
         whole_accumulators: whether every rank keeps the sums of all gradients.
 
@@ -100,7 +100,7 @@ class PartialState:
         self._holds, self._divider, self._how_to_save = holds, divider, how_to_save
         self._whole_accumulators = whole_accumulators
         self.slots: list[tuple[Any, Any]] = []
-        # Whether this rank holds the state of all weights for a while.
+        # Whether this rank holds the state of all weights now.
         self._whole = False
         make = optimizer.add_variable_from_reference
         save, load = optimizer.save_own_variables, optimizer.load_own_variables
@@ -164,7 +164,7 @@ class PartialState:
 
     @contextmanager
     def unfolded(self) -> Iterator[None]:
-        """Have room for the whole state for a while; afterwards keep this rank's part."""
+        """A context with room for the whole state; afterwards this rank keeps its part."""
         for slot, variable in self._others():
             set_anew(slot, np.zeros(variable.shape, numpy_dtype(slot.dtype)))
         self._whole = True
@@ -206,7 +206,7 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
     twin.add_variable_from_reference = note
     twin.build(variables)
     return [
-        (own, of[id(theirs)])
-        for own, theirs in zip(optimizer.variables, twin.variables, strict=True)
-        if id(theirs) in of
+        (slot, of[id(twin_slot)])
+        for slot, twin_slot in zip(optimizer.variables, twin.variables, strict=True)
+        if id(twin_slot) in of
     ]

@@ -11,7 +11,7 @@ from keras.src.backend import in_stateless_scope
 from hvkit.frameworks.keras.buffers import compared_of
 from hvkit.frameworks.keras.checks import require_same_weights
 from hvkit.frameworks.keras.fit import train_uncompiled
-from hvkit.frameworks.keras.initial_state import Together, has_weights
+from hvkit.frameworks.keras.initial_state import JoinedModels, has_weights
 from hvkit.frameworks.keras.optimizers import (
     inner_optimizer,
     more_than_sgd,
@@ -48,7 +48,7 @@ class KerasPort:
         if isinstance(options.strategy, ShardedOptimizer):
             for each in updating(self.optimizers):
                 refuse_joint_updates(options.strategy, each)
-        self.model = models[0] if len(models) == 1 else Together(models)
+        self.model = models[0] if len(models) == 1 else JoinedModels(models)
         self.inner = [inner_optimizer(each) for each in self.optimizers]
 
     def facts(self) -> list[str]:

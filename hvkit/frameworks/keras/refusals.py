@@ -29,7 +29,7 @@ from hvkit.sync.port import Options, warn_of_own_models
 
 _models: WeakSet[Any] = WeakSet()
 _averaged: WeakSet[Any] = WeakSet()
-# Those that Horovod's DistributedOptimizer has been called for.
+# Optimizers in which Horovod's DistributedOptimizer averages.
 _averaged_by_horovod: WeakSet[Any] = WeakSet()
 # Models and optimizers whose variables differ between ranks until a round ends.
 _differing: WeakSet[Any] = WeakSet()
@@ -56,12 +56,12 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
 
 
 def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Raise for what does not go together with a loss scale, where Keras runs on PyTorch.
+    """Raise for options that exclude a loss scale, where Keras runs on PyTorch.
 
     Raises:
         ValueError: an optimizer scales the loss, or ``compile`` will have one do that.
     """
-    if not (scaled := _what_scales_the_loss(models, optimizers)):
+    if not (scaled := _source_of_loss_scale(models, optimizers)):
         return
     advice = 'train in "mixed_bfloat16", without a LossScaleOptimizer'
     if isinstance(strategy := options.strategy, Rounds):
@@ -82,8 +82,8 @@ def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Seque
         )
 
 
-def _what_scales_the_loss(models: Sequence[Any], optimizers: Sequence[Any]) -> str:
-    """What makes a loss scale, for messages; empty if nothing does."""
+def _source_of_loss_scale(models: Sequence[Any], optimizers: Sequence[Any]) -> str:
+    """The source of a loss scale, for messages; empty if there is none."""
     if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in optimizers):
         return "there is a LossScaleOptimizer"
     for model in models:
@@ -96,7 +96,7 @@ def _refuse_scaled_or_accumulated(
     options: Options, models: Sequence[Any], optimizers: Sequence[Any]
 ) -> None:
     asked = f"on_nonfinite={options.on_nonfinite!r}"
-    if scaled := _what_scales_the_loss(models, optimizers):
+    if scaled := _source_of_loss_scale(models, optimizers):
         raise ValueError(
             f"{asked}: {scaled}, which skips steps whose gradients overflow, and needs them to set "
             'its scale: use on_nonfinite="ignore"'
@@ -110,17 +110,17 @@ def _refuse_scaled_or_accumulated(
 
 def _refuse_foreign(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        hint, kind = "", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        hint, class_name = "", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if isinstance(optimizer, str):
             hint = f"; make the object with keras.optimizers.get({optimizer!r})"
-        elif kind.startswith("torch.optim."):
+        elif class_name.startswith("torch.optim."):
             hint = (
                 ": one of PyTorch updates models of KERAS_BACKEND=torch only, not in a pipeline, "
                 "and not beside optimizers of Keras in one call"
             )
         raise TypeError(
             "optimizer of a Keras model must be a keras.optimizers.Optimizer, or a list of them, "
-            f"got {optimizer!r:.40} of type {kind}{hint}"
+            f"got {optimizer!r:.40} of type {class_name}{hint}"
         )
     inner = inner_optimizer(optimizer)
     if inner in _averaged_by_horovod:
@@ -160,23 +160,23 @@ def note_averaged_by_horovod(optimizer: Any) -> None:
 
 
 def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Raise if all optimizers were built for other variables than those of the models."""
+    """Raise if no optimizer was built for a variable of the models."""
     inner = [inner_optimizer(each) for each in optimizers]
     trained = [v for model in models for v in model.trainable_variables]
     if not trained or not all(map(has_weights, models)) or not all(each.built for each in inner):
         return
-    held = {id(v) for each in inner for v in each._trainable_variables}
-    if not any(id(v) in held for v in trained):
+    updated = {id(v) for each in inner for v in each._trainable_variables}
+    if not any(id(v) in updated for v in trained):
         names = ", ".join(repr(each.name) for each in inner)
         raise ValueError(
-            f"optimizer {names} was built for {len(held)} other variables, none of them of model "
-            f"{', '.join(repr(model.name) for model in models)}: make a new optimizer for this "
-            "model"
+            f"optimizer {names} was built for {len(updated)} other variables, none of them of "
+            f"model {', '.join(repr(model.name) for model in models)}: make a new optimizer for "
+            "this model"
         )
 
 
 def refuse_own_averages(strategy: object, optimizer: Any) -> None:
-    """Raise for an optimizer that averages weights over steps where ranks train alone.
+    """Raise for an optimizer that averages weights over steps where ranks train local weights.
 
     Raises:
         ValueError: ``use_ema`` is set.
@@ -190,7 +190,7 @@ def refuse_own_averages(strategy: object, optimizer: Any) -> None:
 
 
 def refuse_overwritten(strategy: object, variables: Sequence[Any]) -> None:
-    """Raise if ranks train alone and an update overwrites variables with their gradients.
+    """Raise if ranks train local weights and an update overwrites variables with their gradients.
 
     Raises:
         ValueError: names the first of them.
@@ -207,7 +207,7 @@ def refuse_overwritten(strategy: object, variables: Sequence[Any]) -> None:
 
 
 def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
-    """Let only these optimizers, and those of earlier calls, update the model from now on."""
+    """Let only these optimizers, and optimizers of earlier calls, update the model from now on."""
     note_distributed(model)
     _averaged.update(optimizers)
     watch_updates()
@@ -243,14 +243,14 @@ def refuse_left_out(
     others = {id(backend_variable(v)) for v in variables} - own
     if not others:
         return []
-    # Those of PyTorch have no names.
+    # PyTorch's optimizers have no names.
     names = ", ".join(repr(getattr(each, "name", type(each).__name__)) for each in optimizers)
     passed = {id(part) for model in models for part in model._flatten_layers()}
     found = _largest_with(others, passed)
     for layer in found:
-        kind, parts = type(layer).__name__, layer._flatten_layers()
+        class_name, parts = type(layer).__name__, layer._flatten_layers()
         text = (
-            f"optimizer {names} also updates {kind} {layer.name!r}, which was not passed "
+            f"optimizer {names} also updates {class_name} {layer.name!r}, which was not passed "
             "to hvkit.distribute"
         )
         fix = "pass all models that it updates: hvkit.distribute([encoder, decoder], optimizer)"
@@ -258,18 +258,20 @@ def refuse_left_out(
             raise ValueError(
                 f"{text}, so that nothing takes care of its batch norm or other statistics: {fix}"
             )
-        warn_once(f"left out {kind}", f"{text} with it; {fix}")
+        warn_once(f"left out {class_name}", f"{text} with it; {fix}")
     return found
 
 
 def _largest_with(numbers: set[int], passed: set[int]) -> list[Any]:
     """The largest layers or models with any of these variables that contain none of the passed."""
-    apart = [each for each in living_layers() if passed.isdisjoint(map(id, each._flatten_layers()))]
-    inside = {id(part) for each in apart for part in each._flatten_layers(include_self=False)}
-    inside |= {id(getattr(each, "_functional", None)) for each in apart}  # of a Sequential
+    not_passed = [
+        each for each in living_layers() if passed.isdisjoint(map(id, each._flatten_layers()))
+    ]
+    inside = {id(part) for each in not_passed for part in each._flatten_layers(include_self=False)}
+    inside |= {id(getattr(each, "_functional", None)) for each in not_passed}  # of a Sequential
     return [
         each
-        for each in apart
+        for each in not_passed
         if id(each) not in inside
         and not numbers.isdisjoint(id(backend_variable(v)) for v in each.trainable_variables)
     ]
@@ -324,7 +326,7 @@ def weights_of_models() -> set[int]:
 
 @functools.cache
 def watch_updates() -> None:
-    """Look at each update whether its optimizer averages."""
+    """Check at each update that its optimizer averages."""
     base = keras.optimizers.Optimizer
     apply = base.apply
 
@@ -333,9 +335,9 @@ def watch_updates() -> None:
         warn_of_own_count(self in _averaged)
         if self not in _averaged:
             variables = list(trainable_variables or getattr(self, "_trainable_variables", ()))
-            mine = {id(v) for v in variables}
-            of = [m for m in _models if any(id(w) in mine for w in m.trainable_variables)]
-            if of or not mine.isdisjoint(_updated):
+            ids = {id(v) for v in variables}
+            of = [m for m in _models if any(id(w) in ids for w in m.trainable_variables)]
+            if of or not ids.isdisjoint(_updated):
                 model = f"model {of[0].name!r}" if of else "weights of a distributed model"
                 raise ValueError(
                     f"optimizer {self.name!r} ({type(self).__name__}) updates {model}, but was not "

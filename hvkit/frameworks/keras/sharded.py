@@ -34,12 +34,11 @@ from hvkit.strategies import ShardedOptimizer
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
-    from hvkit.frameworks.keras.collectives.wire import Wire
+    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire
 
 
 class VariableSender(Protocol):
-    """Sends what ranks have updated, with the collectives of a backend."""
+    """Sends updated variables, with the collectives of a backend."""
 
     def leave_out(self, gradients: Sequence[Any]) -> None:
         """Note the gradients of variables that other ranks update."""
@@ -61,7 +60,7 @@ class OptimizerShards:
         strategy: chooses the owners.
         optimizer: one that updates variables, not one that scales the loss.
         owned_bytes: bytes that each rank owns already, in rank order; counts up.
-        sender: sends what ranks have updated.
+        sender: sends updated variables.
         group: these ranks; owners are places in it.
     """
 
@@ -136,15 +135,15 @@ class OptimizerShards:
         return [slot for slot, _ in self._state.slots]
 
     def unfolded(self) -> AbstractContextManager[None]:
-        """Have room for the whole state for a while; afterwards keep this rank's part."""
+        """A context with room for the whole state; afterwards this rank keeps its part."""
         return self._state.unfolded()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Hold the whole state on rank 0 for a while; a collective."""
+        """A context in which rank 0 holds the whole state; a collective."""
         refuse_in_group("hvkit.settled of an optimizer", self._group)
         owners = self.owner_of([variable for _, variable in self._state.slots])
-        own = {
+        owned = {
             i: np.array(slot.numpy())
             for i, ((slot, _), owner) in enumerate(zip(self._state.slots, owners, strict=True))
             if owner == runtime.rank() != 0
@@ -152,7 +151,7 @@ class OptimizerShards:
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 stack.enter_context(self.unfolded())
-            for of_rank in messages.collect("hvkit.settled", own):  # on rank 0
+            for of_rank in messages.collect("hvkit.settled", owned):  # on rank 0
                 for i, array in of_rank.items():
                     self._state.slots[i][0].assign(array)
             yield
@@ -162,7 +161,7 @@ def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
     """Raise if an optimizer does not update each weight on its own.
 
     Raises:
-        ValueError: names the optimizer, and what it does.
+        ValueError: names the optimizer and the reason.
     """
     if type(optimizer).__name__ == "ScheduleFreeAdamW":
         raise ValueError(
@@ -242,6 +241,7 @@ def _from_bytes(data: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
     return tf.bitcast(tf.reshape(data, shape), variable.dtype)
 
 
+# The trial of an optimizer: steps, ranks, and shapes of weights.
 _STEPS = 10
 _RANKS = 2
 _SHAPES = [(4, 3), (4, 3), (4,), (4,)]
@@ -250,19 +250,8 @@ _SHAPES = [(4, 3), (4, 3), (4,), (4,)]
 _BY_VARIABLE = frozenset(
     getattr(keras.optimizers, name)
     for name in (
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Ftrl",
-        "Lamb",
-        "Lion",
-        "Muon",
-        "Nadam",
-        "RMSprop",
-        "SGD",
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl"),
+        *("Lamb", "Lion", "Muon", "Nadam", "RMSprop", "SGD"),
     )
     if hasattr(keras.optimizers, name)
 )
@@ -280,7 +269,7 @@ def why_not_by_variable(optimizer: Any) -> str:
     try:
         with outside_graphs():
             return _tried(optimizer)
-    except Exception as error:  # of any type: what optimizers of others do is not known
+    except Exception as error:  # of any type: the script's optimizer's
         return f"a trial on small weights failed with {type(error).__name__}: {error}"
     finally:
         random.setstate(before)
@@ -299,7 +288,8 @@ def _tried(optimizer: Any) -> str:
     for rank, each in enumerate(ranks):
         _update_only(each, weights[1 + rank][rank::_RANKS])
     for _ in range(_STEPS):
-        gradients = [slope + 0.1 * _random(slope.shape, numbers) for slope in slopes]
+        noise = (numbers.normal(size=shape).astype(np.float32) for shape in _SHAPES)
+        gradients = [slope + 0.1 * each for slope, each in zip(slopes, noise, strict=True)]
         for each, variables in zip((whole, *ranks), weights, strict=True):
             sent = [
                 keras.ops.convert_to_tensor(g, v.dtype)
@@ -326,7 +316,3 @@ def _update_only(optimizer: Any, variables: Sequence[Any]) -> None:
         update([g for g, _ in kept], [v for _, v in kept], rate)
 
     optimizer._backend_update_step = update_own
-
-
-def _random(shape: tuple[int, ...], numbers: np.random.Generator) -> Any:
-    return numbers.normal(size=shape).astype(np.float32)

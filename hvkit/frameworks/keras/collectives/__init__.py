@@ -2,8 +2,7 @@
 
 ::
 
-    graph_collectives      waits counted in graphs, sums in 16 bits
     gather                 tensors over all ranks, for the functions that scripts call
-    wire                   tensors to the other ranks and back; in eager code by name
+    wire                   Horovod's collectives on tensors; waits counted in graphs, refusals
     ops                    operations for compressions
 """

@@ -17,13 +17,13 @@ from tensorflow.python.eager import record
 
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import not_converted
-from hvkit.frameworks.keras.collectives.graph_collectives import (
+from hvkit.frameworks.keras.collectives.wire import (
     GraphWait,
+    Wire,
     name_in_graph,
     refuse_xla,
     widened,
 )
-from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.runtime import size
 from hvkit.watch.rank_errors import for_graph
 
@@ -51,7 +51,7 @@ def gather_rows(
     name: str,
     wait: GraphWait,
     wire: Wire,
-    share: Callable[[tf.Tensor], tf.Tensor | None] = lambda everyone: None,
+    share: Callable[[tf.Tensor], tf.Tensor | None] = lambda gathered: None,
 ) -> tf.Tensor:
     """All ranks' rows below each other, in rank order; a collective, as is its backward pass.
 
@@ -65,8 +65,7 @@ def gather_rows(
         wait: counts the waits in it.
         wire: counts the bytes.
         share: returns, from the result, how many rows of the batch all ranks have for each of this
-            rank, whose loss and gradients then count as often as it has rows; None if all ranks
-            count alike.
+            rank, whose loss and gradients are then weighted by its rows; None for equal weights.
     """
     start = sum(counts[: wire.rank])
 
@@ -79,27 +78,27 @@ def gather_rows(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
         # Horovod has no bfloat16.
-        everyone = tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype)
+        gathered = tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype)
         weight = None
-        if (found := share(everyone)) is not None:
+        if (found := share(gathered)) is not None:
             weight = tf.math.divide_no_nan(tf.cast(wire.size, found.dtype), found)
 
         def gradient(upstream: Any) -> tf.Tensor:
             sent = widened(tf.convert_to_tensor(upstream))
             if weight is not None:
                 sent *= tf.cast(weight, sent.dtype)
-            mine = wait.around(sent, add)[start : start + counts[wire.rank]]
-            if weight is not None:  # this rank's gradients are multiplied by it later
-                mine = tf.math.divide_no_nan(mine, tf.cast(weight, mine.dtype))
-            return tf.cast(mine, upstream.dtype)
+            rows = wait.around(sent, add)[start : start + counts[wire.rank]]
+            if weight is not None:  # the averager multiplies this rank's gradients by it later
+                rows = tf.math.divide_no_nan(rows, tf.cast(weight, rows.dtype))
+            return tf.cast(rows, upstream.dtype)
 
-        return everyone, gradient
+        return gathered, gradient
 
     return gather(rows)
 
 
 def needs_gradients(tensor: tf.Tensor) -> bool:
-    """Whether a backward pass may come back to this tensor: a tape records what is done to it."""
+    """Whether a backward pass may come back to this tensor, since a tape records it."""
     return bool(record.should_record_backprop([tensor]))
 
 
@@ -111,14 +110,14 @@ def gather(
     Args:
         tensor: this rank's.
         shapes: of the tensors of all ranks, which have one dtype.
-        share: what ``share`` of ``gather_rows`` returns.
+        share: as ``share`` of ``gather_rows`` returns it.
     """
     sizes = [math.prod(shape) for shape in shapes]
     name = f"hvkit.allgather.{next(_serial) % _NAMES}"
-    everyone = gather_rows(
+    gathered = gather_rows(
         tf.reshape(tensor, [-1]), sizes, name, _wait(_ALLGATHER), Wire("objects"), lambda _: share
     )
-    pieces = zip(tf.split(everyone, sizes), shapes, strict=True)
+    pieces = zip(tf.split(gathered, sizes), shapes, strict=True)
     return [tf.reshape(piece, shape) for piece, shape in pieces]
 
 
@@ -130,35 +129,35 @@ def gather_in_graph(
 
     Args:
         tensor: this rank's; the others' may have another first dimension.
-        share: called if the tensor may have gradients; returns what that of ``gather_rows`` does.
+        share: called if the tensor may have gradients; as ``share`` of ``gather_rows``.
 
     Raises:
         TypeError: Horovod has no numbers of its dtype.
     """
     refuse_xla("hvkit.allgather")
-    kind, shape = tensor.dtype, tensor.shape
-    if kind.name not in _IN_GRAPHS:
+    dtype, shape = tensor.dtype, tensor.shape
+    if dtype.name not in _IN_GRAPHS:
         raise TypeError(
             f"in a graph hvkit.allgather takes tensors of {', '.join(_IN_GRAPHS)}, got one of "
-            f"{kind.name}: gather numbers, such as the indices of strings, or call it outside of "
+            f"{dtype.name}: gather numbers, such as the indices of strings, or call it outside of "
             "tf.function"
         )
-    found = share() if kind.is_floating else None
+    found = share() if dtype.is_floating else None
     wire, name = Wire("objects"), name_in_graph("hvkit.allgather")
-    rows = tf.cast(tensor, tf.int32) if kind == tf.bool else tensor
+    rows = tf.cast(tensor, tf.int32) if dtype == tf.bool else tensor
     rows = rows if shape.rank else tf.reshape(rows, [1])
     length = tf.shape(rows)[:1]
     counts = _wait(_ALLGATHER).around(length, lambda sent: wire.gather(sent, f"{name}.rows"))
     counts = tf.ensure_shape(counts, [wire.size])
-    everyone = gather_rows(rows, tf.unstack(counts), name, _wait(_ALLGATHER), wire, lambda _: found)
-    pieces = tf.split(everyone, counts, num=wire.size)
+    gathered = gather_rows(rows, tf.unstack(counts), name, _wait(_ALLGATHER), wire, lambda _: found)
+    pieces = tf.split(gathered, counts, num=wire.size)
     for piece in pieces if shape.rank else ():
         piece.set_shape([None, *shape[1:]])
-    return [tf.cast(p if shape.rank else tf.reshape(p, []), kind) for p in pieces]
+    return [tf.cast(p if shape.rank else tf.reshape(p, []), dtype) for p in pieces]
 
 
 def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
-    """What ranks compare, and those need to know that have numbers only.
+    """Facts that ranks compare, and that ranks with plain numbers need.
 
     Returns:
         The framework, the mean's dtype, the device's type and whether a backward pass may come
@@ -172,10 +171,10 @@ def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
         raise TypeError("pass the real and the imaginary part: tf.math.real(total)")
     known: Any = tf.Tensor | tf.Variable if tf.executing_eagerly() else ()
     shapes = [tuple(x.shape) if isinstance(x, known) else None for x in (total, count)]
-    kind = next((each.dtype for each in given if each.dtype.is_floating), None)
+    dtype = next((each.dtype for each in given if each.dtype.is_floating), None)
     # TensorFlow divides whole numbers in float64, and has numbers of Python in float32.
-    kind = kind or (tf.float64 if given else tf.float32)
-    return "tensorflow", kind.name, "", False, shapes
+    dtype = dtype or (tf.float64 if given else tf.float32)
+    return "tensorflow", dtype.name, "", False, shapes
 
 
 @not_converted
@@ -185,16 +184,16 @@ def mean(
     facts: Sequence[Any],
     ranks: tf.Tensor | None,
 ) -> tf.Tensor:
-    """The sum over ranks of the total divided by that of the count; one collective.
+    """The sum of totals over ranks, divided by the sum of counts; one collective.
 
-    In eager code and in graphs. Gradients of weights are averaged later, so that of the total is
-    times the number of ranks.
+    In eager code and in graphs. Gradients of weights are averaged later, so the gradient of the
+    total is multiplied by the number of ranks.
 
     Args:
         both: total and count: tensors, or numbers.
-        shapes: of both, the same on every rank; those of numbers are used.
-        facts: what ``facts_of_mean`` returns.
-        ranks: by what gradients are multiplied, a float64 scalar; None for the number of ranks.
+        shapes: of both, the same on every rank; numbers take these shapes.
+        facts: from ``facts_of_mean``.
+        ranks: the factor of gradients, a float64 scalar; None for the number of ranks.
     """
     wide = [
         tf.cast(each, tf.float64)
@@ -228,12 +227,12 @@ def _sums(numbers: Sequence[tf.Tensor], ranks: tf.Tensor | None) -> list[tf.Tens
             key = tf.cast(tf.strings.to_hash_bucket_fast(text, 1 << 20), tf.float64)
         sums = summed(tf.concat([*flat, [key, key * key]], 0))
         *found, keys = tf.split(sums, [*sizes, 2])
-        # All are the same where the mean's square is that of the squares.
-        alike = tf.debugging.Assert(
+        # All keys are equal if the square of their mean is the mean of their squares.
+        equal = tf.debugging.Assert(
             keys[0] * keys[0] == wire.size * keys[1],
             [for_graph(RanksDisagreeError(_OTHER_SHAPES), on_every_rank=True), text],
         )
-        with tf.control_dependencies([alike]):
+        with tf.control_dependencies([equal]):
             found = list(map(tf.identity, found))
     else:
         found = tf.split(summed(tf.concat(flat, 0)), sizes)
@@ -264,18 +263,18 @@ def average(values: Mapping[str, Any], weight: Any) -> dict[str, tf.Tensor]:
     w = tf.where(tf.math.is_finite(w) & (w >= 0), w, tf.constant(math.nan, tf.float64))
     counted = [tf.where(tf.equal(w, 0), tf.zeros_like(v), v * w) for v in numbers]
     *totals, total = tf.unstack(_reduced(tf.stack([*counted, w]), "sum", "hvkit.average"))
-    kinds = [tf.convert_to_tensor(v).dtype for v in values.values()]
+    dtypes = [tf.convert_to_tensor(v).dtype for v in values.values()]
     return {
-        name: tf.cast(each / total, kind if kind.is_floating else tf.float32)
-        for name, each, kind in zip(values, totals, kinds, strict=True)
+        name: tf.cast(each / total, dtype if dtype.is_floating else tf.float32)
+        for name, each, dtype in zip(values, totals, dtypes, strict=True)
     }
 
 
 @not_converted
 def any_rank(flag: Any) -> tf.Tensor:
     """``hvkit.any_rank`` of one truth value."""
-    mine = tf.cast(tf.reshape(tf.cast(flag, tf.bool), []), tf.int32)
-    return _reduced(mine, "max", "hvkit.any_rank") > 0
+    number = tf.cast(tf.reshape(tf.cast(flag, tf.bool), []), tf.int32)
+    return _reduced(number, "max", "hvkit.any_rank") > 0
 
 
 def _reduced(tensor: tf.Tensor, op: str, call: str) -> tf.Tensor:
@@ -284,13 +283,13 @@ def _reduced(tensor: tf.Tensor, op: str, call: str) -> tf.Tensor:
     refuse_xla(call)
     name = name_in_graph(call)
     wire = Wire("objects")
-    kind = {"mean": wire.sum, "sum": wire.sum, "min": wire.lowest, "max": wire.highest}[op]
+    collective = {"mean": wire.sum, "sum": wire.sum, "min": wire.lowest, "max": wire.highest}[op]
     with tf.device("CPU:0"):
-        reduced = _wait(call).around(tensor, lambda sent: kind(sent, name))
+        reduced = _wait(call).around(tensor, lambda sent: collective(sent, name))
         if op in ("min", "max") and tensor.dtype.is_floating:
             # With MPI the result of a NaN depends on the order of ranks.
-            mine = tf.cast(tf.math.is_nan(tensor), tf.int32)
-            nan = _wait(call).around(mine, lambda sent: wire.highest(sent, f"{name}.nan")) > 0
+            is_nan = tf.cast(tf.math.is_nan(tensor), tf.int32)
+            nan = _wait(call).around(is_nan, lambda sent: wire.highest(sent, f"{name}.nan")) > 0
             reduced = tf.where(nan, tf.constant(math.nan, tensor.dtype), reduced)
         reduced = tf.ensure_shape(reduced, tensor.shape)
         return tf.stop_gradient(reduced / wire.size if op == "mean" else reduced)
@@ -298,5 +297,5 @@ def _reduced(tensor: tf.Tensor, op: str, call: str) -> tf.Tensor:
 
 @functools.cache
 def _wait(call: str) -> GraphWait:
-    """One counter for all calls of a function together: each one costs the watcher time."""
+    """One counter for all calls of a function, since each costs the watcher time."""
     return GraphWait(call, call)

@@ -1,21 +1,27 @@
-"""The one place that calls Horovod's collectives on tensors of TensorFlow; it counts their bytes.
+"""The one place that calls Horovod's collectives on tensors of TensorFlow; counts bytes and waits.
 
-No Python code runs while a graph does, so a graph adds to counters of its own.
+No Python code runs while a graph does, so a graph adds to counters of its own. ``GraphWait`` has
+two: one goes up before the collectives, one after them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from hvkit import runtime
 from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Messages
 from hvkit.communication.group import Group, all_ranks
+from hvkit.frameworks.keras.backends import quickly_read
+from hvkit.host.run_reports import timeline_wanted
 from hvkit.transport.traffic import (
     Sent,
     count,
@@ -25,6 +31,177 @@ from hvkit.transport.traffic import (
     of_alltoall,
     of_messages,
 )
+from hvkit.watch import calls
+from hvkit.watch.calls import waiting_for_all_ranks
+
+
+class BlockedInGraphs:
+    """The seconds that this rank has been blocked in collectives of graphs, for a monitor.
+
+    Attributes:
+        measured: whether graphs that are traced from now on measure it.
+    """
+
+    def __init__(self) -> None:
+        self.measured = False
+        self._seconds: Any = None
+        self._ended: Any = None
+
+    def measure(self) -> None:
+        """Measure in graphs that are traced from now on."""
+        self.measured = True
+        if self._seconds is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._seconds = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+                self._ended = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+
+    def add_since(self, begun: tf.Tensor) -> None:
+        """Add the time from ``begun`` to now, inside a graph."""
+        now = tf.timestamp()
+        if timeline_wanted():
+            self._ended.assign(now, read_value=False)
+        self._seconds.assign_add(now - begun, read_value=False)
+
+    def seconds(self) -> float:
+        """The sum so far."""
+        return float(quickly_read(self._seconds))
+
+    def ended(self) -> float:
+        """When the last of them ended: seconds since 1970; only in runs with a timeline."""
+        return float(quickly_read(self._ended))
+
+
+blocked_in_graphs = BlockedInGraphs()
+
+
+class GraphWait:
+    """Counts how often a rank enters and leaves some collectives that graphs contain.
+
+    The watcher reads the counters when it looks for the reason of a long wait.
+
+    Args:
+        key: the same on every rank, and no other collectives'.
+        name: of the wait in the watcher's messages, if the script is in no call of hvkit.
+        group: the ranks that take part; None for all.
+    """
+
+    def __init__(
+        self, key: str, name: str = "optimizer.apply()", group: Group | None = None
+    ) -> None:
+        self.key = key
+        self.name = name
+        self._within = group.process_set if group else None
+        self.ranks = self._within.ranks if self._within else ()
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._entered = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._left = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._since = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        calls.watch_graph(self)
+
+    def enter(self, ready: Sequence[Any], last: Sequence[Any] | None = None) -> tf.Operation:
+        """The operation that counts the entry; it runs after ``ready``, before the collectives.
+
+        Args:
+            ready: tensors that the collectives wait for.
+            last: tensors that this rank computes meanwhile; it is blocked once they are there.
+                None if it computes nothing.
+        """
+        with tf.control_dependencies(list(ready)), tf.device("CPU:0"):
+            entered = self._entered.assign_add(1, read_value=False)
+        if blocked_in_graphs.measured:
+            with tf.control_dependencies(list(ready if last is None else last)), tf.device("CPU:0"):
+                self._since.assign(tf.timestamp(), read_value=False)
+        return entered
+
+    def leave(self, results: Sequence[Any]) -> None:
+        """Count the exit once the collectives' results are there."""
+        with tf.control_dependencies(list(results)), tf.device("CPU:0"):
+            self._left.assign_add(1, read_value=False)
+            if blocked_in_graphs.measured:
+                blocked_in_graphs.add_since(self._since)
+
+    def around(self, sent: tf.Tensor, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        """The result of a collective on one tensor; counts the wait, or marks it in eager code."""
+        if tf.executing_eagerly():
+            with calls.call(self.name), waiting_for_all_ranks(self._within):
+                return collective(sent)
+        with tf.control_dependencies([self.enter([sent])]):
+            result = collective(sent)
+        self.leave([result])
+        return result
+
+    def read(self) -> tuple[int, int]:
+        """How often this rank has entered the collectives, and how often it has left them."""
+        left = int(self._left.numpy())
+        return int(self._entered.numpy()), left
+
+
+# Numbers the calls in each graph: one rank may trace a graph again when others do not.
+_calls: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
+
+
+def name_in_graph(call: str) -> str:
+    """A new name for a collective that a call of the script's makes in the graph being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(outer := getattr(graph, "outer_graph", None), type(graph)):
+        graph = outer
+    return f"{call}.graph.{next(_calls.setdefault(graph, itertools.count()))}"
+
+
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, in float32 if it has 16 bits.
+
+    Horovod has no bfloat16, and a sum in float16 may overflow although the mean fits.
+    """
+    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+
+
+def nothing() -> tf.Tensor:
+    """The branch of a ``tf.cond`` in which nothing is done."""
+    return tf.constant(True)
+
+
+def refuse_xla(call: str) -> None:
+    """Raise if XLA will compile the code that TensorFlow is tracing, or a function around it.
+
+    XLA has no kernels for Horovod's operations.
+
+    Args:
+        call: the call that needs the other ranks.
+
+    Raises:
+        ValueError: XLA will compile it.
+    """
+    if tf.executing_eagerly():
+        return
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            f"{call} is inside a tf.function with jit_compile=True, but XLA cannot compile the "
+            "communication between ranks: remove jit_compile=True from the tf.function that "
+            f"contains {call}. A separate tf.function with the forward and backward pass may keep "
+            "it"
+        )
+
+
+def refuse_tf_distribute(model: Any = None) -> None:
+    """Raise where a strategy of ``tf.distribute`` would divide the work, too.
+
+    Args:
+        model: one that may have been made in such a strategy's scope; None for the update of one.
+
+    Raises:
+        ValueError: names the strategy.
+    """
+    made_in = getattr(model, "_distribute_strategy", None)
+    if made_in is None and not tf.distribute.has_strategy():
+        return
+    found = type(made_in or tf.distribute.get_strategy()).__name__
+    raise ValueError(
+        f"{'an update' if model is None else f'model {model.name!r}'} is in the scope of "
+        f"tf.distribute.{found}, which would divide the work and average gradients, too: remove "
+        f"the strategy and `with strategy.scope():`, as hvkit starts one process for each device"
+    )
+
 
 # Graphs of single collectives that are kept: more than the pieces of most models times the
 # collectives of a compression.
@@ -42,7 +219,7 @@ class Wire:
         group: the ranks that take part; None for all.
 
     Attributes:
-        rank: this process's place in the group.
+        rank: this process's rank in the group.
         size: of the group.
         within: the ranks that collectives wait for; None for all.
     """
@@ -82,7 +259,7 @@ class Wire:
         )
 
     def means(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """The means over ranks of tensors of one dtype, which travel together."""
+        """The means over ranks of tensors of one dtype, in one collective."""
         self._counted(of_allreduce(sum(map(_bytes, tensors)), self.size))
         tensors = [_not_constant(tensor) for tensor in tensors]
         means: list[tf.Tensor] = self._hvd.grouped_allreduce(
@@ -136,7 +313,7 @@ class Wire:
         return _with_rows(received, sum(messages.received))
 
     def exchange(self, exchange: Exchange, name: str) -> tf.Tensor:
-        """What a compression or a strategy asks for."""
+        """The result of an exchange that a compression or a strategy needs."""
         match exchange:
             case Mean(vector):
                 return self.mean(vector, name)
@@ -155,8 +332,8 @@ class Wire:
 class NamedCollectives:
     """Collectives outside of graphs, by name, each in a small graph of its own.
 
-    In eager code Horovod gives operations of one kind one name, whatever they are called: it would
-    mix up those of two threads, and those of ranks that are at different points of the script.
+    In eager code Horovod ignores names, and matches operations by type: it would mix up operations
+    of two threads, or of ranks that are at different points of the script.
 
     Not for functions that a graph calls: one may occupy the only thread that TensorFlow has.
 

@@ -16,12 +16,12 @@ import tensorflow as tf
 
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras.buffers import LastStatistics
-from hvkit.frameworks.keras.collectives.graph_collectives import (
+from hvkit.frameworks.keras.collectives.wire import (
     GraphWait,
+    Wire,
     refuse_tf_distribute,
     refuse_xla,
 )
-from hvkit.frameworks.keras.collectives.wire import Wire
 from hvkit.frameworks.keras.loss_scale import Agree, fit_half
 from hvkit.frameworks.keras.optimizers import is_overwritten, let_leave_out_updates
 from hvkit.log import logger
@@ -74,7 +74,7 @@ def average_in_apply(
                 nonfinite.guard(grads, variables, lambda: apply(average(grads, variables), own))
                 return
             if optimizer.gradient_accumulation_steps:
-                grads = _average_when_due(optimizer, average, grads, variables)
+                grads = _average_at_last_step(optimizer, average, grads, variables)
             else:
                 grads = average(grads, variables)
         apply(grads, None if known else variables)
@@ -82,7 +82,7 @@ def average_in_apply(
     optimizer.apply = averaged_apply
 
 
-def _average_when_due(
+def _average_at_last_step(
     optimizer: Any, average: Average, grads: list[Any], variables: list[Any]
 ) -> list[Any]:
     """Average the accumulated gradients, once in ``gradient_accumulation_steps``.
@@ -97,9 +97,9 @@ def _average_when_due(
     ]
     local = [None if g is None else tf.convert_to_tensor(g) for g in grads]
     steps = optimizer.gradient_accumulation_steps
-    due = tf.equal((optimizer._iterations.value + 1) % steps, 0)
+    is_last = tf.equal((optimizer._iterations.value + 1) % steps, 0)
     if tf.executing_eagerly():
-        if due:
+        if is_last:
             return _average_accumulated(average, local, variables, accumulators)
         # Keras refuses a step without any gradient, even if other ranks have some.
         return local if any(g is not None for g in local) else _zeros(accumulators)
@@ -109,7 +109,7 @@ def _average_when_due(
         means = _average_accumulated(average, local, variables, accumulators)
         return [means[i] for i in present]
 
-    means = tf.cond(due, reduce, lambda: [local[i] for i in present])
+    means = tf.cond(is_last, reduce, lambda: [local[i] for i in present])
     result: list[Any] = [None] * len(grads)
     for i, mean in zip(present, means, strict=True):
         result[i] = mean
@@ -119,15 +119,15 @@ def _average_when_due(
 def _average_accumulated(
     average: Average, local: list[Any], variables: list[Any], accumulators: list[Any]
 ) -> list[Any]:
-    held = [acc.value + 0 for acc in accumulators]
+    accumulated = [acc.value + 0 for acc in accumulators]
     sums = [
         None if g is None else tf.maximum(g, acc) if is_overwritten(v) else g + acc
-        for g, acc, v in zip(local, held, variables, strict=True)
+        for g, acc, v in zip(local, accumulated, variables, strict=True)
     ]
-    with tf.control_dependencies([each for each in sums if each is not None] + held):
+    with tf.control_dependencies([each for each in sums if each is not None] + accumulated):
         for acc, zeros in zip(accumulators, _zeros(accumulators), strict=True):
             acc.assign(zeros)
-    return average(sums, variables, held)
+    return average(sums, variables, accumulated)
 
 
 def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
@@ -138,7 +138,7 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
 def finite_in(group: Group) -> Agree:
     """Whether an update counts: ``agree`` of ``SharedScale``, for the ranks of a group.
 
-    If each rank decided alone, some would wait in the inner optimizer for ranks that never come.
+    If each rank decided for itself, some would wait in the inner optimizer for ranks that skip.
     """
     wire, wait = Wire("checks", group), GraphWait("hvkit.finite", group=group)
     added = GraphWait("hvkit.finite.sums", group=group)
@@ -169,7 +169,7 @@ def finite_in(group: Group) -> Agree:
 
 
 class NonFinite:
-    """Compares what all ranks find in the gradients of an update.
+    """Finds gradients of any rank that are NaN or infinite, and skips the update or stops.
 
     Args:
         action: ``"skip"`` or ``"stop"``.
@@ -196,7 +196,7 @@ class NonFinite:
         """Update, unless a rank has a gradient that is not finite; a collective.
 
         Args:
-            gradients: this rank's own, before they become means.
+            gradients: this rank's, before they become means.
             variables: their variables.
             update: averages and applies; creates no variables.
 
@@ -207,11 +207,11 @@ class NonFinite:
         if self._statistics is not None:
             self._statistics.prepare()
         with tf.device("CPU:0"):
-            mine = tf.stack([_is_bad(each) for each in gradients])[None]
-            everyone = self._wait.around(
-                tf.cast(mine, tf.int32), lambda rows: self._wire.gather(rows, self._wait.key)
+            local_bad = tf.stack([_is_bad(each) for each in gradients])[None]
+            gathered = self._wait.around(
+                tf.cast(local_bad, tf.int32), lambda rows: self._wire.gather(rows, self._wait.key)
             )
-            bad = tf.reduce_any(everyone > 0)
+            bad = tf.reduce_any(gathered > 0)
             step = self._tried.assign_add(1)
         names = [getattr(v, "path", v.name) for v in variables]
         group = self._group  # TensorFlow keeps the functions below, which must not keep this object
@@ -236,17 +236,17 @@ class NonFinite:
                 if self._statistics is not None:
                     self._statistics.keep()
             elif self._statistics is None:
-                raise mark_as_shown_by(error(everyone.numpy(), step.numpy()), self._group.first)
+                raise mark_as_shown_by(error(gathered.numpy(), step.numpy()), self._group.first)
             else:
                 self._statistics.put_back()
-                skip(everyone.numpy(), step.numpy())
+                skip(gathered.numpy(), step.numpy())
             return
         if (statistics := self._statistics) is None:
             reason = tf.cond(
                 bad,
                 lambda: tf.numpy_function(
                     lambda *found: for_graph(error(*found), on_every_rank=True).encode(),
-                    [everyone, step],
+                    [gathered, step],
                     tf.string,
                 ),
                 lambda: tf.constant(""),
@@ -262,7 +262,7 @@ class NonFinite:
 
         def skipped() -> tf.Tensor:
             statistics.put_back()
-            return tf.numpy_function(skip, [everyone, step], tf.int32)
+            return tf.numpy_function(skip, [gathered, step], tf.int32)
 
         tf.cond(bad, skipped, updated)
 

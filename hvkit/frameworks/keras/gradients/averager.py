@@ -11,7 +11,7 @@ exchange when the first gradient is there, and it runs while backward computes t
 Of variables that an update overwrites with their gradient, ranks use the largest, not the mean.
 
 With that exchange ranks add up the rows of their batches. Where these differ, a rank's gradients
-count as often as it has rows (``loss_means``).
+are weighted by its rows (``loss_means``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
-from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, widened
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
@@ -54,12 +53,12 @@ class GradientAverager:
 
     Args:
         name: the same on every rank, and no other averager's.
-        strategy: what mean of the gradients updates use.
+        strategy: decides which mean of the gradients updates use.
         compression: how float32 gradients travel; None for as they are.
         check: compares the ranks when all have reached the update; returns the operations that a
             graph must run before it averages.
         group: the ranks that train the model; None for all.
-        samples: how many rows each step has; None if nobody counts them.
+        samples: counts the rows of each step; None for new counts.
     """
 
     def __init__(
@@ -98,8 +97,8 @@ class GradientAverager:
         Args:
             gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None, one for each variable.
             variables: the Keras or TensorFlow variables they belong to.
-            absent: what this rank contributes, in eager code, for a variable whose gradient
-                only other ranks have; zeros by default.
+            absent: in eager code, this rank's gradients of variables of which only other ranks
+                have a gradient; zeros by default.
 
         Raises:
             RanksDisagreeError: in eager code, if another rank has ended its epoch.
@@ -160,7 +159,7 @@ class GradientAverager:
         had: tf.Tensor,
         accumulated: Sequence[Any] | None,
     ) -> list[Any]:
-        """Gradients that count as often as this rank has rows, if ranks have other numbers."""
+        """Gradients weighted by this rank's rows, if ranks have different numbers of rows."""
         uneven = tf.not_equal(rows * self._wire.size, had[0, -1])
         if accumulated is not None:
             self._samples.warn_if(uneven)
@@ -191,7 +190,7 @@ class GradientAverager:
             RanksDisagreeError: another rank takes a further step.
         """
         if self._width is not None:
-            # Horovod identifies an eager operation by its kind, one in a graph by its name.
+            # Horovod identifies an eager operation by its type, one in a graph by its name.
             if not self._eager and self._exchange_in_graph is None:
                 # Trace once for all widths: TensorFlow would warn of repeated tracing if each
                 # averager called a tf.function of its own.
@@ -232,7 +231,7 @@ class GradientAverager:
     def _mean(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Average gradients that every rank has; positions stay, None stays None."""
         means: list[Any] = [None] * len(gradients)
-        kinds: dict[Any, list[int]] = {}
+        by_dtype: dict[Any, list[int]] = {}
         overwriting: dict[Any, list[int]] = {}
         # Backward computes the last variables' gradients first.
         for i in reversed(range(len(gradients))):
@@ -242,15 +241,15 @@ class GradientAverager:
                 name = f"{self._name}.{i}"
                 means[i] = average_rows(gradients[i], name, self._wire, self._compression)
             elif gradients[i] is not None:
-                kinds.setdefault(gradients[i].dtype, []).append(i)
-        for dtype, positions in kinds.items():
+                by_dtype.setdefault(gradients[i].dtype, []).append(i)
+        for dtype, positions in by_dtype.items():
             sizes = [_bytes(gradients[i]) for i in positions]
             for run in chunks(sizes):
-                together = [positions[p] for p in run]
-                sent = [widened(gradients[i]) for i in together]
-                name = f"{self._name}.{dtype.name}.{together[0]}"
-                found = self._dense_means(sent, [variables[i] for i in together], name)
-                for i, mean in zip(together, found, strict=True):
+                joint = [positions[p] for p in run]
+                sent = [widened(gradients[i]) for i in joint]
+                name = f"{self._name}.{dtype.name}.{joint[0]}"
+                found = self._dense_means(sent, [variables[i] for i in joint], name)
+                for i, mean in zip(joint, found, strict=True):
                     means[i] = tf.cast(mean, dtype)
         for dtype, positions in overwriting.items():
             largest = self._largest([gradients[i] for i in positions], f"{self._name}.{dtype.name}")
@@ -279,7 +278,7 @@ class GradientAverager:
 class CompressedMeans(CompressionState):
     """Means over ranks of float32 vectors that travel compressed, in eager code and in graphs.
 
-    What the compression keeps is in variables, since graphs hold it; the keys are ids of weights.
+    The compression's state is in variables, since graphs hold it; the keys are ids of weights.
 
     Args:
         compression: how they travel.
@@ -336,7 +335,7 @@ def keeper_of(
     strategy: Averaging,
     compression: Compression | None,
 ) -> CompressionKeeper:
-    """What shows checkpoints what the compression keeps for the optimizers of a model."""
+    """Shows checkpoints the residuals of a model's optimizers."""
     states = {f"{i}-": each.compressed for i, each in enumerate(averagers) if each.compressed}
     reference = weakref.ref(model)  # hvkit keeps this as long as the model
 

@@ -10,8 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait
-from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire
 from hvkit.main_rank import warn_once
 
 
@@ -47,7 +46,7 @@ class SampleCounts:
 
     @property
     def rows(self) -> tf.Tensor:
-        """Of the step under way, an int32 scalar; 0 if there is none."""
+        """The rows of the step under way, an int32 scalar; 0 outside of steps."""
         with tf.device("CPU:0"):
             return self._rows + 0
 
@@ -117,7 +116,7 @@ class SampleCounts:
         tf.numpy_function(keep, [row], tf.int32)
 
     def noted(self) -> list[np.ndarray[Any, Any]]:
-        """What was noted since the last call."""
+        """The numbers noted since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -128,8 +127,8 @@ class SampleCounts:
             warn_once(
                 f"uneven {self._name}",
                 "ranks had batches of different sizes in steps whose gradients Keras accumulates "
-                "(gradient_accumulation_steps): the gradients of all ranks count alike, as if "
-                "they had not; give every rank batches of one size",
+                "(gradient_accumulation_steps): the gradients of all ranks have equal weights, "
+                "which is not the mean over samples; give every rank batches of one size",
                 self._group,
             )
             return np.int32(0)

@@ -25,8 +25,7 @@ import tensorflow as tf
 
 from hvkit.compression import Compression, for_rows
 from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.graph_collectives import widened
-from hvkit.frameworks.keras.collectives.wire import Wire
+from hvkit.frameworks.keras.collectives.wire import Wire, widened
 
 
 class Origin(enum.IntEnum):
@@ -37,7 +36,7 @@ class Origin(enum.IntEnum):
     UNKNOWN = -3
 
 
-# Their results depend on shapes alone.
+# Operations whose results depend on shapes only.
 _OF_SHAPES = frozenset(
     ["Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike", "BroadcastGradientArgs"]
 )
@@ -94,20 +93,20 @@ def _as_in_one_process(values: tf.Tensor, marked: tf.Tensor) -> tuple[tf.Tensor,
     is_row = marked >= 0
     begins = tf.where(~is_row)[:, 0]
     rank = tf.cumsum(tf.cast(~is_row, tf.int64)) - 1
-    place = tf.range(tf.size(marked, tf.int64)) - tf.gather(begins, rank) - 1
-    indices, place = tf.boolean_mask(marked, is_row), tf.boolean_mask(place, is_row)
-    count = tf.reduce_max(tf.concat([place + 1, [0]], axis=0))
-    at_place = tf.math.unsorted_segment_max(indices, place, count)
+    position = tf.range(tf.size(marked, tf.int64)) - tf.gather(begins, rank) - 1
+    indices, position = tf.boolean_mask(marked, is_row), tf.boolean_mask(position, is_row)
+    count = tf.reduce_max(tf.concat([position + 1, [0]], axis=0))
+    at_position = tf.math.unsorted_segment_max(indices, position, count)
     marks = tf.gather(marked, begins)
     per_batch = (
         tf.reduce_all(marks != Origin.SAMPLES)
         & (tf.reduce_all(marks == Origin.BATCH) | (count > 1))
-        & tf.reduce_all(at_place[1:] > at_place[:-1])
-        & tf.reduce_all(tf.gather(at_place, place) == indices)
+        & tf.reduce_all(at_position[1:] > at_position[:-1])
+        & tf.reduce_all(tf.gather(at_position, position) == indices)
     )
     found: tuple[tf.Tensor, tf.Tensor] = tf.cond(
         per_batch,
-        lambda: (tf.math.unsorted_segment_sum(values, place, count), at_place),
+        lambda: (tf.math.unsorted_segment_sum(values, position, count), at_position),
         lambda: (values, indices),
     )
     return found

@@ -1,4 +1,4 @@
-"""What runs around each update of the optimizers of a model whose ranks exchange weights.
+"""Code around each update of the optimizers of a model whose ranks exchange weights.
 
 An update is ``optimizer.apply``, which ``fit``, ``apply_gradients`` and custom loops call, eagerly
 and inside graphs.
@@ -17,18 +17,18 @@ import tensorflow as tf
 
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.graph_collectives import refuse_tf_distribute, refuse_xla
+from hvkit.frameworks.keras.collectives.wire import refuse_tf_distribute, refuse_xla
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.weights.updated_variables import UpdatedVariables
 from hvkit.frameworks.keras.weights.variables import Variables
 from hvkit.sync.local_weights import LocalWeightsKeeper
 
-# What surrounds the updates of an optimizer, not of one that scales the loss.
+# By optimizer, not one that scales the loss.
 _around: WeakKeyDictionary[Any, ref[Updates]] = WeakKeyDictionary()
 
 
 class UpdatesKeeper(LocalWeightsKeeper):
-    """What exchanges the weights of a model, by variables that are updated together.
+    """Exchanges the weights of a model, by variables that are updated together.
 
     Args:
         variables: of the model.
@@ -45,12 +45,12 @@ class UpdatesKeeper(LocalWeightsKeeper):
         self._updates: list[ref[Any]] = []
 
     def count_updates(self, updates: Updates) -> int:
-        """Know what surrounds the updates of another optimizer; return its number."""
+        """Add the ``Updates`` of another optimizer; return its number."""
         self._updates.append(ref(updates))
         return len(self._updates) - 1
 
     def new(self, variables: list[tf.Variable], updates: Updates) -> UpdatedVariables:
-        """Know more variables that an optimizer updates together."""
+        """Add variables that an optimizer updates together."""
         self.variables.add(variables)
         updated = UpdatedVariables(variables, self.variables, updates, len(self.updated))
         self.updated.append(updated)
@@ -59,7 +59,7 @@ class UpdatesKeeper(LocalWeightsKeeper):
 
 
 class Updates(ABC):
-    """What runs around the updates of one optimizer, whose ``apply`` keeps this object.
+    """Code around the updates of one optimizer, whose ``apply`` keeps this object.
 
     A ``LossScaleOptimizer`` around it skips an update if the gradients overflow; this runs around
     skipped updates, too.
@@ -67,7 +67,7 @@ class Updates(ABC):
     Args:
         keeper: of the model.
         optimizer: one that updates variables, not one that scales the loss.
-        checks: what the ranks compare before their first update.
+        checks: compares the ranks before their first update.
         before_update: called with the variables at the start of each update.
 
     Attributes:
@@ -112,7 +112,7 @@ class Updates(ABC):
     def around(
         self, optimizer: Any, update: Callable[[], None], grads: Sequence[Any], variables: Any
     ) -> None:
-        """Call ``update``, and what belongs around it.
+        """Call ``update``, and the code around it.
 
         Args:
             optimizer: the one that updates, or the ``LossScaleOptimizer`` around it.
@@ -128,8 +128,8 @@ class Updates(ABC):
         self._keeper.refuse_step()
         self._before_update(variables)
         if not optimizer.built:
-            # Not after the comparison: TensorFlow then could not initialise what this makes before
-            # it runs the graph, and would run the one in which no weights were synchronised.
+            # Not after the comparison: TensorFlow could not initialise the new variables before it
+            # runs the graph, and would run the graph in which no weights were synchronised.
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
         weights = [backend_variable(v) for v in variables]
@@ -142,15 +142,15 @@ class Updates(ABC):
         self._after(weights)
 
     def _updated_together(self, variables: list[tf.Variable]) -> UpdatedVariables:
-        """What holds these variables; perhaps anew."""
+        """The object for these variables; perhaps a new one."""
         return self._known(variables) or self._keeper.new(variables, self)
 
     def _of_optimizer(self) -> list[UpdatedVariables]:
-        """Those that the optimizer has updated."""
+        """The objects for variables that the optimizer has updated."""
         return [each for each in self._keeper.updated if each.optimizer_number == self.number]
 
     def _known(self, variables: list[tf.Variable]) -> UpdatedVariables | None:
-        """What holds these variables, if the optimizer has updated them together before."""
+        """The object for these variables, if the optimizer has updated them together before."""
         ids = {id(v) for v in variables}
         known = self._of_optimizer()
         return next((each for each in known if ids == {id(v) for v in each.variables}), None)
@@ -169,7 +169,7 @@ class Updates(ABC):
 
     @abstractmethod
     def _after(self, weights: list[tf.Variable]) -> None:
-        """Exchange weights if it is time."""
+        """Exchange weights at the end of a step or round."""
 
 
 @functools.cache

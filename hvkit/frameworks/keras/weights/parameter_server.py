@@ -15,14 +15,14 @@ import tensorflow as tf
 
 from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.graph_collectives import nothing
+from hvkit.frameworks.keras.collectives.wire import nothing
 from hvkit.frameworks.keras.optimizers import calls_of_apply
 from hvkit.frameworks.keras.weights.around_updates import Updates, UpdatesKeeper
 from hvkit.frameworks.keras.weights.variables import Array, Variables
 from hvkit.parameter_server import worker
 from hvkit.strategies.parameter_server import ParameterServer
 
-# What begins the names of the calls of ``apply`` in a checkpoint.
+# Prefix, in a checkpoint, of the counts of calls of ``apply``.
 _CALLS = "calls."
 
 
@@ -55,7 +55,7 @@ class ServedModel(UpdatesKeeper, worker.ServerKeeper):
         self._serve(number, self.updated[number].numbers)  # others may have no values yet
 
     def exchange(self, number: int) -> None:
-        """Send what an update has changed, and go on from the server's weights."""
+        """Send the changes of an update, and go on from the server's weights."""
         self.refuse_step()
         self._steps_ended += 1
         self._end_step(number)
@@ -65,7 +65,7 @@ class ServedModel(UpdatesKeeper, worker.ServerKeeper):
         self.variables.require_same_list([self.variables.in_order[i] for i in new])
 
     def accept_set_weights(self) -> None:
-        """Nothing to do: what the script has changed travels with the next step."""
+        """Do nothing: the next step sends the script's changes."""
 
     def start_over(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all."""
@@ -79,8 +79,8 @@ class ServedModel(UpdatesKeeper, worker.ServerKeeper):
         return [updates for reference in self._updates if (updates := reference()) is not None]
 
     def state(self) -> dict[str, Array]:
-        """What a checkpoint saves: the server's weights, as shown now, the same on every rank."""
-        return self.variables.by_place(super().state())
+        """For a checkpoint: the server's weights, as shown now, the same on every rank."""
+        return self.variables.by_position(super().state())
 
     def load_state(self, arrays: dict[str, Array], *, in_round: bool) -> None:
         """Set what ``state`` returned.
@@ -95,7 +95,7 @@ class ServedModel(UpdatesKeeper, worker.ServerKeeper):
             updates.checks.skip_weights()  # the ranks' weights need not be equal
 
     def rank_state(self) -> dict[str, Array]:
-        """What a checkpoint saves for each rank besides the model: its calls of ``apply``."""
+        """For a checkpoint, of each rank: its calls of ``apply``."""
         living = enumerate(self._living())
         return {f"{_CALLS}{number}": updates.calls.numpy() for number, updates in living}
 

@@ -5,7 +5,7 @@ take: it hands the variables' values to a thread, which ends the round, and goes
 that the thread returns.
 
 A ``LossScaleOptimizer`` skips an update if the gradients overflow. That update counts, too: an
-overflow on one rank must not move the ends of its rounds against those of the others.
+overflow on one rank must not move the ends of its rounds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.graph_collectives import nothing
-from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire
+from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire, nothing
 from hvkit.frameworks.keras.weights.around_updates import Updates, UpdatesKeeper
 from hvkit.frameworks.keras.weights.updated_variables import UpdatedVariables
 from hvkit.frameworks.keras.weights.variables import Variables
@@ -34,7 +33,7 @@ from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.rounds import RoundKeeper
 from hvkit.watch.calls import waiting_for_all_ranks
 
-# What begins the names of variables that are updated together in a checkpoint.
+# Prefix, in a checkpoint, of the names of variables that are updated together.
 _UPDATED = "group-"
 
 # Ranks compare how they end a round at least so many steps apart: with a small model that takes as
@@ -90,7 +89,7 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         self._begun = True
 
     def end_overlap(self, number: int) -> None:
-        """Let the agreement that began with this round count; a collective."""
+        """Add the changes of the agreement that began with this round; a collective."""
         self._end_overlap(number, self.updated[number].step)
 
     def end_round(self, number: int) -> None:
@@ -134,11 +133,11 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         super().start_over()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves, the same on every rank: by state and weight, and counts."""
-        place = {id(weight): i for i, weight in enumerate(self.variables.of_model())}
-        arrays = self.variables.by_place(super().state())
+        """For a checkpoint: arrays by state and weight, and counts, the same on every rank."""
+        position = {id(weight): i for i, weight in enumerate(self.variables.of_model())}
+        arrays = self.variables.by_position(super().state())
         for updated in self.updated:
-            weights = [place[id(v)] for v in updated.variables if id(v) in place]
+            weights = [position[id(v)] for v in updated.variables if id(v) in position]
             # The steps, and which weights the optimizer updates.
             key = f"{_UPDATED}{updated.optimizer_number}-{updated.number}"
             arrays[key] = np.array([updated.steps, *weights], np.int64)
@@ -177,8 +176,8 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
             self._trained.update(i for updated in self.updated for i in updated.numbers)
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals, and what is pending for its weights."""
-        return self.variables.by_place(super().rank_state())
+        """For a checkpoint, of each rank: residuals, and pending changes of its weights."""
+        return self.variables.by_position(super().rank_state())
 
     def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``rank_state`` returned on this rank."""
@@ -201,7 +200,7 @@ class OptimizerRounds(Updates):
         self.checks.skip_weights()
 
     def _updated_together(self, variables: list[tf.Variable]) -> UpdatedVariables:
-        """What holds these variables; perhaps anew.
+        """The object for these variables; perhaps a new one.
 
         A new one ends the rounds of others that it shares variables with: a script that freezes
         some layers in the middle of a round would otherwise leave them different on each rank.
@@ -224,7 +223,7 @@ class OptimizerRounds(Updates):
             return [updated.begin_by(self._keeper.begin)]
 
     def _after(self, weights: list[tf.Variable]) -> None:
-        """End the round if it is time, and let one that has overlapped with it count."""
+        """End the round after its last step; before, add the changes of an overlapped agreement."""
         keeper, updated = self._keeper, self._updated_together(weights)
         with tf.control_dependencies([self.calls.assign_add(1)]):
             steps = updated.counted.assign_add(1)
@@ -245,10 +244,10 @@ class OptimizerRounds(Updates):
 
 
 class Exchanges:
-    """The exchanges of an agreement: in a thread that begins now, or once somebody waits for them.
+    """The exchanges of an agreement: in a thread from now on, or when ``result`` is called.
 
     Args:
-        run: makes them, and returns what the strategy returns.
+        run: makes them, and returns the strategy's result.
         group: the ranks that take part.
         overlap: whether to begin now.
     """
@@ -269,6 +268,6 @@ class Exchanges:
             self._future.set_exception(error)
 
     def result(self) -> Any:
-        """Wait for the other ranks; return what the strategy returns."""
+        """Wait for the other ranks; return the strategy's result."""
         with waiting_for_all_ranks(self._group.process_set):
             return self._future.result() if self._future else self._run()

@@ -19,7 +19,7 @@ from keras.src.backend import Variable as KerasVariable  # keras.Variable of 3.5
 from hvkit import threads
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, nothing
+from hvkit.frameworks.keras.collectives.wire import GraphWait, nothing
 from hvkit.frameworks.keras.optimizers import calls_of_apply, parts_of
 from hvkit.frameworks.keras.weights.variables import STEP, Array, Variables
 from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
@@ -42,7 +42,7 @@ class UpdatedVariables:
     Args:
         variables: the same ones, in the same order, on every rank.
         of: all that ranks agree on.
-        updates: what surrounds the optimizer's.
+        updates: the code around the optimizer's updates.
         number: of this object in its model.
 
     Attributes:
@@ -66,12 +66,12 @@ class UpdatedVariables:
         self.optimizer_number = updates.number
         self.number = number
         self.rounds = 0
-        # Graphs hand over so many in one vector: to join large ones costs more.
+        # Graphs pass on each group in one vector.
         self._vectors = [
-            run for kind in of.by_dtype(self.numbers) for run in _large_alone(of, kind)
+            run for numbers in of.by_dtype(self.numbers) for run in _in_groups(of, numbers)
         ]
         self._wait = GraphWait(f"{of.name}.updated.{number}", group=of.group)
-        # Not all of it: the optimizer keeps that.
+        # Not ``updates``, which the optimizer keeps.
         self._calls, self._per_step = updates.calls, updates.per_step
         self._optimizer = updates.optimizer
         self._changed: Future[list[Array]]
@@ -81,7 +81,7 @@ class UpdatedVariables:
 
     @functools.cached_property
     def _queue(self) -> Any:
-        """What a graph waits in for a thread."""
+        """The queue in which a graph waits for the thread."""
         with tf.init_scope(), tf.device("CPU:0"):
             return tf.queue.FIFOQueue(10, [tf.bool], [()])
 
@@ -128,13 +128,13 @@ class UpdatedVariables:
         weak = WeakMethod(method)
 
         def changed() -> list[tf.Tensor]:
-            held = self._joined()
-            like_held = [tf.TensorSpec(v.shape, v.dtype) for v in held]
+            vectors = self._joined()
+            specs = [tf.TensorSpec(v.shape, v.dtype) for v in vectors]
             if not in_thread:
-                return _in_numpy(self._set, weak, held, like_held)
-            (begun,) = _in_numpy(self._start, weak, held, [tf.TensorSpec([], tf.bool)])
+                return _in_numpy(self._set, weak, vectors, specs)
+            (begun,) = _in_numpy(self._start, weak, vectors, [tf.TensorSpec([], tf.bool)])
             with tf.control_dependencies([self._wait.around(begun, self._dequeue)]):
-                return _in_numpy(self._result, None, [], like_held)
+                return _in_numpy(self._result, None, [], specs)
 
         for numbers, vector in zip(self._vectors, _in_turn(changed), strict=True):
             self.of.assign_joined(numbers, vector)
@@ -209,9 +209,9 @@ class UpdatedVariables:
 
     def require_same_training(self, call: str) -> None:
         group = self.of.group
-        everyone = collectives.gather(call, self._rates(), group)
-        for rank, theirs in zip(group.members, everyone, strict=True):
-            for first, other in zip(everyone[0], theirs, strict=True):
+        gathered = collectives.gather(call, self._rates(), group)
+        for rank, of_rank in zip(group.members, gathered, strict=True):
+            for first, other in zip(gathered[0], of_rank, strict=True):
                 if first != other:
                     error = RanksDisagreeError(
                         f"the learning rate of an optimizer is {first} on rank {group.first} but "
@@ -238,8 +238,8 @@ def _rate(optimizer: Any) -> str:
     return repr(float(rate)) if isinstance(rate, KerasVariable) else type(rate).__name__
 
 
-def _large_alone(of: Variables, numbers: list[int]) -> list[list[int]]:
-    """Variables of one kind in groups: to join large ones costs more than to hand them over."""
+def _in_groups(of: Variables, numbers: list[int]) -> list[list[int]]:
+    """Variables of one dtype in groups: to join large ones costs more than to pass them on."""
     small = [i for i in numbers if of.nbytes(i) < _LARGE]
     large = [[i] for i in numbers if of.nbytes(i) >= _LARGE]
     return [small, *large] if small else large
@@ -248,8 +248,8 @@ def _large_alone(of: Variables, numbers: list[int]) -> list[list[int]]:
 def _in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
     """Call a function that adds functions of NumPy, or collectives, to a graph.
 
-    Graphs run what such functions add one after another, in the order of the program: with two
-    optimizers in a graph, TensorFlow would otherwise run their collectives at the same time.
+    Graphs run these one after another, in the order of the program: with two optimizers in a
+    graph, TensorFlow would otherwise run their collectives at the same time.
     """
     # TensorFlow keeps the order of operations that use the same variable.
     with tf.control_dependencies([_turn().assign_add(1, read_value=False)]):
@@ -261,7 +261,7 @@ def _in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
 
 @functools.cache
 def _turn() -> tf.Variable:
-    """Counts what graphs have begun and ended."""
+    """Counts the functions that graphs have begun and ended."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.Variable(0, trainable=False, dtype=tf.int64)
 

@@ -21,15 +21,14 @@ from hvkit.compression.compression import Shape
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import average_statistics
 from hvkit.frameworks.keras.checks import made_trainable, require_same, unit
-from hvkit.frameworks.keras.collectives.graph_collectives import GraphWait, widened
-from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire
+from hvkit.frameworks.keras.collectives.wire import GraphWait, NamedCollectives, Wire, widened
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared
 from hvkit.watch.calls import waiting_for_all_ranks
 
 Array = NDArray[Any]
 
-# The name of what belongs to one variable.
+# The name of an array that belongs to one variable.
 _NUMBERED = re.compile(r"(.*[.-])(\d+)")
 
 STEP = "optimizer.apply()"
@@ -40,12 +39,12 @@ class Variables:
     """Variables that ranks agree on, by number; implements ``hvkit.sync.local_weights.Weights``.
 
     Vectors are NumPy arrays, on which arithmetic costs less than on eager tensors. In a function
-    that a graph calls, ``given`` holds what the variables have, since the graph may read and write
+    that a graph calls, ``given`` holds the variables' values, since the graph may read and write
     the variables themselves at any moment.
 
     Args:
-        model: a distributed one. A weight gets its number once an optimizer updates it, one that
-            none updates when the ranks first show what they agree on.
+        model: a distributed one. A weight gets its number when an optimizer first updates it;
+            others get theirs when the ranks first show the agreed weights.
         name: the same on every rank, and no other model's.
         with_statistics: whether to average the statistics of batch-norm layers with the weights.
         group: the ranks that agree on them.
@@ -82,11 +81,9 @@ class Variables:
 
     @contextmanager
     def given(
-        self, kinds: Sequence[list[int]], vectors: Sequence[Array]
+        self, groups: Sequence[list[int]], vectors: Sequence[Array]
     ) -> Iterator[Callable[[], list[Array]]]:
-        """Let variables have these values in a function that a graph calls.
-
-        What is written to them is collected.
+        """Let variables have these values in a function that a graph calls; collect new values.
 
         Args:
             kinds: numbers of variables, some for each vector.
@@ -95,21 +92,21 @@ class Variables:
         Yields:
             A function that returns the vectors anew.
         """
-        for numbers, vector in zip(kinds, vectors, strict=True):
+        for numbers, vector in zip(groups, vectors, strict=True):
             self._given.update(zip(numbers, self.split(vector, numbers), strict=True))
         self._in_function = True
         try:
-            yield lambda: [self.join([self._given[i] for i in numbers]) for numbers in kinds]
+            yield lambda: [self.join([self._given[i] for i in numbers]) for numbers in groups]
         finally:
             self._in_function = False
             self._given.clear()
 
     def joined(self, numbers: Sequence[int]) -> tf.Tensor:
-        """Variables of one kind as one vector, in eager code and in graphs."""
+        """Variables of one dtype as one vector, in eager code and in graphs."""
         return tf.concat([flat_values(self.in_order[i]) for i in numbers], axis=0)
 
     def assign_joined(self, numbers: Sequence[int], vector: tf.Tensor) -> None:
-        """Set what ``joined`` returned, in eager code and in graphs."""
+        """The reverse of ``joined``, in eager code and in graphs."""
         pieces = tf.split(vector, [self._lengths[i] for i in numbers])
         for i, piece in zip(numbers, pieces, strict=True):
             self.in_order[i].assign(shaped(piece, self.in_order[i]))
@@ -125,23 +122,23 @@ class Variables:
         model = self._model()
         return [] if model is None else [backend_variable(w) for w in model.weights]
 
-    def by_place(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays whose names end with a variable's number, by its place in the model.
+    def by_position(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays whose names end with a variable's number, by its position in the model.
 
-        Checkpoints have these: numbers depend on what was trained first. Left out are variables
-        of the script's own.
+        Checkpoints have these, since numbers depend on the order of training. Variables of the
+        script are left out.
         """
-        place = {id(weight): i for i, weight in enumerate(self.of_model())}
+        position = {id(weight): i for i, weight in enumerate(self.of_model())}
         found = {}
         for name, array in arrays.items():
             if match := _NUMBERED.fullmatch(name):
                 variable = self.in_order[int(match[2])]
-                if id(variable) in place:
-                    found[f"{match[1]}{place[id(variable)]}"] = array
+                if id(variable) in position:
+                    found[f"{match[1]}{position[id(variable)]}"] = array
         return found
 
     def by_number(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The reverse of ``by_place``."""
+        """The reverse of ``by_position``."""
         weights = self.of_model()
         found = {}
         for name, array in arrays.items():
@@ -167,11 +164,11 @@ class Variables:
         return self._lengths[i] * int(self.in_order[i].dtype.size)
 
     def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
-        kinds: dict[tf.DType, list[int]] = {}
+        by_dtype: dict[tf.DType, list[int]] = {}
         for i in numbers:
             if (dtype := self.in_order[i].dtype).is_floating or dtype.is_complex:
-                kinds.setdefault(wide(dtype), []).append(i)
-        return list(kinds.values())
+                by_dtype.setdefault(wide(dtype), []).append(i)
+        return list(by_dtype.values())
 
     def read(self, i: int) -> Array:
         if i in self._given:
@@ -194,8 +191,8 @@ class Variables:
 
     def _rounded(self, i: int, vector: Array) -> Array:
         """A vector as the variable holds it."""
-        held = self.in_order[i].dtype.as_numpy_dtype
-        return vector if vector.dtype == held else vector.astype(held).astype(vector.dtype)
+        dtype = self.in_order[i].dtype.as_numpy_dtype
+        return vector if vector.dtype == dtype else vector.astype(dtype).astype(vector.dtype)
 
     def join(self, vectors: Sequence[Array]) -> Array:
         return np.concatenate(vectors)
@@ -234,7 +231,7 @@ class Variables:
     def require_equal(self) -> None:
         model = self._model()
         made = [] if model is None else [backend_variable(v) for v in made_trainable(model)]
-        # Not what layers keep for themselves, such as statistics, which differ between ranks.
+        # Not the state of layers, such as statistics, which differ between ranks.
         state = {id(v) for v in self.of_model()} - {id(v) for v in made}
         further = [v for v in self.in_order if id(v) not in state]
         compared = list({id(v): v for v in (*made, *further)}.values())
