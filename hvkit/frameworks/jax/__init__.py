@@ -6,7 +6,7 @@
     arrays         models as trees of arrays; updates whose results stay divided
     shardings      the mesh of all ranks' devices, and how arrays are divided over it
     batches        ``hvkit.batch``: the ranks' batches as one array; comparisons of weights
-    local_weights  for LocalSGD and DiLoCo: modules of NNX that each rank trains for itself
+    local_weights  for LocalSGD and DiLoCo: local weights of modules of NNX
 """
 
 from hvkit.frameworks.jax.port import JaxPort as JaxPort

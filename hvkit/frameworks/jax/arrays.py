@@ -266,7 +266,7 @@ def sharded_updates(transformation: Any, of_weights: ShardingOf, of_state: Shard
     """
     import optax
 
-    # Others are classes with methods of their own, such as optax.MultiSteps.
+    # Others are classes with more methods, such as optax.MultiSteps.
     is_plain = isinstance(transformation, optax.GradientTransformation)
     inner = optax.with_extra_args_support(transformation) if is_plain else transformation
 

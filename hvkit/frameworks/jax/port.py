@@ -128,7 +128,7 @@ class JaxPort:
         )
 
     def more_than_sgd(self) -> list[str]:
-        return []  # no strategy with a momentum of its own comes here
+        return []  # no strategy with a momentum comes here
 
     def synchronise(self) -> None:
         shardings.set_mesh(self._mesh)

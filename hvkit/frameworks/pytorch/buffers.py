@@ -86,7 +86,7 @@ class RunningStatistics:
 class LastStatistics:
     """The running statistics of a model after the last step that was not skipped.
 
-    A batch with a NaN spoils them in the forward pass, before anybody looks at its gradients.
+    A batch with a NaN spoils them in the forward pass, before its gradients are checked.
     """
 
     def __init__(self, model: nn.Module) -> None:

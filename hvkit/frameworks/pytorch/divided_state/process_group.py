@@ -1,6 +1,7 @@
 """``torch.distributed`` between Horovod's ranks, for PyTorch's ``fully_shard`` and pipelines.
 
-It needs no variables of ``torchrun``: rank 0 opens a store, and Horovod tells the others where.
+It needs no variables of ``torchrun``: rank 0 opens a store, and Horovod sends its address to the
+other ranks.
 """
 
 from __future__ import annotations

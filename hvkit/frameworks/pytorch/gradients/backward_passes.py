@@ -18,6 +18,8 @@ A backward pass may run inside another one. Reentrant checkpointing (``torch.uti
 computes their gradients. Autograd gives such a nested pass an id like any other, and calls back
 at its end. But the gradients are final, and the script's pass counts, only at the end of the
 outermost one.
+
+For ``hvkit run --timeline``, ``trace_steps`` marks passes and steps.
 """
 
 from __future__ import annotations
@@ -216,7 +218,7 @@ class _LastBatch:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.done: set[Window] = set()
+        self.done: set[AccumulationWindow] = set()
 
 
 _last_batches: list[_LastBatch] = []
@@ -233,7 +235,7 @@ def last_batch() -> Iterator[None]:
         _last_batches.remove(batch)
 
 
-class Window:
+class AccumulationWindow:
     """The passes of one model that count for the next step.
 
     Args:

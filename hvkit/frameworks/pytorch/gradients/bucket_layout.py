@@ -234,10 +234,8 @@ class Layouts:
         usual = StepReport(frozenset(bucket_of), frozenset(), frozenset(), trained)
         last = frozenset().union(*(bucket.channels_last for bucket in buckets))
         checksum = zlib.crc32(repr(sorted(last)).encode())
-        return Layout(
-            *(properties, buckets, bucket_of),
-            *(at_report, at_statistics, usual, last, checksum),
-        )
+        extra = at_report, at_statistics
+        return Layout(properties, buckets, bucket_of, *extra, usual, last, checksum)
 
     def report(self, outdated: Set[Bucket]) -> StepReport:
         """Which gradients this rank has; the same object as long as it has all dense ones.
@@ -256,7 +254,7 @@ class Layouts:
     def gradients_to_keep(self) -> set[int]:
         """Indices of the parameters whose gradients must stay the same tensors.
 
-        Call it before a pass replaces gradients: nobody else holds a tensor that a pass makes.
+        Call it before a pass replaces gradients: the script cannot have a tensor that a pass makes.
         """
         if torch.is_grad_enabled():  # backward(create_graph=True): they carry their graph
             return set(range(len(self._parameters)))
@@ -296,13 +294,13 @@ def make_buckets(
     if together:
         last = Bucket(last_name, spread[-1], report + statistics)
         return [*buckets, last], Extra(last, slice(report)), Extra(last, slice(report, None))
-    nobody = NO_PARAMETER, torch.zeros(1, device="cpu")
+    extra_only = NO_PARAMETER, torch.zeros(1, device="cpu")
     if device.type == "cpu" or not statistics:
-        last = Bucket(last_name, [nobody], report + statistics)
+        last = Bucket(last_name, [extra_only], report + statistics)
         return [*buckets, last], Extra(last, slice(report)), Extra(last, slice(report, None))
-    like = nobody[1].to(device, wire_dtype(spread[-1][-1][1].dtype))
+    like = extra_only[1].to(device, wire_dtype(spread[-1][-1][1].dtype))
     there = Bucket(f"{name}.statistics", [(NO_PARAMETER, like)], statistics)
-    last = Bucket(last_name, [nobody], report)
+    last = Bucket(last_name, [extra_only], report)
     return [*buckets, there, last], Extra(last, slice(report)), Extra(there, slice(statistics))
 
 

@@ -51,7 +51,7 @@ class _Memory:
 
     Attributes:
         flat: all gradients and the extra numbers, one after the other.
-        views: of the members' gradients; nobody else has these tensors.
+        views: of the members' gradients, for use inside the bucket.
         given: other tensors with the same memory, which parameters get.
     """
 

@@ -21,8 +21,8 @@ from hvkit.compression import Compression
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.gradients.backward_passes import (
+    AccumulationWindow,
     GradientHooks,
-    Window,
     refuse_in_pass,
     watch_nested_passes,
 )
@@ -91,7 +91,7 @@ class GradientReducer:
             self.keeper = CompressionKeeper(
                 strategy, compression, {"": self._state}, lambda: range(len(parameters_now))
             )
-        self._window = Window(checks.accumulate, ends_with_epoch=self.keeper is None)
+        self._window = AccumulationWindow(checks.accumulate, ends_with_epoch=self.keeper is None)
         # Several optimizers that use one reduction take one step together.
         self._step_counted = False
         self._optimizers_watched = 0
