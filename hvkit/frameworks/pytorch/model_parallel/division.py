@@ -29,7 +29,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     V_SHAPED,
 )
 from hvkit.frameworks.pytorch.model_parallel.rank_groups import hash_of
-from hvkit.frameworks.pytorch.model_parallel.side_outputs import Path
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import OutputPath
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     TensorPlan,
     plan_layers,
@@ -77,7 +77,7 @@ def decide(
         ValueError: it cannot be divided; says why.
     """
 
-    def look(passed_on: Sequence[Path] = ()) -> DryRun:
+    def look(passed_on: Sequence[OutputPath] = ()) -> DryRun:
         found = _dry_run(model, device, first, args, kwargs, passed_on)
         if options.mesh.pipeline > 1:
             found = _with_other_mode(found, model, device, first, options, passed_on)
@@ -107,7 +107,7 @@ def decide(
     return ModelDivision(found, plan, stages)
 
 
-def _on_all_ranks(kept: Sequence[Path], same_batch: TorchChannel) -> list[Path]:
+def _on_all_ranks(kept: Sequence[OutputPath], same_batch: TorchChannel) -> list[OutputPath]:
     """Those places where the forward of every rank keeps something, not hooks of rank 0."""
     named = {repr(path): path for path in kept}
     names = same_batch.object_from_rank(0, list(named))
@@ -134,7 +134,7 @@ def _dry_run(
     first: MicroBatch,
     args: Any,
     kwargs: Any,
-    passed_on: Sequence[Path],
+    passed_on: Sequence[OutputPath],
 ) -> DryRun:
     """Run the model's forward without weights, for the first micro-batch.
 
@@ -166,7 +166,7 @@ def _with_other_mode(
     device: torch.device,
     first: MicroBatch,
     options: MeshOptions,
-    passed_on: Sequence[Path],
+    passed_on: Sequence[OutputPath],
 ) -> DryRun:
     """Add what a forward does in the other mode only, training or evaluation, as a head's loss.
 

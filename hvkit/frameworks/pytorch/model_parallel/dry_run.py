@@ -26,7 +26,7 @@ from hvkit.frameworks.pytorch.model_parallel.meta_device import (
     forward_on_meta,
     on_meta,
 )
-from hvkit.frameworks.pytorch.model_parallel.side_outputs import Path, SideOutputs
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import OutputPath, SideOutputs
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     bytes_of,
     copied_call,
@@ -78,7 +78,7 @@ class DryRun:
     saved: tuple[SavedActivation, ...]
     flops: int
     nbytes: int
-    side_outputs: tuple[Path, ...] = ()
+    side_outputs: tuple[OutputPath, ...] = ()
     floats: tuple[str, ...] = ()
     reading: tuple[str, ...] = ()
     value_readers: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def dry_run(
     args: Any,
     kwargs: Any,
     device: torch.device,
-    passed_on: Sequence[Path] = (),
+    passed_on: Sequence[OutputPath] = (),
 ) -> DryRun:
     """Run the model's forward without its weights.
 
@@ -137,7 +137,7 @@ def _traced(
     args: Any,
     kwargs: Any,
     device: torch.device,
-    passed_on: Sequence[Path],
+    passed_on: Sequence[OutputPath],
     value: int,
 ) -> tuple[ForwardTrace, DryRun]:
     """A dry run in which the forward gets ``value`` wherever it reads values."""

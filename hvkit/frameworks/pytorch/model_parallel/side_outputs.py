@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
-Path = tuple[str, Hashable]
+OutputPath = tuple[str, Hashable]
 """Where a side output is: the name of its container, and the key there; the same on all ranks."""
 
 # Attributes of PyTorch and of hvkit.
@@ -95,7 +95,7 @@ class _Search:
     """Finds all places where the forward of a model may keep side outputs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.entries: dict[Path, _Location] = {}
+        self.entries: dict[OutputPath, _Location] = {}
         self.containers: dict[str, dict[Any, Any]] = {}
         # By id, the dicts of which this has followed all keys.
         self.complete: dict[int, Any] = {}
@@ -193,10 +193,10 @@ class SideOutputs:
         paths: where to look; None for everywhere.
     """
 
-    def __init__(self, model: nn.Module, paths: Sequence[Path] | None = None) -> None:
+    def __init__(self, model: nn.Module, paths: Sequence[OutputPath] | None = None) -> None:
         self._model, self.paths = model, paths
-        self._entries: dict[Path, _Location] = {}
-        self._before: dict[Path, tuple[Any, tuple[Any, ...] | None]] = {}
+        self._entries: dict[OutputPath, _Location] = {}
+        self._before: dict[OutputPath, tuple[Any, tuple[Any, ...] | None]] = {}
         # By id, dicts that were there before the forward: new keys in them are side outputs.
         self._known: dict[int, Any] = {}
         self._complete: dict[int, Any] = {}
@@ -242,15 +242,15 @@ class SideOutputs:
                     new.setdefault((name, key), _Location(found.containers[name], key))
         self._entries = new | self._entries
 
-    def _was_there(self, path: Path, entry: _Location) -> bool:
+    def _was_there(self, path: OutputPath, entry: _Location) -> bool:
         """Whether the container of an entry is older than ``begin``."""
         return path in self._before or id(entry.container) in self._known
 
-    def changes(self) -> dict[Path, Change]:
+    def changes(self) -> dict[OutputPath, Change]:
         """All changes since ``begin``; without paths only those with tensors."""
         if self.paths is None or len(self._entries) < len(self.paths):
             self._find()
-        found: dict[Path, Change] = {}
+        found: dict[OutputPath, Change] = {}
         inside: list[str] = []
         for path, entry in self._entries.items():
             name, key = path

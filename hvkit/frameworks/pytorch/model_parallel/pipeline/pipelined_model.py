@@ -245,15 +245,21 @@ class Pipeline:
             args, kwargs: of the call.
             batches: its micro-batches; by default of sizes that need not be equal.
         """
+        return self.staged.result_of(with_tensors(*self.outputs(args, kwargs, batches)))
+
+    def outputs(
+        self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """The structure of the result and the side outputs for a batch, and their tensors."""
         _refuse_cache(kwargs)
         batches = batches or self.divide(args, kwargs, self.microbatches)
         self._comparison.check(args, kwargs, batches)
         self._compared()
         done = self.forward(batches, self.seed)
-        result, tensors = self._on_all_ranks(done)
+        structure, tensors = self._on_all_ranks(done)
         if torch.is_grad_enabled() and any(done.requires_grad):
             tensors = list(_results_for(anchor(), done, *tensors))
-        return self.staged.result_of(with_tensors(result, tensors))
+        return structure, tensors
 
     def forward(self, batches: list[MicroBatch], seed: int) -> ForwardPass:
         """Run this rank's stages for micro-batches, with random numbers from a seed."""

@@ -21,7 +21,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     rows_in,
 )
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import (
-    Path,
+    OutputPath,
     SideOutputs,
     undoing_side_effects,
 )
@@ -177,7 +177,7 @@ def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Ite
 
 
 def plain_result(
-    model: nn.Module, args: Any, kwargs: Any, passed_on: Sequence[Path] = ()
+    model: nn.Module, args: Any, kwargs: Any, passed_on: Sequence[OutputPath] = ()
 ) -> list[torch.Tensor] | None:
     """The outputs and side outputs of a model in evaluation, before it is divided.
 

@@ -138,10 +138,11 @@ class ScheduledPipeline:
         return False
 
     def run_now(self, run: DeferredBatch) -> list[torch.Tensor]:
-        """The outputs of the whole batch, by GPipe, since the script needs a value already."""
+        """The outputs of the whole batch by GPipe, since the script needs a value already."""
         pipeline, self._pipeline.seed = self._pipeline, run.seed
         with _in_modes(pipeline, run.modes):
-            return tensors_in(pipeline(run.args, run.kwargs, run.batches))
+            # The script has the deferred side outputs: keep no others in their place.
+            return pipeline.outputs(run.args, run.kwargs, run.batches)[1]
 
     def run_backward(self, run: DeferredBatch) -> None:
         """Run forward and backward of all micro-batches; then give single numbers their values."""

@@ -172,6 +172,23 @@ def test_activations_that_hooks_collect(collect, axis):
     )
 
 
+@pytest.mark.parametrize(
+    ("loss_of", "collect"), cases([(with_attributes, None), (with_penalty, in_a_deque)])
+)
+def test_a_script_reads_the_loss_before_backward(loss_of, collect):
+    """A batch of another schedule then runs by GPipe."""
+
+    def read_early(model, x, y, kept):
+        loss = loss_of(model, x, y, kept)
+        count = kept and len(kept)
+        assert loss.item() > 0
+        assert (kept and len(kept)) == count
+        return loss
+
+    make = lambda: MixtureNet("products")  # noqa: E731
+    assert apart_in_microbatches(make, read_early, "1F1B", collect) < 1e-11
+
+
 class AddsUp(MixtureNet):
     """The model's own forward adds up what its blocks keep."""
 
