@@ -254,9 +254,9 @@ class ParallelModel:
         begin = _nothing if self._random is None else self._random.begin
         staged = StagedForward(model, stages, found, self._device, begin)
         train = self._train(own, norms)
-        kept = [p for p in own.values() if options.mesh.shard > 1 and not is_divided(p)]
+        unsharded = [p for p in own.values() if options.mesh.shard > 1 and not is_divided(p)]
         equalised = self._rounded == "gradients"
-        shared = SharedGradients(of_stages, kept, groups, equalised=equalised)
+        shared = SharedGradients(of_stages, unsharded, groups, equalised=equalised)
         pipeline = self._pipeline = Pipeline(
             model,
             staged,
