@@ -143,16 +143,11 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
 def watching(args: argparse.Namespace) -> tuple[str, ...]:
     """The words that pass these options on to ``hvkit run``; none for a default."""
     words = []
-    if args.lost_after != _LOST_AFTER:
-        words += ["--lost-after", f"{args.lost_after:.15g}"]
-    if args.grace != _GRACE:
-        words += ["--grace", f"{args.grace:.15g}"]
-    if args.stall is not None:
-        words += ["--stall", f"{args.stall:.15g}"]
-    if args.max_restarts:
-        words += ["--max-restarts", str(args.max_restarts)]
-    if args.min_np is not None:
-        words += ["--min-np", str(args.min_np)]
+    defaults = {"lost-after": _LOST_AFTER, "grace": _GRACE, "stall": None}
+    for option, default in {**defaults, "max-restarts": 0, "min-np": None}.items():
+        value = getattr(args, option.replace("-", "_"))
+        if value != default:
+            words += [f"--{option}", f"{value:.15g}" if isinstance(value, float) else f"{value}"]
     words += [f"--{name}" for name in ("prefix", "timestamps") if getattr(args, name)]
     if args.log_dir is not None:
         # One word: the folder's name may begin with a dash.

@@ -109,7 +109,8 @@ def choose_hosts(
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
-    used, addresses, daemon_networks = by_user, ("127.0.0.1",), _networks(by_user)
+    used, daemon_networks = by_user, _networks(by_user)
+    addresses: tuple[str, ...] = ("127.0.0.1",)
     if others:
         addresses = _addresses_towards(others)
         reached_at = {
