@@ -47,7 +47,7 @@ class Stages:
     rank_of: tuple[int, ...]
     flops: tuple[float, ...]
     nbytes: tuple[int, ...]
-    of_weight: Mapping[Hashable, tuple[int, ...]]
+    of_weight: Mapping[Any, tuple[int, ...]]
 
     def __len__(self) -> int:
         return len(self.rank_of)

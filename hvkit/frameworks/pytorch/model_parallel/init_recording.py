@@ -399,12 +399,8 @@ def set_tag(tensor: torch.Tensor, recording: InitRecording, number: int) -> None
 
 
 def _moved(storage: torch.UntypedStorage, device: torch.device | str) -> torch.UntypedStorage:
-    return (
-        View(0, (storage.nbytes(),), (1,), 0, torch.uint8, False, False)
-        .on(storage)
-        .to(device)
-        .untyped_storage()
-    )
+    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return data.to(device).untyped_storage()
 
 
 def _become(tensor: torch.Tensor, made: torch.Tensor) -> None:
