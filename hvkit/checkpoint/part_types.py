@@ -59,48 +59,48 @@ def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, thing
 
 
-def part_for(name: str, thing: Any, models: list[Any]) -> Part:
+def part_for(name: str, obj: Any, models: list[Any]) -> Part:
     """The part that saves this object, from the module of its framework."""
-    if isinstance(thing, Monitor):
-        return MonitorPart(name, thing)
+    if isinstance(obj, Monitor):
+        return MonitorPart(name, obj)
     keras = sys.modules.get("keras")
-    if keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer):
-        from hvkit.checkpoint.keras import ModelPart, OptimizerPart
+    if keras is not None and isinstance(obj, keras.Model):
+        from hvkit.checkpoint.keras import ModelPart
 
-        if isinstance(thing, keras.Model):
-            return ModelPart(name, thing)
-        return OptimizerPart(name, thing, models)
-    if keras is not None and isinstance(thing, keras.callbacks.Callback) and not _has_state(thing):
-        from hvkit.checkpoint.keras import CallbackPart
+        return ModelPart(name, obj)
+    if keras is not None and isinstance(obj, keras.optimizers.Optimizer):
+        from hvkit.checkpoint.keras import OptimizerPart
 
-        return CallbackPart(name, thing)
-    if "jax" in sys.modules and not _has_state(thing):
-        from hvkit.frameworks.jax.arrays import is_nnx
-
-        if is_nnx(thing) or isinstance(thing, SimpleNamespace):
-            from hvkit.checkpoint.jax import ArraysPart
-
-            return ArraysPart(name, thing)
-        if framework_of(thing) is JAX:
-            raise TypeError(
-                f"{name} is a pytree ({type(thing).__name__}), which steps replace and restore() "
-                "cannot set: hold it in an object that your loop updates, run = "
-                "types.SimpleNamespace(params=params, opt_state=opt_state), and pass run=run"
-            )
-    if not _has_state(thing):
-        raise TypeError(
-            f"{name} is of type {type(thing).__module__}.{type(thing).__qualname__}, which a "
-            "checkpoint cannot save: it takes models and optimizers of PyTorch, Keras and Flax "
-            "NNX, objects with state_dict() and load_state_dict(), lists and dicts of these, and a "
-            "types.SimpleNamespace of JAX's pytrees; pass numbers and text to save(..., "
-            "extras={...})"
-        )
-    on_tensorflow = any(framework_of(model) is KERAS_ON_TENSORFLOW for model in models)
-    if "torch" in sys.modules and not on_tensorflow:
+        return OptimizerPart(name, obj, models)
+    if _has_state(obj):
+        if "torch" not in sys.modules or KERAS_ON_TENSORFLOW in map(framework_of, models):
+            return JsonPart(name, obj)
         from hvkit.checkpoint.pytorch import TorchPart
 
-        return TorchPart(name, thing)
-    return JsonPart(name, thing)
+        return TorchPart(name, obj)
+    if keras is not None and isinstance(obj, keras.callbacks.Callback):
+        from hvkit.checkpoint.keras import CallbackPart
+
+        return CallbackPart(name, obj)
+    if "jax" in sys.modules:
+        from hvkit.frameworks.jax.arrays import is_nnx
+
+        if is_nnx(obj) or isinstance(obj, SimpleNamespace):
+            from hvkit.checkpoint.jax import ArraysPart
+
+            return ArraysPart(name, obj)
+    if framework_of(obj) is JAX:
+        raise TypeError(
+            f"{name} is a pytree ({type(obj).__name__}), which steps replace and restore() "
+            "cannot set: hold it in an object that your loop updates, run = "
+            "types.SimpleNamespace(params=params, opt_state=opt_state), and pass run=run"
+        )
+    raise TypeError(
+        f"{name} is of type {type(obj).__module__}.{type(obj).__qualname__}, which a checkpoint "
+        "cannot save: it takes models and optimizers of PyTorch, Keras and Flax NNX, objects with "
+        "state_dict() and load_state_dict(), lists and dicts of these, and a "
+        "types.SimpleNamespace of JAX's pytrees; pass numbers and text to save(..., extras={...})"
+    )
 
 
 def _has_state(thing: Any) -> bool:

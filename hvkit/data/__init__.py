@@ -15,8 +15,8 @@
     └── rank_samples        the arithmetic all of them use: which samples of a step are this
                             rank's, seeds, and a loader's position
 
-To shard another kind of data, write a module that returns one rank's part and the facts that must
-be equal on all ranks, and call it in ``shard.shard_for``.
+To shard another kind of data, write a function that returns one rank's part and the facts that
+must be equal on all ranks, and add it to the table in ``shard``.
 """
 
 from hvkit.data.shard import shard

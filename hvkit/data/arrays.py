@@ -19,28 +19,30 @@ from hvkit.data.rank_samples import Positions, Split
 _COMPARED = 4
 
 
-def shard_arrays(data: Any, split: Split) -> Any:
-    """This rank's rows of arrays, in the same container.
+def shard_arrays(data: Any, split: Split, seed: int | None = None) -> tuple[Any, list[str]]:
+    """This rank's rows of arrays, in the same container, and the facts that all ranks must have.
 
     Args:
         data: an array of shape (n, ...), or a tuple, list or dict of such arrays, all with the
             same n.
         split: rank and size.
+        seed: is not used.
 
     Raises:
         TypeError: it holds something other than arrays, or an array without rows.
         ValueError: the arrays have different lengths.
     """
-    length = rows_of(data)
+    length = _rows_of(data)
+    facts = [f"arrays of {length} rows", f"rows of sha256 {digest_of_rows(data)}"]
     if split.size == 1:
-        return data
+        return data, facts
     positions = split.of(length)
     if isinstance(positions, slice):
-        return map_arrays(lambda array: array[positions], data)
-    return map_arrays(lambda array: _take(array, positions), data)
+        return map_arrays(lambda array: array[positions], data), facts
+    return map_arrays(lambda array: _take(array, positions), data), facts
 
 
-def rows_of(data: Any) -> int:
+def _rows_of(data: Any) -> int:
     """The number of rows that all arrays of ``data`` have; raises as ``shard_arrays``."""
     lengths: list[int] = []
     map_arrays(lambda array: lengths.append(int(array.shape[0])), data)
@@ -128,20 +130,13 @@ def _name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def is_of_grain(data: object) -> bool:
-    """Whether this is a data set or a loader of Grain."""
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(
-        data, grain.MapDataset | grain.IterDataset | grain.DataLoader
-    )
-
-
-def shard_grain(data: Any, split: Split) -> tuple[Any, list[str]]:
+def shard_grain(data: Any, split: Split, seed: int | None) -> tuple[Any, list[str]]:
     """This rank's elements as a ``MapDataset``, and the facts that must be equal on all ranks.
 
     Args:
         data: a ``grain.MapDataset``; its earlier steps shuffle and map all elements.
         split: rank and size.
+        seed: is not used.
 
     Raises:
         TypeError: it is an ``IterDataset`` or a ``DataLoader``, whose elements have no numbers.

@@ -161,11 +161,14 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return getattr(self._inner, name)
 
 
-def facts_of(inner: keras.utils.PyDataset, split: Split, seed: int | None) -> list[str]:
-    """The facts that must be equal on all ranks: the length, and the labels of the first batch.
+def shard_pydataset(
+    inner: keras.utils.PyDataset, split: Split, seed: int | None
+) -> tuple[ShardedPyDataset, list[str]]:
+    """This rank's batches; and the facts that must be equal: length, labels of the first batch.
 
     Not its inputs: the dataset may augment them at random.
     """
+    part = ShardedPyDataset(inner, split, seed)
     facts = [f"PyDataset of {inner.num_batches} batches"]
     if split.size > 1 and not split.exact and inner.num_batches != 0:
         with FixedRandomness(seed_from(seed or 0, 0, 2)):
@@ -173,7 +176,7 @@ def facts_of(inner: keras.utils.PyDataset, split: Split, seed: int | None) -> li
         if isinstance(batch, tuple | list) and len(batch) > 1 and batch[1] is not None:
             labels = _map(_as_numpy, batch[1])
             facts.append(f"labels of the first batch with sha256 {digest_of_rows(labels)}")
-    return facts
+    return part, facts
 
 
 def _map(function: Any, *batches: Any) -> Any:

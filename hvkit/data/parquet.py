@@ -42,6 +42,12 @@ class _Rows:
         return read.to_table(schema=schema, columns=columns).slice(self.start, len(self))
 
 
+def shard_parquet(dataset: Any, split: Split, seed: int | None) -> tuple[ParquetRows, list[str]]:
+    """This rank's rows, and the facts that must be equal on all ranks."""
+    rows = ParquetRows(dataset, split, seed)
+    return rows, rows.facts
+
+
 class ParquetRows(WithPosition):
     """One rank's rows of a ``pyarrow.dataset`` of Parquet files; ``len`` is their number.
 
@@ -187,13 +193,6 @@ class ParquetBatches:
         iteration = position.begin()
         with position.reading(iteration):
             yield from self._rows._epoch(iteration, self._size, self._columns)
-
-
-def is_dataset(data: Any) -> bool:
-    """Whether this is a ``pyarrow.dataset``, of any format."""
-    import pyarrow.dataset
-
-    return isinstance(data, pyarrow.dataset.Dataset)
 
 
 def _row_groups(dataset: Any) -> Iterator[_Rows]:

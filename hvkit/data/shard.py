@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, TypeVar
 
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.data.arrays import (
-    digest_of_rows,
-    is_arrays,
-    is_of_grain,
-    rows_of,
-    shard_arrays,
-    shard_grain,
-)
-from hvkit.data.parquet import ParquetRows, is_dataset
+from hvkit.data.arrays import is_arrays, shard_arrays
 from hvkit.data.rank_samples import Split
 from hvkit.mesh import Mesh, position_in
 from hvkit.registry import watch_updates
@@ -26,6 +21,26 @@ Data = TypeVar("Data")
 _ACCEPTED = (
     "a torch DataLoader or Dataset, a tf.data.Dataset, a keras.utils.PyDataset, a pyarrow.dataset, "
     "a grain.MapDataset, or arrays: one, or a tuple, list or dict of them"
+)
+
+# A package that the script may have imported, a class of it, and the function for its objects. A
+# function takes the data, the split and the seed, and returns one rank's part and the facts that
+# must be equal on all ranks. The first row that fits counts.
+_PIPELINE = ("tensorflow", "data.Dataset")
+_SHARDED = (
+    ("torch", "utils.data.DataLoader", "pytorch_loader:shard_loader"),
+    ("torch", "utils.data.Dataset", "pytorch_datasets:shard_dataset"),
+    (*_PIPELINE, "tfdata:shard_tfdata"),
+    ("keras", "utils.PyDataset", "keras_pydataset:shard_pydataset"),
+    ("pyarrow.dataset", "Dataset", "parquet:shard_parquet"),
+    *(
+        ("grain", name, "arrays:shard_grain")
+        for name in ("MapDataset", "IterDataset", "DataLoader")
+    ),
+)
+_DYNAMIC = (
+    ("torch", "utils.data.DataLoader", "pytorch_loader:dynamic_loader"),
+    (*_PIPELINE, "tfdata:dynamic_tfdata"),
 )
 
 
@@ -116,53 +131,36 @@ def _split_of(mesh: Mesh | None, exact: bool) -> Split:
     return Split(position.batch, position.batches, exact)
 
 
-class ShardedData(NamedTuple):
-    """One rank's part of the data, and the facts that must be equal on all ranks.
+def shard_for(data: Any, split: Split, seed: int | None) -> tuple[Any, list[str]]:
+    """One rank's part, and the facts that must be equal on all ranks; not a collective.
 
     For evaluation there are facts only if ranks could disagree about the order: evaluation on a
     single rank must not wait for the others.
-    """
-
-    data: Any
-    facts: list[str]
-
-
-def shard_for(data: Any, split: Split, seed: int | None) -> ShardedData:
-    """The part of one rank; not a collective.
 
     Raises:
         TypeError, ValueError: as ``shard``.
     """
-    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
-    keras = sys.modules.get("keras")
-    part: Any
-    if torch is not None and isinstance(data, torch.utils.data.DataLoader):
-        from hvkit.data.pytorch_loader import shard_loader
-
-        part, facts = shard_loader(data, split, seed)
-    elif torch is not None and isinstance(data, torch.utils.data.Dataset):
-        from hvkit.data.pytorch_datasets import shard_dataset
-
-        part, facts = shard_dataset(data, split, seed)
-    elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
-        from hvkit.data.tfdata import shard_tfdata
-
-        return ShardedData(*shard_tfdata(data, split))
-    elif keras is not None and isinstance(data, keras.utils.PyDataset):
-        from hvkit.data.keras_pydataset import ShardedPyDataset, facts_of
-
-        part, facts = ShardedPyDataset(data, split, seed), facts_of(data, split, seed)
-    elif "pyarrow.dataset" in sys.modules and is_dataset(data):
-        part = ParquetRows(data, split, seed)
-        facts = part.facts
-    elif is_of_grain(data):
-        part, facts = shard_grain(data, split)
-    elif is_arrays(data):
-        facts = [f"arrays of {rows_of(data)} rows", f"rows of sha256 {digest_of_rows(data)}"]
-        part = shard_arrays(data, split)
-    else:
+    divide = _function_for(data, _SHARDED) or (shard_arrays if is_arrays(data) else None)
+    if divide is None:
         raise TypeError(_refusal(data))
-    return ShardedData(part, [] if split.exact else [*facts, f"seed {seed}"])
+    part, facts = divide(data, split, seed)
+    if split.exact:  # only pipelines shuffle then, by seeds that may differ
+        return part, facts if _is(data, *_PIPELINE) else []
+    return part, [*facts, f"seed {seed}"]
+
+
+def _function_for(data: Any, table: Sequence[tuple[str, str, str]]) -> Callable[..., Any] | None:
+    for package, name, function in table:
+        if _is(data, package, name):
+            module, _, function = function.partition(":")
+            return getattr(import_module(f"hvkit.data.{module}"), function)  # type: ignore[no-any-return]
+    return None
+
+
+def _is(data: Any, package: str, name: str) -> bool:
+    """Whether the data has a class of a package, which the script has then imported."""
+    module = sys.modules.get(package)
+    return module is not None and isinstance(data, operator.attrgetter(name)(module))
 
 
 def _is_dynamic(dynamic: object, split: Split) -> bool:
@@ -176,24 +174,17 @@ def _is_dynamic(dynamic: object, split: Split) -> bool:
     return dynamic
 
 
-def _dynamic(data: Any, split: Split, seed: int | None) -> ShardedData:
-    """The batches that a rank takes; not a collective."""
-    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
-    if torch is not None and isinstance(data, torch.utils.data.DataLoader):
-        from hvkit.data.pytorch_loader import dynamic_loader
-
-        part, facts = dynamic_loader(data, split, seed)
-    elif tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
-        from hvkit.data.tfdata import dynamic_tfdata
-
-        part, facts = dynamic_tfdata(data, split)
-    else:
+def _dynamic(data: Any, split: Split, seed: int | None) -> tuple[Any, list[str]]:
+    """The batches that a rank takes, and the facts; not a collective."""
+    divide = _function_for(data, _DYNAMIC)
+    if divide is None:
         raise TypeError(
             "dynamic=True takes a torch DataLoader or a tf.data.Dataset, got "
             f"{type(data).__module__}.{type(data).__qualname__}: convert it to one of these, or "
             "leave dynamic out, and each rank gets its part"
         )
-    return ShardedData(part, [*facts, f"seed {seed}", "dynamic"])
+    part, facts = divide(data, split, seed)
+    return part, [*facts, f"seed {seed}", "dynamic"]
 
 
 def _checked(exact: object, seed: object) -> int | None:

@@ -33,8 +33,10 @@ from hvkit.data.tfdata_batches import Batching, batching_of, stackable, whole
 _PART = "_hvkit_part"
 
 
-def shard_tfdata(data: tf.data.Dataset, split: Split) -> tuple[tf.data.Dataset, list[str]]:
-    """One rank's part of a pipeline, and the facts that must be equal on all ranks."""
+def shard_tfdata(
+    data: tf.data.Dataset, split: Split, seed: int | None
+) -> tuple[tf.data.Dataset, list[str]]:
+    """One rank's part of a pipeline, which has its own seeds, and the facts equal on all ranks."""
     if split.size == 1:
         return data, []
     _refuse_unordered(data)
@@ -53,7 +55,9 @@ def shard_tfdata(data: tf.data.Dataset, split: Split) -> tuple[tf.data.Dataset, 
     return part, _facts(data, batching, split)
 
 
-def dynamic_tfdata(data: tf.data.Dataset, split: Split) -> tuple[tf.data.Dataset, list[str]]:
+def dynamic_tfdata(
+    data: tf.data.Dataset, split: Split, seed: int | None
+) -> tuple[tf.data.Dataset, list[str]]:
     """The elements that this rank takes, and the facts that must be equal on all ranks.
 
     Every rank runs the whole pipeline, and skips what others have taken.

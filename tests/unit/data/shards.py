@@ -20,7 +20,7 @@ every_length = pytest.mark.parametrize("length", [0, more(1), 7, more(200), 201]
 
 def parts(make, size, *, exact=False, seed=0):
     """The parts of ranks 0 to size - 1; ``make`` creates the data anew for each rank."""
-    return [shard_for(make(), Split(rank, size, exact), seed).data for rank in range(size)]
+    return [shard_for(make(), Split(rank, size, exact), seed)[0] for rank in range(size)]
 
 
 def numbers(batches):

@@ -213,7 +213,7 @@ class BatchesByAttribute(ByAttribute):
 
 
 @every_size
-def test_what_a_script_sets_on_a_sampler_reaches_it(size):
+def test_attributes_that_a_script_sets_reach_its_sampler(size):
     samples = parts(loader(30, 5, sampler=ByAttribute(30)), size, seed=None)
     batches = parts(loader(30, 1, batch_sampler=BatchesByAttribute(30)), size, seed=None)
     for number in (3, 2):

@@ -339,12 +339,12 @@ def test_seeds_are_among_the_facts_that_ranks_compare():
     from hvkit.data.shard import shard_for
 
     facts = [
-        shard_for(Data.range(9).shuffle(9, seed=seed), Split(0, 2, exact), 0).facts
+        shard_for(Data.range(9).shuffle(9, seed=seed), Split(0, 2, exact), 0)[1]
         for seed in (1, 2)
         for exact in (False, True)
     ]
     assert len({str(each) for each in facts}) == 4
-    assert shard_for(Data.range(9), Split(0, 2, True), 0).facts == []
+    assert shard_for(Data.range(9), Split(0, 2, True), 0)[1] == []
 
 
 def test_steps_that_give_up_the_order_are_refused_and_options_overruled():
