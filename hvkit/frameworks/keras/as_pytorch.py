@@ -228,7 +228,6 @@ class PyTorchSampleCounts:
         self._noted: list[Sequence[Any]] = []
 
     def begin(self, rows_of: torch.Tensor, final: bool = True) -> None:
-        """Note how many rows this rank has in this step."""
         self._may_change = False
         self._arrive()  # of a step that failed
         self._may_change = not final
@@ -244,7 +243,6 @@ class PyTorchSampleCounts:
         self._handles.append(self._wire.start_sum(self._total, f"{self._name}.rows"))
 
     def end(self) -> None:
-        """The step has ended."""
         self._may_change = self._of_script = False
         self._arrive()
         if self._started:
@@ -277,7 +275,6 @@ class PyTorchSampleCounts:
         return self._usual * self._wire.size / (self._sum.item() or 1.0)
 
     def of(self, count: torch.Tensor | None, number: int) -> tuple[float, float]:
-        """The rows of all ranks for each of this rank, and a count over all ranks."""
         self._arrive()
         share = float(self._wire.size)
         if self._in_step:
@@ -292,7 +289,6 @@ class PyTorchSampleCounts:
         return share, total
 
     def start(self, count: torch.Tensor, number: int) -> bool:
-        """Start to add up a count, which also weights the gradients of this step."""
         if not self.weighs or not self._usual:
             return False
         self._started, self._count = True, count.item()
@@ -301,17 +297,14 @@ class PyTorchSampleCounts:
         return True
 
     def once(self, key: str, values: Sequence[torch.Tensor], report: Callable[..., None]) -> None:
-        """In the first step, pass the values of some tensors to ``report``, as NumPy arrays."""
         if key not in self._reported:
             self._reported.add(key)
             with torch.no_grad():
                 report(*(each.detach().cpu().numpy() for each in values))
 
     def note(self, numbers: Sequence[Any]) -> None:
-        """Keep a step's scalars until the end of a pass over data."""
         self._noted.append([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
 
     def noted(self) -> list[np.ndarray[Any, Any]]:
-        """The numbers noted since the last call."""
         noted, self._noted = self._noted, []
         return [np.array(list(map(float, each))) for each in noted]

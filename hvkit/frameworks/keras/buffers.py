@@ -17,7 +17,6 @@ from keras import ops
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
-    backend_variable,
     not_converted,
     outside_graphs,
 )
@@ -31,7 +30,7 @@ if ON_TENSORFLOW:
     import tensorflow as tf
 
     from hvkit.frameworks.keras.collectives.gather import gather_rows
-    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, refuse_xla, widened
+    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, as_one, refuse_xla, widened
 
 
 GatherRow = Callable[[str, Group, Any], Any]
@@ -110,12 +109,11 @@ def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> Non
     kept = _statistics_in(model)
     if not kept:
         return
-    flat = tf.concat([tf.cast(tf.reshape(v.value, [-1]), tf.float32) for v in kept], axis=0)
-
-    mean = wait.around(flat, lambda vector: Wire("batch norm", group).mean(vector, wait.key))
-    pieces = tf.split(mean, [int(v.shape[0]) for v in kept])
-    for variable, piece in zip(kept, pieces, strict=True):
-        variable.assign(tf.cast(piece, variable.dtype))
+    mean = functools.partial(Wire("batch norm", group).mean, name=wait.key)
+    wide = [tf.cast(v.value, tf.float32) for v in kept]
+    means = as_one(wide, functools.partial(wait.around, collective=mean))
+    for variable, each in zip(kept, means, strict=True):
+        variable.assign(tf.cast(each, variable.dtype))
 
 
 class LastStatistics:
@@ -211,14 +209,12 @@ def average(layers: Sequence[keras.layers.Layer]) -> None:
         if tf.as_dtype(v.dtype).is_floating:
             by_dtype.setdefault(v.dtype, []).append(v)
     for dtype, same_dtype in by_dtype.items():
-        flat = widened(tf.concat([tf.reshape(v.value, [-1]) for v in same_dtype], axis=0))
-        average_of = functools.partial(
-            Wire("batch norm").mean, name=f"hvkit.average_buffers.{dtype}"
-        )
-        mean = _wait().around(flat, average_of)
-        sizes = [backend_variable(v).shape.num_elements() for v in same_dtype]
-        for v, piece in zip(same_dtype, tf.split(mean, sizes), strict=True):
-            v.assign(tf.cast(tf.reshape(piece, v.shape), v.dtype))
+        wide = [widened(tf.convert_to_tensor(v.value)) for v in same_dtype]
+        name = f"hvkit.average_buffers.{dtype}"
+        mean = functools.partial(Wire("batch norm").mean, name=name)
+        means = as_one(wide, functools.partial(_wait().around, collective=mean))
+        for v, each in zip(same_dtype, means, strict=True):
+            v.assign(tf.cast(each, v.dtype))
     if first:
         rest = [v for v in variables if not tf.as_dtype(v.dtype).is_floating]
         warn_of_integers(*fingerprints_of(rest))

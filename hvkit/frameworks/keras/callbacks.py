@@ -215,17 +215,8 @@ class _Unsaved:
     save_weights = save
 
 
-def _acts_in_steps(callback: Any) -> bool:
-    """Whether the callback has code of its own at the end of steps, which may stop training."""
-    return _acts(callback, "on_batch_end", "on_train_batch_end")
-
-
-def _acts_at_the_end(callback: Any) -> bool:
-    """Whether the callback has code of its own at the end of training, which may set weights."""
-    return _acts(callback, "on_train_end")
-
-
 def _acts(callback: Any, *hooks: str) -> bool:
+    """Whether the callback has code at one of these points, which may stop training."""
     if _is_one_of(callback, _STEADY) or getattr(callback, "never_stops", False):
         return False
     base = keras.callbacks.Callback
@@ -285,8 +276,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         self._epoch = epoch
         self._agreed = agreed
         # Only a callback that could stop training inside an epoch is worth a collective per step.
-        self._every_step = any(_acts_in_steps(each) for each in others)
-        self._at_the_end = any(_acts_at_the_end(each) for each in others)
+        self._every_step = any(_acts(each, "on_batch_end", "on_train_batch_end") for each in others)
+        # A callback may set weights there.
+        self._at_the_end = any(_acts(each, "on_train_end") for each in others)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that all ranks that know their number of steps have the same number."""

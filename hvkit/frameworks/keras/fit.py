@@ -197,7 +197,7 @@ def with_callbacks_of_this_rank(
         if trains:
             epoch.rows = _rows_of_batches(kwargs)
         else:
-            noted_of(model)  # drops those of a pass that failed
+            noted_of(model)  # drops the numbers of a pass that failed
         with aside, call_within(method.__name__), translated():
             try:
                 return method(*args, **kwargs)

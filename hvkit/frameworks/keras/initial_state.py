@@ -4,8 +4,8 @@ The first of all ranks is rank 0, as messages and names here call it; a group ha
 
 Layers may compute with more than their weights. ``adapt`` of ``StringLookup``, ``IntegerLookup``
 and ``TextVectorization`` fills a table, that of ``Discretization`` a list. ``Normalization`` has
-variables, but computes with constants that it derives from them. With rank 0's weights alone, such
-layers would still differ between ranks.
+variables, but computes with constants that it derives from them. Ranks with rank 0's weights may
+still differ in these.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import keras
 
 from hvkit.frameworks.keras.optimizers import inner_optimizer, updating
 from hvkit.frameworks.keras.refusals import (
+    call_before,
     names_of_distributed,
     note_distributed,
     weights_of_models,
@@ -44,22 +45,10 @@ def refuse_others(models: Sequence[Any], optimizers: Sequence[Any], scaled: bool
     if scaled:
         _scaled.update(models)
     for name in ("fit", "train_on_batch"):
-        _check(name, _require_passed)
+        call_before(name, _require_passed)
     for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch"):
-        _check(name, _require_whole)
+        call_before(name, _require_whole)
     watch_updates()
-
-
-@functools.cache
-def _check(name: str, require: Any) -> None:
-    method = getattr(keras.Model, name)
-
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        require(self, name)
-        return method(self, *args, **kwargs)
-
-    setattr(keras.Model, name, checked)
 
 
 def _require_passed(model: Any, name: str) -> None:
@@ -133,7 +122,7 @@ def _require_together(optimizer: Any, variables: Sequence[Any]) -> None:
     Compiled steps come here once, when they are traced.
 
     Raises:
-        ValueError: names a variable that each rank would train apart.
+        ValueError: names a variable that each rank would train on its own.
     """
     # Variables that no layer has made, such as an input that is optimised, have no folder.
     of_layers = [v for v in variables if "/" in getattr(v, "path", "")]

@@ -3,8 +3,8 @@
 hvkit attaches nearly everything to the instances: to methods of the optimizer, and to the ``call``
 of a model that has no weights yet. Their classes stay Keras's, so saved files do not mention hvkit.
 
-An update on TensorFlow is a part of a graph, so it has no hooks as PyTorch's has. What runs around
-it wraps methods of the optimizer, the outermost first::
+An update on TensorFlow is a part of a graph, so it has no hooks as PyTorch's has. Code around it
+wraps methods of the optimizer, the outermost first::
 
     method                       wrapped by                      what it does there
     apply                        gradients/averaged_updates      refuses, averages the gradients;

@@ -35,7 +35,7 @@ def updating(optimizers: Sequence[Any]) -> list[Any]:
 
 
 def calls_of_apply(optimizer: Any) -> int:
-    """How often ``apply`` was called, also to accumulate: ``iterations`` counts updates alone."""
+    """How often ``apply`` was called, also to accumulate; ``iterations`` counts updates only."""
     return int(optimizer._iterations.value)
 
 
@@ -71,7 +71,7 @@ def new_like(optimizer: Any) -> Any:
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Whether an update overwrites the variable with its gradient, as those of float8.
+    """Whether an update overwrites the variable with its gradient, as the scales of float8.
 
     Keras then uses the largest of several gradients, so that a scale covers all values.
     """

@@ -1,10 +1,10 @@
 """Refuses updates of a distributed model that cannot work.
 
 An optimizer that was not passed to ``distribute`` averages nothing, so the ranks would silently
-train apart: ``compile`` may get another optimizer, a second phase of training may make a new one,
-and a ``train_step`` may have its own. All of them call the ``apply`` of the base class, so the
-check is there. In the same way, ``fit`` of the base class refuses a model that was not passed but
-contains one that was: nothing would share its metrics, files and decisions.
+train different models: ``compile`` may get another optimizer, a second phase of training may make a
+new one, and a ``train_step`` may have its own. All of them call the ``apply`` of the base class, so
+the check is there. In the same way, ``fit`` of the base class refuses a model that was not passed
+but contains one that was: nothing would share its metrics, files and decisions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -211,13 +211,13 @@ def refuse_other_optimizers(model: Any, optimizers: Sequence[Any]) -> None:
     note_distributed(model)
     _averaged.update(optimizers)
     watch_updates()
-    _check_who_fits()
+    call_before("fit", _refuse_fit_around)
 
 
 def note_distributed(model: Any) -> None:
     """Warn of models around this one that report metrics of a rank's own, from now on."""
     _models.add(model)
-    _check_who_evaluates()
+    call_before("evaluate", _warn_of_evaluate_around)
 
 
 def refuse_left_out(
@@ -355,39 +355,36 @@ def watch_updates() -> None:
 
 
 @functools.cache
-def _check_who_fits() -> None:
-    fit = keras.Model.fit
+def call_before(name: str, check: Callable[[Any, str], None]) -> None:
+    """Call a function with the model and ``name`` before this method of any model of Keras."""
+    method = getattr(keras.Model, name)
 
-    @functools.wraps(fit)
-    def fit_if_passed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if names := names_of_distributed(self, self.trainable_variables):
-            raise ValueError(
-                f"fit of model {self.name!r} would train {names}, passed to hvkit.distribute, but "
-                f"{self.name!r} was not passed: each rank would report metrics of its own, write "
-                "the same files and stop by itself. Pass the model that fits, with all optimizers, "
-                "in place of its parts: hvkit.distribute(gan, [g_optimizer, d_optimizer])"
-            )
-        return fit(self, *args, **kwargs)
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, name)
+        return method(self, *args, **kwargs)
 
-    keras.Model.fit = fit_if_passed
+    setattr(keras.Model, name, checked)
 
 
-@functools.cache
-def _check_who_evaluates() -> None:
-    evaluate = keras.Model.evaluate
+def _refuse_fit_around(model: Any, name: str) -> None:
+    if names := names_of_distributed(model, model.trainable_variables):
+        raise ValueError(
+            f"{name} of model {model.name!r} would train {names}, passed to hvkit.distribute, but "
+            f"{model.name!r} was not passed: each rank would report metrics of its own, write "
+            "the same files and stop by itself. Pass the model that fits, with all optimizers, "
+            "in place of its parts: hvkit.distribute(gan, [g_optimizer, d_optimizer])"
+        )
 
-    @functools.wraps(evaluate)
-    def evaluate_with_warning(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if names := names_of_distributed(self, self.weights):
-            warn_once(
-                "evaluate of a model around",
-                f"evaluate of model {self.name!r} reports the metrics of each rank's own data: it "
-                f"uses {names}, passed to hvkit.distribute, but {self.name!r} was not passed. Pass "
-                "it instead, or average what evaluate returns with hvkit.average",
-            )
-        return evaluate(self, *args, **kwargs)
 
-    keras.Model.evaluate = evaluate_with_warning
+def _warn_of_evaluate_around(model: Any, name: str) -> None:
+    if names := names_of_distributed(model, model.weights):
+        warn_once(
+            "evaluate of a model around",
+            f"{name} of model {model.name!r} reports the metrics of each rank's own data: it "
+            f"uses {names}, passed to hvkit.distribute, but {model.name!r} was not passed. Pass "
+            "it instead, or average what evaluate returns with hvkit.average",
+        )
 
 
 def names_of_distributed(model: Any, variables: Sequence[Any]) -> str:

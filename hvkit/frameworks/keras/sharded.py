@@ -54,7 +54,7 @@ class VariableSender(Protocol):
 
 
 class OptimizerShards:
-    """Divides the state of one optimizer among the ranks.
+    """Divides the state of one optimizer among the ranks; implements ``partial_state.Shards``.
 
     Args:
         strategy: chooses the owners.
@@ -131,16 +131,13 @@ class OptimizerShards:
             self._sender.send(number, piece, variables)
 
     def slots(self) -> list[Any]:
-        """The variables with the state of single weights."""
         return [slot for slot, _ in self._state.slots]
 
     def unfolded(self) -> AbstractContextManager[None]:
-        """A context with room for the whole state; afterwards this rank keeps its part."""
         return self._state.unfolded()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which rank 0 holds the whole state; a collective."""
         refuse_in_group("hvkit.settled of an optimizer", self._group)
         owners = self.owner_of([variable for _, variable in self._state.slots])
         owned = {
@@ -182,11 +179,8 @@ def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
 
 
 def _bytes(variable: Any) -> int:
-    size: int = (
-        math.prod(variable.shape)
-        * numpy_dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
-    )
-    return size
+    dtype = numpy_dtype(keras.backend.standardize_dtype(variable.dtype))
+    return int(math.prod(variable.shape)) * dtype.itemsize
 
 
 class TensorFlowSender:

@@ -156,8 +156,17 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
 
 
+def as_one(
+    tensors: Sequence[tf.Tensor], function: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Apply a function to tensors of one dtype as one vector; return its pieces in their shapes."""
+    result = function(tf.concat([tf.reshape(each, [-1]) for each in tensors], axis=0))
+    pieces = tf.split(result, [each.shape.num_elements() for each in tensors])
+    return [tf.reshape(p, each.shape) for p, each in zip(pieces, tensors, strict=True)]
+
+
 def nothing() -> tf.Tensor:
-    """The branch of a ``tf.cond`` in which nothing is done."""
+    """The empty branch of a ``tf.cond``."""
     return tf.constant(True)
 
 

@@ -30,7 +30,7 @@ from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, widened
+from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, as_one, widened
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
@@ -259,19 +259,17 @@ class GradientAverager:
 
     def _largest(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         """The elements' maxima over ranks, of tensors of one dtype."""
-        flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
-        found = self._wire.highest(widened(flat), f"{name}.largest")
-        pieces = tf.split(tf.cast(found, flat.dtype), [g.shape.num_elements() for g in gradients])
-        return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
+
+        def highest(flat: tf.Tensor) -> tf.Tensor:
+            return tf.cast(self._wire.highest(widened(flat), f"{name}.largest"), flat.dtype)
+
+        return as_one(gradients, highest)
 
     def _dense_means(
         self, gradients: list[tf.Tensor], variables: list[Any], name: str
     ) -> list[tf.Tensor]:
-        if self.compressed and self.compressed.suits(gradients[0].dtype):
-            flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0)
-            mean = self.compressed.mean(flat, variables, name)
-            pieces = tf.split(mean, [g.shape.num_elements() for g in gradients])
-            return [tf.reshape(p, g.shape) for p, g in zip(pieces, gradients, strict=True)]
+        if (compressed := self.compressed) and compressed.suits(gradients[0].dtype):
+            return as_one(gradients, lambda flat: compressed.mean(flat, variables, name))
         return self._wire.means(gradients, name)
 
 

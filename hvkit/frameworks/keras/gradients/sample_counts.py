@@ -51,7 +51,6 @@ class SampleCounts:
             return self._rows + 0
 
     def begin(self, rows_of: tf.Tensor, final: bool = True) -> None:
-        """Note how many rows this rank has in this step."""
         with tf.control_dependencies([rows_of]), tf.device("CPU:0"):
             rows = tf.identity(tf.shape(rows_of)[0])  # not before the data are there
             if self._accumulated is not None:
@@ -59,7 +58,6 @@ class SampleCounts:
             self._rows.assign(rows)
 
     def end(self) -> None:
-        """The step has ended."""
         with tf.device("CPU:0"):
             self._rows.assign(0)
 
@@ -73,7 +71,6 @@ class SampleCounts:
         return rows
 
     def of(self, count: tf.Tensor | None, number: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rows of all ranks for each of this rank, and a count over all ranks."""
         with tf.device("CPU:0"):
             rows = tf.cast(self.rows, tf.float64)
             sent = tf.stack([rows, tf.zeros_like(rows) if count is None else count])
@@ -86,7 +83,6 @@ class SampleCounts:
         return False
 
     def once(self, key: str, values: Sequence[tf.Tensor], report: Callable[..., None]) -> None:
-        """In the first step, pass the values of some tensors to ``report``, as NumPy arrays."""
         if key not in self._reported:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._reported[key] = tf.Variable(False, trainable=False)
@@ -106,8 +102,6 @@ class SampleCounts:
             compare()
 
     def note(self, numbers: Sequence[Any]) -> None:
-        """Keep a step's scalars until the end of a pass over data."""
-
         def keep(row: np.ndarray[Any, Any]) -> np.int32:
             self._noted.append(row)
             return np.int32(0)
@@ -116,7 +110,6 @@ class SampleCounts:
         tf.numpy_function(keep, [row], tf.int32)
 
     def noted(self) -> list[np.ndarray[Any, Any]]:
-        """The numbers noted since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
