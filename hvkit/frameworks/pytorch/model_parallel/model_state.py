@@ -325,10 +325,10 @@ class FullModel:
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
         names = {id(t): name for name, t in tensors}
         self._slots = [
-            (module, kind, key, names[id(t)])
+            (module, slots, key, names[id(t)])
             for module in self._model.modules()
-            for kind in ("_parameters", "_buffers")
-            for key, t in vars(module)[kind].items()
+            for slots in ("_parameters", "_buffers")
+            for key, t in vars(module)[slots].items()
             if t is not None
         ]
 
@@ -353,9 +353,9 @@ class FullModel:
         """Put back the model's classes, forwards and hooks, with full tensors, for a while."""
         before = [(m, type(m), dict(vars(m))) for m in self._model.modules()]
         try:
-            for module, kind, forward in self._plain:
+            for module, plain_class, forward in self._plain:
                 attributes = vars(module)
-                module.__class__ = kind
+                module.__class__ = plain_class
                 attributes.pop("forward", None)
                 attributes.update({} if forward is None else {"forward": forward})
                 for name in ("_parameters", "_buffers"):
@@ -365,15 +365,15 @@ class FullModel:
                     attributes[name] = type(hooks)(
                         (key, hook) for key, hook in hooks.items() if not _is_of_mesh(hook)
                     )
-            for module, kind, key, name in self._slots:
-                vars(module)[kind][key] = full[name]
+            for module, slots, key, name in self._slots:
+                vars(module)[slots][key] = full[name]
             for module in self._model.modules():
                 if isinstance(module, nn.RNNBase):
                     module._init_flat_weights()
             yield
         finally:
-            for module, kind, attributes in before:
-                module.__class__ = kind
+            for module, class_in_mesh, attributes in before:
+                module.__class__ = class_in_mesh
                 vars(module).clear()
                 vars(module).update(attributes)
 
