@@ -23,7 +23,9 @@ def main() -> None:
             print(f"{one['framework']}: {one['error']}", *one["output"], sep="\n")
     right = {one["framework"] for one in results if one["error"] is None}
     if not frameworks or right != frameworks:
-        sys.exit(f"two ranks must train with {sorted(frameworks)}, but only did with {sorted(right)}")
+        sys.exit(
+            f"two ranks must train with {sorted(frameworks)}, but only did with {sorted(right)}"
+        )
     print(f"two ranks train with {' and '.join(sorted(right))}")
 
 
