@@ -43,9 +43,11 @@ GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 
 PARTS := lint unit parallel recipes launched
 MORE := examples pages cluster spark records more-ranks docs
+# Of `parallel`.
+PARALLEL := parallel-pytorch parallel-others parallel-jax parallel-keras-torch
 
-.PHONY: run test test-all $(PARTS) $(MORE) golden chaos bench accuracy oldest image wheels gpu-build \
-	nccl-operations setup machine clean-venv
+.PHONY: run test test-all $(PARTS) $(PARALLEL) $(MORE) golden chaos bench accuracy oldest image wheels \
+	gpu-build nccl-operations setup machine clean-venv
 
 run: setup
 	hvkit run -np 2 recipes/mnist_tf.py
@@ -77,9 +79,20 @@ unit: setup
 
 # Of Keras. The others run on TensorFlow alone; the last two on both backends.
 ON_PYTORCH := $(addprefix tests/parallel/,keras_torch keras_backends keras_pipeline)
+# Two at a time, since ranks wait for each other.
 parallel: setup
-	$(call RANKS,2) tests/parallel
+	@$(MAKE) --no-print-directory -j 2 --output-sync $(PARALLEL)
+
+parallel-pytorch:
+	$(call RANKS,2) $(addprefix tests/parallel/,pytorch mesh)
+
+parallel-others:
+	$(call RANKS,2) tests/parallel $(addprefix --ignore=tests/parallel/,pytorch mesh)
+
+parallel-jax:
 	$(call RANKS,2) tests/parallel/jax
+
+parallel-keras-torch:
 	KERAS_BACKEND=torch $(call RANKS,2) $(ON_PYTORCH)
 
 # On three ranks the cases of `make test`, but of meshes, which need two or four. On four, where a ring

@@ -266,11 +266,12 @@ def settled(*things: Any) -> Iterator[None]:
                 torch.save(model.state_dict(), "model.pt")
 
     Between two agreements of ``LocalSGD`` and the like, each rank has local weights. Inside the
-    block all ranks have the same ones: those with which the next round would begin if this one
-    ended here, or those of the parameter server. Statistics of normalisation layers are averaged.
+    block all ranks have the same weights: the strategy's mean, for ``ElasticAveraging`` its centre,
+    for ``ParameterServer`` the server's. Statistics of normalisation layers are averaged.
     Afterwards each rank has its local weights again, so looking never changes them. Every rank must
-    enter the block. It does nothing with ``Synchronous``, with one process, right after an
-    agreement, and for models that share no weights with one that was distributed.
+    enter the block. It does nothing while all ranks hold the same weights (``Synchronous``, one
+    process, right after a round of ``LocalSGD``), nor for models that share no weights with one
+    that was distributed.
 
     With ``FullyShard`` and ``ShardedOptimizer``, ``state_dict()`` works on rank 0 inside the block
     only, where it returns the whole weights, and for an optimizer that is passed as well, its whole

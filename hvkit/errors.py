@@ -84,12 +84,13 @@ def is_of_full_disk(error: BaseException) -> TypeGuard[OSError]:
 
 
 def ranks_text(numbers: Sequence[int]) -> str:
-    """Sorted rank numbers in words: ``rank 3``, ``ranks 0-3, 5``."""
+    """Sorted rank numbers in words: ``rank 3``, ``ranks 0-3, 5``; past six parts only how many."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
             parts[-1].append(number)
         else:
             parts.append([number])
-    listed = ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"
+    listed = ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts[:6])
+    more = f" and {sum(map(len, parts[6:]))} more" if len(parts) > 6 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed}{more}"

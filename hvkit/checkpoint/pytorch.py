@@ -83,8 +83,8 @@ class TorchPart(Part):
 
     def _load_warmup(self, facts: Mapping[str, Any]) -> None:
         if warmup := self._warmup():
-            # Without a warm-up, and in one process, nothing counts its steps: then it began with
-            # the first step of the training, as in Keras.
+            # A run without a warm-up, or in one process, counts no steps of it. The warm-up then
+            # began with the first step of the training, as in Keras.
             done = facts["warmup_steps"]
             warmup.steps_done = facts["step"] if done is None else done
 

@@ -17,7 +17,6 @@ from hvkit.errors import HvkitError, LaunchError
 from hvkit.runtime import any_engine, local_size, rank, size
 from hvkit.transport import engines, mailbox
 from hvkit.watch.calls import waiting_for_all_ranks
-from hvkit.wording import in_short
 
 T = TypeVar("T")
 
@@ -157,7 +156,7 @@ def _transfer(
     try:
         whole = np.empty(length, np.uint8) if receives else whole
     except MemoryError as error:
-        problem = f"{in_short(error)} ({length} bytes of rank {source})"
+        problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
     for start in range(0, length, engines.CHUNK):
         stop = min(start + engines.CHUNK, length)
         piece = np.empty(stop - start, np.uint8) if whole is None else whole[start:stop]
@@ -174,4 +173,4 @@ def _transfer(
     try:
         return decode(whole.data) if receives and whole is not None else None, problem
     except Exception as error:
-        return None, f"{in_short(error)} ({length} bytes of rank {source})"
+        return None, f"{type(error).__name__}: {error} ({length} bytes of rank {source})"

@@ -26,7 +26,7 @@ def shard_arrays(data: Any, split: Split, seed: int | None = None) -> tuple[Any,
         data: an array of shape (n, ...), or a tuple, list or dict of such arrays, all with the
             same n.
         split: rank and size.
-        seed: is not used.
+        seed: unused; all functions that ``shard`` calls take it.
 
     Raises:
         TypeError: it holds something other than arrays, or an array without rows.
@@ -136,7 +136,7 @@ def shard_grain(data: Any, split: Split, seed: int | None) -> tuple[Any, list[st
     Args:
         data: a ``grain.MapDataset``; its earlier steps shuffle and map all elements.
         split: rank and size.
-        seed: is not used.
+        seed: unused; the dataset has its own.
 
     Raises:
         TypeError: it is an ``IterDataset`` or a ``DataLoader``, whose elements have no numbers.

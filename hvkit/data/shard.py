@@ -74,7 +74,8 @@ def shard(
             Parts may differ by one sample (or one element or batch), and may be empty.
         seed: None for the order that rank 0 would read in one process. With a number, the same on
             every rank and not negative, the random numbers of an epoch begin with a seed computed
-            from it and the epoch, also with one rank.
+            from it and the epoch, also with one rank. ``tf.data`` and Grain shuffle by their own
+            seeds, and arrays are not shuffled.
         dynamic: instead of fixed parts, each batch goes to the rank that requests one next, for
             ``hvkit.ParameterServer``; not with ``exact``.
         mesh: as passed to ``hvkit.distribute``. Then ranks that train one model together, along the

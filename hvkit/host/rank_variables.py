@@ -92,7 +92,7 @@ class LaunchedRank:
 
 
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """The rank, as its launcher announced it; None without a launcher."""
+    """The rank; None unless a launcher has announced rank, local rank and local size."""
     for variables in _POSITION_VARIABLES:
         if all(environ.get(variable, "").isdecimal() for variable in variables):
             return LaunchedRank(*(int(environ[variable]) for variable in variables))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-# Seconds between two records without ``every``, about. The first comes after one step.
+# Seconds between two records without ``every``, about. The first, after one step, shows its length.
 _SECONDS = 1.0
 
 

@@ -43,7 +43,7 @@ CHUNK = 1 << 28
 """The most bytes in one message: MPI counts elements in a C int."""
 
 PIECE = 1 << 25
-"""Bytes of a broadcast that are sent at a time: a rank needs as much memory more than the whole."""
+"""Bytes of a broadcast that are sent at a time, for which a rank needs memory besides the array."""
 
 
 class ProcessSet:

@@ -286,7 +286,7 @@ class TcpCollectives(HostCollectives):
         return not self._at_its_end and rank_errors.run_ends()
 
     def _around(self, parts: list[NDArray[Any]], first: int, tag: int) -> None:
-        """Send parts around the ring: this rank has part ``first``, the next one the next."""
+        """Send parts around the ring until each rank has all; this one begins with ``first``."""
         for step in range(self.size - 1):
             out, into = (first - step) % self.size, (first - step - 1) % self.size
             self._pass_on(parts[out], parts[into], tag)

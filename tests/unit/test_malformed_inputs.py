@@ -102,7 +102,6 @@ def test_command_lines(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("hvkit.launching.prepare.choose_hosts", refuse)
-    monkeypatch.setattr("hvkit.cli.hosts.check_hosts", refuse, raising=False)
     statuses = set()
     for line in each(600, [flags.encode() for flags in FLAGS]):
         words = [word for word in line.decode(errors="surrogateescape").split(" ") if word]

@@ -342,7 +342,7 @@ def watch_updates() -> None:
                 raise ValueError(
                     f"optimizer {self.name!r} ({type(self).__name__}) updates {model}, but was not "
                     "passed to hvkit.distribute, so the ranks would train apart: use the optimizer "
-                    "that was passed, and pass those of later phases in the same call: "
+                    "that was passed, and pass optimizers of later phases in the same call: "
                     "distribute(model, [first, second])"
                 )
             # Variables that no layer has made, such as an input that is optimised, have no folder.

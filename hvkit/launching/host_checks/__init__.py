@@ -4,8 +4,7 @@
 
     hvkit run
     └── preflight          chooses the hosts with ranks and checks each of them:
-        ├── probe          a host's facts (python -m hvkit.launching.host_checks.probe on each)
-        └── routes         the networks between the hosts, from these facts
+        └── probe          a host's facts (python -m hvkit.launching.host_checks.probe on each)
 
     hvkit hosts --check
     └── hosts_check        the problems of hosts, from `hvkit doctor` on each, and from:

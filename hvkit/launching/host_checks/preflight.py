@@ -1,8 +1,8 @@
 """Before ``hvkit run`` starts anything: chooses the hosts, and checks whether each is ready.
 
 ``probe`` runs on every host that gets ranks. Its facts show whether hvkit and the working directory
-exist there, and ``routes`` finds the networks between the hosts in them. All problems are reported
-at once. The thorough check is in ``hosts_check``.
+exist there, and ``hvkit.host.network`` finds in them the networks between the hosts. All problems
+are reported at once. The thorough check is in ``hosts_check``.
 """
 
 import os

@@ -156,13 +156,13 @@ def interrupted_at(lines: Sequence[str]) -> str | None:
     if not any(line.startswith(_INTERRUPT) for line in lines):
         return None
     frames = [(frame[1], int(frame[2])) for line in lines if (frame := _FRAME.match(line))]
-    return _innermost_line(frames, required=True)
+    return _innermost_line(frames, of_script_only=True)
 
 
-def _innermost_line(frames: Sequence[tuple[str, int]], *, required: bool = False) -> str:
-    """The script's innermost line; without one, a library's, or nothing if ``required``."""
+def _innermost_line(frames: Sequence[tuple[str, int]], *, of_script_only: bool = False) -> str:
+    """The script's innermost line; without one, a library's, or empty."""
     of_script = [each for each in frames if not any(name in each[0] for name in _LIBRARIES)]
-    if not of_script and required:
+    if not of_script and of_script_only:
         return ""
     file, line = (of_script or frames)[-1]
     return f"{near(file)}:{line}"

@@ -57,6 +57,7 @@ DIFFERENT = {
     "dataset": lambda: shard(loader(10 + last())),
     "batch size": lambda: shard(tf.data.Dataset.range(10).batch(2 + last())),
     "seed": lambda: shard(loader(shuffle=True), seed=int(last())),
+    "seed of a pipeline": lambda: shard(tf.data.Dataset.range(10), seed=int(last())),
     "rows": lambda: shard(np.random.default_rng(last()).normal(size=(50, 2))),
     "tensors": lambda: shard(DataLoader(TensorDataset(torch.arange(10) + last()))),
     "split": lambda: shard(torch.utils.data.Subset(range(20), split())),

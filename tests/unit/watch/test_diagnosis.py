@@ -143,7 +143,12 @@ def test_each_group_that_waits_for_long_is_reported_once():
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8")],
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0-1"),
+        ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8"),
+        (list(range(0, 512, 2)), "ranks 0, 2, 4, 6, 8, 10 and 250 more"),
+    ],
 )
 def test_ranks_are_listed_as_ranges(numbers, text):
     assert ranks_text(numbers) == text

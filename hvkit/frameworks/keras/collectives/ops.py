@@ -1,4 +1,4 @@
-"""The functions on TensorFlow tensors that compressions use: ``hvkit.compression.Ops``."""
+"""Functions on TensorFlow tensors for compressions: ``hvkit.compression.compression.Ops``."""
 
 from __future__ import annotations
 

@@ -87,8 +87,9 @@ class UpdatedVariables:
 
     @functools.cached_property
     def _round_ends(self) -> SimpleQueue[Callable[[], None] | None]:
-        """Hands functions to a thread that lives as long as this object: TensorFlow takes 1 ms to
-        get to know a new thread.
+        """Functions for a thread that lives as long as this object.
+
+        A new thread for each round would cost TensorFlow a millisecond.
         """
         functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threads.start("hvkit-round", _call_all, functions)

@@ -1,4 +1,4 @@
-"""The functions on PyTorch tensors that compressions use: ``hvkit.compression.Ops``."""
+"""Functions on PyTorch tensors for compressions: ``hvkit.compression.compression.Ops``."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ class Wire:
             case Messages(rows, sent):
                 size = rows.nbytes // max(len(rows), 1)
                 count(self._purpose, *of_messages(size, sent, self.rank))
-                splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
+                with torch.inference_mode(False):
+                    splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
                 handle = self._start(self._hvd.alltoall_async, rows, name, splits=splits)
         return functools.partial(self.wait, handle)
 

@@ -206,7 +206,7 @@ class GradientReducer:
             refuse_another_mean(self._state, "backward()")
         self._reduction.arrange()
         self.script_hooks.begin(divided=not self._follows_passes)
-        return self._window.begin_pass(reduces=bool(self._hooks_that_need_each_pass()))
+        return self._window.begin_pass(reduces=self._hooks_need_each_pass())
 
     def end_pass(self) -> None:
         """Average the gradients, after a pass that the reducer does not follow; a collective.
@@ -229,9 +229,12 @@ class GradientReducer:
 
         One process calls them in each pass.
         """
+        return self.script_hooks.names() if self._hooks_need_each_pass() else []
+
+    def _hooks_need_each_pass(self) -> bool:
         if self._window.length == 1 or not self.script_hooks:
-            return []
-        return self.script_hooks.names() if self._why_hooks_do_not_wait() is None else []
+            return False
+        return self._why_hooks_do_not_wait() is None
 
     def _why_hooks_do_not_wait(self) -> str | None:
         """Why the script's hooks on parameters see gradients that are not averaged; None if not."""

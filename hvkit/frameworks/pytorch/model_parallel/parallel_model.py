@@ -1,7 +1,7 @@
 """A model in a mesh, divided among the ranks when its first batch comes.
 
 Only a batch shows how a forward uses its weights. Until then every rank holds the whole model, or a
-recipe of it.
+recording that makes it.
 """
 
 from __future__ import annotations
@@ -322,8 +322,8 @@ class ParallelModel:
         axes = self._groups.axes
         mesh = axes["data", "shard"] if self._options.mesh.data > 1 else axes["shard"]
         cuts = [cut.name for cut in division.stages.cuts]
-        called, lookers = division.found.calls.keys(), division.found.value_readers
-        after = shard(self._model, own, of_stages, cuts, called, lookers, mesh, self._name)
+        called, readers = division.found.calls.keys(), division.found.value_readers
+        after = shard(self._model, own, of_stages, cuts, called, readers, mesh, self._name)
         for optimizer in self._optimizers:
             follow(optimizer, own, after)
         self._mark_in_mesh(after.values())

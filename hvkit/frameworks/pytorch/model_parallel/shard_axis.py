@@ -26,7 +26,7 @@ def shard(
     unsharded: Collection[nn.Parameter],
     cuts: Collection[str],
     called: Collection[str],
-    lookers: Collection[str],
+    value_readers: Collection[str],
     mesh: DeviceMesh,
     name: str,
 ) -> dict[str, nn.Parameter]:
@@ -38,21 +38,23 @@ def shard(
         unsharded: the parameters that stay whole.
         cuts: modules after which stages end; none without a pipeline.
         called: modules that the forward calls.
-        lookers: modules whose forward reads values, which may decide what they call.
+        value_readers: modules whose forward reads values, which may decide what they call.
         mesh: of the shard axis, or of the data and the shard axis.
 
     Returns:
         This rank's parameters by name, some of them new.
     """
     sharded = set(own.values()) - set(unsharded)
-    inside = {m for looker in lookers for m in list(model.get_submodule(looker).modules())[1:]}
+    inside = {
+        m for reader in value_readers for m in list(model.get_submodule(reader).modules())[1:]
+    }
     units = [unit for unit in units_of(model) if unit not in inside]
     parts = [*units, model]
     if cuts:
-        parts = _parts_within(model, units, inside, sharded, cuts, called, lookers)
+        parts = _parts_within(model, units, inside, sharded, cuts, called, value_readers)
     # A forward pass in a mesh compares more than the order of layers.
     shard_parts(parts, mesh, name, lambda number: None)
-    for part in parts if lookers else ():
+    for part in parts if value_readers else ():
         _agree_on_gradients(part, mesh)
     now = dict(model.named_parameters())
     return {name: now[name] for name in own}
@@ -94,7 +96,7 @@ def _parts_within(
     sharded: Collection[nn.Parameter],
     cuts: Collection[str],
     called: Collection[str],
-    lookers: Collection[str],
+    value_readers: Collection[str],
 ) -> list[nn.Module]:
     """Modules that are gathered one at a time: layers of lists, then modules outside of these.
 
@@ -115,7 +117,7 @@ def _parts_within(
     for name in called:
         while name := name.rpartition(".")[0]:
             outer.add(name)
-    outer -= set(lookers)
+    outer -= set(value_readers)
     for name, module in model.named_modules():
         own = list(module.parameters())
         unshared = all(p in sharded and p not in taken and uses[p] == 1 for p in own)

@@ -242,7 +242,7 @@ class _ExpertsTrial:
         with undoing_side_effects(twin) as kept:
             y = twin.forward(*args, **kwargs)
             if kept.changes():
-                raise ValueError("it keeps more than it returns")
+                raise ValueError("it keeps results apart from what it returns")
         if not isinstance(y, torch.Tensor) or not y.is_floating_point():
             raise TypeError(f"it returns a {type(y).__name__}, not one tensor of activations")
         along = torch.randn(y.shape, generator=generator, dtype=_dtype(), device="cpu").to(y)

@@ -158,7 +158,7 @@ class LinearTrace(EachOperation):
         if layer is not None:
             self._multiply(layer, call, output)
         elif self._inside and self._inside[-1] in self._layers and call.name not in _LAYOUTS:
-            why = f"its forward calls {call.name}(), and is more than a product"
+            why = f"its forward calls {call.name}() besides the product"
             self._see(self._inside[-1]).unusable = why
         if layer is None and any(marks) and call.name not in SIZES:
             self._follow(call, marks, output)
