@@ -151,7 +151,7 @@ NOT_A_SUM = "no parts of its experts for 2 ranks add up to what it computes"
         ({"change": lambda self, h: F.dropout(h, 1e-9)}, NOT_A_SUM),
         ({"change": lambda self, h: Normed.apply(h)}, NOT_A_SUM),
         ({"change": lambda self, h: h * (h.shape[-1] / 24)}, NOT_A_SUM),
-        ({"end": keeps}, "it keeps more than it returns"),
+        ({"end": keeps}, "it keeps results apart from what it returns"),
         ({"end": lambda self, y: (y, y)}, "it returns a tuple, not one tensor"),
         ({"end": lambda self, y: y.view(-1)[: 2 * WIDTH * 10].view(20, -1)}, "a trial of it"),
         ({"end": lambda self, y: y * 0}, "what it returns is zero or not finite"),

@@ -354,7 +354,7 @@ WEIGHT_NORM = nn.utils.parametrizations.weight_norm
 @pytest.mark.parametrize(
     ("model", "divided", "layer", "why"),
     [
-        (behind(Own(lambda y: y * 2)), "", "first", "is more than a product"),
+        (behind(Own(lambda y: y * 2)), "", "first", "besides the product"),
         (behind(Own(lambda y: y.view(-1, 4, 2))), "", "first", "the product in another shape"),
         (behind(Own(lambda y: y)), "first second", "first", ""),
         (behind(Own(lambda y: y), None), "", "first", "takes or returns more than one tensor"),

@@ -157,7 +157,7 @@ def test_what_stays_whole_together_with_all_that_has_its_weight(model, layer, wh
 
 
 def test_products_that_are_no_lookups_or_projections():
-    assert "is more than a product" in plan_of(changed(doubled, tied=False)).whole["words"]
+    assert "besides the product" in plan_of(changed(doubled, tied=False)).whole["words"]
     plan = plan_layers(changed(projecting_by_the_transposed, 6), (torch.zeros(3, 4).long(),), {}, 2)
     assert plan.whole["project"] == "it multiplies by the weight of an embedding, transposed"
 
