@@ -44,7 +44,7 @@ GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 PARTS := lint unit parallel recipes launched
 MORE := examples pages cluster spark records more-ranks docs
 # Of `parallel`.
-PARALLEL := parallel-pytorch parallel-others parallel-jax parallel-keras-torch
+PARALLEL := parallel-keras parallel-pytorch parallel-others parallel-jax parallel-keras-torch
 
 .PHONY: run test test-all $(PARTS) $(PARALLEL) $(MORE) golden chaos bench accuracy oldest image wheels \
 	gpu-build nccl-operations setup machine clean-venv
@@ -77,17 +77,22 @@ lint: setup
 unit: setup
 	$(LIMIT) python -m pytest $(HANGS) -n 3 --dist loadfile tests/unit
 
-# Of Keras. The others run on TensorFlow alone; the last two on both backends.
-ON_PYTORCH := $(addprefix tests/parallel/,keras_torch keras_backends keras_pipeline)
-# Two at a time, since ranks wait for each other.
+# The first runs on TensorFlow alone, the last on PyTorch alone, the others on both.
+KERAS := $(addprefix tests/parallel/,keras keras_backends keras_pipeline)
+ON_PYTORCH := $(addprefix tests/parallel/,keras_backends keras_pipeline keras_torch)
+TORCH := $(addprefix tests/parallel/,pytorch mesh)
+# Two at a time, the longest first, since ranks wait for each other.
 parallel: setup
 	@$(MAKE) --no-print-directory -j 2 --output-sync $(PARALLEL)
 
+parallel-keras:
+	$(call RANKS,2) $(KERAS)
+
 parallel-pytorch:
-	$(call RANKS,2) $(addprefix tests/parallel/,pytorch mesh)
+	$(call RANKS,2) $(TORCH)
 
 parallel-others:
-	$(call RANKS,2) tests/parallel $(addprefix --ignore=tests/parallel/,pytorch mesh)
+	$(call RANKS,2) tests/parallel $(addprefix --ignore=,$(KERAS) $(TORCH))
 
 parallel-jax:
 	$(call RANKS,2) tests/parallel/jax
