@@ -77,9 +77,10 @@ lint: setup
 unit: setup
 	$(LIMIT) python -m pytest $(HANGS) -n 3 --dist loadfile tests/unit
 
-# The first runs on TensorFlow alone, the last on PyTorch alone, the others on both.
+# Of Keras: the first runs on TensorFlow alone, keras_torch on PyTorch alone, and first, since its tests
+# see that nothing imports TensorFlow.
 KERAS := $(addprefix tests/parallel/,keras keras_backends keras_pipeline)
-ON_PYTORCH := $(addprefix tests/parallel/,keras_backends keras_pipeline keras_torch)
+ON_PYTORCH := $(addprefix tests/parallel/,keras_torch keras_backends keras_pipeline)
 TORCH := $(addprefix tests/parallel/,pytorch mesh)
 # Two at a time, the longest first, since ranks wait for each other.
 parallel: setup
