@@ -1,8 +1,8 @@
 """Before ``hvkit run`` starts anything: chooses the hosts, and checks whether each is ready.
 
 ``probe`` runs on every host that gets ranks. Its facts show whether hvkit and the working directory
-exist there, and ``hvkit.host.network`` finds in them the networks between the hosts. All problems
-are reported at once. The thorough check is in ``hosts_check``.
+exist there, and ``routes`` finds in them the networks between the hosts. All problems are
+reported at once. The thorough check is in ``hosts_check``.
 """
 
 import os
@@ -17,14 +17,12 @@ from hvkit.host.network import (
     addresses_of,
     interfaces,
     is_local,
-    joining,
-    named,
     source_address,
-    spanning,
     within_host,
 )
 from hvkit.launching.allocation import HOSTFILE
 from hvkit.launching.host_checks.probe import Facts
+from hvkit.launching.host_checks.routes import joining, named, spanning
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job
 from hvkit.launching.rank_command import RankCommand

@@ -82,8 +82,9 @@ class GradientReducer:
         self._follows_passes = follows_passes
         self._index_of: dict[torch.Tensor, int] = {}
         self._reduction = Reduction(
-            checks, strategy, compression, statistics, nonfinite, self._hooks_that_need_each_pass
-        )
+            checks, strategy, compression, statistics, nonfinite,
+            self._hooks_need_each_pass, lambda: self.script_hooks.names(),
+        )  # fmt: skip
         self._changes, self._state = self._reduction.changes, self._reduction.state
         self.keeper: CompressionKeeper | None = None
         if self._state and self._state.compression.keeps_state:
@@ -224,14 +225,11 @@ class GradientReducer:
             self._changes.remember()
         return reduces
 
-    def _hooks_that_need_each_pass(self) -> list[str]:
-        """Names of the script's hooks for which passes are averaged that otherwise would not be.
+    def _hooks_need_each_pass(self) -> bool:
+        """Whether passes are averaged for the script's hooks that otherwise would not be.
 
         One process calls them in each pass.
         """
-        return self.script_hooks.names() if self._hooks_need_each_pass() else []
-
-    def _hooks_need_each_pass(self) -> bool:
         if self._window.length == 1 or not self.script_hooks:
             return False
         return self._why_hooks_do_not_wait() is None

@@ -12,7 +12,7 @@ make the same decisions. After a reduction all ranks have the same gradients.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,8 @@ class Reduction:
         compression: how float32 gradients travel; None for as they are.
         statistics: averaged along with the gradients.
         nonfinite: looks for gradients that are NaN or infinite; None for nothing.
-        hook_names: returns names of the script's hooks for which each pass is averaged.
+        hooks_need_each_pass: whether each pass is averaged for the script's hooks.
+        hook_names: returns their names.
 
     Attributes:
         state: of the compression; None without one.
@@ -174,7 +175,8 @@ class Reduction:
         compression: Compression | None,
         statistics: RunningStatistics | None,
         nonfinite: NonFinite | None,
-        hook_names: Callable[[], Sequence[str]],
+        hooks_need_each_pass: Callable[[], bool],
+        hook_names: Callable[[], list[str]],
     ) -> None:
         self._checks = checks
         self._parameters = checks.parameters
@@ -182,6 +184,7 @@ class Reduction:
         self._compression = compression
         self._statistics = statistics
         self._nonfinite = nonfinite
+        self._hooks_need_each_pass = hooks_need_each_pass
         self._hook_names = hook_names
         self._wire = Wire("gradients", checks.group)
         chosen = strategy.gradient_compression(compression)
@@ -229,7 +232,7 @@ class Reduction:
             checksum_of_rates(self._checks.optimizers)
             ^ self.changes.checksum()
             ^ self.layouts.current.checksum
-            ^ bool(self._hook_names()),
+            ^ self._hooks_need_each_pass(),
             self._checks.steps,
             self._nonfinite is not None and self._nonfinite.found(self._parameters),
             self.changes.report(),
@@ -291,7 +294,7 @@ class Reduction:
             raise
         layout = self.layouts.current
         report, found = self._report.decode(layout.report.values.numpy(), self._wire.size)
-        hooks = self._hook_names() if found.checksums else []
+        hooks = self._hook_names() if found.checksums and self._hooks_need_each_pass() else []
         used = self.changes.used
         self._checks.refuse(found, layout.channels_last, hooks, used, self._drop)
         if found.shapes:
