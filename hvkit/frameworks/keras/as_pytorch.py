@@ -109,10 +109,7 @@ def _free(path: str, taken: Container[str]) -> str:
 class KerasStep(Optimizer):
     """A Keras optimizer as one of PyTorch's: the update that Keras makes is its ``step()``.
 
-    Args:
-        optimizer: one that updates variables, not one that scales the loss.
-        before: called with the variables at the start of each update.
-        updates_only: whether gradients that Keras merely accumulates are no step.
+    With ``updates_only``, gradients that Keras merely accumulates are no step.
     """
 
     def __init__(
@@ -197,14 +194,8 @@ class PyTorchSampleCounts:
 
     The ranks add up a count of a loss in the same way. The sum is not known yet when gradients are
     sent: ``weight()`` divides by the mean count of the last step, and ``correction()`` mends that.
-
-    Args:
-        name: the same on every rank, and no other model's.
-        group: the ranks that train the model.
-
-    Attributes:
-        weighs: whether gradients may be weighted by a loss's count. Not if a compression keeps
-            residuals, which later steps with other counts would send.
+    ``weighs`` is whether gradients may be weighted by a loss's count: not if a compression keeps
+    residuals, which later steps with other counts would send.
     """
 
     def __init__(self, name: str, group: Group) -> None:

@@ -40,14 +40,7 @@ GatherRow = Callable[[str, Group, Any], Any]
 def synchronise_batch_norm(
     model: keras.Model, *, everything: bool, gather: GatherRow, group: Group
 ) -> None:
-    """Make the model's batch-norm layers compute batch statistics over all ranks of a group.
-
-    Args:
-        model: may have no weights yet.
-        everything: all layers, or those with ``synchronized=True``.
-        gather: the collective, with a backward pass.
-        group: the ranks that train the model.
-    """
+    """Make ``everything``, or layers with ``synchronized=True``, use the batches of all ranks."""
     for layer in layers_of(model) if everything else made_synchronised(model):
         if "_moments" not in vars(layer):
             name = group.numbered("hvkit.batch_norm")
@@ -100,11 +93,6 @@ def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> Non
     """Average the moving statistics of the model's trainable batch-norm layers; a collective.
 
     Frozen layers use their statistics without changing them, so those are already equal.
-
-    Args:
-        model: with weights.
-        wait: counts the waits in this collective.
-        group: the ranks that train the model.
     """
     kept = _statistics_in(model)
     if not kept:
@@ -120,10 +108,7 @@ class LastStatistics:
     """The moving statistics of a model after the last update that was not skipped.
 
     A batch with a NaN spoils them in the forward pass, before its gradients are checked.
-
-    Args:
-        model: need not have weights yet.
-        averaged: averages them over the ranks, which must be equal after a skipped update, too.
+    ``averaged`` averages them over the ranks, which must be equal after a skipped update, too.
     """
 
     def __init__(self, model: keras.Model, averaged: Callable[[], None]) -> None:
@@ -147,7 +132,6 @@ class LastStatistics:
                 ]
 
     def keep(self) -> None:
-        """Keep the present ones."""
         for now, kept in self._kept:
             kept.assign(_finite(now.value, kept))
 
@@ -159,7 +143,6 @@ class LastStatistics:
 
 
 def _finite(values: Any, otherwise: Any) -> Any:
-    """The values if all of them are finite; otherwise others."""
     fine = tf.reduce_all(tf.math.is_finite(values))
     return tf.where(fine, values, tf.cast(otherwise, values.dtype))
 
@@ -228,10 +211,8 @@ def _wait() -> GraphWait:
 def compared_in(model: keras.Model) -> tuple[list[Compared], list[Rows]]:
     """The variables of a model that may differ between ranks, although a file holds rank 0's.
 
-    Returns:
-        Labels and fingerprints of the variables that layers assign; without those of batch norm if
-        the model was distributed, since hvkit averages them or the script wants local ones. Of a
-        model that was not distributed, all weights.
+    Those that layers assign; without those of batch norm if the model was distributed, since hvkit
+    averages them or the script wants local ones. Of a model that was not distributed, all weights.
     """
     distributed = weights_of_models()
     if any(id(w) in distributed for w in model.weights):

@@ -21,14 +21,8 @@ _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "Hist
 
 
 class Averager(Protocol):
-    """Averages the gradients of an optimizer."""
-
     def end_of_epoch(self) -> None:
-        """Check that all ranks are at the end of an epoch; a collective.
-
-        Raises:
-            RanksDisagreeError: another rank is still inside the epoch.
-        """
+        """Check that all ranks are at the end of an epoch; a collective."""
 
 
 class RoundsOfFit(Protocol):
@@ -65,20 +59,7 @@ class Parts(Protocol):
 
 
 class Epoch:
-    """Whether ``fit`` is inside an epoch; all ranks have to end it after the same step.
-
-    Args:
-        averagers: of the optimizers that update the model.
-        compare: ends an epoch; raises on every rank if the ranks differ; a collective.
-        group: the ranks that train the model.
-        rounds: for strategies whose ranks train local weights.
-        watching: returns callbacks of the port, called after all others.
-        parts: of a model of which each rank holds a part.
-
-    Attributes:
-        rows: facts that decide how many rows each batch of this rank has; None if unknown.
-        even: whether the batches of all ranks have the same number of rows.
-    """
+    """Whether ``fit`` is inside an epoch; all ranks have to end it after the same step."""
 
     def __init__(
         self,
@@ -100,7 +81,6 @@ class Epoch:
         self._begun = False
 
     def begin(self) -> None:
-        """Begin a pass over the training data."""
         self._begun = True
 
     @contextmanager
@@ -113,11 +93,7 @@ class Epoch:
             self._begun = begun
 
     def end(self) -> None:
-        """End the pass; a collective. Does nothing after a pass over the validation data.
-
-        Raises:
-            RanksDisagreeError: another rank is still inside the epoch.
-        """
+        """End the pass; a collective. Does nothing after a pass over the validation data."""
         if self._begun:
             self._begun = False
             for each in self._averagers:
@@ -133,18 +109,7 @@ def with_callbacks(
 
 
 def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: keras.Model) -> Any:
-    """The callbacks that this rank runs, in their order.
-
-    Args:
-        callbacks: the user's: None, a callback, a list of callbacks or a ``CallbackList``.
-        group: the ranks that train the model; the first one writes files.
-        epoch: the state of ``fit``; None for other methods.
-        model: whose method it is.
-
-    Raises:
-        ValueError: ``BackupAndRestore`` is among them, or they are in a ``CallbackList`` with
-            methods of its own.
-    """
+    """The callbacks that this rank runs, in their order; ``epoch`` is None outside of ``fit``."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         if epoch is None:  # perhaps that of a fit which evaluates
             return callbacks
@@ -231,9 +196,6 @@ class ShowAgreedWeights(keras.callbacks.Callback):  # type: ignore[misc]
 
     At the end of an epoch a callback may evaluate or save the model, remember its weights, or set
     others. At the end of training the rounds end, and all ranks leave ``fit`` with one model.
-
-    Args:
-        rounds: of the model.
     """
 
     never_stops = True
@@ -243,11 +205,9 @@ class ShowAgreedWeights(keras.callbacks.Callback):  # type: ignore[misc]
         self._rounds = rounds
 
     def accept_set_weights(self) -> None:
-        """Begin with the weights that the script and callbacks may have set."""
         self._rounds.accept_set_weights()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Hold the agreed weights until ``put_back``."""
         self._rounds.show_callbacks()
 
     def put_back(self) -> None:
@@ -256,17 +216,13 @@ class ShowAgreedWeights(keras.callbacks.Callback):  # type: ignore[misc]
         self._rounds.put_back()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """End the rounds that have begun."""
         self._rounds.end_rounds()
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     """Makes all ranks take the same number of steps, and stop when any rank stops.
 
-    Args:
-        others: the user's callbacks; Keras calls this one after them.
-        epoch: the state of ``fit``, for when an epoch begins and ends.
-        agreed: the callback that Keras calls before the user's, for strategies with rounds.
+    Keras calls it after the user's callbacks, ``others``.
     """
 
     def __init__(
@@ -300,18 +256,15 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
             raise mark_as_shown_by(error, group.first)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin a pass over the training data."""
         if self._agreed:
             self._agreed.accept_set_weights()
         self._epoch.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop if any rank stops."""
         if self._every_step:
             self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compare the ranks' weights, and stop if any rank stops."""
         self._epoch.compare()
         self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
         if self._agreed:

@@ -44,9 +44,7 @@ _UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat
 def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
     """The variables of a model or optimizer that must be equal on all ranks, and fingerprints.
 
-    Args:
-        compared: a model or an optimizer. Of one that was not distributed, only the weights that
-            it shares with a distributed model.
+    Of one that was not distributed, only the weights that it shares with a distributed model.
     """
     adapted: list[Compared] = []
     rows: list[Rows] = []
@@ -67,17 +65,7 @@ def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
 def require_same_weights(
     call: str, model: keras.Model, optimizers: Sequence[Any], group: Group
 ) -> None:
-    """Raise on every rank unless all hold the same weights, up to rounding; a collective.
-
-    Args:
-        call: the name of the call that the user made.
-        model: a distributed one.
-        optimizers: those that ``distribute`` got with it.
-        group: the ranks that train it.
-
-    Raises:
-        RanksDisagreeError: names the first variable that differs, and the ranks.
-    """
+    """Raise on every rank unless all hold the same weights, up to rounding; a collective."""
     found = [compared_in(each) for each in (model, *optimizers)]
     compared = [each for labels, _ in found for each in labels]
     rows = [row for _, fingerprinted in found for row in fingerprinted]
@@ -87,17 +75,7 @@ def require_same_weights(
 def require_same(call: str, labels: Sequence[str], variables: Sequence[Any], group: Group) -> bool:
     """Raise on every rank unless all hold the same values, up to rounding; a collective.
 
-    Args:
-        call: the name of the call that the user made.
-        labels: the variables' names in the error message.
-        variables: the same ones on every rank.
-        group: the ranks that hold them.
-
-    Returns:
-        Whether they hold the same bit for bit.
-
-    Raises:
-        RanksDisagreeError: names the first variable that differs, and the ranks.
+    Returns whether they hold the same bit for bit.
     """
     compared = [Compared(each, unit(v)) for each, v in zip(labels, variables, strict=True)]
     rows = rows_of([v.numpy() for v in variables])
@@ -138,15 +116,7 @@ _updated: WeakSet[Any] = WeakSet()
 
 
 class Checks:
-    """Compares the ranks at the updates of one optimizer.
-
-    Args:
-        name: the same on every rank, and no other optimizer's.
-        model: a distributed one.
-        every: updates from one comparison of weights to the next; None after 1, 2, 4, 8, ...
-        first_only: compare before the first update, and never again.
-        group: the ranks that train the model.
-    """
+    """Compares the ranks at updates of one optimizer, by default after 1, 2, 4, 8, ... of them."""
 
     def __init__(
         self,
@@ -171,17 +141,9 @@ class Checks:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Compare in some updates; a collective, once every rank has reached the update.
 
-        Args:
-            gradients: this rank's: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
-            variables: those that the update will change.
-
-        Returns:
-            The operations that must run before the update, in a graph. The comparison of gradients
-            is not among them, so that averaging can begin while backward computes the last ones.
-
-        Raises:
-            RanksDisagreeError: in eager code, if the ranks hold different weights.
-            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
+        Returns the operations that must run before the update, in a graph. The comparison of
+        gradients is not among them, so that averaging can begin while backward computes the last
+        ones. In a graph the error is an InvalidArgumentError, which ``fit`` translates.
         """
         dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         dense = [g for g in dense if g is not None]

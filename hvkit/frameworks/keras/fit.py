@@ -36,18 +36,8 @@ def share_results(
 ) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
-    Both become collectives. Only rank 0 shows progress and writes files.
-
-    Args:
-        model: a distributed one.
-        averagers: of the optimizers that update it.
-        compare: ends an epoch; raises on every rank if the ranks differ; a collective.
-        group: the ranks that train it; its first one takes the part of rank 0.
-        rounds: for strategies whose ranks train local weights. ``evaluate`` then uses the weights
-            that the ranks would agree on, with which they also leave ``fit``.
-        watching: returns callbacks for ``fit``, called after all others.
-        parts: of a model of which each rank holds a part.
-        same_part: the ranks whose batches differ, if these are not all of the group.
+    Both become collectives. Only rank 0 shows progress and writes files. ``same_part`` are the
+    ranks whose batches differ, if these are not all of the group.
     """
     epoch = Epoch(averagers, compare, group, rounds, watching, parts)
     know_rows(model, lambda: epoch.even)
@@ -174,14 +164,7 @@ def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
 def with_callbacks_of_this_rank(
     model: keras.Model, method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
 ) -> Callable[..., Any]:
-    """A method of a model, with callbacks and verbosity adapted to this rank.
-
-    Args:
-        model: a distributed one.
-        method: its ``fit``, ``evaluate`` or ``predict``.
-        epoch: the state of ``fit``.
-        trains: whether the method is ``fit``.
-    """
+    """A method of a model, with callbacks and verbosity adapted to this rank."""
 
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:

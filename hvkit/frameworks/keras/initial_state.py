@@ -56,11 +56,7 @@ def _is_built(model: keras.Model) -> bool:
 
 
 def synchronise(weights: Sequence[Any], group: Group) -> None:
-    """Overwrite weights with the first rank's, in place; a collective.
-
-    Raises:
-        RanksDisagreeError: the ranks' weights differ in number, path, shape or dtype.
-    """
+    """Overwrite weights with the first rank's, in place; a collective."""
     with outside_graphs():
         facts = [f"{_name(w)}: shape {tuple(w.shape)}, {w.dtype}" for w in weights]
         advice = (
@@ -96,16 +92,8 @@ def synchronise_optimizers(
     """Overwrite the state of optimizers with the first rank's, in place; a collective.
 
     If an optimizer has slot variables on some ranks only, because a script loaded a checkpoint
-    there, this makes them on all ranks, for the ``trained`` variables.
-
-    Args:
-        optimizers: all of a model.
-        trained: the model's trainable variables.
-        group: the ranks that take part.
-        leave_out: ids of variables of the optimizers that differ between ranks.
-
-    Raises:
-        RanksDisagreeError: the ranks' states differ in number, shape or dtype.
+    there, this makes them on all ranks, for the ``trained`` variables. ``leave_out`` are ids of
+    variables that differ between ranks.
     """
     with outside_graphs():
         built = collectives.gather("distribute", [each.built for each in optimizers], group)
@@ -157,19 +145,13 @@ _of_tables: WeakKeyDictionary[Any, Rows] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class _AdaptedLayer:
-    """A layer that computes with more than its weights.
-
-    Attributes:
-        layer: of Keras.
-        name: the same on every rank.
-    """
+    """A layer that computes with more than its weights."""
 
     layer: Any
     name: str
 
     @property
     def labels(self) -> list[str]:
-        """Names of ``values`` and ``rows``."""
         names = ("vocabulary", "idf_weights") if self._looks_up else self._constants
         return [f"{each} of layer {self.name}" for each in names]
 
@@ -218,11 +200,7 @@ class _AdaptedLayer:
             self.layer.load_own_variables(store)
 
     def take(self, values: list[Any]) -> None:
-        """Compute with these values from now on.
-
-        Raises:
-            Exception: of Keras, if the layer was built for a vocabulary of another size.
-        """
+        """Compute with these values from now on."""
         if self._looks_up:
             tokens, weights = values
             self.layer.set_vocabulary(tokens, None if weights is None else weights[: len(tokens)])
@@ -279,11 +257,7 @@ def compared_in_adapted(model: Any) -> tuple[list[Compared], list[Rows]]:
 
 
 class AdaptedLayers:
-    """The adapted layers of a model on this rank, before it gets rank 0's weights.
-
-    Args:
-        model: with its weights.
-    """
+    """The adapted layers of a model on this rank, before it gets rank 0's weights."""
 
     def __init__(self, model: Any) -> None:
         with outside_graphs():
@@ -295,11 +269,6 @@ class AdaptedLayers:
         """Give the layers the vocabularies and constants of the first rank; a collective.
 
         The model holds that rank's weights by now. Of all ranks it is rank 0.
-
-        Raises:
-            RanksDisagreeError: the ranks' models have other layers.
-            ValueError: a layer has learnt on another rank only, or was built for a vocabulary of
-                another size.
         """
         labels = [each.label for each in self._compared]
         require_equal("model", labels, "build the same model on every rank", group=group)

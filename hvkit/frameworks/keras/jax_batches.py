@@ -32,9 +32,7 @@ _enumerate_iterator = trainer.JAXEpochIterator._enumerate_iterator
 class OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
     """Each rank's batch is a part of the batch of all ranks.
 
-    Args:
-        model: that gets it.
-        trains: whether all ranks must have equally many batches.
+    If it ``trains``, all ranks must have equally many batches.
     """
 
     def __init__(self, model: Any, *, trains: bool) -> None:
@@ -62,11 +60,7 @@ def end_fit() -> None:
 
 
 def end_pass(method: str) -> None:
-    """Agree that no rank has another batch of ``evaluate`` or ``predict``; a collective.
-
-    Raises:
-        RanksDisagreeError: a rank has, since only others have stopped early.
-    """
+    """Agree that no rank has another batch of ``evaluate`` or ``predict``; a collective."""
     batches.end(_point(), method)
 
 
@@ -117,7 +111,6 @@ def own_rows(model: Any, predict: Any) -> Any:
 
 
 def _distribution() -> OfRanks | None:
-    """The distribution of this call, if it is of a model that the ranks train together."""
     distribution = keras.distribution.distribution()
     return distribution if isinstance(distribution, OfRanks) else None
 

@@ -31,13 +31,7 @@ _scaled: WeakSet[Any] = WeakSet()
 
 
 def refuse_others(models: Sequence[Any], optimizers: Sequence[Any], scaled: bool) -> None:
-    """Let only these models, and models of earlier calls, train the weights of all ranks.
-
-    Args:
-        models: as passed to ``distribute``.
-        optimizers: as passed to it.
-        scaled: whether their rates are multiplied.
-    """
+    """Let only these models, and models of earlier calls, train the weights of all ranks."""
     for model in models:
         note_distributed(model)
     _models.update(models)
@@ -55,9 +49,6 @@ def _require_passed(model: Any, name: str) -> None:
     """Raise if a model would train weights of all ranks, or with their optimizer, on its own.
 
     Before Keras takes the weights out of the model, as it does during ``fit``.
-
-    Raises:
-        ValueError: it would.
     """
     used = updating([model.optimizer]) if getattr(model, "optimizer", None) else []
     others = [each for each in used if each not in _optimizers]
@@ -83,11 +74,7 @@ def _require_passed(model: Any, name: str) -> None:
 
 
 def _require_whole(model: Any, name: str) -> None:
-    """Raise if a model that was not passed would compute with weights that ranks have divided.
-
-    Raises:
-        ValueError: each rank would use its own rows where XLA takes them to be the same.
-    """
+    """Raise if a model that was not passed would compute with weights that ranks have divided."""
     if model in _models:
         return
     for variable in model.variables:
@@ -120,9 +107,6 @@ def _require_together(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise if an update mixes weights of all ranks with others, warn if it has none of them.
 
     Compiled steps come here once, when they are traced.
-
-    Raises:
-        ValueError: names a variable that each rank would train on its own.
     """
     # Variables that no layer has made, such as an input that is optimised, have no folder.
     of_layers = [v for v in variables if "/" in getattr(v, "path", "")]

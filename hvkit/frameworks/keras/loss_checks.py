@@ -37,7 +37,6 @@ def watches_losses() -> bool:
 
 
 def note_own_count(has_own: bool) -> None:
-    """Note whether the loss that was computed last has its own count."""
     global _own_count
     _own_count = has_own
     if _in_loops:  # whose updates do not call ``warn_of_own_count``
@@ -45,11 +44,7 @@ def note_own_count(has_own: bool) -> None:
 
 
 def warn_of_own_count(averaged: bool) -> None:
-    """Warn if the update that begins is of a loss with its own count.
-
-    Args:
-        averaged: whether the update is one of all ranks.
-    """
+    """Warn if the update that begins is of a loss with its own count."""
     global _own_count
     if _own_count and averaged:
         warn_once(
@@ -97,13 +92,7 @@ def gives_each_sample_its_own(loss: Any) -> bool:
 
 
 def compare_with_halves(loss: Any, data: Any, *values: Any) -> None:
-    """Warn if a loss of a batch is not the mean of the losses of its halves.
-
-    Args:
-        loss: of Keras, or around a function of the script's.
-        data: targets and predictions.
-        values: of their tensors.
-    """
+    """Warn if a loss of a batch is not the mean of the losses of its halves."""
     rows = len(values[-1]) if values[-1].ndim else 0
     if rows < 2 or any(not each.ndim or len(each) != rows for each in values):
         return

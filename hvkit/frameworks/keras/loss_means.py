@@ -60,55 +60,33 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 class StepTotals(Protocol):
     """Sums over ranks for the losses of a step; each port has its own.
 
-    Attributes:
-        even: returns whether all ranks are known to have equally many rows in each step.
+    ``even`` returns whether all ranks are known to have equally many rows in each step.
     """
 
     even: Callable[[], bool]
 
     def begin(self, rows_of: Any, final: bool = True) -> None:
-        """Note how many rows this rank has in this step.
-
-        Args:
-            rows_of: the tensor that has them.
-            final: whether no second call in the step may give another number.
-        """
+        """Note this rank's rows in this step; a later call may correct them if not ``final``."""
 
     def end(self) -> None:
-        """The step has ended."""
+        """End the step."""
 
     def of(self, count: Any, number: int) -> tuple[Any, Any]:
         """The rows of all ranks for each row of this rank, and a count over all ranks.
 
-        A collective.
-
-        Args:
-            count: a float64 scalar, this rank's; None for none.
-            number: of this call in the step, the same on every rank.
-
-        Returns:
-            Two scalars, tensors or numbers. Without a row or a count, the first or the second means
-            nothing.
+        A collective. ``count`` is this rank's, a float64 scalar; ``number`` is that of this call in
+        the step. Without a row or a count, the first or the second result means nothing.
         """
 
     def start(self, count: Any, number: int) -> bool:
         """Start to add up a count over ranks, which also weights the gradients of this step.
 
-        A collective, on all ranks or none. A later ``of`` in the step returns the sum, and weights
-        the gradients by rows again.
-
-        Returns:
-            Whether it has started.
+        A collective, on all ranks or none. Returns whether it has started. A later ``of`` in the
+        step returns the sum, and weights the gradients by rows again.
         """
 
     def once(self, key: str, values: Sequence[Any], report: Callable[..., None]) -> None:
-        """In the first step, pass the values of some tensors to ``report``, as NumPy arrays.
-
-        Args:
-            key: of this comparison.
-            values: the tensors.
-            report: gets them.
-        """
+        """In the first step, pass the values of some tensors to ``report``, as NumPy arrays."""
 
     def note(self, numbers: Sequence[Any]) -> None:
         """Keep a step's scalars until the end of a pass over data."""
@@ -121,15 +99,11 @@ class StepTotals(Protocol):
 class _Step:
     """A ``train_step`` or ``test_step`` of a model under way.
 
-    Attributes:
-        of_keras: whether the method is Keras's.
-        names: the number of its collectives so far.
-        position: of the next loss of ``compile``, while these compute; else None.
-        called: the losses that compute, each inside of the one before.
-        late: a loss whose count is being added up, the count, and its number.
-        has_rows: whether the rows of the step are known.
-        noted: in a ``test_step``, five numbers for each loss of ``compile`` with its own count: its
-            position, whether it is a mean, whether its tracker counts rows, the sum, and the count.
+    ``names`` counts its collectives. ``position`` is that of the next loss of ``compile``, while
+    these compute. ``called`` are the losses that compute, each inside of the one before. ``late``
+    is a loss whose count is being added up, the count, and its number. ``noted`` has, in a
+    ``test_step``, five numbers for each loss of ``compile`` with its own count: its position,
+    whether it is a mean, whether its tracker counts rows, the sum, and the count.
     """
 
     model: keras.Model
@@ -146,7 +120,6 @@ class _Step:
         self.has_rows = self.of_keras or not self.trains
 
     def next_name(self) -> int:
-        """The number of the next collective, the same on every rank."""
         self.names += 1
         return self.names - 1
 
@@ -169,11 +142,7 @@ class _Step:
         return one and gives_each_sample_its_own(self.called[0][0])
 
     def correct_reported(self, rows: int) -> None:
-        """Correct the reported loss by all ranks' counts, now that their sum is known.
-
-        Args:
-            rows: the weight with which Keras has added it.
-        """
+        """Correct the reported loss, which Keras has weighted by ``rows``, by all ranks' counts."""
         assert self.late is not None
         loss, count, number = self.late
         factor = _factor(self.totals, count, number)
@@ -191,10 +160,7 @@ _TOTALS, _EVEN = "_hvkit_totals", "_hvkit_even"
 def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: bool = True) -> None:
     """Make losses in a model's ``train_step`` and ``test_step`` means over all ranks' samples.
 
-    Args:
-        model: a distributed one.
-        totals: of its port.
-        trains: whether its gradients are averaged in every step, so that ``train_step`` is meant.
+    ``trains`` is whether its gradients are averaged in every step, so that ``train_step`` is meant.
     """
     vars(model)[_TOTALS] = totals
     totals.even = vars(model).get(_EVEN, totals.even)
@@ -269,8 +235,8 @@ def _has_rows(value: Any) -> bool:
 def rows_for_each() -> Any:
     """The rows of all ranks for each row of this rank, in a ``train_step``; else None.
 
-    A collective. Multiply a rank's gradient by it to get the gradient of one process: gradients
-    are weighted by the rank's rows later.
+    A collective. Multiply a rank's gradient by it to get the gradient of one process: gradients are
+    weighted by the rank's rows later.
     """
     registry.note_script_call()
     step = _step.get()

@@ -38,10 +38,7 @@ variable and None for none: whether the step counts, the same on all ranks."""
 class SharedScale:
     """How ranks share the loss scale around an optimizer.
 
-    Args:
-        agree: decides from the findings of all ranks that update together.
-        ranks: whose losses are averaged; 1 where each uses the whole scale.
-        models: weak references to those whose weights are updated.
+    ``ranks`` are those whose losses are averaged; 1 where each uses the whole scale.
     """
 
     agree: Agree
@@ -71,12 +68,7 @@ _of_ranks: WeakKeyDictionary[Any, SharedScale] = WeakKeyDictionary()
 
 
 def skip_together(optimizer: Any, agree: Agree) -> None:
-    """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none.
-
-    Args:
-        optimizer: one that updates variables.
-        agree: decides from the findings of all ranks that update together.
-    """
+    """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none."""
     _adapt_class()
     _of_ranks[optimizer] = SharedScale(agree)
 
@@ -84,11 +76,7 @@ def skip_together(optimizer: Any, agree: Agree) -> None:
 def share_scale(optimizer: Any, agree: Agree, ranks: int, models: Sequence[Any]) -> None:
     """Skip a step on all ranks or on none: the steps that one process would skip.
 
-    Args:
-        optimizer: as passed to ``distribute``.
-        agree: as for ``skip_together``.
-        ranks: how many average their gradients.
-        models: those that are trained. Their ``compile`` may have made the ``LossScaleOptimizer``.
+    The models' ``compile`` may have made the ``LossScaleOptimizer``.
     """
     _adapt_class()
     inner = inner_optimizer(optimizer)

@@ -34,11 +34,8 @@ def over_all_ranks(
 ) -> Mapping[str, Any]:
     """The metrics of one pass over the data, combined over all ranks of a group; a collective.
 
-    Args:
-        model: its metrics have seen this rank's batches.
-        read: returns the metrics that Keras reports, from the metrics' states or from ``logs``.
-        logs: the return value of the last step; empty if this rank had no batch.
-        group: the ranks that train the model.
+    ``read`` returns the metrics that Keras reports, from the metrics' states or from ``logs``, the
+    return value of the last step; empty if this rank had no batch.
     """
     logs = _flat(logs)
     # Without a batch, compiled metrics may have no state yet.
@@ -75,15 +72,10 @@ def over_all_ranks(
 def _corrections(
     model: keras.Model, noted: Sequence[Sequence[np.ndarray[Any, Any]]]
 ) -> dict[int, float]:
-    """Corrections of the totals of the losses that Keras reports, added up over ranks.
+    """Corrections of the totals of the losses that Keras reports, by the id of a metric's variable.
 
-    Args:
-        model: whose ``test_step`` has noted losses.
-        noted: by rank, from ``noted_of``.
-
-    Returns:
-        By the id of a metric's variable; nothing if a ``test_step`` of the script's computes the
-        losses of ``compile`` more than once, or not on all ranks.
+    None if a ``test_step`` of the script's computes the losses of ``compile`` more than once, or
+    not on all ranks. ``noted`` is by rank, from ``noted_of``.
     """
     compiled: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compiled, "_flat_losses", None) or ()

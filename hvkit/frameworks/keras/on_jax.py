@@ -42,13 +42,7 @@ _BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 class KerasOnJaxPort(JaxPort):
-    """Implements ``hvkit.sync.port.Port``.
-
-    Args:
-        models: of Keras.
-        optimizers: those that will be passed to ``compile``, or used in a loop.
-        options: as passed to ``distribute``.
-    """
+    """Implements ``hvkit.sync.port.Port``."""
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         super().__init__([list(models)], [list(optimizers)], options)
@@ -89,12 +83,7 @@ class KerasOnJaxPort(JaxPort):
             self._place_variables(model, "distribute")
 
     def _place_variables(self, model: Any, call: str) -> None:
-        """Make the variables of a model arrays of all ranks, with rank 0's values; a collective.
-
-        Args:
-            model: of Keras.
-            call: the user's.
-        """
+        """Make the variables of a model arrays of all ranks, with rank 0's values; a collective."""
         weights = {id(v) for v in model.weights}
         optimizers = list(self.optimizer)
         if (used := getattr(model, "optimizer", None)) is not None:  # a loss scale may be around it
@@ -217,11 +206,7 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
 
 
 class _Divided:
-    """Implements ``hvkit.frameworks.keras.callbacks.Parts``.
-
-    Args:
-        weights: whether weights are divided, and not only the states of optimizers.
-    """
+    """Implements ``hvkit.frameworks.keras.callbacks.Parts``."""
 
     def __init__(self, weights: bool) -> None:
         self._weights = weights

@@ -98,11 +98,7 @@ def synchronise_statistics(model: Any, group: Group) -> None:
 
 
 class RoundsInFit:
-    """A ``RoundsOfFit``; does nothing before the models have weights.
-
-    Args:
-        equal_steps: whether all ranks must take equally many steps.
-    """
+    """A ``RoundsOfFit``; does nothing before the models have weights."""
 
     def __init__(self, equal_steps: bool) -> None:
         self.equal_steps = equal_steps
@@ -132,12 +128,7 @@ class RoundsInFit:
 
 
 class PyTorchSender:
-    """Sends the variables that ranks own; a ``VariableSender``.
-
-    Args:
-        name: the same on every rank, and no other optimizer's.
-        group: the ranks among which the state is divided.
-    """
+    """Sends the variables that ranks own; a ``VariableSender``."""
 
     def __init__(self, name: str, group: Group) -> None:
         self._name = name
@@ -214,7 +205,6 @@ class KerasOnPyTorchPort(KerasPort):
         return self._records(), None
 
     def _synchronise_and_begin(self, model: Any) -> None:
-        """Copy rank 0's weights; the last model that builds itself lets the ranks begin."""
         self._synchronise(model)
         self._begin_if_built()
 
@@ -272,16 +262,7 @@ class KerasOnPyTorchPort(KerasPort):
 
 
 class KerasLoopPort(PyTorchPort):
-    """Implements ``hvkit.sync.port.Port``.
-
-    Args:
-        models: of Keras on PyTorch, with weights.
-        optimizers: of PyTorch.
-        options: as passed to ``distribute``.
-
-    Raises:
-        ValueError: a model has no weights yet, or an option does not suit it.
-    """
+    """Keras models with weights, and optimizers of PyTorch, as a ``hvkit.sync.port.Port``."""
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         self._keras_models = list(models)

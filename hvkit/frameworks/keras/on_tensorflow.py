@@ -111,7 +111,6 @@ class KerasOnTensorFlowPort(KerasPort):
         self._optimizers_pending = True
 
     def _name(self) -> str:
-        """A new name for collectives."""
         return self.options.group.numbered("hvkit")
 
     def _wait(self, name: str) -> GraphWait:
@@ -236,11 +235,7 @@ class KerasOnTensorFlowPort(KerasPort):
         return NonFinite(self.options.on_nonfinite, name, statistics, self.options.group)
 
     def _end_epoch(self, wait: GraphWait | None) -> None:
-        """Average statistics after batches that no update has followed yet; compare the ranks.
-
-        Args:
-            wait: counts the waits for averaged statistics; None if they are not averaged here.
-        """
+        """Average statistics after batches that no update has followed yet; compare the ranks."""
         steps = [each.gradient_accumulation_steps or 1 for each in updating(self.optimizers)]
         left = any(
             calls_of_apply(o) % n for o, n in zip(updating(self.optimizers), steps, strict=True)
@@ -292,7 +287,6 @@ class KerasOnTensorFlowPort(KerasPort):
 
 
 def timeline_callbacks() -> list[keras.callbacks.Callback]:
-    """The callback that marks steps, in runs with a timeline."""
     return [TimelineSteps()] if timeline_wanted() else []
 
 
@@ -308,11 +302,9 @@ class TimelineSteps(keras.callbacks.Callback):  # type: ignore[misc]
         self._blocked = blocked_in_graphs.seconds()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Remember when the step begins."""
         self._begun = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Mark the step, and its waits as one at the end of the last of them."""
         now, blocked = time.monotonic(), blocked_in_graphs.seconds()
         step = int(self.model.optimizer.iterations.numpy()) if self.model.optimizer else None
         if waited := blocked - self._blocked:

@@ -65,7 +65,6 @@ def settings_of(optimizer: Any) -> str:
 
 
 def new_like(optimizer: Any) -> Any:
-    """A new optimizer with the same configuration."""
     with tensorflow_not_imported():
         return type(optimizer).from_config(optimizer.get_config())
 
@@ -79,7 +78,6 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def let_leave_out_updates(optimizer: Any) -> None:
-    """Note that the optimizer may leave out an update."""
     _leaving_out.add(optimizer)
 
 
@@ -103,10 +101,6 @@ class RateInUpdate:
 
     ``optimizer.learning_rate`` stays the user's: callbacks, loggers and saved files read and write
     it at any time. It may be a number, a ``LearningRateSchedule`` or a function.
-
-    Args:
-        optimizer: one that updates variables.
-        multiplier: the factor of each step.
     """
 
     def __init__(self, optimizer: Any, multiplier: Multiplier) -> None:

@@ -73,18 +73,7 @@ ACCUMULATOR = "gradient_accumulator"
 
 
 class PartialState:
-    """Replaces the methods of an optimizer that make, save and load its state.
-
-    Args:
-        optimizer: one that updates variables, not one that scales the loss.
-        holds: whether this rank holds the state of a weight.
-        divider: the strategy or mesh that divides the state, for errors.
-        how_to_save: the rest of the error for saving a part.
-        whole_accumulators: whether every rank keeps the sums of all gradients.
-
-    Attributes:
-        slots: the state of single weights, with the weight that each part belongs to.
-    """
+    """Replaces the methods of an optimizer that make, save and load its state."""
 
     def __init__(
         self,
@@ -138,11 +127,7 @@ class PartialState:
         self._fold()
 
     def refuse_shared(self) -> None:
-        """Raise if the optimizer keeps arrays that are not made for single weights.
-
-        Raises:
-            ValueError: names the first one.
-        """
+        """Raise if the optimizer keeps arrays that are not made for single weights."""
         optimizer: Any = self._optimizer()
         known = {id(slot) for slot, _ in self.slots}
         known |= {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
@@ -175,11 +160,7 @@ class PartialState:
             self._fold()
 
     def _refuse_part(self) -> None:
-        """Raise if this rank holds only its own part of the state.
-
-        Raises:
-            ValueError: names the ways to save all of it.
-        """
+        """Raise if this rank holds only its own part of the state."""
         if not self._whole:
             raise ValueError(
                 f"saving {type(self._optimizer()).__name__} on rank {runtime.rank()} would save "
@@ -190,8 +171,8 @@ class PartialState:
 def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
     """The optimizer's variables with the state of single weights, and these weights.
 
-    Keras does not note which belong together. An equal optimizer, built for the same weights,
-    makes them in the same order.
+    Keras does not note which belong together. An equal optimizer, built for the same weights, makes
+    them in the same order.
     """
     twin = new_like(optimizer)
     make = twin.add_variable_from_reference

@@ -32,14 +32,7 @@ from hvkit.sync.port import Options, Record
 class KerasPort:
     """Some models and the optimizers that update them: the base of a ``hvkit.sync.port.Port``.
 
-    Args:
-        models: of Keras.
-        optimizers: of Keras.
-        options: as passed to ``distribute``.
-
-    Attributes:
-        model: all models as one.
-        inner: the optimizers inside those that scale the loss.
+    ``model`` joins all models; ``inner`` are the optimizers inside those that scale the loss.
     """
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
@@ -79,11 +72,7 @@ class KerasPort:
         model.call = act_and_call
 
     def _divide_state(self, sender: Callable[[], VariableSender]) -> None:
-        """Divide the state of optimizers among the ranks, if the strategy does.
-
-        Args:
-            sender: makes one for each optimizer.
-        """
+        """Divide the state of optimizers among the ranks, if the strategy does."""
         group, strategy = self.options.group, self.options.strategy
         if isinstance(strategy, ShardedOptimizer):
             owned_bytes = [0] * group.size

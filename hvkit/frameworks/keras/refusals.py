@@ -39,12 +39,7 @@ _updated: dict[int, weakref.ref[Any]] = {}
 
 
 def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-    """Raise for optimizers and options with which models of Keras cannot be kept in step.
-
-    Raises:
-        TypeError: an optimizer is not one of Keras.
-        ValueError: an optimizer belongs to other models, or an option does not suit it.
-    """
+    """Raise for optimizers and options with which models of Keras cannot be kept in step."""
     for each in optimizers:
         _refuse_foreign(each)
     _refuse_optimizers_of_others(models, optimizers)
@@ -56,11 +51,7 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
 
 
 def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Raise for options that exclude a loss scale, where Keras runs on PyTorch.
-
-    Raises:
-        ValueError: an optimizer scales the loss, or ``compile`` will have one do that.
-    """
+    """Raise for options that exclude a loss scale, where Keras runs on PyTorch."""
     if not (scaled := _source_of_loss_scale(models, optimizers)):
         return
     advice = 'train in "mixed_bfloat16", without a LossScaleOptimizer'
@@ -136,16 +127,11 @@ def _refuse_foreign(optimizer: Any) -> None:
 
 
 def is_averaged_by_horovod(optimizer: Any) -> bool:
-    """Whether Horovod's ``DistributedOptimizer`` averages in this optimizer's updates."""
     return optimizer in _averaged_by_horovod
 
 
 def note_averaged_by_horovod(optimizer: Any) -> None:
-    """Note that Horovod's ``DistributedOptimizer`` averages in this optimizer's updates.
-
-    Raises:
-        ValueError: something averages there already.
-    """
+    """Note that Horovod's ``DistributedOptimizer`` averages in this optimizer's updates."""
     name = f"{type(optimizer).__name__} {optimizer.name!r}"
     if optimizer in _averaged:
         raise ValueError(
@@ -176,11 +162,7 @@ def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any
 
 
 def refuse_own_averages(strategy: object, optimizer: Any) -> None:
-    """Raise for an optimizer that averages weights over steps where ranks train local weights.
-
-    Raises:
-        ValueError: ``use_ema`` is set.
-    """
+    """Raise for an optimizer that averages weights over steps where ranks train local weights."""
     if optimizer.use_ema:
         raise ValueError(
             f"{type(optimizer).__name__} has use_ema=True, with which each rank would end fit with "
@@ -191,9 +173,6 @@ def refuse_own_averages(strategy: object, optimizer: Any) -> None:
 
 def refuse_overwritten(strategy: object, variables: Sequence[Any]) -> None:
     """Raise if ranks train local weights and an update overwrites variables with their gradients.
-
-    Raises:
-        ValueError: names the first of them.
     """
     if not isinstance(strategy, Rounds | ParameterServer):
         return
@@ -225,19 +204,9 @@ def refuse_left_out(
 ) -> list[Any]:
     """Raise for variables of a layer or model that was not passed and has a state of its own.
 
-    Where it has none, rank 0 only warns. A variable does not know its layer, so this looks at all
-    objects of the process: call it for new variables only.
-
-    Args:
-        models: all that train together.
-        optimizers: of the models; one of them updates the variables.
-        variables: some of them may be weights of the models.
-
-    Returns:
-        The layers or models of which this warns.
-
-    Raises:
-        ValueError: names the layer or model.
+    Where it has none, rank 0 only warns; returned are the layers or models of which it warns. A
+    variable does not know its layer, so this looks at all objects of the process: call it for new
+    variables only.
     """
     own = {id(backend_variable(w)) for model in models for w in model.weights}
     others = {id(backend_variable(v)) for v in variables} - own
@@ -278,7 +247,6 @@ def _largest_with(numbers: set[int], passed: set[int]) -> list[Any]:
 
 
 def living_layers() -> list[Any]:
-    """All layers and models of the process."""
     layers = (each for each in gc.get_objects() if issubclass(type(each), keras.layers.Layer))
     return [each for each in layers if hasattr(each, "_layers")]  # not before its __init__
 
@@ -320,7 +288,6 @@ def weights_of_distributed() -> set[int]:
 
 
 def weights_of_models() -> set[int]:
-    """The ids of all weights of distributed models."""
     return {id(w) for model in _models for w in model.weights}
 
 

@@ -46,22 +46,15 @@ class VariableSender(Protocol):
     def send(self, number: int, piece: list[list[int]], variables: Sequence[Any]) -> None:
         """Send some of the variables that this rank owns, and take over others; a collective.
 
-        Args:
-            number: of the piece.
-            piece: the numbers of variables by owner, in rank order.
-            variables: the backend's own.
+        ``piece`` has the numbers of variables by owner, in rank order; ``number`` is that of the
+        piece.
         """
 
 
 class OptimizerShards:
     """Divides the state of one optimizer among the ranks; implements ``partial_state.Shards``.
 
-    Args:
-        strategy: chooses the owners.
-        optimizer: one that updates variables, not one that scales the loss.
-        owned_bytes: bytes that each rank owns already, in rank order; counts up.
-        sender: sends updated variables.
-        group: these ranks; owners are places in it.
+    ``owned_bytes`` are those that each rank owns already, in rank order; they count up.
     """
 
     def __init__(
@@ -155,11 +148,7 @@ class OptimizerShards:
 
 
 def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
-    """Raise if an optimizer does not update each weight on its own.
-
-    Raises:
-        ValueError: names the optimizer and the reason.
-    """
+    """Raise if an optimizer does not update each weight on its own."""
     if type(optimizer).__name__ == "ScheduleFreeAdamW":
         raise ValueError(
             f"ScheduleFreeAdamW changes all weights when it is built, but with {strategy} no rank "
@@ -184,12 +173,7 @@ def _bytes(variable: Any) -> int:
 
 
 class TensorFlowSender:
-    """Sends the variables that ranks own, in eager code and in graphs; a ``VariableSender``.
-
-    Args:
-        name: the same on every rank, and no other optimizer's.
-        group: the ranks among which the state is divided.
-    """
+    """Sends the variables that ranks own, in eager code and in graphs; a ``VariableSender``."""
 
     def __init__(self, name: str, group: Group) -> None:
         self._wait = GraphWait(f"{name}.shares", group=group)
@@ -252,11 +236,7 @@ _BY_VARIABLE = frozenset(
 
 
 def why_not_by_variable(optimizer: Any) -> str:
-    """Why ranks cannot update some of the weights each; empty if they can.
-
-    Args:
-        optimizer: one that updates variables; it stays as it is.
-    """
+    """Why ranks cannot update some of the weights each; empty if they can."""
     if type(optimizer) in _BY_VARIABLE:
         return ""
     before = random.getstate()  # Keras draws seeds from it

@@ -58,14 +58,8 @@ def gather_rows(
     The gradient sums over the ranks' losses, because the gradients of the weights are averaged
     later. Horovod's own gradient of an allgather would divide by the number of ranks.
 
-    Args:
-        rows: of shape (n, ...), with each rank's own n.
-        counts: the numbers of rows of all ranks.
-        name: of the collective.
-        wait: counts the waits in it.
-        wire: counts the bytes.
-        share: returns, from the result, how many rows of the batch all ranks have for each of this
-            rank, whose loss and gradients are then weighted by its rows; None for equal weights.
+    ``share`` returns, from the result, how many rows of the batch all ranks have for each of this
+    rank, whose loss and gradients are then weighted by its rows; None for equal weights.
     """
     start = sum(counts[: wire.rank])
 
@@ -105,13 +99,7 @@ def needs_gradients(tensor: tf.Tensor) -> bool:
 def gather(
     tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]], *, share: tf.Tensor | None = None
 ) -> list[tf.Tensor]:
-    """The tensors of all ranks, in eager code.
-
-    Args:
-        tensor: this rank's.
-        shapes: of the tensors of all ranks, which have one dtype.
-        share: as ``share`` of ``gather_rows`` returns it.
-    """
+    """The tensors of all ranks, of one dtype, in eager code."""
     sizes = [math.prod(shape) for shape in shapes]
     name = f"hvkit.allgather.{next(_serial) % _NAMES}"
     gathered = gather_rows(
@@ -125,15 +113,7 @@ def gather(
 def gather_in_graph(
     tensor: tf.Tensor, share: Callable[[], tf.Tensor | None] = lambda: None
 ) -> list[tf.Tensor]:
-    """The tensors of all ranks, while TensorFlow traces a graph.
-
-    Args:
-        tensor: this rank's; the others' may have another first dimension.
-        share: called if the tensor may have gradients; as ``share`` of ``gather_rows``.
-
-    Raises:
-        TypeError: Horovod has no numbers of its dtype.
-    """
+    """The tensors of all ranks, while TensorFlow traces a graph; first dimensions may differ."""
     refuse_xla("hvkit.allgather")
     dtype, shape = tensor.dtype, tensor.shape
     if dtype.name not in _IN_GRAPHS:
@@ -159,12 +139,8 @@ def gather_in_graph(
 def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
     """Facts that ranks compare, and that ranks with plain numbers need.
 
-    Returns:
-        The framework, the mean's dtype, the device's type and whether a backward pass may come
-        back, neither of which matters here, and of both the shape, None for a number or in a graph.
-
-    Raises:
-        TypeError: one of them is complex.
+    The framework, the mean's dtype, the device's type and whether a backward pass may come back,
+    neither of which matters here, and of both the shape, None for a number or in a graph.
     """
     given = [each for each in (total, count) if isinstance(each, tf.Tensor | tf.Variable)]
     if any(each.dtype.is_complex for each in given):
@@ -187,13 +163,7 @@ def mean(
     """The sum of totals over ranks, divided by the sum of counts; one collective.
 
     In eager code and in graphs. Gradients of weights are averaged later, so the gradient of the
-    total is multiplied by the number of ranks.
-
-    Args:
-        both: total and count: tensors, or numbers.
-        shapes: of both, the same on every rank; numbers take these shapes.
-        facts: from ``facts_of_mean``.
-        ranks: the factor of gradients, a float64 scalar; None for the number of ranks.
+    total is multiplied by ``ranks``, by default the number of ranks.
     """
     wide = [
         tf.cast(each, tf.float64)
@@ -241,13 +211,7 @@ def _sums(numbers: Sequence[tf.Tensor], ranks: tf.Tensor | None) -> list[tf.Tens
 
 @not_converted
 def allreduce(value: Any, op: str, sent_as: str) -> tf.Tensor:
-    """``hvkit.allreduce`` of a tensor or variable, without gradients.
-
-    Args:
-        value: of a dtype other than complex.
-        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-        sent_as: the name of the dtype in which ranks send it.
-    """
+    """``hvkit.allreduce`` of a tensor or variable, without gradients."""
     tensor = tf.convert_to_tensor(value)
     return tf.cast(_reduced(tf.cast(tensor, sent_as), op, "hvkit.allreduce"), tensor.dtype)
 

@@ -36,11 +36,7 @@ from hvkit.watch.calls import waiting_for_all_ranks
 
 
 class BlockedInGraphs:
-    """The seconds that this rank has been blocked in collectives of graphs, for a monitor.
-
-    Attributes:
-        measured: whether graphs that are traced from now on measure it.
-    """
+    """The seconds that this rank has been blocked in collectives of graphs, for a monitor."""
 
     def __init__(self) -> None:
         self.measured = False
@@ -63,7 +59,6 @@ class BlockedInGraphs:
         self._seconds.assign_add(now - begun, read_value=False)
 
     def seconds(self) -> float:
-        """The sum so far."""
         return float(quickly_read(self._seconds))
 
     def ended(self) -> float:
@@ -77,12 +72,8 @@ blocked_in_graphs = BlockedInGraphs()
 class GraphWait:
     """Counts how often a rank enters and leaves some collectives that graphs contain.
 
-    The watcher reads the counters when it looks for the reason of a long wait.
-
-    Args:
-        key: the same on every rank, and no other collectives'.
-        name: of the wait in the watcher's messages, if the script is in no call of hvkit.
-        group: the ranks that take part; None for all.
+    The watcher reads the counters when it looks for the reason of a long wait. ``name`` is that of
+    the wait in its messages, if the script is in no call of hvkit.
     """
 
     def __init__(
@@ -101,10 +92,7 @@ class GraphWait:
     def enter(self, ready: Sequence[Any], last: Sequence[Any] | None = None) -> tf.Operation:
         """The operation that counts the entry; it runs after ``ready``, before the collectives.
 
-        Args:
-            ready: tensors that the collectives wait for.
-            last: tensors that this rank computes meanwhile; it is blocked once they are there.
-                None if it computes nothing.
+        ``last`` are tensors that this rank computes meanwhile; it is blocked once they are there.
         """
         with tf.control_dependencies(list(ready)), tf.device("CPU:0"):
             entered = self._entered.assign_add(1, read_value=False)
@@ -114,7 +102,6 @@ class GraphWait:
         return entered
 
     def leave(self, results: Sequence[Any]) -> None:
-        """Count the exit once the collectives' results are there."""
         with tf.control_dependencies(list(results)), tf.device("CPU:0"):
             self._left.assign_add(1, read_value=False)
             if blocked_in_graphs.measured:
@@ -131,7 +118,6 @@ class GraphWait:
         return result
 
     def read(self) -> tuple[int, int]:
-        """How often this rank has entered the collectives, and how often it has left them."""
         left = int(self._left.numpy())
         return int(self._entered.numpy()), left
 
@@ -174,12 +160,6 @@ def refuse_xla(call: str) -> None:
     """Raise if XLA will compile the code that TensorFlow is tracing, or a function around it.
 
     XLA has no kernels for Horovod's operations.
-
-    Args:
-        call: the call that needs the other ranks.
-
-    Raises:
-        ValueError: XLA will compile it.
     """
     if tf.executing_eagerly():
         return
@@ -193,14 +173,7 @@ def refuse_xla(call: str) -> None:
 
 
 def refuse_tf_distribute(model: Any = None) -> None:
-    """Raise where a strategy of ``tf.distribute`` would divide the work, too.
-
-    Args:
-        model: one that may have been made in such a strategy's scope; None for the update of one.
-
-    Raises:
-        ValueError: names the strategy.
-    """
+    """Raise where a strategy of ``tf.distribute`` would divide the work, too."""
     made_in = getattr(model, "_distribute_strategy", None)
     if made_in is None and not tf.distribute.has_strategy():
         return
@@ -222,15 +195,6 @@ class Wire:
 
     A name is the same on every rank, and no other collective's. Callers wrap eager calls in
     ``waiting_for_all_ranks``, and graphs in a ``GraphWait``.
-
-    Args:
-        purpose: as in ``hvkit.traffic``.
-        group: the ranks that take part; None for all.
-
-    Attributes:
-        rank: this process's rank in the group.
-        size: of the group.
-        within: the ranks that collectives wait for; None for all.
     """
 
     def __init__(self, purpose: str, group: Group | None = None) -> None:
@@ -242,19 +206,15 @@ class Wire:
         self.rank, self.size = group.rank, group.size
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The mean over ranks."""
         return self._allreduce(tensor, name, self._hvd.Average)
 
     def sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The sum over ranks."""
         return self._allreduce(tensor, name, self._hvd.Sum)
 
     def lowest(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The minimum over ranks of each element."""
         return self._allreduce(tensor, name, self._hvd.Min)
 
     def highest(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The maximum over ranks of each element."""
         return self._allreduce(tensor, name, self._hvd.Max)
 
     def _allreduce(self, tensor: tf.Tensor, name: str, op: Any) -> tf.Tensor:
@@ -281,24 +241,14 @@ class Wire:
         return means
 
     def gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """All ranks' rows below each other, in rank order.
-
-        Args:
-            tensor: of shape (rows, ...), with each rank's own number of rows.
-            name: of the collective.
-        """
+        """All ranks' rows below each other, in rank order; ranks may have other numbers of rows."""
         self._counted(of_allgather(_bytes(tensor), self.size))
         return self._hvd.allgather(
             _not_constant(tensor), name=name, ignore_name_scope=True, process_set=self._ranks
         )
 
     def shares(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """This rank's share of every rank's tensor, in rank order.
-
-        Args:
-            tensor: of shape (size * n,), as the result.
-            name: of the collective.
-        """
+        """This rank's slice of every rank's tensor, in rank order; (size * n,), as the result."""
         self._counted(of_alltoall(_bytes(tensor), self.size))
         return self._hvd.alltoall(
             _not_constant(tensor), name=name, ignore_name_scope=True, process_set=self._ranks
@@ -345,9 +295,6 @@ class NamedCollectives:
     of two threads, or of ranks that are at different points of the script.
 
     Not for functions that a graph calls: one may occupy the only thread that TensorFlow has.
-
-    Args:
-        wire: counts the bytes.
     """
 
     def __init__(self, wire: Wire) -> None:

@@ -44,14 +44,7 @@ def average_in_apply(
     before_update: Callable[[Sequence[Any]], None],
     nonfinite: NonFinite | None = None,
 ) -> None:
-    """Make ``optimizer.apply`` average the gradients before it uses them.
-
-    Args:
-        optimizer: one that updates variables, not one that scales the loss.
-        average: the collective that returns the means of the gradients of some variables.
-        before_update: called with the variables at the start of each update.
-        nonfinite: leaves out an update, or ends training, if a rank's gradients are not finite.
-    """
+    """Make ``optimizer.apply`` average the gradients before it uses them."""
     apply = optimizer.apply
     if nonfinite:
         let_leave_out_updates(optimizer)
@@ -171,11 +164,7 @@ def finite_in(group: Group) -> Agree:
 class NonFinite:
     """Finds gradients of any rank that are NaN or infinite, and skips the update or stops.
 
-    Args:
-        action: ``"skip"`` or ``"stop"``.
-        name: the same on every rank, and no other optimizer's.
-        statistics: of the model, which must survive an update that is skipped; None for ``"stop"``.
-        group: the ranks that train it.
+    ``statistics`` must survive a skipped update; None for ``"stop"``.
     """
 
     def __init__(
@@ -195,14 +184,8 @@ class NonFinite:
     ) -> None:
         """Update, unless a rank has a gradient that is not finite; a collective.
 
-        Args:
-            gradients: this rank's, before they become means.
-            variables: their variables.
-            update: averages and applies; creates no variables.
-
-        Raises:
-            FloatingPointError: with ``"stop"``, on every rank, in eager code.
-            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates.
+        ``update`` must create no variables. In a graph the error is an InvalidArgumentError, which
+        ``fit`` translates.
         """
         if self._statistics is not None:
             self._statistics.prepare()

@@ -51,14 +51,8 @@ _PARTIAL = "only some ranks have a gradient, or a gradient of this kind, for"
 class GradientAverager:
     """Averages the gradients of one optimizer over ranks.
 
-    Args:
-        name: the same on every rank, and no other averager's.
-        strategy: decides which mean of the gradients updates use.
-        compression: how float32 gradients travel; None for as they are.
-        check: compares the ranks when all have reached the update; returns the operations that a
-            graph must run before it averages.
-        group: the ranks that train the model; None for all.
-        samples: counts the rows of each step; None for new counts.
+    ``check`` compares the ranks when all have reached the update; it returns the operations that a
+    graph must run before it averages.
     """
 
     def __init__(
@@ -94,16 +88,9 @@ class GradientAverager:
     ) -> list[Any]:
         """Return the means, with None where no rank has a gradient; a collective.
 
-        Args:
-            gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None, one for each variable.
-            variables: the Keras or TensorFlow variables they belong to.
-            absent: in eager code, this rank's gradients of variables of which only other ranks
-                have a gradient; zeros by default.
-
-        Raises:
-            RanksDisagreeError: in eager code, if another rank has ended its epoch.
-            tf.errors.InvalidArgumentError: the same in a graph, which ``fit`` translates, or if
-                only some ranks have a gradient for a variable.
+        In eager code ``absent`` are this rank's gradients of variables of which only other ranks
+        have one; zeros by default. In a graph errors are InvalidArgumentErrors, which ``fit``
+        translates.
         """
         gradients = list(gradients)
         if self.compressed and self.compressed.compression.exclusive:
@@ -185,9 +172,6 @@ class GradientAverager:
 
         It is the same collective as the first one of an update, with other numbers. A rank that
         begins another step receives these numbers and raises as well.
-
-        Raises:
-            RanksDisagreeError: another rank takes a further step.
         """
         if self._width is not None:
             # Horovod identifies an eager operation by its type, one in a graph by its name.
@@ -277,10 +261,6 @@ class CompressedMeans(CompressionState):
     """Means over ranks of float32 vectors that travel compressed, in eager code and in graphs.
 
     The compression's state is in variables, since graphs hold it; the keys are ids of weights.
-
-    Args:
-        compression: how they travel.
-        wire: counts the bytes.
     """
 
     def __init__(self, compression: Compression, wire: Wire) -> None:
@@ -289,13 +269,7 @@ class CompressedMeans(CompressionState):
         self._shapes: dict[Hashable, Shape] = {}
 
     def mean(self, vector: tf.Tensor, variables: Sequence[Any], name: str) -> tf.Tensor:
-        """The mean of a vector; a collective.
-
-        Args:
-            vector: of shape (n,), the same on all ranks: tensors, one after the other.
-            variables: to which the tensors belong.
-            name: the same on every rank, and no other collective's.
-        """
+        """The mean of a vector; a collective."""
         keys = [id(backend_variable(v)) for v in variables]
         flow = self.reduce(keys, [tuple(v.shape) for v in variables], vector)
         mean = RunningExchanges(self._wire.start, flow, name).result()

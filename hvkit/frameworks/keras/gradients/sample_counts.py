@@ -15,14 +15,7 @@ from hvkit.main_rank import warn_once
 
 
 class SampleCounts:
-    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.StepTotals``.
-
-    Args:
-        name: the same on every rank, and no other model's.
-        group: the ranks that train the model; None for all.
-        accumulates: whether an optimizer adds up the gradients of several steps.
-
-    """
+    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.StepTotals``."""
 
     def __init__(self, name: str, group: Group | None = None, accumulates: bool = False) -> None:
         self.even: Callable[[], bool] = lambda: False  # rows travel with other numbers anyway

@@ -51,14 +51,8 @@ def average_rows(
 ) -> tf.IndexedSlices:
     """The mean over ranks of a gradient that is sparse in its first dimension; a collective.
 
-    Args:
-        slices: values of shape (rows, ...) and indices of shape (rows,); rows may be 0.
-        name: the same on every rank, and no other collective's.
-        wire: counts the bytes.
-        compression: one that rounds value by value is used for float32 values; others are not.
-
-    Returns:
-        The slices that one process with all ranks' samples would have, in the same dtypes.
+    The values have the shape (rows, ...); rows may be 0. A compression that rounds value by value
+    is used for float32 values; others are not.
     """
     dtype = slices.values.dtype
     values = widened(slices.values)
@@ -86,9 +80,8 @@ def average_rows(
 def _as_in_one_process(values: tf.Tensor, marked: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """All ranks' rows, added up if the ranks looked them up for the whole batch.
 
-    Args:
-        values: the rows of all ranks, of shape (rows, ...).
-        marked: their indices, with a mark before each rank's, of shape (rows + ranks,).
+    The values have the shape (rows, ...). ``marked`` are their indices, with a mark before each
+    rank's, of shape (rows + ranks,).
     """
     is_row = marked >= 0
     begins = tf.where(~is_row)[:, 0]

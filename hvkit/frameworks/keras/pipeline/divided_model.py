@@ -45,13 +45,8 @@ _UNINITIALISED = "uninitialized_variables"
 class DividedModel:
     """A Sequential or Functional model in a pipeline, and the optimizers that update it.
 
-    Args:
-        model: whole, on every rank, or without weights.
-        optimizers: of the model.
-        options: with a mesh that has a pipeline axis, and the group of the ranks that hold the
-            same part.
-        tensors: of the backend.
-        divided: called with the model once this rank has its part of it.
+    The model is whole on every rank, or without weights. The group of the options are the ranks
+    that hold the same part. ``divided`` is called once this rank has its part.
     """
 
     def __init__(
@@ -101,10 +96,7 @@ class DividedModel:
     ) -> list[tuple[Any, Record]]:
         """Let the model's methods run the pipeline; return a record for each object; a collective.
 
-        Args:
-            averagers: of the optimizers.
-            end_epoch: compares ranks that hold the same part.
-            watching: returns callbacks for ``fit``.
+        ``end_epoch`` compares ranks that hold the same part.
         """
         model = self._model
         self._channel = self._tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
@@ -229,11 +221,7 @@ def _in_eager_code(model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_values(build: Callable[[], None], name: str) -> None:
-    """Build a model whose variables have shapes, but no values.
-
-    Raises:
-        ValueError: a layer makes a variable from a value instead of an initializer.
-    """
+    """Build a model whose variables have shapes, but no values."""
     before = global_state.get_global_attribute(_UNINITIALISED, set_to_default=True)
     try:
         with keras.StatelessScope(initialize_variables=False):
@@ -249,9 +237,6 @@ def _without_values(build: Callable[[], None], name: str) -> None:
 
 def _share_seeds(model: Any) -> None:
     """Give the initializers of variables without values rank 0's seeds; a collective of all ranks.
-
-    Raises:
-        ValueError: an initializer has no number as its seed.
     """
     makers = [v._initializer for v in model.variables if v._value is None]
     seeds = [getattr(maker, "seed", None) for maker in makers]
@@ -276,11 +261,7 @@ def _make_values(model: Any, holds: Callable[[Any], bool]) -> None:
 
 
 def refuse_in_pipeline(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-    """Raise for models and optimizers that a pipeline would train differently, or cannot divide.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise for models and optimizers that a pipeline would train differently, or cannot divide."""
     assert options.mesh is not None
     if len(models) > 1:
         raise ValueError(

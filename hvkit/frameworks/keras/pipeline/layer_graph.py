@@ -24,8 +24,7 @@ from hvkit.pipeline.stages import CutPoint, Stages, balanced_cuts, named_cuts, r
 class LayerCut(CutPoint):
     """A layer after which a model can be cut; bytes are for a sample, unknown lengths count as 1.
 
-    Attributes:
-        tensor: Keras's symbolic tensor that the next stage gets.
+    The next stage gets ``tensor``, symbolic for Keras.
     """
 
     tensor: Any
@@ -34,13 +33,8 @@ class LayerCut(CutPoint):
 class LayerGraph:
     """The calls of layers in a model, in an order in which they can run.
 
-    Args:
-        model: a Functional model, or a Sequential one with weights.
-
-    Attributes:
-        functional: the Functional model that it is or keeps.
-        calls: Keras's nodes, each a layer with its inputs and outputs.
-        made_by: by the id of a tensor, the number of the call that computes it.
+    ``calls`` are Keras's nodes, each a layer with its inputs and outputs. ``made_by`` has, by the
+    id of a tensor, the number of the call that computes it.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -107,17 +101,8 @@ class LayerGraph:
 def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "flops") -> Stages:
     """Divide a model into stages; each stage is on the rank of its own number.
 
-    Args:
-        graph: of the model.
-        count: how many stages.
-        choice: the names of the layers after which to cut, or what to balance: ``"flops"`` or
-            ``"bytes"``.
-
-    Returns:
-        The stages; ``of_weight`` has the ids of Keras's variables.
-
-    Raises:
-        ValueError: there are too few places, or a name is none of them; names those there are.
+    ``choice`` are the names of the layers after which to cut, or what to balance: ``"flops"`` or
+    ``"bytes"``. ``of_weight`` of the result has the ids of Keras's variables.
     """
     if isinstance(choice, str):
         cuts = _balanced(graph, count, choice)
@@ -168,14 +153,7 @@ def stage_of(variable: Any, stages: Stages) -> int:
 
 
 class Stage:
-    """Runs the layers between two cuts.
-
-    Args:
-        graph: of the model.
-        stages: of the model.
-        number: of this stage.
-        tensors: of the backend.
-    """
+    """Runs the layers between two cuts."""
 
     def __init__(self, graph: LayerGraph, stages: Stages, number: int, tensors: Tensors) -> None:
         self._graph, self._tensors = graph, tensors
@@ -207,17 +185,7 @@ class Stage:
     def __call__(
         self, received: Any, mask: Any, inputs: Sequence[Any], training: bool | None
     ) -> tuple[list[Any], list[Any]]:
-        """The results for a micro-batch, and their masks.
-
-        Args:
-            received: the tensor from the stage before; None for the first one.
-            mask: of that tensor.
-            inputs: of the model, for these samples.
-            training: as for a layer.
-
-        Raises:
-            ValueError: a layer adds a loss of its own.
-        """
+        """The results for a micro-batch, and their masks; the first stage has received None."""
         needed = [t if used else None for t, used in zip(inputs, self._uses_input, strict=True)]
         # A layer that the script freezes later computes in another way.
         frozen = tuple(p.trainable for each in self.layers for p in each._flatten_layers())
@@ -296,7 +264,6 @@ def _calls_of(functional: Any) -> Iterator[Any]:
 
 
 def _inputs_of(call: Any) -> set[int]:
-    """The ids of the tensors that a call takes."""
     return set(map(id, call.input_tensors))
 
 

@@ -30,14 +30,8 @@ Array = np.ndarray[Any, Any]
 class ModelParts:
     """Knows which rank holds which weight of a model, and gathers the whole model for a while.
 
-    The weights of other stages keep their shapes, but not their values.
-
-    Args:
-        model: whole, on every rank.
-        stages: of it.
-        channel: to the ranks of this pipeline.
-        tensors: of the backend.
-        collects: whether rank 0 is in this pipeline.
+    The weights of other stages keep their shapes, but not their values. ``collects`` is whether
+    rank 0 is in this pipeline.
     """
 
     def __init__(
@@ -62,7 +56,6 @@ class ModelParts:
         self._guard_methods()
 
     def holds(self, variable: Any) -> bool:
-        """Whether this rank's stage holds a Keras variable."""
         return stage_of(variable, self.stages) == self.channel.rank
 
     @property
@@ -71,7 +64,6 @@ class ModelParts:
         return self.collects and self.channel.rank == 0
 
     def _drop_others(self) -> None:
-        """Drop the values of other stages' weights."""
         for w in self.weights:
             if not self.holds(w):
                 self.tensors.set_value(w, self._placeholders[id(w)])
@@ -95,11 +87,8 @@ class ModelParts:
     def collected(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Array]]:
         """Collect values from the other ranks of the pipeline on rank 0; a collective.
 
-        Args:
-            pairs: variables, each with the weight whose stage holds its value.
-
-        Returns:
-            On rank 0 the variables that other ranks hold, with their values; elsewhere nothing.
+        The pairs are variables, each with the weight whose stage holds its value. Returns on rank 0
+        the variables that other ranks hold, with their values; elsewhere nothing.
         """
         collected: list[tuple[Any, Array]] = []
         if not self.collects:
@@ -180,13 +169,6 @@ class OptimizerParts:
 
     The script, or ``fit``, passes gradients of all weights. For a weight of another stage it passes
     one number, the norm of the gradient, so that norms over all gradients are right on every rank.
-
-    Args:
-        optimizer: one that updates variables, not one that scales the loss.
-        parts: of the model.
-
-    Raises:
-        ValueError: the optimizer keeps a state that belongs to no single weight.
     """
 
     def __init__(self, optimizer: Any, parts: ModelParts) -> None:
@@ -291,21 +273,17 @@ class ModelInParts:
         setattr(self._model, name, value)
 
     def get_weights(self) -> list[Array]:
-        """This rank's."""
         with AutocastScope(None):
             return [np.array(w.numpy()) for w in self._parts().own_weights]
 
     def set_weights(self, weights: Sequence[Array]) -> None:
-        """Set this rank's."""
         for w, array in zip(self._parts().own_weights, weights, strict=True):
             w.assign(array)
 
     def save_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Save the whole weights on rank 0."""
         self._save(self._model.save_weights, args, kwargs)
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Save the whole model on rank 0, with its optimizer."""
         self._save(self._model.save, args, kwargs)
 
     def _save(self, method: Callable[..., Any], args: Any, kwargs: Any) -> None:

@@ -31,17 +31,8 @@ _NO_GRADIENT = -1.0
 class ForwardPass:
     """Computes this rank's stage for one batch, and keeps what the backward pass needs.
 
-    Args:
-        pipelined: the model.
-        inputs: of the model, for the batch.
-        sizes: the samples of each micro-batch.
-        recording: whether the script may want gradients.
-        training: as for a layer.
-
-    Attributes:
-        results: by micro-batch, the outputs and their masks on the last rank.
-        trainable: this rank's weights that get a gradient.
-        sums: of these gradients, over micro-batches; None where there is none.
+    ``results`` are, by micro-batch, the outputs and their masks on the last rank. ``sums`` are the
+    gradients of ``trainable`` over micro-batches; None where there is none.
     """
 
     def __init__(
@@ -112,16 +103,8 @@ class ForwardPass:
 class PipelinedModel:
     """Replaces the ``call`` of a model.
 
-    Args:
-        model: with this rank's weights.
-        graph: of the model.
-        parts: which rank holds which weight.
-        microbatches: how many a batch is divided into.
-
-    Attributes:
-        stage: of this rank.
-        around_backward: called before the gradients of a pass are added up, and returns what to
-            call after it.
+    ``around_backward`` is called before the gradients of a pass are added up, and returns what to
+    call after it.
     """
 
     def __init__(
@@ -145,12 +128,7 @@ class PipelinedModel:
     def __call__(
         self, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any
     ) -> Any:
-        """The outputs of the whole batch; a collective of the pipeline.
-
-        Raises:
-            ValueError: it is called in a graph, with a mask, or with inputs that cannot be divided.
-            RanksDisagreeError: the ranks have different batches, or make different calls.
-        """
+        """The outputs of the whole batch; a collective of the pipeline."""
         try:
             return self._call(inputs, training, mask, kwargs)
         except Exception as error:
@@ -247,9 +225,8 @@ class PipelinedModel:
     def _penalties(self) -> tuple[list[Any], Callable[[Sequence[Any]], dict[int, Any]]]:
         """The regularisation losses of all stages; a collective of the pipeline if there are any.
 
-        Returns:
-            The losses, and a function that computes from their gradients those of this rank's
-            variables, by id.
+        Also returns a function that computes from their gradients those of this rank's variables,
+        by id.
         """
         variables = [v for v in self._model.trainable_variables if v.regularizer is not None]
         own = {i: v for i, v in enumerate(variables) if self.parts.holds(v)}
@@ -299,13 +276,9 @@ class PipelinedModel:
     ) -> list[Any]:
         """The gradients of all trainable variables; a collective of the pipeline.
 
-        For a variable of another stage it returns the norm, as a vector of one element.
-
-        Args:
-            done: the forward pass; this drops its tensors.
-            variables: all trainable ones of the whole model.
-            of_outputs: the gradients of the model's outputs.
-            of_penalties: by the id of a variable of this rank, what to add to its gradient.
+        For a variable of another stage it returns the norm, as a vector of one element. It drops
+        the tensors of the forward pass. ``of_penalties`` has, by the id of a variable of this rank,
+        what to add to its gradient.
         """
         done.order.require_first_backward()
         with self._channel.in_call(), self._channel.times.passing():

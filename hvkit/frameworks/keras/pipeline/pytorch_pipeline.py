@@ -148,8 +148,8 @@ class _Operation(torch.autograd.Function):
 class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
     """A Sequential or Functional model in a pipeline, and the optimizers that update it.
 
-    The ranks of ``options.group`` hold the same layers, and PyTorch's port averages their
-    gradients at the end of each backward pass.
+    The ranks of ``options.group`` hold the same layers, and PyTorch's port averages their gradients
+    at the end of each backward pass.
     """
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:

@@ -31,12 +31,7 @@ def _mailbox() -> Mailbox:
 
 
 class MailboxChannel(Channel):
-    """Sends through the host's memory, by hvkit's mailbox.
-
-    Args:
-        ranks: of the pipeline, in its order.
-        name: of the model.
-    """
+    """Sends through the host's memory, by hvkit's mailbox."""
 
     def __init__(self, ranks: Sequence[int], name: str) -> None:
         super().__init__(ranks, runtime.rank(), name)
@@ -70,11 +65,7 @@ class Tensors(ABC):
 
     @abstractmethod
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
-        """A channel to the other ranks of this pipeline; a collective of all ranks.
-
-        Raises:
-            LaunchError: a rank cannot send messages; on every rank, with the fix.
-        """
+        """A channel to the other ranks of this pipeline; a collective of all ranks."""
 
     @abstractmethod
     def tracer(self) -> str:
@@ -114,8 +105,7 @@ class Tensors(ABC):
     ) -> list[Any]:
         """Let autograd see tensors as the results of one operation on variables of Keras.
 
-        Args:
-            backward: returns the gradients of the variables from the gradients of the results.
+        ``backward`` returns the gradients of the variables from the gradients of the results.
         """
 
     @abstractmethod
@@ -135,9 +125,7 @@ class Tensors(ABC):
     ) -> list[Any]:
         """Add gradients to those that variables of Keras hold, and return the sums.
 
-        Args:
-            gradients: of the variables; None where there is none.
-            begin: called first; returns what to call at the end, which may average gradients.
+        ``begin`` is called first; it returns what to call at the end, which may average gradients.
         """
 
     @abstractmethod

@@ -28,15 +28,7 @@ _around: WeakKeyDictionary[Any, ref[Updates]] = WeakKeyDictionary()
 
 
 class UpdatesKeeper(LocalWeightsKeeper):
-    """Exchanges the weights of a model, by variables that are updated together.
-
-    Args:
-        variables: of the model.
-
-    Attributes:
-        updated: these variables; the same ones on every rank. For ``hvkit.sync`` each is an
-            optimizer.
-    """
+    """Exchanges the weights of a model, by variables that are updated together."""
 
     def __init__(self, variables: Variables) -> None:
         self.variables = variables
@@ -63,18 +55,6 @@ class Updates(ABC):
 
     A ``LossScaleOptimizer`` around it skips an update if the gradients overflow; this runs around
     skipped updates, too.
-
-    Args:
-        keeper: of the model.
-        optimizer: one that updates variables, not one that scales the loss.
-        checks: compares the ranks before their first update.
-        before_update: called with the variables at the start of each update.
-
-    Attributes:
-        calls: of ``apply`` so far, for graphs, which subclasses count.
-        number: of the optimizer.
-        optimizer: a weak reference to it.
-        per_step: calls of ``apply`` in a step: the optimizer may accumulate gradients.
     """
 
     def __init__(
@@ -112,14 +92,7 @@ class Updates(ABC):
     def around(
         self, optimizer: Any, update: Callable[[], None], grads: Sequence[Any], variables: Any
     ) -> None:
-        """Call ``update``, and the code around it.
-
-        Args:
-            optimizer: the one that updates, or the ``LossScaleOptimizer`` around it.
-            update: applies the gradients.
-            grads: ``tf.Tensor``, ``tf.IndexedSlices`` or None.
-            variables: that the update will change; None if the optimizer does not know them yet.
-        """
+        """Call ``update``, and the code around it."""
         if self._updating or not grads or variables is None:
             update()
             return
@@ -159,13 +132,7 @@ class Updates(ABC):
     def _before(
         self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
     ) -> list[Any]:
-        """Compare the ranks before their first update; return the operations that this takes.
-
-        Args:
-            grads: as in ``around``.
-            variables: as in ``around``.
-            weights: the same as TensorFlow's own.
-        """
+        """Compare the ranks before their first update; return the operations that this takes."""
 
     @abstractmethod
     def _after(self, weights: list[tf.Variable]) -> None:

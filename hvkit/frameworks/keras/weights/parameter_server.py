@@ -27,15 +27,7 @@ _CALLS = "calls."
 
 
 class ServedModel(UpdatesKeeper, worker.ServerKeeper):
-    """Exchanges the weights of one model with the server. Making it is a collective.
-
-    Args:
-        strategy: how far ranks may be ahead.
-        model: a distributed one.
-        name: the same on every rank, and no other model's.
-        with_statistics: whether to average the statistics of batch-norm layers where
-            ``hvkit.settled`` shows the model, and at the end of ``fit``.
-    """
+    """Exchanges the weights of one model with the server. Making it is a collective."""
 
     def __init__(
         self, strategy: ParameterServer, model: keras.Model, name: str, with_statistics: bool
@@ -83,13 +75,7 @@ class ServedModel(UpdatesKeeper, worker.ServerKeeper):
         return self.variables.by_position(super().state())
 
     def load_state(self, arrays: dict[str, Array], *, in_round: bool) -> None:
-        """Set what ``state`` returned.
-
-        Args:
-            arrays: from ``state``.
-            in_round: whether each rank will hold its own weights again. If not, the server begins
-                with the weights that all hold now.
-        """
+        """Set what ``state`` returned."""
         super().load_state(self.variables.by_number(arrays), in_round=in_round)
         for updates in self._living() if in_round and arrays else ():
             updates.checks.skip_weights()  # the ranks' weights need not be equal

@@ -42,16 +42,7 @@ _COMPARED_EVERY = 256
 
 
 class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
-    """Ends the rounds of the optimizers of one model.
-
-    Args:
-        strategy: what the ranks agree on.
-        model: a distributed one.
-        name: the same on every rank, and no other keeper's.
-        compression: how float32 vectors travel; None for as they are.
-        with_statistics: whether each agreement averages the statistics of batch-norm layers.
-        group: the ranks that agree.
-    """
+    """Ends the rounds of the optimizers of one model."""
 
     def __init__(
         self,
@@ -144,13 +135,7 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         return {**arrays, "optimizers": np.array(len(self._updates))}
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
-        """Set what ``state`` returned.
-
-        Args:
-            arrays: from ``state``.
-            in_round: whether each rank will hold its own weights again. If not, a new round begins,
-                with the weights that all hold now.
-        """
+        """Set what ``state`` returned."""
         self.start_over()
         optimizers = [reference() for reference in self._updates]
         if (saved := int(arrays["optimizers"])) != len(optimizers):
@@ -244,13 +229,7 @@ class OptimizerRounds(Updates):
 
 
 class Exchanges:
-    """The exchanges of an agreement: in a thread from now on, or when ``result`` is called.
-
-    Args:
-        run: makes them, and returns the strategy's result.
-        group: the ranks that take part.
-        overlap: whether to begin now.
-    """
+    """The exchanges of an agreement: in a thread from now on, or when ``result`` is called."""
 
     def __init__(self, run: Callable[[], Any], group: Group, *, overlap: bool) -> None:
         self._group = group

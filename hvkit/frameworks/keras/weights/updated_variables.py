@@ -37,18 +37,7 @@ Method = Callable[[int], None]
 class UpdatedVariables:
     """Variables that an optimizer updates together, and its steps since they agreed.
 
-    For ``hvkit.sync`` it is an optimizer.
-
-    Args:
-        variables: the same ones, in the same order, on every rank.
-        of: all that ranks agree on.
-        updates: the code around the optimizer's updates.
-        number: of this object in its model.
-
-    Attributes:
-        numbers: of the variables.
-        counted: the calls of ``apply``, for graphs.
-        begun: whether the variables' state has begun, for graphs.
+    The same ones, in the same order, on every rank. For ``hvkit.sync`` it is an optimizer.
     """
 
     call = STEP
@@ -81,7 +70,6 @@ class UpdatedVariables:
 
     @functools.cached_property
     def _queue(self) -> Any:
-        """The queue in which a graph waits for the thread."""
         with tf.init_scope(), tf.device("CPU:0"):
             return tf.queue.FIFOQueue(10, [tf.bool], [()])
 
@@ -99,8 +87,7 @@ class UpdatedVariables:
     def begin_by(self, method: Method) -> tf.Tensor:
         """Call a method that reads the variables, unless one was called since ``begun`` was unset.
 
-        Returns:
-            What later operations must wait for.
+        Returns what later operations must wait for.
         """
         weak = WeakMethod(method)
 
@@ -117,11 +104,9 @@ class UpdatedVariables:
     def change_by(self, method: Method, *, in_thread: bool) -> tf.Tensor:
         """Call a method that reads and sets the variables; a branch of ``tf.cond``.
 
-        Args:
-            method: in a graph it gets and sets copies.
-            in_thread: whether a graph has it called in a thread and waits in a queue, which takes
-                none of TensorFlow's threads, as a function of Python does that waits for other
-                ranks. There may be only one.
+        In a graph it gets and sets copies. With ``in_thread`` the graph has it called in a thread
+        and waits in a queue, which takes none of TensorFlow's threads, as a function of Python does
+        that waits for other ranks. There may be only one.
         """
         if tf.executing_eagerly():
             method(self.number)
@@ -222,7 +207,6 @@ class UpdatedVariables:
 
 
 def _call_all(functions: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Call functions from a queue until it has None."""
     while (function := functions.get()) is not None:
         function()
         del function  # which keeps its object
@@ -249,8 +233,8 @@ def _in_groups(of: Variables, numbers: list[int]) -> list[list[int]]:
 def _in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
     """Call a function that adds functions of NumPy, or collectives, to a graph.
 
-    Graphs run these one after another, in the order of the program: with two optimizers in a
-    graph, TensorFlow would otherwise run their collectives at the same time.
+    Graphs run these one after another, in the order of the program: with two optimizers in a graph,
+    TensorFlow would otherwise run their collectives at the same time.
     """
     # TensorFlow keeps the order of operations that use the same variable.
     with tf.control_dependencies([_turn().assign_add(1, read_value=False)]):
@@ -273,13 +257,9 @@ def _in_numpy(
     inputs: Sequence[tf.Tensor],
     results: Sequence[tf.TensorSpec],
 ) -> list[tf.Tensor]:
-    """The results of a method on NumPy arrays, in a graph.
+    """The results of a method on NumPy arrays, in a graph, which does not keep the method's object.
 
-    Args:
-        method: a graph does not keep its object. An array that it returns is TensorFlow's then.
-        key: its first argument.
-        inputs: the arrays.
-        results: their shapes and dtypes.
+    An array that it returns is TensorFlow's then.
     """
     weak = WeakMethod(method)
 

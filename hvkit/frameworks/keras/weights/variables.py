@@ -42,12 +42,8 @@ class Variables:
     that a graph calls, ``given`` holds the variables' values, since the graph may read and write
     the variables themselves at any moment.
 
-    Args:
-        model: a distributed one. A weight gets its number when an optimizer first updates it;
-            others get theirs when the ranks first show the agreed weights.
-        name: the same on every rank, and no other model's.
-        with_statistics: whether to average the statistics of batch-norm layers with the weights.
-        group: the ranks that agree on them.
+    A weight gets its number when an optimizer first updates it; others get theirs when the ranks
+    first show the agreed weights.
     """
 
     step_call = STEP
@@ -76,21 +72,15 @@ class Variables:
                 self._lengths.append(int(np.prod(v.shape)))
 
     def numbers(self, variables: Iterable[tf.Variable]) -> list[int]:
-        """The numbers of variables that were added."""
         return [self._number[id(v)] for v in variables]
 
     @contextmanager
     def given(
         self, groups: Sequence[list[int]], vectors: Sequence[Array]
     ) -> Iterator[Callable[[], list[Array]]]:
-        """Let variables have these values in a function that a graph calls; collect new values.
+        """Let variables have these values in a function that a graph calls.
 
-        Args:
-            kinds: numbers of variables, some for each vector.
-            vectors: their values.
-
-        Yields:
-            A function that returns the vectors anew.
+        Yields a function that returns the new values as vectors.
         """
         for numbers, vector in zip(groups, vectors, strict=True):
             self._given.update(zip(numbers, self.split(vector, numbers), strict=True))
@@ -102,11 +92,9 @@ class Variables:
             self._given.clear()
 
     def joined(self, numbers: Sequence[int]) -> tf.Tensor:
-        """Variables of one dtype as one vector, in eager code and in graphs."""
         return tf.concat([flat_values(self.in_order[i]) for i in numbers], axis=0)
 
     def assign_joined(self, numbers: Sequence[int], vector: tf.Tensor) -> None:
-        """The reverse of ``joined``, in eager code and in graphs."""
         pieces = tf.split(vector, [self._lengths[i] for i in numbers])
         for i, piece in zip(numbers, pieces, strict=True):
             self.in_order[i].assign(shaped(piece, self.in_order[i]))
@@ -190,7 +178,6 @@ class Variables:
         return bool((self._rounded(i, vector) == self.read(i)).all())
 
     def _rounded(self, i: int, vector: Array) -> Array:
-        """A vector as the variable holds it."""
         dtype = self.in_order[i].dtype.as_numpy_dtype
         return vector if vector.dtype == dtype else vector.astype(dtype).astype(vector.dtype)
 
@@ -239,9 +226,6 @@ class Variables:
 
     def require_same_list(self, variables: Sequence[tf.Variable]) -> None:
         """Raise on every rank unless an optimizer updates the same variables on all; a collective.
-
-        Raises:
-            RanksDisagreeError: names the first one that differs, and the ranks.
         """
         labels = zip(self.labels(variables), variables, strict=True)
         facts = [f"{label} of shape {tuple(v.shape)}" for label, v in labels]
@@ -264,10 +248,8 @@ def shaped(vector: Any, variable: tf.Variable) -> tf.Tensor:
 
 
 def wide(dtype: tf.DType) -> tf.DType:
-    """The dtype in which a variable's values travel."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def flat_values(variable: tf.Variable) -> tf.Tensor:
-    """The values as a vector, in the dtype in which they travel."""
     return widened(tf.reshape(variable.value(), [-1]))
