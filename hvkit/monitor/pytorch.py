@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.gradients.backward_passes import outermost_pass
-from hvkit.frameworks.pytorch.optimizers import after_unscaling, stepping_in
+from hvkit.frameworks.pytorch.optimizers import scaler_hooks, stepping_in
 from hvkit.frameworks.pytorch.refusals import is_in_mesh
 from hvkit.frameworks.pytorch.step_hooks import closure_of
 from hvkit.watch.spans import PASS, REDUCTION, Span, observe
@@ -47,7 +47,7 @@ class GradientNorms:
         for number, each in enumerate(self._optimizers):
             stepping, *_ = stepping_in(each)
             stepping.register_step_pre_hook(functools.partial(self._before_step, number))
-            after_unscaling(stepping, functools.partial(self._measure, number))
+            scaler_hooks(stepping).after_unscaling = functools.partial(self._measure, number)
         reduced = _weakly(self, GradientNorms._completed)
         observe(reduced)
         weakref.finalize(self, observe, reduced, False)

@@ -1,13 +1,12 @@
 """Buffers of models: the statistics of batch norm, and others that forward passes change.
 
-``batch_norm="average"``: running statistics differ between ranks that see different batches, so
-they are averaged along with the gradients. Every rank then holds the same ones after each step, and
-any rank can evaluate or save the model.
-``batch_norm="sync"``: layers compute the statistics of each training batch over all ranks' batches,
-as one process with the larger batch does. So do PyTorch's ``SyncBatchNorm`` layers by default.
+``batch_norm="average"``: running statistics are averaged along with the gradients, so that any rank
+can evaluate or save the model after a step. ``batch_norm="sync"``: layers compute the statistics of
+each training batch over all ranks' batches, as one process with the larger batch does. So do
+PyTorch's ``SyncBatchNorm`` layers by default.
 
-Other buffers stay each rank's own, until the script calls ``hvkit.average_buffers``. Ranks compare
-them, and rank 0 warns if they differ.
+Ranks compare other buffers, and rank 0 warns if they differ; ``hvkit.average_buffers`` averages
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from hvkit.watch.calls import call
 
 
 class RunningStatistics:
-    """The running means and variances of a model's normalisation layers, as one vector.
+    """The running means and variances of a model's normalisation layers, as one vector of
+    ``length``.
 
     Without synchronised layers, whose statistics are the same on every rank.
     """
@@ -49,9 +49,8 @@ class RunningStatistics:
         self._flat: list[torch.Tensor] = []
 
     def _flat_buffers(self) -> list[torch.Tensor]:
-        """The buffers as vectors, not seen by autograd.
-
-        ``model.to()`` and similar calls replace the buffers or their memory.
+        """Vectors with the buffers' memory; ``model.to()`` and the like replace the buffers or
+        memory.
         """
         buffers = [getattr(module, name) for module, name in self._kept]
         addresses = list(map(torch.Tensor.data_ptr, buffers))
@@ -61,15 +60,13 @@ class RunningStatistics:
         return self._flat
 
     def read_into(self, vector: torch.Tensor) -> None:
-        """Copy them into a vector of shape ``(length,)``."""
         if self._kept:  # one GPU kernel instead of one per buffer
             torch._foreach_copy_(list(torch.split(vector, self._sizes)), self._flat_buffers())
 
     def write(self, vector: torch.Tensor, *, also_in_evaluation: bool = False) -> None:
-        """Copy a vector of shape ``(length,)`` back, by default only into layers in training mode.
+        """Copy a vector back, by default only into layers in training mode.
 
-        This writes through ``data``, because a graph that still needs its backward pass may hold
-        the buffers.
+        Through ``data``: a graph that still needs its backward pass may hold the buffers.
         """
         pieces = zip(
             self._kept, self._flat_buffers(), torch.split(vector, self._sizes), strict=True
@@ -95,13 +92,12 @@ class LastStatistics:
         kept_statistics.add(self)
 
     def keep(self) -> None:
-        """Remember them."""
         if self._statistics:
             now = [getattr(module, name).data for module, name in self._statistics]
             torch._foreach_copy_(self._kept, now)
 
     def put_back(self) -> None:
-        """Put the values of layers back whose statistics are no longer finite."""
+        """Restore the values of layers whose statistics are no longer finite."""
         for (module, name), kept in zip(self._statistics, self._kept, strict=True):
             now = getattr(module, name).data
             if not torch.isfinite(now).all():
@@ -128,18 +124,14 @@ def synchronise_batch_norm(layers: Sequence[nn.Module], group: Group) -> None:
     The classes' ``forward`` checks whether its module is one of these. The modules themselves do
     not change and pickle as before.
     """
-    if not layers:
-        return
     for module in layers:
+        _patch_forward()
         _synchronised[module] = group.numbered("hvkit.batch_norm"), group
-    _patch_forward()
 
 
 def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
-    """The layers that ``synchronise_batch_norm`` synchronises.
-
-    Raises:
-        ValueError: the class of a layer defines another ``forward``.
+    """The layers that ``synchronise_batch_norm`` synchronises; raise if one has a forward of its
+    own.
     """
     found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for module in found:
@@ -221,7 +213,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
         normalised, scale, count, weight = ctx.saved_tensors
         wide = grad.to(normalised.dtype)
-        dims = _all_but_channels(wide)
+        dims = [0, *range(2, wide.dim())]
         of_bias, of_weight = wide.sum(dims), (wide * normalised).sum(dims)
         factor = scale if weight is None else scale * weight
         # A sum over the ranks' losses: the gradients of the weights are averaged later.
@@ -239,7 +231,7 @@ def _statistics(
     x: torch.Tensor, name: str, wire: Wire
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and biased variance of each channel over all ranks' samples; the number of samples."""
-    dims = _all_but_channels(x)
+    dims = [0, *range(2, x.dim())]
     samples = x.numel() // x.shape[1]
     if samples:
         variance, mean = torch.var_mean(x, dims, correction=0)
@@ -256,10 +248,6 @@ def _statistics(
     return mean, spread / total, total
 
 
-def _all_but_channels(x: torch.Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
 def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """One value per channel, in a shape that broadcasts to ``x`` of shape (n, channels, ...)."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
@@ -267,45 +255,42 @@ def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def average(modules: Sequence[nn.Module]) -> None:
-    """Average the buffers of modules over ranks; a collective.
-
-    This writes through ``data``, because a graph that still needs its backward pass may hold them.
-    """
-    named = {n: b for n, b in named_in(modules, _buffers).items() if b.layout is torch.strided}
+    """Average the buffers of modules over ranks; a collective. Through ``data``, as statistics."""
+    everything = named_in(modules, nn.Module.named_buffers)
+    named = {n: b for n, b in everything.items() if b.layout is torch.strided}
     first = require_same_buffers(
         [f"buffer {n}: {tuple(b.shape)}, {b.dtype}" for n, b in named.items()]
     )
     wire = Wire("batch norm")
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for each in named.values():
+    rest: dict[str, torch.Tensor] = {}
+    for name, each in named.items():
         if each.is_floating_point() or each.is_complex():
             groups.setdefault((each.dtype, each.device), []).append(own_elements(each.data))
+        else:
+            rest[name] = each
     for number, group in enumerate(groups.values()):
         flats = [to_vector(each) for each in group]
         mean = wire.wait(wire.start_mean(torch.cat(flats), f"hvkit.average_buffers.{number}"))
         for each, piece in zip(group, torch.split(mean, list(map(len, flats))), strict=True):
             set_from_vector(each, piece)
     if first:
-        rest = {n: b for n, b in named.items() if not (b.is_floating_point() or b.is_complex())}
         warn_of_integers(*_compared(rest))
 
 
 def compared_in(
     model: nn.Module, is_distributed_parameter: Callable[[torch.Tensor], bool]
 ) -> tuple[list[Compared], list[Rows]]:
-    """Tensors of a model that may differ between ranks, and their fingerprints.
+    """Tensors of a model that may differ between ranks, and their fingerprints: a file has rank
+    0's.
 
-    A file holds rank 0's. In a distributed model these are the buffers outside of normalisation
-    layers, whose buffers hvkit averages, unless the script wants them to differ. In another model
-    these are all buffers and parameters.
-
-    Args:
-        model: one that is saved.
-        is_distributed_parameter: whether a distributed model has the parameter.
+    In a distributed model these are the buffers outside of normalisation layers, whose buffers
+    hvkit averages, unless the script wants them to differ. In another model these are all buffers
+    and parameters.
     """
     apart = {n: p for n, p in model.named_parameters() if not is_distributed_parameter(p)}
     whole = len(apart) == sum(1 for _ in model.parameters())
-    buffers, labels = _compared(dict(_buffers(model) if whole else learnt_in(model)))
+    buffers, labels = _compared(dict(model.named_buffers() if whole else learnt_in(model)))
     rows = fingerprints_of(list(apart.values()))
     return [*buffers, *(Compared(f"parameter {n}") for n in apart)], [*labels, *rows]
 
@@ -321,10 +306,6 @@ def learnt_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if not isinstance(module, _NormBase):
             for name, buffer in module.named_buffers(recurse=False):
                 yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return model.named_buffers()
 
 
 def _compared(named: dict[str, torch.Tensor]) -> tuple[list[Compared], list[Rows]]:

@@ -19,10 +19,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rows_of_gradients(gradients: Sequence[torch.Tensor]) -> list[Rows]:
-    """Fingerprints; all zero for gradients with NaN or infinite values.
-
-    An allreduce may leave other bits of NaN on each rank.
-    """
+    """Fingerprints; all zero for gradients with NaN, of which an allreduce may leave other bits."""
     found = fingerprints_of(gradients)
     for row in found:
         if not np.isfinite(row[2:].view(np.float64)).all():
@@ -31,7 +28,7 @@ def rows_of_gradients(gradients: Sequence[torch.Tensor]) -> list[Rows]:
 
 
 def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
-    """The fingerprints of tensors, computed on their devices and fetched together."""
+    """Computed on the tensors' devices, and fetched together."""
     on_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         on_device.setdefault(tensor.device, []).append(i)
@@ -84,8 +81,8 @@ _TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 10
 def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
     """The fingerprints of one-dimensional tensors on a GPU, which takes few kernels for all.
 
-    A model has hundreds of tensors, and starting a kernel takes the host longer than the GPU needs
-    for one of them. The host waits once, for all sums.
+    Starting a kernel takes the host longer than the GPU needs for one of a model's hundreds of
+    tensors. The host waits once, for all sums.
     """
     count = 0
     # Blocks that are still to be added up, of each dtype, and their segments; then which block of
@@ -135,9 +132,8 @@ def _segments(block: torch.Tensor) -> int:
 def _sums_of_segments(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sums of the fingerprints, for each segment of some blocks of one dtype.
 
-    Returns:
-        float64 of shape (3, segments): the bits of the hash's int64 sums, the projection's sums and
-        the squares', which are zero for integers.
+    float64 of shape (3, segments): the bits of the hash's int64 sums, the projection's sums and the
+    squares', which are zero for integers.
     """
     device, lengths = blocks[0].device, [block.numel() for block in blocks]
     ends = [blocks[0].new_zeros(-length % _SEGMENT) for length in lengths]

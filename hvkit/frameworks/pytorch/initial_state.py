@@ -1,6 +1,6 @@
 """Copies the first rank's weights and optimizer state to every rank, bit for bit.
 
-The first of all ranks is rank 0, as messages and names here call it; a group has another.
+The first of all ranks is rank 0, as messages call it; a group has another.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _RUN = 64 << 20
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: Group) -> None:
-    """Overwrite tensors with the first rank's, in place; a collective.
-
-    They travel as bytes, so that every dtype arrives unchanged.
-    """
+    """Overwrite tensors with the first rank's, in place; a collective. They travel as bytes."""
     run: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -39,7 +36,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: Group) -> None:
             continue
         target = own_elements(tensor.detach())
         run.append(target)
-        size += target.numel() * target.element_size()
+        size += target.nbytes
         if size > _RUN:
             _broadcast_run(run, group)
             run, size = [], 0
@@ -58,10 +55,9 @@ def _broadcast_run(targets: list[torch.Tensor], group: Group) -> None:
     received = collectives.broadcast_state(sent, group)
     start = 0
     for target in targets:
-        stop = start + target.numel() * target.element_size()
-        piece = torch.from_numpy(received[start:stop].copy())
+        piece = torch.from_numpy(received[start : start + target.nbytes].copy())
         target.copy_(piece.view(target.dtype).view(target.shape))
-        start = stop
+        start += target.nbytes
 
 
 def broadcast_optimizer(optimizer: Optimizer, group: Group) -> None:
@@ -98,11 +94,7 @@ _NUMPY_SCALARS: list[Any] = [
 
 
 def _from_first(value: Any, group: Group) -> Any:
-    """The first rank's tensors and plain values; a collective. Reading them runs no code.
-
-    Raises:
-        TypeError: it has an object of another type, which is named; on every rank.
-    """
+    """The first rank's tensors and plain values; a collective. Reading them runs no code."""
     buffer, problem = io.BytesIO(), None
     if group.rank == 0:
         torch.save(value, buffer)
@@ -150,16 +142,10 @@ def move_to(
     optimizers: Sequence[Optimizer],
     parameters: Iterable[torch.Tensor],
 ) -> None:
-    """Move a model on another GPU, and its optimizers' state, to this rank's GPU.
+    """Move a model on another GPU, its optimizers' state and their parameters to this rank's GPU.
 
     A script that calls ``model.to("cuda")`` before ``distribute`` puts the model of every rank on
     the first GPU. A model in host memory stays there.
-
-    Args:
-        device: this rank's GPU.
-        model: moved in place.
-        optimizers: of the model.
-        parameters: of the optimizers, also ones that are not the model's.
     """
     elsewhere = {p.device for p in model.parameters() if p.is_cuda} - {device}
     if len(elsewhere) != 1 or any(not p.is_cuda for p in model.parameters()):

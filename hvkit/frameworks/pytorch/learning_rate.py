@@ -6,37 +6,29 @@ it at any time. It holds the multiplied rate only while ``step()`` updates.
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.learning_rate import Multiplier
-from hvkit.sync.update_hooks import Feature, Order
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 
 class RateInStep:
-    """Multiplies the rates of one optimizer, and of optimizers inside it, while they update.
+    """Multiplies the rates of one optimizer, and of optimizers inside it, while they update."""
 
-    Attributes:
-        steps_done: optimizer steps so far; a checkpoint sets it when training resumes.
-    """
-
-    def __init__(self, multiplier: Multiplier) -> None:
-        self.steps_done = 0
+    def __init__(self, multiplier: Multiplier, hooks: UpdateHooks) -> None:
+        self.steps_done = 0  # a checkpoint sets it when training resumes
         self._multiplier = multiplier
-        # Functions that give rates the user's value again.
-        self._restores: list[Callable[[], None]] = []
-
-    def attach(self, hooks: UpdateHooks) -> None:
-        """Let updates use the multiplied rates."""
-        begins, ends = self._multiply, self._restore
+        # Gives rates the user's value again.
+        self._restores = ExitStack()
+        begins, ends = self._multiply, self._restores.close
         hooks.add(Feature(Order.RATE, update_begins=begins, update_ends=ends, after=self._count))
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -58,14 +50,9 @@ class RateInStep:
             in_place = isinstance(rate, torch.Tensor) and not rate.requires_grad
             if in_place and id(rate) not in done:
                 done.add(id(rate))
-                self._restores.append(_multiply_in_place(rate, by))
+                self._restores.callback(_multiply_in_place(rate, by))
             group["lr"] = multiplied = rate if in_place else rate * by
-            self._restores.append(functools.partial(_restore_group, group, rate, multiplied, by))
-
-    def _restore(self) -> None:
-        restores, self._restores = self._restores, []
-        for restore in restores:
-            restore()
+            self._restores.callback(_restore_group, group, rate, multiplied, by)
 
 
 def _multiply_in_place(rate: torch.Tensor, by: float) -> Callable[[], None]:
@@ -105,11 +92,8 @@ def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
 
 
 def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:
-    """The learning rates, with names for messages.
-
-    Args:
-        optimizers: update the parameters.
-        fetch: also rates on a GPU, which would delay every step.
+    """The learning rates, with names for messages; ``fetch`` also those on a GPU, which waits for
+    it.
     """
     return [
         (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
@@ -121,14 +105,7 @@ def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str,
 
 
 def refuse_other_rates(by_rank: Mapping[int, Sequence[tuple[str, float]]]) -> None:
-    """Raise on every rank unless all use the same learning rates.
-
-    Args:
-        by_rank: the ranks' rates, with names, in ascending order of ranks.
-
-    Raises:
-        RanksDisagreeError: names the first rate that differs.
-    """
+    """Raise on every rank unless all use the same rates; ``by_rank`` is in ascending order."""
     (shows, rates), *others = by_rank.items()
     for rank, other_rates in others:
         for (name, first), (_, other) in zip(rates, other_rates, strict=True):

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.communication.exchanges import RunningExchanges
-from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
@@ -30,20 +29,17 @@ from hvkit.frameworks.pytorch.collectives.wire import (
 )
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates
 from hvkit.frameworks.pytorch.modules import is_left_to_rank
-from hvkit.frameworks.pytorch.optimizers import around_scaled_steps
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
-from hvkit.sync.agreements import CarryOut
+from hvkit.frameworks.pytorch.optimizers import scaler_hooks
+from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
+from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState
-from hvkit.sync.update_hooks import Feature, Order
+from hvkit.sync.rounds import RoundKeeper
 
 
 class ParameterVectors:
     """The parameters of a model, by number; implements ``hvkit.sync.local_weights.Weights``.
 
-    Args:
-        parameters: in the same order on every rank.
-        checks: compares the ranks before their first step.
-        statistics: of normalisation layers, averaged with the weights.
+    ``statistics`` of normalisation layers are averaged with the weights.
     """
 
     step_call = "optimizer.step()"
@@ -165,25 +161,20 @@ class ParameterVectors:
         self._checks.require_same_rates(optimizers, call)
 
 
-def exchanges_of_weights(
-    group: Group, compression: Compression | None
-) -> tuple[CarryOut, CompressionState | None]:
-    """Arguments of ``RoundKeeper``: how ranks exchange weights, and the compression's residuals."""
-    wire = Wire("weights", group)
+def round_keeper(
+    strategy: Rounds, weights: ParameterVectors, name: str, compression: Compression | None
+) -> RoundKeeper:
+    wire = Wire("weights", weights.group)
     state = CompressionState(compression, ops, wire) if compression else None
-    return functools.partial(RunningExchanges, wire.start), state
+    start = functools.partial(RunningExchanges, wire.start)
+    return RoundKeeper(strategy, weights, name, start, state)
 
 
 class SteppedOptimizer:
-    """An optimizer whose steps change local weights.
+    """An optimizer, and those inside it, whose steps change local weights.
 
     Implements ``hvkit.sync.local_weights.HookedOptimizer``. It refers to the optimizer weakly,
     because hooks of the optimizer lead here.
-
-    Args:
-        optimizers: one that updates some of the parameters, and the optimizers inside it.
-        hooks: around their steps.
-        parameters: of the model.
     """
 
     def __init__(
@@ -218,7 +209,7 @@ class SteppedOptimizer:
         hooks.add(Feature(Order.RANKS, before=lambda *_: before(), after=lambda _: ended()))
         for reference in self._optimizers:
             if (optimizer := reference()) is not None:
-                around_scaled_steps(optimizer, count_scaled_step)
+                scaler_hooks(optimizer).step = count_scaled_step
 
     def updates(self) -> set[int]:
         return {self._parameters.number(p) for p in self._updated()}

@@ -24,12 +24,7 @@ T = TypeVar("T", bound=torch.Tensor)
 def named_in(
     models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
 ) -> dict[str, T]:
-    """Tensors by a name for messages: ``0.weight``, of several models ``0.weight of model 1``.
-
-    Args:
-        models: all that were passed in one call.
-        named: lists the tensors of a model with their names.
-    """
+    """Tensors by a name for messages: ``0.weight``, of several models ``0.weight of model 1``."""
     if len(models) == 1:
         return {_plain(name): tensor for name, tensor in named(models[0])}
     return {
@@ -40,7 +35,7 @@ def named_in(
 
 
 def _plain(name: str) -> str:
-    """The parameter's name without the prefix that ``torch.compile`` puts before it."""
+    """Without the prefix that ``torch.compile`` puts before a parameter's name."""
     return name.replace("_orig_mod.", "")
 
 
@@ -54,7 +49,6 @@ def leave_to_rank(parameter: torch.Tensor) -> None:
 
 
 def is_left_to_rank(parameter: torch.Tensor) -> bool:
-    """Whether ``leave_to_rank`` got the tensor."""
     return hasattr(parameter, _OF_THIS_RANK)
 
 
@@ -63,19 +57,9 @@ def refuse_optimizers_of_others(
     optimizers: Sequence[Optimizer],
     known: Sequence[nn.Module] = (),
 ) -> None:
-    """Raise for optimizers of modules that were not passed.
+    """Raise for optimizers of modules that were not passed, but for ``known`` ones, named already.
 
     Where nothing of a module that was left out would be wrong, rank 0 only warns.
-
-    Args:
-        models: all that were passed in one call.
-        optimizers: that were passed with them.
-        known: modules that were left out, and named already.
-
-    Raises:
-        ValueError: the models have no parameters; the optimizers hold none of them; or some of
-            their parameters belong to another module with buffers, batch norm or row-sparse
-            gradients, which is named.
     """
     passed = {id(p) for model in models for p in model.parameters()}
     named = ", ".join(type(model).__name__ for model in models)
@@ -112,15 +96,8 @@ def _left_out(models: Sequence[nn.Module], numbers: Iterable[int]) -> list[tuple
     """The largest modules with these parameters that have nothing to do with the models.
 
     A module knows its parameters, but a parameter does not know its module, so this looks at all
-    objects of the process, which takes about 0.1 s for a million.
-
-    Args:
-        models: passed to ``distribute``.
-        numbers: ids of parameters of other modules.
-
-    Returns:
-        Each module with one of the parameters. Not lists of parameters, nor an object that contains
-        one of the models and has the parameter itself.
+    objects of the process, which takes about 0.1 s for a million. Lists of parameters do not count,
+    nor does an object that contains one of the models and has the parameter itself.
     """
     wanted = set(numbers)
     passed = {id(each) for model in models for each in model.modules()}
@@ -156,7 +133,7 @@ def named_parameters(
     """The parameters of the models, and the ones that only optimizers have; each once."""
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    for name, p in named_in(models, lambda model: model.named_parameters()).items():
+    for name, p in named_in(models, nn.Module.named_parameters).items():
         if id(p) not in seen:  # not again in a model that shares it
             seen.add(id(p))
             named[name] = p

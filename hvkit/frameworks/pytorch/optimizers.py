@@ -1,13 +1,11 @@
-"""Optimizers that step in unusual ways: through a parent class, inside another, with a GradScaler.
-
-Each function here names the optimizers that need it.
-"""
+"""Optimizers that step in unusual ways: by a parent class, inside another, with a GradScaler."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +13,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from hvkit import metrics
-from hvkit.sync.port import Options
 
-_SCALED_STEP = "_hvkit_scaled_step"
-_UNSCALING = "_hvkit_unscaling"
-_UNSCALED = "_hvkit_unscaled"
-_OVERFLOWS = "_hvkit_overflows"
+_SCALER_HOOKS = "_hvkit_scaler_hooks"
 
 
 def has_step_length(optimizer: Optimizer) -> bool:
@@ -30,20 +24,6 @@ def has_step_length(optimizer: Optimizer) -> bool:
     that scale learning rates compare updates that are proportional to the gradient.
     """
     return isinstance(optimizer, torch.optim.LBFGS)
-
-
-def refuse_own_steps(options: Options, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if ``on_nonfinite`` cannot leave out a step of an optimizer.
-
-    Raises:
-        ValueError: names it.
-    """
-    for each in optimizers:
-        if options.on_nonfinite == "skip" and has_step_length(each):
-            raise ValueError(
-                f'on_nonfinite="skip" cannot leave out a step of {type(each).__name__}, which '
-                'computes gradients itself: use on_nonfinite="stop"'
-            )
 
 
 def mean_of_ranks(loss: Any) -> torch.Tensor:
@@ -58,11 +38,8 @@ def mean_of_ranks(loss: Any) -> torch.Tensor:
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that this one wraps and shares groups with, as SAM and Lookahead do."""
     groups = {id(group) for group in optimizer.param_groups}
-    return [
-        each
-        for each in optimizers_held(optimizer)
-        if any(id(group) in groups for group in each.param_groups)
-    ]
+    held = optimizers_held(optimizer)
+    return [each for each in held if not groups.isdisjoint(map(id, each.param_groups))]
 
 
 def optimizers_held(optimizer: Optimizer) -> list[Optimizer]:
@@ -83,85 +60,69 @@ def stepping_in(optimizer: Optimizer) -> list[Optimizer]:
     return [each for each in candidates if hasattr(each, "_optimizer_step_pre_hooks")]
 
 
-def around_scaled_steps(
-    optimizer: Optimizer, function: Callable[[Any, Callable[[], Any]], Any]
-) -> None:
-    """Run ``function(scaler, step)`` in place of each ``GradScaler.step(optimizer)``.
+@dataclass
+class ScalerHooks:
+    """What an enabled ``GradScaler`` calls around its work on one optimizer."""
 
-    ``step()`` takes the step, or skips it because of an overflow.
-    """
-    # In the instance, so that the function may hold the optimizer; pickled ones leave it out.
-    vars(optimizer)[_SCALED_STEP] = function
+    before_unscaling: Callable[[], None] | None = None
+    """Before it looks at the gradients."""
+    overflows: Callable[[Any], None] | None = None
+    """Gets the scaler each time it has looked for overflows. It then unscales the gradients before
+    every step, also of optimizers that do so themselves."""
+    after_unscaling: Callable[[], None] | None = None
+    step: Callable[[Any, Callable[[], Any]], Any] | None = None
+    """Replaces the scaler's ``step``: gets the scaler, and what steps or skips."""
+
+
+def scaler_hooks(optimizer: Optimizer) -> ScalerHooks:
+    """The hooks of an optimizer, to be set; pickled optimizers leave them out."""
     _patch_scaler()
+    # In the instance, so that hooks may hold the optimizer.
+    hooks: ScalerHooks = vars(optimizer).setdefault(_SCALER_HOOKS, ScalerHooks())
+    return hooks
 
 
 def refuse_grad_scaler(optimizer: Optimizer, text: str) -> None:
     """Raise a ``ValueError`` with this text if an enabled ``GradScaler`` steps the optimizer."""
 
     def refuse(scaler: Any, step: Callable[[], Any]) -> Any:
-        if scaler.is_enabled():
-            raise ValueError(text)
-        return step()
+        raise ValueError(text)
 
-    around_scaled_steps(optimizer, refuse)
-
-
-def before_unscaling(optimizer: Optimizer, function: Callable[[], None]) -> None:
-    """Call a function before a ``GradScaler`` looks at the gradients of this optimizer."""
-    vars(optimizer)[_UNSCALING] = function
-    _patch_scaler()
-
-
-def after_unscaling(optimizer: Optimizer, function: Callable[[], None]) -> None:
-    """Call a function each time a ``GradScaler`` has unscaled the gradients of this optimizer."""
-    vars(optimizer)[_UNSCALED] = function
-    _patch_scaler()
-
-
-def share_overflows(optimizer: Optimizer, function: Callable[[Any], None]) -> None:
-    """Call ``function(scaler)`` each time a ``GradScaler`` has looked for overflows.
-
-    It unscales the gradients before every step, also of optimizers that do so themselves.
-    """
-    vars(optimizer)[_OVERFLOWS] = function
-    _patch_scaler()
+    scaler_hooks(optimizer).step = refuse
 
 
 @functools.cache
 def _patch_scaler() -> None:
-    scaled_step, unscale = torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_
+    plain_step, plain_unscale = torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_
 
-    def prepare(scaler: Any, optimizer: Optimizer) -> None:
-        function = vars(optimizer).get(_UNSCALING)
-        if function is not None and scaler.is_enabled():
-            function()
+    def hooks_of(scaler: Any, optimizer: Optimizer) -> ScalerHooks:
+        found = vars(optimizer).get(_SCALER_HOOKS) if scaler.is_enabled() else None
+        return found or ScalerHooks()
 
-    @functools.wraps(unscale)
+    @functools.wraps(plain_unscale)
     def unscale_(self: Any, optimizer: Optimizer) -> None:
-        prepare(self, optimizer)
-        unscale(self, optimizer)
-        if self.is_enabled() and (share := vars(optimizer).get(_OVERFLOWS)):
-            share(self)
-        if self.is_enabled() and (function := vars(optimizer).get(_UNSCALED)):
-            function()
+        hooks = hooks_of(self, optimizer)
+        if hooks.before_unscaling:
+            hooks.before_unscaling()
+        plain_unscale(self, optimizer)
+        if hooks.overflows:
+            hooks.overflows(self)
+        if hooks.after_unscaling:
+            hooks.after_unscaling()
 
-    # It looks at the gradients itself if the optimizer unscales them.
-    @functools.wraps(scaled_step)
+    @functools.wraps(plain_step)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        prepare(self, optimizer)
-        if self.is_enabled() and _OVERFLOWS in vars(optimizer) and _is_ready(self, optimizer):
+        hooks = hooks_of(self, optimizer)
+        if hooks.before_unscaling:  # it looks at the gradients itself if the optimizer unscales
+            hooks.before_unscaling()
+        state = self._per_optimizer_states[id(optimizer)]
+        if hooks.overflows and state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        plain = functools.partial(scaled_step, self, optimizer, *args, **kwargs)
-        function = vars(optimizer).get(_SCALED_STEP)
-        return plain() if function is None else function(self, plain)
+        plain = functools.partial(plain_step, self, optimizer, *args, **kwargs)
+        return hooks.step(self, plain) if hooks.step else plain()
 
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]
     torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
-
-
-def _is_ready(scaler: Any, optimizer: Optimizer) -> bool:
-    """Whether an enabled scaler has not unscaled the gradients of this step yet."""
-    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
 def hook_steps_of_parents(cls: type[Any]) -> None:
@@ -179,9 +140,7 @@ def hook_steps_of_parents(cls: type[Any]) -> None:
 def leaves_update_to_parent(cls: type[Any], depth: int) -> bool:
     """Whether the running step calls the step of a parent class, as many derived optimizers do.
 
-    Args:
-        cls: the optimizer's class.
-        depth: how many of its classes' steps are running, from 1.
+    ``depth``: how many steps of the optimizer's classes are running, from 1.
     """
     with_step = _with_step(cls)
     if depth >= len(with_step):

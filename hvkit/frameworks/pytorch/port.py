@@ -35,8 +35,8 @@ from hvkit.frameworks.pytorch.learning_rate import RateInStep
 from hvkit.frameworks.pytorch.local_weights import (
     ParameterVectors,
     SteppedOptimizer,
-    exchanges_of_weights,
     is_kept,
+    round_keeper,
 )
 from hvkit.frameworks.pytorch.modules import (
     named_in,
@@ -44,7 +44,7 @@ from hvkit.frameworks.pytorch.modules import (
     refuse_optimizers_of_others,
     sparse_embeddings,
 )
-from hvkit.frameworks.pytorch.optimizers import has_step_length, refuse_own_steps, stepping_in
+from hvkit.frameworks.pytorch.optimizers import has_step_length, stepping_in
 from hvkit.frameworks.pytorch.refusals import (
     checked_optimizer,
     is_divided,
@@ -56,11 +56,7 @@ from hvkit.frameworks.pytorch.refusals import (
     refuse_what_cannot_be_divided,
     watch_steps,
 )
-from hvkit.frameworks.pytorch.step_hooks import (
-    UpdateHooks,
-    attach,
-    follow_groups,
-)
+from hvkit.frameworks.pytorch.step_hooks import UpdateHooks, attach, follow_groups
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
 from hvkit.parameter_server.worker import ServerKeeper
@@ -95,10 +91,13 @@ class PyTorchPort:
         if options.batch_norm == "sync":
             batch_norm_of(self.model)
         strategy = options.strategy
-        if options.on_nonfinite != "ignore":
-            refuse_own_steps(options, self.optimizers)
-        if isinstance(strategy, FullyShard | ShardedOptimizer):
-            for each in self.optimizers:
+        for each in self.optimizers:
+            if options.on_nonfinite == "skip" and has_step_length(each):
+                raise ValueError(
+                    f'on_nonfinite="skip" cannot leave out a step of {type(each).__name__}, which '
+                    'computes gradients itself: use on_nonfinite="stop"'
+                )
+            if isinstance(strategy, FullyShard | ShardedOptimizer):
                 refuse_joint_updates(strategy, each)
         if isinstance(strategy, FullyShard):
             refuse_what_cannot_be_divided(strategy, self.models, self.optimizers)
@@ -124,24 +123,19 @@ class PyTorchPort:
         return False
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
-        return named_in(self.models, lambda model: model.named_buffers())
+        return named_in(self.models, nn.Module.named_buffers)
 
     def facts(self) -> list[str]:
         buffers = {f"buffer {name}": b for name, b in self._named_buffers().items()}
         tensors = {f"parameter {name}": p for name, p in self.parameters.items()} | buffers
-        groups = [
-            f"{type(each).__name__} with parameter groups of "
-            f"{[len(group['params']) for group in each.param_groups]}"
-            for each in self.optimizers
-        ]
-        return [
-            *(
-                f"{name}: shape {tuple(t.shape)}, {t.dtype}"
-                + (f" on {t.device.type}" if t.device.type != "cpu" else "")
-                for name, t in tensors.items()
-            ),
-            *groups,
-        ]
+        facts = []
+        for name, t in tensors.items():
+            on = "" if t.device.type == "cpu" else f" on {t.device.type}"
+            facts.append(f"{name}: shape {tuple(t.shape)}, {t.dtype}{on}")
+        for each in self.optimizers:
+            lengths = [len(group["params"]) for group in each.param_groups]
+            facts.append(f"{type(each).__name__} with parameter groups of {lengths}")
+        return facts
 
     def more_than_sgd(self) -> list[str]:
         return [
@@ -192,10 +186,8 @@ class PyTorchPort:
         return records + self._attach(hooks, divided=divided), keeper
 
     def average_in_passes(self) -> tuple[GradientReducer, Keeper | None]:
-        """Average the gradients of passes that another runs, and calls ``begin_pass`` around.
-
-        Returns:
-            The reducer with ``begin_pass`` and ``end_pass``, and what a compression keeps.
+        """Average the gradients of passes that the caller surrounds with the reducer's
+        ``begin_pass`` and ``end_pass``; also return what keeps a compression's residuals.
         """
         hooks = {each: UpdateHooks() for each in self.optimizers}
         statistics = self._averaged_statistics(self.model)
@@ -208,15 +200,14 @@ class PyTorchPort:
     def _attach(
         self, hooks: Mapping[Optimizer, UpdateHooks], *, divided: bool = False
     ) -> list[tuple[Any, Record]]:
-        """Call hooks around the optimizers' steps, and return their records.
-
-        Args:
-            hooks: with all features but the ones that act inside updates.
-            divided: whether the ranks have parts of the optimizers' state.
+        """Call hooks, which have all features but those inside updates, around the optimizers'
+        steps.
         """
         records: list[tuple[Any, Record]] = []
         for optimizer, around in hooks.items():
-            rate = self._multiply_rate(optimizer, around)
+            rate = None
+            if not (self.multiplier.changes_nothing or has_step_length(optimizer)):
+                rate = RateInStep(self.multiplier, around)
             if timeline_wanted():
                 trace_steps(around)
             stepping = stepping_in(optimizer)
@@ -234,29 +225,22 @@ class PyTorchPort:
         *,
         follows_passes: bool = True,
     ) -> Keeper | None:
-        """Keep the parameters in step from now on.
+        """Keep the parameters in step from now on; ``name`` is no other models'.
 
-        Args:
-            hooks: around the optimizers' steps.
-            name: the same on every rank, and no other models'.
-            statistics: of normalisation layers, averaged as well.
-            follows_passes: whether gradients are averaged in backward passes; if not, whoever runs
-                these calls ``begin_pass`` and ``end_pass`` of ``self.reducer``.
+        Without ``follows_passes`` the caller surrounds backward passes with ``begin_pass`` and
+        ``end_pass`` of ``self.reducer``.
         """
+        options, group = self.options, self.options.group
         learnt = functools.partial(compared_of, self.models)
-        every = self.options.check_every
-        group = self.options.group
-        checks = Checks(
-            self.parameters, self.optimizers, every, self.options.accumulate, name, learnt, group
-        )
-        compression = self.options.compression
+        every, accumulate = options.check_every, options.accumulate
+        checks = Checks(self.parameters, self.optimizers, every, accumulate, name, learnt, group)
         keeper: GradientReducer | RoundKeeper | ServerKeeper
-        if isinstance(strategy := self.options.strategy, Rounds):
+        if isinstance(strategy := options.strategy, Rounds | ParameterServer):
             weights = ParameterVectors(self.parameters.values(), checks, statistics)
-            keeper = RoundKeeper(strategy, weights, name, *exchanges_of_weights(group, compression))
-        elif isinstance(strategy, ParameterServer):
-            weights = ParameterVectors(self.parameters.values(), checks, statistics)
-            keeper = ServerKeeper(strategy, weights, name)
+            if isinstance(strategy, Rounds):
+                keeper = round_keeper(strategy, weights, name, options.compression)
+            else:
+                keeper = ServerKeeper(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
             keeper = self.reducer = GradientReducer(
@@ -264,7 +248,7 @@ class PyTorchPort:
                 row_sparse=sparse_embeddings(self.model) & set(self.parameters.values()),
                 checks=checks,
                 strategy=strategy,
-                compression=compression,
+                compression=options.compression,
                 statistics=statistics,
                 nonfinite=self._nonfinite(),
                 follows_passes=follows_passes,
@@ -301,13 +285,6 @@ class PyTorchPort:
             records.append((model, Record(gathered=gather)))
         return records
 
-    def _multiply_rate(self, optimizer: Optimizer, hooks: UpdateHooks) -> RateInStep | None:
-        if self.multiplier.changes_nothing or has_step_length(optimizer):
-            return None
-        rate = RateInStep(self.multiplier)
-        rate.attach(hooks)
-        return rate
-
     def _nonfinite(self) -> NonFinite | None:
         action = self.options.on_nonfinite
         return None if action == "ignore" else NonFinite(action, self.model, self.options.group)
@@ -331,12 +308,9 @@ _bytes_not_looked_for = 0
 
 
 def _free_dropped_models(size: int) -> None:
-    """Free earlier models that the script has dropped, from time to time.
+    """Free earlier models that the script has dropped, once they are large; ``size`` is in bytes.
 
     Each is a cycle of few objects with much memory, which Python's collector would leave for long.
-
-    Args:
-        size: bytes of the parameters of the model that is distributed now.
     """
     global _bytes_not_looked_for
     if _bytes_not_looked_for > _MUCH:
@@ -361,8 +335,7 @@ def _keep_as_long_as(parameters: Iterable[Any], kept: object) -> None:
 def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
     """Average what the gradients of the models with these parameters hold now; a collective.
 
-    Returns:
-        Whether ``distribute`` got a model with one of them.
+    Return whether ``distribute`` got a model with one of them.
     """
     for reducer in reducers_of(parameters):
         reducer.reduce()
@@ -371,12 +344,7 @@ def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
 
 def is_distributed_parameter(parameter: torch.Tensor) -> bool:
     """Whether a model that was passed to ``distribute`` has this parameter."""
-    return (
-        is_averaged(parameter)
-        or is_kept(parameter)
-        or is_divided(parameter)
-        or is_in_mesh(parameter)
-    )
+    return any(each(parameter) for each in (is_averaged, is_kept, is_divided, is_in_mesh))
 
 
 def watch_updates() -> None:

@@ -1,16 +1,52 @@
-"""Calls features around the steps of PyTorch's optimizers, and notices new parameters.
+"""Calls features around each update of PyTorch's optimizers, in one order; notices new parameters.
 
-``attach`` puts an optimizer's ``UpdateHooks``, whose order is that of ``hvkit.sync.update_hooks``,
-around its ``step()``, by hooks of PyTorch's: they also run if a script compiles ``optimizer.step``,
-or has kept it from before the call of ``distribute``. PyTorch skips its hooks after a step that
-raises, so ``attach`` also replaces ``step`` on the instance; pickled optimizers leave that out.
+Several features act around an update, each as a ``Feature`` at a place of ``Order``. The places say
+what runs when, not the order in which ``distribute`` adds them. They nest, the first is the
+outermost::
+
+    place       before               gradients            after                      failed
+    TIMELINE                                              marks the step
+    RANKS       refuses, adds new    averages them        counts the step;
+                weights; begins a                         ends a round, or
+                round                                     writes to the server
+    NONFINITE                        takes them away,     puts them back             puts them back
+                                     to skip the step
+    DIVISION    refuses a closure;   hides those of       puts them back, sends      puts them back
+                compares the order   other ranks'         what this rank has
+                of layers            weights              updated
+    RATE                                                  counts the step
+
+One update runs every ``before`` and then every ``gradients``, from the first place to the last.
+After the update, every ``after`` runs, from the last place to the first. So when a feature's
+``after`` runs, those further in have undone their changes, and it finds the gradients as its own
+``gradients`` has left them. If the update raises, ``failed`` runs in place of ``after``. If the
+``after`` of one feature raises, ``failed`` runs for those further out.
+
+Closest to the update are ``update_begins`` and ``update_ends``, between which RATE multiplies the
+learning rate. The script's own hooks see the rate that the user set. Those that it has registered
+after the call of ``distribute`` to run before an update run after ``gradients``, and see what the
+update uses: not the gradients of weights that other ranks update, and none of a step that is
+skipped. Those that it had registered earlier see the gradients as the backward pass has left them.
+After an update it is the other way round.
+
+An update may compute its gradients itself, in a closure, which sees the user's rate. Then
+``gradients`` runs after each call of the closure instead, and after it ``loss``, from the last
+place to the first, on what the closure has returned.
+
+``attach`` uses hooks of PyTorch's: they also run if a script compiles ``optimizer.step``, or has
+kept it from before the call of ``distribute``. PyTorch skips its hooks after a step that raises, so
+``attach`` also replaces ``step`` on the instance; pickled optimizers leave that out. Keras on
+PyTorch has the same hooks. On TensorFlow an update is a part of a graph, and the port wraps methods
+of the optimizer, in the order that ``frameworks/keras/on_tensorflow.py`` has.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol, cast
 
@@ -25,13 +61,49 @@ from hvkit.frameworks.pytorch.optimizers import (
     hook_steps_of_parents,
     leaves_update_to_parent,
 )
-from hvkit.sync.update_hooks import Closure, Feature
 
+Closure = Callable[[], Any]
 _Hooks = OrderedDict[int, Callable[..., Any]]
 
 # Hooks are not compiled with a compiled step: they look at values that differ from step to step.
 # torch.compile compiles the update as it would without hvkit.
 _uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
+
+
+class Order(enum.IntEnum):
+    """The places at which features act; the first is the outermost."""
+
+    TIMELINE = enum.auto()
+    RANKS = enum.auto()
+    NONFINITE = enum.auto()
+    DIVISION = enum.auto()
+    RATE = enum.auto()
+
+
+def _nothing(*_: Any) -> None:
+    """What a feature does where it does not act."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """The functions that one feature has around an update.
+
+    Functions that get an optimizer get the one that updates, of several inside each other the
+    outermost; but ``update_begins`` gets the innermost.
+    """
+
+    place: Order
+    before: Callable[[Any, Closure | None], None] = _nothing
+    gradients: Callable[[Any], None] = _nothing
+    renewed: Callable[[], bool] = lambda: False
+    """Whether there are gradients that ``gradients`` has not seen."""
+    loss: Callable[[Any], Any] = lambda loss: loss
+    """Computes the loss that the update gets from the one that the closure returned."""
+    update_begins: Callable[[Any], None] = _nothing
+    update_ends: Callable[[], None] = _nothing
+    """Called when the update has ended or raised, and while it calls a closure."""
+    after: Callable[[Any], None] = _nothing
+    failed: Callable[[Any], None] = _nothing
 
 
 class UpdateHooks:
@@ -41,92 +113,58 @@ class UpdateHooks:
     They belong to the outermost one, and only that one has hooks. But if new gradients have come
     since that one began, it has computed them itself, or it has failed without a call of ``fail``:
     then the hooks run around the inner one instead.
-
-    Attributes:
-        depth: how many updates are running inside each other.
     """
 
     def __init__(self) -> None:
-        self.depth = 0
-        self._features: list[Feature] = []
-        self._put_in_order()
+        self.depth = 0  # how many updates are running inside each other
+        self.features: list[Feature] = []  # from the outermost to the innermost
 
     def add(self, feature: Feature) -> None:
-        """Let a feature act around updates.
-
-        Raises:
-            ValueError: another feature has the same place.
-        """
-        if any(each.place is feature.place for each in self._features):
-            raise ValueError(f"two features at {feature.place.name} around an optimizer's updates")
-        self._features.append(feature)
-        self._put_in_order()
-
-    def _put_in_order(self) -> None:
-        inwards = sorted(self._features, key=lambda feature: feature.place)
-        self._outwards = inwards[::-1]
-        self._before = [each.before for each in inwards if each.before]
-        self._gradients = [each.gradients for each in inwards if each.gradients]
-        self._renewed = [each.renewed for each in inwards if each.renewed]
-        self._loss = [each.loss for each in self._outwards if each.loss]
-        self._update_begins = [each.update_begins for each in inwards if each.update_begins]
-        self._update_ends = [each.update_ends for each in self._outwards if each.update_ends]
-
-    @property
-    def act_in_updates(self) -> bool:
-        """Whether any feature has ``update_begins`` or ``update_ends``."""
-        return bool(self._update_begins or self._update_ends)
+        self.features = sorted([*self.features, feature], key=lambda each: each.place)
 
     def begin_update(self, optimizer: Any) -> None:
         """Just before the update of one optimizer, of several inside each other the innermost."""
-        for begins in self._update_begins:
-            begins(optimizer)
+        for each in self.features:
+            each.update_begins(optimizer)
 
     def end_update(self) -> None:
         """Just after that update, or where it calls a closure."""
-        for ends in self._update_ends:
-            ends()
+        for each in reversed(self.features):
+            each.update_ends()
 
     def begin(self, optimizer: Any, closure: Closure | None = None) -> Closure | None:
-        """Before an update; one inside another is only counted, but for new gradients.
+        """Before an update; return the function to call in place of the closure.
 
-        Args:
-            optimizer: that updates.
-            closure: computes the gradients; None if they are there.
-
-        Returns:
-            The function to call in place of the closure.
+        An update inside another is only counted, but for new gradients.
         """
-        if self.depth and closure is None and any(renewed() for renewed in self._renewed):
+        if self.depth and closure is None and any(each.renewed() for each in self.features):
             self.fail(optimizer, 0)
-        if self.depth:
-            self.depth += 1
+        self.depth += 1
+        if self.depth > 1:
             return closure
-        self.depth = 1
         try:
-            for before in self._before:
-                before(optimizer, closure)
+            for each in self.features:
+                each.before(optimizer, closure)
             if closure is None:
-                for gradients in self._gradients:
-                    gradients(optimizer)
+                self._use_gradients(optimizer)
         except BaseException:
             self.fail(optimizer, 0)
             raise
-        return closure and self._around(closure, optimizer)
-
-    def _around(self, closure: Closure, optimizer: Any) -> Closure:
-        if not self._gradients and not self._loss:
-            return closure
+        if closure is None:
+            return None
 
         def with_hooks() -> Any:
             loss = closure()
-            for gradients in self._gradients:
-                gradients(optimizer)
-            for changed in self._loss:
-                loss = changed(loss)
+            self._use_gradients(optimizer)
+            for each in reversed(self.features):
+                loss = each.loss(loss)
             return loss
 
         return with_hooks
+
+    def _use_gradients(self, optimizer: Any) -> None:
+        for each in self.features:
+            each.gradients(optimizer)
 
     def end(self, optimizer: Any) -> None:
         """After an update; an update that began inside another ends inside it."""
@@ -135,46 +173,36 @@ class UpdateHooks:
         self.depth -= 1
         if self.depth:
             return
-        outwards = iter(self._outwards)
+        outwards = reversed(self.features)
         try:
-            for feature in outwards:
-                if feature.after:
-                    feature.after(optimizer)
+            for each in outwards:
+                each.after(optimizer)
         except BaseException:
-            _fail(outwards, optimizer)
+            for each in outwards:  # the rest of them
+                each.failed(optimizer)
             raise
 
     def fail(self, optimizer: Any, depth: int) -> None:
-        """After an update that raised.
-
-        Args:
-            optimizer: that updated.
-            depth: how many updates were running when it began.
-        """
+        """After an update that raised, when it began inside ``depth`` others."""
         if self.depth and not depth:
-            _fail(self._outwards, optimizer)
+            for each in reversed(self.features):
+                each.failed(optimizer)
         self.depth = depth
 
 
-def _fail(features: Iterable[Feature], optimizer: Any) -> None:
-    for each in features:
-        if each.failed:
-            each.failed(optimizer)
-
-
 def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
-    """Call hooks around the steps of an optimizer; add all features before.
+    """Call hooks around the steps of an optimizer and the ones inside it; add all features before.
 
-    Args:
-        optimizers: the optimizer, and the ones inside it, whose steps may be called directly.
-        hooks: around the outermost of steps that run inside each other.
+    The script may call the steps of those inside directly.
     """
-    innermost = _Innermost(hooks) if hooks.act_in_updates else None
+    acts = any(each.update_begins is not _nothing for each in hooks.features)
+    innermost = _Innermost(hooks) if acts else None
     for each in optimizers:
         _attach(each, hooks, innermost)
 
 
 def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | None) -> None:
+    @_uncompiled
     def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = closure_of(args, kwargs)
         called = hooks.begin(optimizer, closure)
@@ -182,17 +210,18 @@ def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | No
             return None
         return _with_closure(torch.enable_grad()(called), args, kwargs)
 
+    @_uncompiled
     def leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         hooks.end(optimizer)
 
+    @_uncompiled
     def fail(optimizer: Optimizer, depth: int) -> None:
         if innermost:
             innermost.end()
         hooks.fail(optimizer, depth)
 
-    failed = _uncompiled(fail)
-    optimizer.register_step_pre_hook(_uncompiled(enter))
-    optimizer.register_step_post_hook(_uncompiled(leave))
+    optimizer.register_step_pre_hook(enter)
+    optimizer.register_step_post_hook(leave)
     keep_innermost = innermost.attach(optimizer) if innermost else None
     step = optimizer.step
 
@@ -206,18 +235,14 @@ def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | No
         try:
             return step(*args, **kwargs)
         except BaseException:
-            failed(optimizer, depth)
+            fail(optimizer, depth)
             raise
 
     optimizer.step = MethodType(step_with_hooks, optimizer)  # type: ignore[method-assign]
 
 
 class _Innermost:
-    """Calls the features closest to the updates of an optimizer, and of the ones inside it.
-
-    Args:
-        hooks: of these optimizers; they count the steps that run inside each other.
-    """
+    """Calls the features closest to the updates of an optimizer, and of the ones inside it."""
 
     def __init__(self, hooks: UpdateHooks) -> None:
         self._hooks = hooks
@@ -225,11 +250,7 @@ class _Innermost:
         self._begun_at = 0
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Call the features in each update.
-
-        Returns:
-            A function that keeps them the closest, to call before a step.
-        """
+        """Return a function that keeps the features the closest, to call before a step."""
         hook_steps_of_parents(type(optimizer))
         before = optimizer.register_step_pre_hook(_uncompiled(self._begin))
         after = optimizer.register_step_post_hook(_uncompiled(self._end))
@@ -258,22 +279,18 @@ class _Innermost:
         closure = closure_of(args, kwargs)
         if closure is None:
             return None
-        return _with_closure(self._outside(optimizer, closure), args, kwargs)
 
-    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._hooks.depth <= self._begun_at:
-            self.end()
-
-    def _outside(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """The user's closure, which runs as outside of the update: it sees the user's rate."""
-
-        def outside() -> Any:
+        def outside() -> Any:  # of the update: the user's closure sees the user's rate
             self._hooks.end_update()
             loss = closure()
             self._hooks.begin_update(optimizer)
             return loss
 
-        return outside
+        return _with_closure(outside, args, kwargs)
+
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._hooks.depth <= self._begun_at:
+            self.end()
 
 
 def closure_of(args: Any, kwargs: Any) -> Closure | None:
@@ -288,43 +305,35 @@ def _with_closure(closure: Closure, args: Any, kwargs: Any) -> Any:
     return (args[0], closure, *args[2:]), rest
 
 
-class ParameterKeeper(Protocol):
-    """Keeps parameters in step."""
+class Parameters(Protocol):
+    """Parameters that are kept in step; more are the same ones on every rank, with equal values."""
 
     def __contains__(self, parameter: torch.Tensor) -> bool: ...
 
-    def add(self, parameters: Iterable[Any], /) -> None:
-        """Keep more in step; the same ones on every rank, with the same values."""
+    def add(self, parameters: Iterable[Any], /) -> None: ...
 
 
 def follow_groups(
-    optimizers: Sequence[Optimizer], keeper: ParameterKeeper, ranks: Group
+    optimizers: Sequence[Optimizer], known: Parameters, ranks: Group
 ) -> Callable[[], bool]:
-    """Keep parameters in step that the script adds to an optimizer later, too.
+    """Keep parameters in step that the script adds to an optimizer later, with rank 0's values.
 
-    This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out.
-
-    Args:
-        optimizers: one, and the ones inside it.
-        keeper: gets the new parameters, once all ranks have the first rank's values.
-        ranks: train the parameters.
-
-    Returns:
-        A function that looks for parameters added in another way, and returns whether there were
-        any; a collective if there are.
+    This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out. It
+    returns a function that looks for parameters added in another way, and returns whether there
+    were any; a collective if there are.
     """
 
     def adopt() -> bool:
         groups = [group for each in optimizers for group in each.param_groups]
         updated = dict.fromkeys(p for group in groups for p in group["params"])
         # In a mesh, other ranks' parameters are on the meta device.
-        new = [p for p in updated if not (p in keeper or p.is_meta or is_left_to_rank(p))]
+        new = [p for p in updated if not (p in known or p.is_meta or is_left_to_rank(p))]
         if new:
             facts = [f"parameter {tuple(p.shape)}, {p.dtype}" for p in new]
             advice = "add the same group on every rank"
             require_equal("new parameter group", facts, advice, group=ranks)
             broadcast_tensors(new, ranks)
-            keeper.add(new)
+            known.add(new)
         return bool(new)
 
     def add_and_adopt(add: Callable[[Any], None], param_group: dict[str, Any]) -> None:

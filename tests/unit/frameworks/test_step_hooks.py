@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks, attach
-from hvkit.sync.update_hooks import Feature, Order
+from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks, attach
 
 OUTERMOST_FIRST = ["TIMELINE", "RANKS", "NONFINITE", "DIVISION", "RATE"]
 
@@ -121,12 +120,6 @@ def test_an_update_inside_another_that_has_new_gradients_gets_the_hooks():
     hooks.end("outer")
     assert events[3:] == ["after NONFINITE"]
     assert hooks.depth == 0
-
-
-def test_a_place_is_for_one_feature():
-    hooks = hooks_of([Order.RATE], [])
-    with pytest.raises(ValueError, match="two features at RATE"):
-        hooks.add(Feature(Order.RATE))
 
 
 class Noted(torch.optim.SGD):

@@ -42,9 +42,8 @@ from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.strategies.fully_shard import FullyShard
-from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import call, waiting_for_all_ranks
 

@@ -26,10 +26,9 @@ from hvkit.frameworks.pytorch.optimizers import (
     has_step_length,
     optimizers_inside,
 )
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
-from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call
 
 _DIVIDED = "_hvkit_divided_state"

@@ -41,8 +41,7 @@ from hvkit.frameworks.pytorch.gradients import loss_counts
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, are_dense
 from hvkit.frameworks.pytorch.gradients.reduction import Reduction
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
-from hvkit.sync.update_hooks import Feature, Order
+from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.watch.calls import of_run
 from hvkit.watch.spans import DATA, REDUCTION, Span, mark, observe
 

@@ -19,10 +19,9 @@ from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import refuse_grad_scaler
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
-from hvkit.sync.update_hooks import Feature, Order
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
 

@@ -30,11 +30,10 @@ from hvkit.frameworks.pytorch.gradients.bucket_layout import refuse_another_mean
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.reduction import Reduction
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
-from hvkit.frameworks.pytorch.optimizers import before_unscaling, mean_of_ranks, refuse_grad_scaler
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.frameworks.pytorch.optimizers import mean_of_ranks, refuse_grad_scaler, scaler_hooks
+from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.compression_state import CompressionKeeper
-from hvkit.sync.update_hooks import Closure, Feature, Order
 from hvkit.watch.calls import call
 from hvkit.watch.spans import REDUCTION
 
@@ -181,7 +180,7 @@ class GradientReducer:
         end = self._end_step
         hooks.add(Feature(Order.RANKS, before, gradients, renewed, loss=mean_of_ranks, after=end))
         for each in optimizers:
-            before_unscaling(each, lambda: average("GradScaler.unscale_()"))
+            scaler_hooks(each).before_unscaling = lambda: average("GradScaler.unscale_()")
             if self._state and self.keeper:
                 # Residuals of other steps would have another scale.
                 refuse_grad_scaler(

@@ -61,7 +61,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
-from hvkit.frameworks.pytorch.optimizers import share_overflows
+from hvkit.frameworks.pytorch.optimizers import scaler_hooks
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
@@ -368,7 +368,7 @@ class ParallelModel:
         for optimizer in self._optimizers:
             self.state.attach(optimizer)
             overflows = functools.partial(self._gradients.any_overflow, id(optimizer))
-            share_overflows(optimizer, overflows)
+            scaler_hooks(optimizer).overflows = overflows
         for load in self._pending:
             load()
         self._pending.clear()

@@ -28,10 +28,9 @@ from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import NonFiniteInMe
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
-from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Options, Record
-from hvkit.sync.update_hooks import Feature, Order
 
 
 class MeshPort(PyTorchPort):
@@ -200,8 +199,7 @@ class MeshPort(PyTorchPort):
     ) -> Callable[[], Callable[[], None]]:
         """Keep this rank's part in step with the ranks that hold the same part.
 
-        Returns:
-            A function to call before each backward pass, which returns one to call after it.
+        Returns a function to call before each backward pass, which returns one to call after it.
         """
         if self.mesh.mesh.shard > 1:  # PyTorch averages the gradients
             if len(norms) and self.options.batch_norm == "average":

@@ -322,7 +322,7 @@ OF_SLICES = {
     *HARMLESS,
     *("dim", "ndimension", "get_device", "data_ptr", "untyped_storage", "storage"),
     *("requires_grad_", "retain_grad", "backward"),
-    # ``share_overflows`` makes a scaler see overflows on all ranks.
+    # ``ScalerHooks.overflows`` makes a scaler see overflows on all ranks.
     "_amp_foreach_non_finite_check_and_unscale_",
     *("detach_", "is_shared", "share_memory_", "is_pinned", "_is_view", "is_set_to"),
 } - {"__repr__"}
