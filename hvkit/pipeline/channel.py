@@ -26,13 +26,7 @@ _running = 0
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describes a tensor before it arrives.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: the framework's own; None if there is no tensor, as where Keras has no mask.
-        requires_grad: whether a gradient comes back.
-    """
+    """Describes a tensor before it is received; ``dtype`` None is no tensor."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -43,12 +37,7 @@ NO_TENSOR = TensorSpec((), None)
 
 
 class StageTimes:
-    """How long a rank computes its stages, by the clock of the host, which runs ahead of a GPU.
-
-    Attributes:
-        computed: seconds in which the rank computed its stages.
-        passed: seconds of the rank's forward and backward passes.
-    """
+    """How long a rank computes its stages, by the clock of the host, which runs ahead of a GPU."""
 
     def __init__(self) -> None:
         self.begin()
@@ -60,12 +49,11 @@ class StageTimes:
 
     @property
     def bubble(self) -> float:
-        """The share of its passes in which the rank did not compute: from 0 to 1."""
+        """The fraction of its passes in which the rank did not compute: from 0 to 1."""
         return 1 - self.computed / self.passed if self.passed else 0.0
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Surrounds a forward or backward pass."""
         self._since = time.monotonic()
         try:
             yield
@@ -74,13 +62,7 @@ class StageTimes:
 
     @contextmanager
     def computing(self, what: str, microbatch: int, stage: int) -> Iterator[None]:
-        """Surrounds the work of a stage on a micro-batch, which is a span of a timeline.
-
-        Args:
-            what: ``forward``, ``backward``, or a part of them.
-            microbatch: its number in the batch, from 0.
-            stage: its number in the model, from 0.
-        """
+        """Surrounds the work of a stage on a micro-batch, which is a span of a timeline."""
         with working():
             begun = time.monotonic()
             yield
@@ -93,17 +75,9 @@ class StageTimes:
 class Channel(ABC):
     """Sends between this rank and others of its pipeline; each pair of ranks keeps the order.
 
-    A framework says in the abstract methods how a tensor travels.
-
-    Args:
-        ranks: their numbers among all ranks, in the order of the pipeline.
-        rank: this rank's number among all ranks.
-        name: of the model; the same on every rank.
-
-    Attributes:
-        rank: this rank's number along the pipeline; all methods number ranks in this way.
-        step: the number of the pass.
-        times: how long this rank computes in its passes.
+    A framework implements the abstract methods, by which a tensor travels. ``ranks`` and ``rank``
+    are numbers among all ranks; ``self.rank`` and all methods number ranks along the pipeline.
+    ``step`` counts passes.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
@@ -151,7 +125,6 @@ class Channel(ABC):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds a wait for other ranks of the pipeline."""
         with translated(), waiting(self.ranks):
             yield
 
@@ -162,23 +135,16 @@ class Channel(ABC):
         specs: list[TensorSpec] | None = None,
         key: Hashable | None = None,
     ) -> None:
-        """Start to send tensors.
+        """Start to send tensors; None stands where there is no tensor.
 
-        Args:
-            tensors: None where there is no tensor.
-            to: the rank along the pipeline.
-            specs: describe the tensors; ``spec_of`` by default.
-            key: the same on both ranks. Shapes are sent only once for a key; without a key they are
-                sent each time.
-
-        Raises:
-            ValueError: the shapes are others than before with this key.
+        With a key, which is the same on both ranks, shapes are sent only the first time.
         """
         if specs is None:
             specs = [NO_TENSOR if t is None else self.spec_of(t) for t in tensors]
         known = specs if key is None else self._known.setdefault(("to", to, key), specs)
         if known is specs:
-            self._send_header(list(map(_as_json, specs)), to)
+            described = ((s.shape, str(s.dtype).rpartition(".")[2], s.requires_grad) for s in specs)
+            self._send_header(list(described), to)
         elif known != specs:
             raise ValueError(
                 f"a stage has sent tensors like {known} and now like {specs} for inputs of the "
@@ -212,13 +178,9 @@ class Channel(ABC):
     def receive(
         self, source: int, key: Hashable | None = None
     ) -> tuple[list[TensorSpec], Callable[[], list[Any]]]:
-        """Start to receive what ``send`` sends; wait for shapes that are not known.
+        """Start to receive what ``send`` sends; return its specs, and a function that waits for it.
 
-        Returns:
-            What describes the tensors, and a function that waits for them.
-
-        Raises:
-            HvkitError: the other rank could not compute them.
+        Waits for shapes that are not known; raises the error that the other rank has sent instead.
         """
         if self.knows(source, key):
             specs = self._known["from", source, key]
@@ -227,22 +189,21 @@ class Channel(ABC):
                 content = json.loads(bytes(self.bytes_from(source, _HEADER)))
             if isinstance(content, str):
                 raise HvkitError(content)
-            specs = [self._spec(*each) for each in content]
+            specs = [
+                TensorSpec(tuple(shape), None if name == "None" else self.dtype_named(name), grad)
+                for shape, name, grad in content
+            ]
             if key is not None:
                 self._known["from", source, key] = specs
         return specs, self.receive_known(specs, source)
 
-    def _spec(self, shape: list[int], dtype: str, requires_grad: bool) -> TensorSpec:
-        own = None if dtype == "None" else self.dtype_named(dtype)
-        return TensorSpec(tuple(shape), own, requires_grad)
-
     def receive_known(self, specs: Sequence[TensorSpec], source: int) -> Callable[[], list[Any]]:
         """Start to receive tensors of known shapes; return a function that waits for them."""
-        arriving = [None if each.dtype is None else self.expect(each, source) for each in specs]
+        started = [None if each.dtype is None else self.expect(each, source) for each in specs]
 
         def wait() -> list[Any]:
             with self.waiting():
-                return [each and each() for each in arriving]
+                return [each and each() for each in started]
 
         return wait
 
@@ -254,11 +215,7 @@ class Channel(ABC):
         self._sending.clear()
 
     def from_rank(self, source: int, tensors: Sequence[Any] = ()) -> list[Any]:
-        """Copy one rank's tensors, or None, to all ranks of the pipeline.
-
-        Raises:
-            HvkitError: that rank could not compute them.
-        """
+        """Copy one rank's tensors, or None, to all ranks of the pipeline; or raise its error."""
         if self.rank != source:
             return self.receive(source)[1]()
         for to in self._others():
@@ -268,14 +225,13 @@ class Channel(ABC):
 
     def gather_numbers(self, numbers: Sequence[float] | NDArray[Any]) -> NDArray[Any]:
         """Gather numbers of one dtype from all ranks, in shape ``(ranks, len(numbers))``."""
-        own = np.ascontiguousarray(numbers)
-        rows = np.empty((len(self.ranks), *own.shape), own.dtype)
-        rows[self.rank] = own
-        for to in self._others():
-            self._sending.append(self.start(own.view(np.uint8), to))
+        local = np.ascontiguousarray(numbers)
+        rows = np.empty((len(self.ranks), *local.shape), local.dtype)
+        rows[self.rank] = local
+        self._sending += [self.start(local.view(np.uint8), to) for to in self._others()]
         with self.waiting():
             for source in self._others():
-                rows[source] = self.bytes_from(source, own.nbytes).view(own.dtype)
+                rows[source] = self.bytes_from(source, local.nbytes).view(local.dtype)
         self.flush()
         return rows
 
@@ -288,30 +244,20 @@ def in_pass() -> bool:
     return _running > 0
 
 
-def _as_json(spec: TensorSpec) -> list[Any]:
-    return [spec.shape, str(spec.dtype).rpartition(".")[2], spec.requires_grad]
-
-
 def refuse_other_batches(
     step: int, calls: Mapping[int, int], batches: Mapping[int, int], divide: str
 ) -> None:
     """Raise unless ranks that train one model make the same call with the same batch.
 
-    Args:
-        step: the number of the forward pass.
-        calls: by rank, a checksum of the call, without values of tensors.
-        batches: by rank, a checksum of the values.
-        divide: how to divide data, for the error.
-
-    Raises:
-        RanksDisagreeError: names the first rank that differs.
+    By rank, ``calls`` has checksums of the call without values of tensors, ``batches`` of the
+    values.
     """
     for found, what in ((calls, "makes another call"), (batches, "gets another batch")):
         ranks = list(found)
-        for rank in ranks:
-            if found[rank] != found[ranks[0]]:
-                raise RanksDisagreeError(
-                    f"forward pass {step} of {ranks_text(ranks)}, which train one model together: "
-                    f"rank {rank} {what} than rank {ranks[0]}. They must get the same batches in "
-                    f"the same order: divide data with {divide}"
-                )
+        other = next((rank for rank in ranks if found[rank] != found[ranks[0]]), None)
+        if other is not None:
+            raise RanksDisagreeError(
+                f"forward pass {step} of {ranks_text(ranks)}, which train one model together: "
+                f"rank {other} {what} than rank {ranks[0]}. They must get the same batches in the "
+                f"same order: divide data with {divide}"
+            )

@@ -26,36 +26,28 @@ class StageWork(Protocol):
     ) -> tuple[Specs, list[Any]]:
         """Compute a stage for a micro-batch; return its outputs.
 
-        Args:
-            stage: its number in the model.
-            microbatch: its number in the batch.
-            specs, tensors: the outputs of the stage before; none for the first stage.
+        ``specs`` and ``tensors`` are the outputs of the stage before; none for the first stage.
         """
 
     def grad(self, stage: int, microbatch: int, gradients: list[Any]) -> list[Any]:
         """The gradients of those inputs of a stage whose spec has ``requires_grad``.
 
-        Args:
-            stage, microbatch: as in ``run``; nothing of it is needed afterwards.
-            gradients: of those outputs whose spec has ``requires_grad``.
+        ``gradients`` are of those outputs with it. Nothing of the micro-batch is needed afterwards.
         """
 
 
 class GPipe:
     """One batch through the pipeline.
 
-    Args:
-        channel: to the other ranks.
-        rank_of: by stage, the rank along the pipeline that holds it.
-        keys: by micro-batch, what the shapes of all outputs depend on. None to send shapes each
-            time: then an error of one stage reaches the ranks of the others, too.
+    ``keys`` has, by micro-batch, what the shapes of all outputs depend on. With None shapes are
+    sent each time: then an error of one stage reaches the ranks of the others, too.
     """
 
     def __init__(
         self, channel: Channel, rank_of: Sequence[int], keys: Sequence[Hashable | None]
     ) -> None:
         self._channel, self._rank_of, self._keys = channel, rank_of, keys
-        self._own_stages = [stage for stage, rank in enumerate(rank_of) if rank == channel.rank]
+        self._local_stages = [stage for stage, rank in enumerate(rank_of) if rank == channel.rank]
         self._last = len(rank_of) - 1
         # By stage and micro-batch, the specs of its outputs.
         self._outputs: dict[int, list[Specs]] = {}
@@ -63,22 +55,18 @@ class GPipe:
     def forward(self, work: StageWork) -> None:
         """Run this rank's stages, one after the other, for all micro-batches.
 
-        Args:
-            work: computes them. This object does not keep it, since it may hold this object.
-
-        Raises:
-            HvkitError: another rank could not compute its stage.
+        ``work`` is no attribute, since it may hold this object.
         """
         # Outputs of a stage for the next one on the same rank.
         local: deque[tuple[Specs, list[Any]]] = deque()
-        for stage in self._own_stages:
+        for stage in self._local_stages:
             outputs = self._outputs[stage] = []
             if stage == 0:
                 inputs: Iterable[tuple[Specs, list[Any]]] = repeat(([], []))
             elif self._is_here(stage - 1):
                 inputs = iter(local.popleft, None)
             else:
-                inputs = self._arriving(stage)
+                inputs = self._inputs_from_before(stage)
             try:
                 for microbatch, (specs, tensors) in zip(
                     range(len(self._keys)), inputs, strict=False
@@ -100,14 +88,14 @@ class GPipe:
         self._channel.flush()
 
     def _is_here(self, stage: int) -> bool:
-        return stage in self._own_stages
+        return stage in self._local_stages
 
     def _key(self, stage: int, microbatch: int) -> Hashable | None:
         key = self._keys[microbatch]
         return None if key is None else (stage, key)
 
-    def _arriving(self, stage: int) -> Iterator[tuple[Specs, list[Any]]]:
-        """The inputs of a stage, one micro-batch after the other; later ones arrive meanwhile."""
+    def _inputs_from_before(self, stage: int) -> Iterator[tuple[Specs, list[Any]]]:
+        """The inputs of a stage, one after the other, while later ones are received."""
         source = self._rank_of[stage - 1]
         keys = deque(self._key(stage, microbatch) for microbatch in range(len(self._keys)))
         started: deque[tuple[Specs, Callable[[], list[Any]]]] = deque()
@@ -136,11 +124,7 @@ class GPipe:
                 channel.receive(last)
 
     def require_first_backward(self) -> None:
-        """Raise if ``backward`` has run already.
-
-        Raises:
-            RuntimeError: it has.
-        """
+        """Raise if ``backward`` has run already."""
         if not self._outputs:
             raise RuntimeError(
                 "gradients a second time through one forward pass of a pipeline, whose stages drop "
@@ -151,13 +135,11 @@ class GPipe:
     def backward(self, work: StageWork, of_outputs: Sequence[Sequence[Any]]) -> None:
         """Run this rank's stages backward for all micro-batches.
 
-        Args:
-            work: as in ``forward``.
-            of_outputs: by micro-batch, the gradients of the outputs of the last stage.
+        ``of_outputs`` has, by micro-batch, the gradients of the outputs of the last stage.
         """
         # Gradients of a stage's inputs for the stage before on the same rank.
         local: deque[list[Any]] = deque()
-        for stage in reversed(self._own_stages):
+        for stage in reversed(self._local_stages):
             outputs = self._outputs.pop(stage)
             gradients = self._returning(stage, outputs, of_outputs, local)
             for microbatch, each in zip(range(len(outputs)), gradients, strict=False):
@@ -184,8 +166,8 @@ class GPipe:
             return iter(local.popleft, None)
         source = self._rank_of[stage + 1]
         specs = [_with_gradient(each, each) for each in outputs]
-        arriving = [self._channel.receive_known(each, source) for each in specs]
-        return (wait() for wait in arriving)
+        waits = [self._channel.receive_known(each, source) for each in specs]
+        return (wait() for wait in waits)
 
 
 def _with_gradient(specs: Specs, items: Sequence[Any]) -> list[Any]:

@@ -14,10 +14,7 @@ BALANCES = "flops", "bytes"
 class CutPoint:
     """A module or layer after which a model can be cut.
 
-    Attributes:
-        name: of the module or layer.
-        time: when its call ends; orders the cut points of a model.
-        nbytes: that a stage sends to the next one if the model is cut here.
+    ``time`` is when its call ends; ``nbytes`` are what a stage then sends to the next one.
     """
 
     name: str
@@ -35,12 +32,9 @@ P = TypeVar("P", bound=CutPoint)
 class Stages:
     """The stages of a model.
 
-    Attributes:
-        cuts: between each stage and the next.
-        rank_of: by stage, the rank along the pipeline axis that holds it.
-        flops: by stage, the share of forward, from 0 to 1.
-        nbytes: by stage, of its weights.
-        of_weight: the stages that use a weight, in ascending order. A framework chooses the keys.
+    By stage: ``rank_of`` is the rank along the pipeline axis that holds it, ``flops`` its fraction
+    of forward, ``nbytes`` those of its weights. ``of_weight`` has, in ascending order, the stages
+    that use a weight, by keys that a framework chooses.
     """
 
     cuts: tuple[Any, ...]
@@ -84,15 +78,8 @@ def require_places(
 ) -> None:
     """Raise unless a model can be cut into stages that ``balance`` makes even.
 
-    Args:
-        balance: one of ``BALANCES``.
-        stages: how many stages there must be.
-        places: where the model can be cut.
-        part: what this framework calls a part of a model, for errors.
-        condition: where a model of this framework can be cut, for errors.
-
-    Raises:
-        ValueError: the balance is unknown, or there are too few places.
+    For errors, ``part`` is what a framework calls a part, and ``condition`` says where it can be
+    cut.
     """
     if balance not in BALANCES:
         raise ValueError(
@@ -110,17 +97,7 @@ def require_places(
 def named_cuts(
     names: Sequence[str], places: Sequence[P], stages: int, reasons: str = ""
 ) -> list[P]:
-    """The cut points with these names.
-
-    Args:
-        names: of the modules or layers after which to cut.
-        places: where the model can be cut.
-        stages: how many stages there must be.
-        reasons: why the model cannot be cut elsewhere, for errors.
-
-    Raises:
-        ValueError: the model cannot be cut after one of them, or there are too few or too many.
-    """
+    """The cut points with these names; ``reasons`` says why the model cannot be cut elsewhere."""
     by_name = {place.name: place for place in places}
     for name in names:
         if name not in by_name:
@@ -139,18 +116,11 @@ def named_cuts(
 def balanced_cuts(
     stages: int, places: Sequence[P], cost: Callable[[int, int], float]
 ) -> tuple[list[P], float]:
-    """The cuts that make the largest stage smallest, by dynamic programming.
+    """The cuts that make the largest stage smallest, by dynamic programming, and its fraction.
 
-    Among equally good cuts it takes those that send the fewest bytes between stages.
-
-    Args:
-        stages: how many; at most one more than there are places.
-        places: in ascending order.
-        cost: of a stage between two places, given by their numbers: 0 is the beginning of the
-            model, 1 the first place, and so on to the model's end.
-
-    Returns:
-        The cuts, one fewer than stages, and the share of the largest stage.
+    Among equally good cuts it takes those that send the fewest bytes between stages. ``cost`` is
+    that of a stage between two places, given by their numbers: 0 is the beginning of the model, 1
+    the first place, and so on to the model's end.
     """
     last = len(places) + 1
     costs = {(i, j): cost(i, j) for j in range(1, last + 1) for i in range(j)}

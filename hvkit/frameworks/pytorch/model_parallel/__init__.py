@@ -4,6 +4,7 @@
 
     port              the steps of ``distribute``
     parallel_model    replaces the model's forward, and divides the model when its first batch comes
+    random_numbers    random numbers that are the same on several ranks
     rank_groups       groups of ranks, checks of their batches, and sums of shared gradients
     division          decides from the first batch how to divide
     dry_run           a forward without weights: where the model can be cut, what it costs

@@ -43,6 +43,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
     ScheduledPipeline,
 )
+from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.rank_groups import (
     RankGroups,
     SharedGradients,
@@ -58,7 +59,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.optimizers import scaler_hooks
@@ -71,26 +71,14 @@ _TIMED_FROM, _TIMED_TO = 2, 22
 
 
 class ParallelModel:
-    """Replaces the ``forward`` of a model.
+    """Replaces the ``forward`` of a model, which is the same on every rank, with this name.
 
-    Args:
-        model: undivided, the same on every rank.
-        optimizers: of the model.
-        options: about the mesh.
-        device: for this rank's part.
-        name: of the model; the same on every rank.
-        train: called when the model is divided, with this rank's parameters by name, and the
-            normalisation layers of its stages. In a pipeline it returns a function to call before
-            each backward pass, which returns one to call after it.
-        compared: called when the pipeline's first result has been compared with that of the whole
-            model, and before later ones. Ranks hold the same weights until then.
-        recording: makes the parameters of a deferred model; None if they exist.
-        rounded: the means along the data axis that stages would round differently.
-
-    Attributes:
-        state: of this rank's part; None before the model is divided.
-        layout: the same number on all ranks; another one for another division.
-        whole: the divided parameters, which show the script the full tensors.
+    ``train`` is called when the model is divided, with this rank's parameters by name, and the
+    normalisation layers of its stages. In a pipeline it returns a function to call before each
+    backward pass, which returns one to call after it. ``compared`` is called when the pipeline's
+    first result has been compared with that of the whole model, and before later ones. Ranks hold
+    the same weights until then. ``rounded`` are the means along the data axis that stages would
+    round differently.
     """
 
     def __init__(
@@ -122,6 +110,7 @@ class ParallelModel:
         self._pipeline: Pipeline | None = None
         self._random: SameRandomNumbers | None = None
         self.state: ModelState | None = None
+        # The same number on all ranks; another one for another division.
         self.layout = 0
         self.whole = WholeParameters()
         # Loads that wait until the model is divided.

@@ -20,9 +20,9 @@ from hvkit.frameworks.pytorch.learning_rate import (
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import new_seed
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import GPIPE
+from hvkit.frameworks.pytorch.model_parallel.random_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
 from hvkit.pipeline.channel import refuse_other_batches
@@ -31,16 +31,7 @@ from hvkit.wording import shortened
 
 
 class RankGroups:
-    """The groups of this rank.
-
-    Attributes:
-        axes: the ``DeviceMesh``.
-        pipeline: the ranks of this rank's pipeline.
-        same_batch: the ranks that compute on the same batch.
-        lockstep: the ranks whose forward passes wait for each other.
-        replica: the ranks that together hold the model once.
-        data_parallel: the ranks along the data and shard axes, with different batches.
-    """
+    """The groups of this rank; ``axes`` is the ``DeviceMesh``."""
 
     def __init__(self, options: MeshOptions, device: torch.device, name: str) -> None:
         if options.mesh.shard > 1 or options.schedule != GPIPE:
@@ -56,7 +47,9 @@ class RankGroups:
 
         self.pipeline = along("pipeline")
         self.same_batch = along("pipeline", "tensor")
+        # The ranks whose forward passes wait for each other.
         self.lockstep = along(*AXES) if options.mesh.shard > 1 else self.same_batch
+        # The ranks that together hold the model once.
         self.replica = along("shard", "pipeline", "tensor")
         self.data_parallel = along("data", "shard")
 
@@ -72,15 +65,8 @@ def require_same_batch(
 ) -> int:
     """Raise on every rank unless the ranks of a model have the same batch; a collective.
 
-    Args:
-        losses: of the pass before: if they are means over different numbers, rank 0 warns.
-
-    Returns:
-        A seed, the same on all ranks that compute on the same batch.
-
-    Raises:
-        RanksDisagreeError: names the rank, or the learning rates.
-        ValueError: a gradient of an input would be needed.
+    If losses of the pass before were means over different numbers, rank 0 warns. Returns a seed,
+    the same on all ranks that compute on the same batch.
     """
     lockstep, same_batch, tensors = groups.lockstep, groups.same_batch, tensors_in((args, kwargs))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -118,9 +104,6 @@ def require_same_weights(model: nn.Module, replica: TorchChannel) -> None:
     """Raise on every rank unless all have the same weights; a collective.
 
     A script may have loaded weights since ``distribute``.
-
-    Raises:
-        RanksDisagreeError: names the rank and the weights.
     """
     named, ranks = dict(model.named_parameters()), replica.ranks
     by_rank = replica.gather_numbers([checksum(p) for p in named.values()])
@@ -136,12 +119,9 @@ def require_same_weights(model: nn.Module, replica: TorchChannel) -> None:
 class SharedGradients:
     """Sums the gradients of parameters that several ranks hold in full.
 
-    Args:
-        of_stages: parameters that several stages use, with the group of ranks that use each.
-        unsharded: this rank's parameters that the shard axis does not divide.
-        groups: of this rank.
-        equalised: whether the first stage's gradient replaces those of the others, whose
-            sums were rounded in another order.
+    These are the parameters that several stages use, with the group of ranks that use each, and
+    this rank's parameters that the shard axis does not divide. With ``equalised`` the first stage's
+    gradient replaces those of the others, whose sums were rounded in another order.
     """
 
     def __init__(

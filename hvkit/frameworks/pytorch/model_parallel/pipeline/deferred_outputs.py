@@ -42,20 +42,13 @@ _TOLERANCE = 1e-5
 
 @dataclass(eq=False)
 class Recorded:
-    """A recorded operation of the script, or an output of the model.
+    """A recorded operation of the script, or an output of the model, which has no function.
 
-    Attributes:
-        meta: its result on the meta device.
-        output: the number of the model's output; None for an operation.
-        function: of the operation.
-        args, kwargs: of the operation, with deferred tensors among them.
-        grad: whether autograd was on.
-        autocast: its settings, by kind of device.
-        lengths: first dimensions of the deferred tensors among the arguments.
+    ``meta`` is its result on the meta device. ``args`` and ``kwargs`` have deferred tensors among
+    them, and ``lengths`` the first dimensions of these.
     """
 
     meta: torch.Tensor
-    output: int | None = None
     function: Callable[..., Any] | None = None
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
@@ -68,19 +61,10 @@ class Recorded:
 class DeferredBatch:
     """A training batch whose forward waits for ``backward()``.
 
-    Attributes:
-        pipeline: runs it.
-        args, kwargs: of the model's call.
-        batches: its micro-batches, of equal sizes.
-        samples: how many the batch has.
-        key: what the shapes between stages depend on.
-        autocast: its settings at the call, by kind of device.
-        modes: whether each module was in training.
-        seed: of the random numbers that are the same in all stages.
-        nodes: the recorded operations, in order.
-        root: the operation that computes the loss.
-        values: of single numbers, after ``backward()``; None before.
-        whole: the outputs of the whole batch, if the script needed a value before ``backward()``.
+    Its micro-batches have equal sizes. ``key`` is what the shapes between stages depend on,
+    ``autocast`` the settings at the call, ``modes`` whether each module was in training, ``seed``
+    that of the random numbers that are the same in all stages. ``nodes`` begins with the outputs.
+    ``values`` has those of single numbers after ``backward()``.
     """
 
     pipeline: ScheduledPipeline
@@ -93,18 +77,13 @@ class DeferredBatch:
     modes: Sequence[bool]
     seed: int
     nodes: list[Recorded] = field(default_factory=list)
-    root: Recorded | None = None
     values: Mapping[Recorded, torch.Tensor] | None = None
-    whole: list[torch.Tensor] | None = None
     _evaluate: Callable[[Recorded], torch.Tensor] | None = None
 
     def outputs(self, metas: Sequence[torch.Tensor], device: torch.device) -> list[Deferred]:
         """Deferred tensors for the script, of the shapes of these on the meta device."""
-        made = []
-        for number, meta in enumerate(metas):
-            self.nodes.append(Recorded(meta, number))
-            made.append(Deferred(device, self, self.nodes[-1]))
-        return made
+        self.nodes += map(Recorded, metas)
+        return [Deferred(device, self, node) for node in self.nodes]
 
     @property
     def singles(self) -> list[Recorded]:
@@ -113,9 +92,13 @@ class DeferredBatch:
 
     def description(self) -> tuple[str, ...]:
         """The recorded operations as text, without the values of tensors."""
+
+        def described(t: torch.Tensor) -> str:
+            return f"{tuple(t.shape)} {t.dtype}"
+
         return tuple(
             f"{getattr(node.function, '__name__', 'output')} "
-            f"{tree_map_only(torch.Tensor, _without_values, (node.args, node.kwargs))}"
+            f"{tree_map_only(torch.Tensor, described, (node.args, node.kwargs))}"
             for node in self.nodes
         )
 
@@ -124,11 +107,9 @@ class DeferredBatch:
     ) -> Callable[[Recorded], torch.Tensor]:
         """A function that computes recorded operations from outputs of the model.
 
-        Args:
-            outputs: of a micro-batch, or of the whole batch.
-            microbatch: its number; None for the whole batch.
+        These are of the micro-batch with this number, or of the whole batch for None.
         """
-        memo: dict[Recorded, torch.Tensor] = {}
+        memo = dict(zip(self.nodes, outputs, strict=False))
 
         def argument(node: Recorded, t: torch.Tensor) -> torch.Tensor:
             if isinstance(t, Deferred):
@@ -144,25 +125,20 @@ class DeferredBatch:
 
         def evaluate(node: Recorded) -> torch.Tensor:
             if node not in memo:
-                if node.function is None:
-                    assert node.output is not None
-                    memo[node] = outputs[node.output]
-                else:
-                    take = functools.partial(argument, node)
-                    args, kwargs = tree_map_only(torch.Tensor, take, (node.args, node.kwargs))
-                    grad = torch.is_grad_enabled() and node.grad
-                    with torch.set_grad_enabled(grad), autocast_as(node.autocast):
-                        memo[node] = _not_in_place(node.function, args, kwargs)
+                take = functools.partial(argument, node)
+                args, kwargs = tree_map_only(torch.Tensor, take, (node.args, node.kwargs))
+                if is_in_place(node.function):
+                    args = (args[0].clone(), *args[1:])
+                assert node.function is not None
+                grad = torch.is_grad_enabled() and node.grad
+                with torch.set_grad_enabled(grad), autocast_as(node.autocast):
+                    memo[node] = node.function(*args, **kwargs)
             return memo[node]
 
         return evaluate
 
     def value_of(self, t: Deferred) -> torch.Tensor:
-        """The value of a tensor.
-
-        Raises:
-            ValueError: it was not kept.
-        """
+        """The value of a tensor; an error if it was not kept."""
         if self.values is not None:
             if t.node not in self.values:
                 raise ValueError(
@@ -179,42 +155,26 @@ class DeferredBatch:
     @property
     def is_pending(self) -> bool:
         """Whether the batch has not run yet."""
-        return self.values is None and self.whole is None
+        return self.values is None and self._evaluate is None
 
     def run_by_gpipe(self) -> None:
         """Run the batch by GPipe, unless it has run already."""
-        if self.whole is not None:
+        if self._evaluate is not None:
             return
-        with torch.enable_grad(), autocast_as(self.autocast):
-            self.whole = self.pipeline.run_now(self)
-        self._evaluate = self.evaluator(self.whole, None)
         with torch.enable_grad():
+            with autocast_as(self.autocast):
+                outputs = self.pipeline.run_now(self)
+            self._evaluate = self.evaluator(outputs, None)
             for node in self.nodes:  # before the script changes a result in place
                 self._evaluate(node)
 
     def backward(self, root: Recorded) -> None:
-        """Train on the batch.
-
-        Raises:
-            RuntimeError: for the second time.
-        """
+        """Train on the batch, once."""
         if self.values is not None:
             raise RuntimeError(
                 "backward() a second time through a pipeline: add the losses, and call it once"
             )
-        self.root = root
-        self.pipeline.run_backward(self)
-
-
-def _without_values(t: torch.Tensor) -> str:
-    return f"{tuple(t.shape)} {t.dtype}"
-
-
-def _not_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function, with a copy of its first argument if it would change that in place."""
-    if is_in_place(function):
-        args = (args[0].clone(), *args[1:])
-    return function(*args, **kwargs)
+        self.pipeline.run_backward(self, root)
 
 
 class Deferred(torch.Tensor):
@@ -242,7 +202,7 @@ class Deferred(torch.Tensor):
         kwargs = kwargs or {}
         first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, Deferred))
         batch, name = first.batch, getattr(func, "__name__", "")
-        if func is torch.Tensor.backward and batch.whole is None:
+        if func is torch.Tensor.backward and batch._evaluate is None:
             return _backward(batch, *args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
             return first.node.meta.is_floating_point()
@@ -270,11 +230,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """``Tensor.backward`` of a deferred loss.
-
-    Raises:
-        ValueError: for arguments that a schedule cannot use.
-    """
+    """``Tensor.backward`` of a deferred loss."""
     if create_graph or inputs is not None:
         raise ValueError(
             "backward() of a pipeline with a schedule of PyTorch's takes neither create_graph=True "
@@ -284,10 +240,8 @@ def _backward(
 
 
 def _record(batch: DeferredBatch, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Record an operation, and return its deferred result.
-
-    Raises:
-        NotImplementedError: the operation cannot be deferred.
+    """Record an operation, and return its deferred result; ``NotImplementedError`` if that cannot
+    be.
     """
     tensors = tensors_in((args, kwargs))
     in_place = is_in_place(func)
@@ -309,7 +263,7 @@ def _record(batch: DeferredBatch, device: torch.device, func: Any, args: Any, kw
             raise NotImplementedError
         return out
     grad = torch.is_grad_enabled()
-    node = Recorded(out, None, func, args, kwargs, grad, autocast_state(), lengths)
+    node = Recorded(out, func, args, kwargs, grad, autocast_state(), lengths)
     batch.nodes.append(node)
     result = Deferred(device, batch, node)
     if in_place:  # the tensor that the script holds gets the new value
@@ -327,12 +281,9 @@ def means_or_sums(
 ) -> list[bool | None]:
     """Whether each number is a sum over samples (True), a mean (False), or neither (None).
 
-    A zero may be both: an integer then counts as a sum, a float as a mean. NaN and infinity may be
-    both, too, and count as means.
-
-    Args:
-        found: by micro-batch, each number.
-        whole: for the whole batch.
+    ``found`` has each number by micro-batch, ``whole`` for the whole batch. A zero may be both: an
+    integer then counts as a sum, a float as a mean. NaN and infinity may be both, too, and count as
+    means.
     """
     sums: list[bool | None] = []
     for column, value in zip(zip(*found, strict=True), whole, strict=True):

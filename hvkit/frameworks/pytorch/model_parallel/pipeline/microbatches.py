@@ -15,12 +15,7 @@ from hvkit.pipeline.stages import sizes_of
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch.
-
-    Attributes:
-        args, kwargs: of the model's call.
-        samples: how many it has.
-    """
+    """A part of a batch: the arguments of the model's call, and how many samples they have."""
 
     args: Any
     kwargs: Any
@@ -42,14 +37,10 @@ class Divider:
     def __call__(
         self, args: Any, kwargs: Any, count: int, *, even: bool = False
     ) -> list[MicroBatch]:
-        """Micro-batches, of sizes that differ by at most one sample.
+        """Micro-batches whose sizes differ by at most one sample; fewer if there are fewer samples.
 
-        There are fewer if the batch has fewer samples.
-
-        Args:
-            args, kwargs: of the call. Their first tensor that has dimensions has the batch first.
-            count: how many micro-batches.
-            even: make the largest number of micro-batches, up to ``count``, that have equal sizes.
+        The first tensor of the call that has dimensions has the batch first. ``even`` makes the
+        largest number of micro-batches, up to ``count``, that have equal sizes.
         """
         flat, spec = tree_flatten((args, kwargs))
         samples = samples_in(args, kwargs)
@@ -72,14 +63,11 @@ class Divider:
 def ignored_unevenly(
     targets: Iterable[torch.Tensor], sizes: Sequence[int], index: int | None = None
 ) -> bool:
-    """Whether a loss ignores different shares of the targets of micro-batches.
+    """Whether a loss ignores different fractions of the targets of micro-batches.
 
-    Then the mean of the losses of micro-batches is not the loss of the batch.
-
-    Args:
-        targets: of the whole batch, samples first; only integers count.
-        sizes: of the micro-batches.
-        index: of the ignored targets; None if all negative ones are ignored.
+    Then the mean of the losses of micro-batches is not the loss of the batch. ``targets`` are of
+    the whole batch, samples first; only integers count. ``index`` is that of the ignored ones; None
+    if all negative ones are ignored.
     """
     samples = sum(sizes)
     for t in targets:
@@ -102,13 +90,8 @@ def rows_in(
 ) -> list[int]:
     """By output tensor, how many rows of it each sample has; 0 for numbers without samples.
 
-    Args:
-        outputs: by micro-batch.
-        sizes: by micro-batch, the number of samples.
-        side_outputs: how many of the last tensors are side outputs, which may have any shape.
-
-    Raises:
-        ValueError: the model returns a tensor that has no rows for each sample.
+    ``outputs`` and ``sizes`` are by micro-batch. The last ``side_outputs`` tensors may have any
+    shape.
     """
     columns = list(zip(*outputs, strict=True))
     returned = len(columns) - side_outputs
@@ -144,14 +127,10 @@ def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, side_outpu
 def joined(
     outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], rows: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The output tensors of a whole batch from those of its micro-batches.
+    """The output tensors of a whole batch from those of its micro-batches, with ``rows_in`` them.
 
-    Tensors with rows for each sample are concatenated along their first dimension. Other floats
-    are means over samples, such as a loss, and integers are counts.
-
-    Args:
-        outputs: by micro-batch.
-        sizes, rows: arguments and results of ``rows_in``.
+    Tensors with rows for each sample are concatenated along their first dimension. Other floats are
+    means over samples, such as a loss, and integers are counts.
     """
     total = sum(sizes)
     found = []

@@ -45,59 +45,37 @@ from hvkit.pipeline.channel import TensorSpec, in_pass
 from hvkit.pipeline.gpipe import GPipe, Specs
 
 
-class StageInput:
-    """Catches the gradients of the tensors that a stage receives.
-
-    These are no leaves for autograd, since a stage may begin with an operation in place.
-    """
-
-    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-        self.specs = [each for each in specs if each.requires_grad]
-        self.caught: list[torch.Tensor | None] = [None] * len(self.specs)
-        self._device = tensors[0].device if tensors else torch.device("cpu")
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients of the tensors that need one; zeros if the stage has not used a tensor."""
-        return [
-            torch.zeros(each.shape, dtype=each.dtype, device=self._device) if g is None else g
-            for g, each in zip(self.caught, self.specs, strict=True)
-        ]
-
-
 class _Received(torch.autograd.Function):
-    """The received tensors that need a gradient, as results of an operation."""
+    """A received tensor as the result of an operation on a leaf: a stage may change it in place."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, entry: StageInput, tensors: Any) -> Any:
-        ctx.entry = entry
-        ctx.set_materialize_grads(False)
-        return tuple(tensors)
+    def forward(ctx: Any, leaf: torch.Tensor, hidden: list[torch.Tensor]) -> torch.Tensor:
+        return hidden[0]  # in a list, so that autograd does not take it for an input
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.entry.caught = list(gradients)
-        return None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.contiguous(), None
 
 
-_received_by: Callable[..., tuple[torch.Tensor, ...]] = _Received.apply
+received_for: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor] = _Received.apply
 
 
 def enter(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
-) -> tuple[StageInput, list[torch.Tensor]]:
-    """Prepare the input of a stage, of which the caller must keep no tensor.
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Leaves that get the gradients of a stage's input, and the input.
 
-    Returns:
-        What catches the gradients of the input, and the input.
+    The leaves take no memory: the input is freed as soon as nobody needs it.
     """
-    entry = StageInput(specs, tensors)
-    if not entry.specs or not torch.is_grad_enabled():
-        return entry, list(tensors)
-    pairs = zip(specs, tensors, strict=True)
-    received = iter(_received_by(anchor(), entry, [t for each, t in pairs if each.requires_grad]))
-    return entry, [
-        next(received) if each.requires_grad else t for each, t in zip(specs, tensors, strict=True)
-    ]
+    if not torch.is_grad_enabled():
+        return [], list(tensors)
+    leaves, entered = [], []
+    for spec, t in zip(specs, tensors, strict=True):
+        if spec.requires_grad:
+            leaves.append(t.new_zeros(()).expand(t.shape).requires_grad_())
+            t = received_for(leaves[-1], [t])
+        entered.append(t)
+    return leaves, entered
 
 
 def anchor() -> torch.Tensor:
@@ -131,17 +109,9 @@ def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
 class ForwardPass:
     """Computes this rank's stages for one batch, and keeps what the backward pass needs.
 
-    Args:
-        pipeline: this rank's part.
-        batches: its micro-batches.
-        seed: of the random numbers that are the same in all stages.
-
-    Attributes:
-        keys: of each micro-batch, from ``Pipeline.keys``.
-        sizes: of each micro-batch, the number of samples.
-        result: by micro-batch, the model's result on the last stage's rank.
-        requires_grad: by tensor of the result, whether a gradient comes back.
-        rows: by tensor of the result, how many rows each sample has.
+    ``seed`` is that of the random numbers that are the same in all stages. ``result`` is the
+    model's, by micro-batch, on the last stage's rank. ``requires_grad`` and ``rows``, which each
+    sample has, are by tensor of the result.
     """
 
     def __init__(self, pipeline: Pipeline, batches: list[MicroBatch], seed: int) -> None:
@@ -151,8 +121,8 @@ class ForwardPass:
         self.result: list[Any] = []
         self.requires_grad: list[bool] = []
         self.rows: list[int] = []
-        # By stage and micro-batch: catches the gradients of its input; its output.
-        self._computed: dict[tuple[int, int], tuple[StageInput, list[torch.Tensor]]] = {}
+        # By stage and micro-batch: leaves that get the gradients of its input; its output.
+        self._computed: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.order = GPipe(pipeline.channel, pipeline.stages.rank_of, self.keys)
         self.order.forward(self)
 
@@ -160,31 +130,28 @@ class ForwardPass:
         self, stage: int, microbatch: int, specs: Specs, tensors: list[torch.Tensor]
     ) -> tuple[Specs, list[torch.Tensor]]:
         pipeline, batch = self._pipeline, self._batches[microbatch]
-        entry, received = enter(specs, tensors)
+        leaves, received = enter(specs, tensors)
         output = pipeline.staged.run(stage, received, batch, self._seed + microbatch)
         tensors = tensors_in(output)
         output_specs = list(map(spec_of, tensors))
         if torch.is_grad_enabled():
             pipeline.specs.setdefault((stage, self.keys[microbatch]), (specs, output_specs))
-        self._computed[stage, microbatch] = entry, tensors
+        self._computed[stage, microbatch] = leaves, tensors
         if stage == pipeline.last:
             self.result.append(output)
         return output_specs, tensors
 
     def grad(self, stage: int, microbatch: int, gradients: list[torch.Tensor | None]) -> list[Any]:
-        entry, output = self._computed.pop((stage, microbatch))
+        leaves, output = self._computed.pop((stage, microbatch))
         targets = (t for t in output if t.requires_grad)
         pairs = [(t, g) for t, g in zip(targets, gradients, strict=True) if g is not None]
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        return entry.gradients()
+        # A leaf is zero: the gradient of what the stage has not used.
+        return [leaf.detach() if leaf.grad is None else leaf.grad for leaf in leaves]
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run backward for all micro-batches.
-
-        Args:
-            gradients: of the model's outputs for the batch.
-        """
+        """Run backward for all micro-batches, from the gradients of the batch's outputs."""
         self.order.require_first_backward()
         pipeline = self._pipeline
         with pipeline.channel.in_call():
@@ -197,15 +164,9 @@ class ForwardPass:
 class Pipeline:
     """This rank's part of a pipeline.
 
-    Args:
-        staged: runs its stages.
-        stages: of the model.
-        channel: to the other ranks.
-        microbatches: how many a batch is divided into.
-        divide: divides it.
-        around_backward: called before backward; returns what to call after it.
-        expected: the result for the first batch; only the last stage's rank may know it.
-        compared: called after the comparison with it, and before later batches.
+    ``around_backward`` is called before backward, and returns what to call after it. ``expected``
+    is the result for the first batch, known to the last stage's rank at most; ``compared`` is
+    called after the comparison with it, and before later batches.
     """
 
     def __init__(
@@ -241,9 +202,7 @@ class Pipeline:
     def __call__(self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None) -> Any:
         """The result of the model's forward for a batch; a collective of the pipeline.
 
-        Args:
-            args, kwargs: of the call.
-            batches: its micro-batches; by default of sizes that need not be equal.
+        Its micro-batches need not be of equal sizes, unless they are given.
         """
         return self.staged.result_of(with_tensors(*self.outputs(args, kwargs, batches)))
 
@@ -262,7 +221,6 @@ class Pipeline:
         return structure, tensors
 
     def forward(self, batches: list[MicroBatch], seed: int) -> ForwardPass:
-        """Run this rank's stages for micro-batches, with random numbers from a seed."""
         return ForwardPass(self, batches, seed)
 
     def keys(self, batches: Sequence[MicroBatch]) -> list[Hashable]:
@@ -272,7 +230,7 @@ class Pipeline:
             self.modes(),
             tuple(p.requires_grad for p in self._parameters),
             autocast_state(),
-            self.staged.filled(),
+            self.staged.side_outputs.filled(),
         )
         # The state is long, and the same in most passes: use a number instead.
         number = self._states.setdefault(state, len(self._states))
@@ -316,11 +274,7 @@ class Pipeline:
 
 
 def _refuse_cache(kwargs: Any) -> None:
-    """Raise for a cache of keys and values: each rank would fill it for its own stage only.
-
-    Raises:
-        ValueError: names the argument.
-    """
+    """Raise for a cache of keys and values: each rank would fill it for its own stage only."""
     for name, value in kwargs.items():
         if is_cache(name) and not isinstance(value, bool | torch.Tensor | None):
             raise ValueError(
@@ -336,11 +290,7 @@ def holds_values(structure: Any) -> bool:
 
 
 def refuse_other_results(result: Any) -> None:
-    """Raise for results in which PyTorch sees no tensors.
-
-    Raises:
-        ValueError: names the class.
-    """
+    """Raise for results in which PyTorch sees no tensors."""
     for leaf in tree_leaves(result):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             raise ValueError(

@@ -39,9 +39,7 @@ _TOLERANCE_OF_FEW_BITS = 5e-2
 class ResultComparison:
     """Compares a pipeline with the whole model, and in some calls micro-batches with the batch.
 
-    Args:
-        pipeline: this rank's part.
-        expected: by ``plain_result``, on the rank of the last stage, for the first call.
+    ``expected`` is by ``plain_result``, on the rank of the last stage, for the first call.
     """
 
     def __init__(self, pipeline: Pipeline, expected: list[torch.Tensor] | None) -> None:
@@ -57,11 +55,11 @@ class ResultComparison:
         when padding begins: calls 2, 4, 8, ..., and the first one with ignored targets are, too.
         """
         self._calls += 1
-        if len(batches) == 1:
+        if len(batches) == 1 or self._calls == 1:
             return self._calls == 1
         known = self._pipeline.result_of(batches)
-        if self._calls == 1 or known is None or all(spec.shape for spec in known[1]):
-            return self._calls == 1
+        if known is None or all(spec.shape for spec in known[1]):
+            return False
         ignored = not self._compared_ignored and ignored_unevenly(
             tensors_in((args, kwargs)), [batch.samples for batch in batches]
         )
@@ -73,9 +71,6 @@ class ResultComparison:
 
         Layers are in evaluation meanwhile, so that dropout and batch norm do not depend on the
         batch. A model whose results are random even then cannot be compared.
-
-        Raises:
-            ValueError: the results differ.
         """
         if not self._compares(args, kwargs, batches):
             return
@@ -90,9 +85,8 @@ class ResultComparison:
         found: list[str | None] | None = None
         if pipeline.channel.rank == source:
             once, again = (tensors_in(each.result[0]) for each in whole)
-            returned = len(once) - (
-                side_outputs := pipeline.staged.side_outputs_in(whole[0].result[0])
-            )
+            side_outputs = pipeline.staged.side_outputs_in(whole[0].result[0])
+            returned = len(once) - side_outputs
             found_parts = [tensors_in(each) for each in parts.result]
             rows = rows_in(found_parts, parts.sizes, side_outputs)
             mean = joined(found_parts, parts.sizes, rows)
@@ -148,9 +142,8 @@ class ResultComparison:
 def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
     """Surrounds forwards of a model in evaluation, and undoes all that they change.
 
-    Args:
-        modules: of the model, which is the first of them.
-        devices: GPUs whose random numbers the forwards may draw.
+    The model is the first of its ``modules``. ``devices`` are GPUs whose random numbers the
+    forwards may draw.
     """
     buffers = [
         (module, name, b, b.data, b.clone())
@@ -161,11 +154,7 @@ def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Ite
     try:
         # Autocast must not use the weights again that it casts here without a gradient.
         torch.set_autocast_cache_enabled(False)
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            undoing_side_effects(modules[0]),
-        ):
+        with torch.no_grad(), torch.random.fork_rng(devices), undoing_side_effects(modules[0]):
             for module in modules:
                 module.training = False
             yield

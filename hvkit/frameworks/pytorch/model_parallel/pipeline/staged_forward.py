@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import pickle
-import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
+from hvkit.frameworks.pytorch.model_parallel.random_numbers import SharedNumbers
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import (
     HOOKS,
     SideOutputs,
@@ -40,15 +40,10 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
 
 # The message with the structure of side outputs has a multiple of so many bytes.
 _PACKED = 1024
-_LARGEST_SEED = 2**62
 
 
 class StageEnd(BaseException):
-    """Leaves the model's forward at the end of a stage; not an ``Exception``, which models catch.
-
-    Args:
-        output: of the stage.
-    """
+    """Leaves the model's forward at the end of a stage; not an ``Exception``, which models catch."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -58,13 +53,9 @@ class StageEnd(BaseException):
 class StagedForward:
     """A model whose forward runs one stage at a time.
 
-    Args:
-        model: parameters of other ranks' stages are on the meta device. Its modules' ``forward``
-            are replaced on the instances.
-        stages: of the model.
-        found: by the dry run.
-        device: of this rank's parameters.
-        seeded: called when random numbers begin with a seed that all stages share.
+    Parameters of other ranks' stages are on the meta device; those of this rank on ``device``.
+    ``forward`` of modules is replaced on the instances. ``seeded`` is called when random numbers
+    begin with a seed that all stages share.
     """
 
     def __init__(
@@ -76,7 +67,7 @@ class StagedForward:
         seeded: Callable[[], None],
     ) -> None:
         self._forward = model.forward
-        self._side_outputs = SideOutputs(model, found.side_outputs)
+        self.side_outputs = SideOutputs(model, found.side_outputs)
         # The side outputs of earlier stages.
         self._earlier_outputs: list[Any] | None = None
         # By cut, the module, and the hook that ends a stage.
@@ -87,7 +78,8 @@ class StagedForward:
         self._received: Sequence[torch.Tensor] = ()
         # By module, the tensors of its output, which skip over a cut.
         self._skips: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-        self._before: _Before | None = None
+        # Around the part of a forward before a stage: shapes only, and no compiled code.
+        self._before, self._mode = ExitStack(), OnMeta(device)
         self._shapes: dict[Hashable, Any] = {}
         self._running = False
         modules = self._modules = dict(model.named_modules())
@@ -109,19 +101,12 @@ class StagedForward:
     def run(
         self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch, seed: int
     ) -> Any:
-        """Run a stage for a micro-batch.
+        """Run one of this rank's stages for a micro-batch, of which ``batch`` has the model's
+        arguments.
 
-        Args:
-            stage: one of this rank's.
-            received: the outputs of the stage before; none for the first stage.
-            batch: the arguments of the model.
-            seed: of the random numbers that are the same in all stages.
-
-        Returns:
-            The inputs of the next stage; of the last one, the model's result and its side outputs.
-
-        Raises:
-            ValueError: the stage needs more of earlier stages than their outputs.
+        ``received`` is the output of the stage before. Returns the inputs of the next stage; of the
+        last one, the model's result and its side outputs. ``seed`` is that of the random numbers
+        that are the same in all stages.
         """
         self._stage, self._running = stage, True
         self._skips.clear()
@@ -132,10 +117,12 @@ class StagedForward:
             with ExitStack() as stack:
                 stack.enter_context(self._numbers.drawn(seed))
                 if stage:
-                    self._before = _Before(self._device)
+                    self._before, self._mode = ExitStack(), OnMeta(self._device)
                     stack.enter_context(self._before)
+                    self._before.enter_context(uncompiled())
+                    self._before.enter_context(self._mode)
                 result = self._forward(*batch.args, **batch.kwargs)
-                output = result, gathered(self._side_outputs.tree())
+                output = result, gathered(self.side_outputs.tree())
         except StageEnd as end:
             output = end.output
         except (RuntimeError, NotImplementedError) as error:
@@ -144,7 +131,7 @@ class StagedForward:
             raise self._not_passed_on(stage) from error
         finally:
             self._running = False
-            self._side_outputs.restore()
+            self.side_outputs.restore()
         if any(t.is_meta for t in tensors_in(output)):
             raise self._not_passed_on(stage)
         return output
@@ -152,7 +139,7 @@ class StagedForward:
     def _receive(self, stage: int, received: Sequence[torch.Tensor]) -> None:
         """Divide the inputs of a stage into outputs of modules and side outputs."""
         self._received = received
-        self._side_outputs.begin()
+        self.side_outputs.begin()
         self._earlier_outputs = None
         if stage and self.has_side_outputs:
             cut = self._stages.cuts[stage - 1]
@@ -161,13 +148,13 @@ class StagedForward:
             self._received = received[:count]
             self._earlier_outputs = with_tensors(structure, received[count + 1 :])
             # Code before the stage may add them up.
-            self._side_outputs.put_tree(self._earlier_outputs)
+            self.side_outputs.put_tree(self._earlier_outputs)
 
     def _side_outputs_for_next(self) -> list[torch.Tensor]:
         """The side outputs at the end of a stage: their structure, and their tensors."""
         if not self.has_side_outputs:
             return []
-        tree = self._side_outputs.tree()
+        tree = self.side_outputs.tree()
         text = pickle.dumps(structure_of(tree))
         # The same length for all micro-batches.
         text = text.ljust(-(-len(text) // _PACKED) * _PACKED, b"\0")
@@ -177,11 +164,7 @@ class StagedForward:
     @property
     def has_side_outputs(self) -> bool:
         """Whether any call of the forward may keep or remove side outputs."""
-        return bool(self._side_outputs.paths)
-
-    def filled(self) -> tuple[bool, ...]:
-        """Which lists of side outputs are not empty before a forward, which may clear them."""
-        return self._side_outputs.filled()
+        return bool(self.side_outputs.paths)
 
     def side_outputs_in(self, output: Any) -> int:
         """How many tensors in the output of the last stage are side outputs."""
@@ -189,8 +172,8 @@ class StagedForward:
 
     def result_of(self, output: Any) -> Any:
         """The model's result from the output of the last stage; puts side outputs into place."""
-        self._side_outputs.begin()
-        self._side_outputs.put_tree(output[1])
+        self.side_outputs.begin()
+        self.side_outputs.put_tree(output[1])
         return output[0]
 
     def _not_passed_on(self, stage: int) -> ValueError:
@@ -222,10 +205,9 @@ class StagedForward:
             if not self._running:  # a checkpoint computes it again
                 return original(*args, **kwargs)
             if self._stage == number + 1:
-                assert self._before is not None
                 if inside:
                     original(*args, **kwargs)
-                self._before.end()
+                self._enter_stage()
                 skips = self._received[len(self._received) - len(cut.skips) :]
                 new = iter(self._received)
                 tensors = [next(new) if i is None else skips[i] for i in cut.aliases]
@@ -236,7 +218,7 @@ class StagedForward:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._running and self._stage == number + 1 and self._earlier_outputs is not None:
-                self._side_outputs.put_tree(self._earlier_outputs)
+                self.side_outputs.put_tree(self._earlier_outputs)
             if self._running and self._stage == number:
                 if missing := [each.module for each in cut.skips if not self._skips[each.module]]:
                     raise ValueError(
@@ -253,6 +235,14 @@ class StagedForward:
         module.forward = forward
         self._end_hooks.append((module, module.register_forward_hook(leave).id))
 
+    def _enter_stage(self) -> None:
+        """Begin to compute values; a mode that the forward itself has entered stays."""
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if modes[-1:] == [self._mode]:
+            self._before.close()
+        else:
+            self._mode.active = False
+
     def _pass_on(self, name: str, module: nn.Module) -> None:
         """Note the output of a module for the cut that it skips; replace it in a later stage."""
 
@@ -260,15 +250,15 @@ class StagedForward:
             if not self._running:
                 return None
             tensors = tensors_in(output)
-            arrived = self._arrived(name)
-            for number, received in arrived.items():
-                tensors[number] = received
+            received = self._received_of(name)
+            for number, t in received.items():
+                tensors[number] = t
             self._skips[name] = tensors
-            return with_tensors(structure_of(output), tensors) if arrived else None
+            return with_tensors(structure_of(output), tensors) if received else None
 
         module.register_forward_hook(exchange)
 
-    def _arrived(self, name: str) -> dict[int, torch.Tensor]:
+    def _received_of(self, name: str) -> dict[int, torch.Tensor]:
         """The tensors of a module's output that this stage has received, by number."""
         if not self._stage:
             return {}
@@ -311,8 +301,7 @@ class StagedForward:
             changed = {"forward": original, **{name: OrderedDict() for name in HOOKS}}
             patched = {name: vars(module)[name] for name in changed}
             vars(module).update(changed)
-            assert self._before is not None
-            mode, reads = self._before.mode, not self._reading.isdisjoint(module.modules())
+            mode, reads = self._mode, not self._reading.isdisjoint(module.modules())
             before, mode.look = mode.look, _ignore if reads else mode.look
             try:
                 with torch.no_grad(), explaining_meta(), undoing_side_effects(module):
@@ -343,101 +332,3 @@ def _on_one_rank(model: nn.Module, stages: ModuleStages) -> list[nn.Module]:
 
     look_into(model)
     return list(found)
-
-
-# PyTorch's list of the modes that are active, the innermost last.
-_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
-
-
-class _Before:
-    """Surrounds the part of a forward before a stage: shapes only, and no compiled code."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.mode = OnMeta(device)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(uncompiled())
-        self._stack.enter_context(self.mode)
-
-    def end(self) -> None:
-        """End this where the stage begins; a mode that the forward itself has entered stays."""
-        if _modes()[-1:] == [self.mode]:
-            self._stack.close()
-        else:
-            self.mode.active = False
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-
-class SharedNumbers:
-    """Random numbers that are the same in all stages of a pipeline, such as noise in a forward.
-
-    Each rank runs the model's forward, but computes only its own stage. The forward itself must
-    draw the same numbers on all ranks, although modules, whose dropout draws too, compute on one
-    rank only. So a pass begins with a seed that the ranks share, and each call of a module takes
-    one number of that stream to seed its own numbers. Gradient checkpointing draws the same ones
-    again.
-
-    Args:
-        device: of the model; this covers its generator, those of the CPU, and Python's ``random``.
-        modules: that compute on one rank only; none is inside another.
-        seeded: called when a pass has set its seed.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        modules: Iterable[nn.Module],
-        seeded: Callable[[], None],
-    ) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
-        self._seeded = seeded
-        # The states before each running call: computing shapes may call a module inside of one.
-        self._before: list[list[torch.Tensor]] = []
-        for module in modules:
-            module.register_forward_pre_hook(self._enter)
-            # Also after an error: checkpoints leave modules by an exception.
-            module.register_forward_hook(self._leave, always_call=True)
-
-    @contextmanager
-    def drawn(self, seed: int) -> Iterator[None]:
-        """Surrounds a pass; afterwards the rank's own generators continue."""
-        states = self._states()
-        of_python = random.getstate()
-        self._seed(seed)
-        random.seed(seed)
-        self._seeded()
-        try:
-            yield
-        finally:
-            self._set(states)
-            random.setstate(of_python)
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        seed = new_seed()
-        self._before.append(self._states())
-        self._seed(seed)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._set(self._before.pop())
-
-    def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set(self, states: Iterable[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-
-    def _seed(self, seed: int) -> None:
-        for generator in self._generators:
-            generator.manual_seed(seed)
-
-
-def new_seed() -> int:
-    """A seed from this rank's generator."""
-    return int(torch.randint(_LARGEST_SEED, (), device="cpu"))

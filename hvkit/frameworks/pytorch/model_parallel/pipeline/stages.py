@@ -25,13 +25,10 @@ class ModuleStages(Stages):
     """The stages of a PyTorch model; ``of_weight`` has the names of parameters.
 
     A parameter that no stage uses belongs to the stage of its module, or to the first one.
-
-    Attributes:
-        of_buffer: by name of a buffer that a forward changes, the stage that changes it last.
-        of_module: by name, the stage in which a module's first call begins.
-        saved: by stage, bytes that autograd saves for backward, for a micro-batch.
-        output_bytes: by stage, bytes that it sends to the next one for a micro-batch; of the last
-            stage, bytes of the model's result.
+    ``of_buffer`` has the stage that changes a buffer last, by the buffer's name; ``of_module``, by
+    name, that in which a module's first call begins. By stage and for a micro-batch, ``saved`` has
+    the bytes that autograd saves for backward, and ``output_bytes`` those that it sends to the next
+    one, or of the model's result.
     """
 
     of_buffer: Mapping[str, int]
@@ -61,16 +58,11 @@ def plan_stages(
     rank_of: Sequence[int],
     choice: Sequence[str] | str = "flops",
 ) -> ModuleStages:
-    """Divide a model into stages.
+    """Divide a model, whose whole parameters may be on the meta device, into stages.
 
-    Args:
-        model: with its whole parameters, perhaps on the meta device.
-        found: by a dry run.
-        rank_of: by stage, its rank along the pipeline axis.
-        choice: the modules after which to cut, or what to balance, ``"flops"`` or ``"bytes"``.
-
-    Raises:
-        ValueError: the model cannot be cut so often, or not after a module; says where it can be.
+    ``choice`` is the modules after which to cut, or what to balance, ``"flops"`` or ``"bytes"``.
+    ``ValueError`` if the model cannot be cut so often, or not after a module; it says where it can
+    be.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     if isinstance(choice, str):
@@ -122,11 +114,7 @@ def _call_of_owner(name: str, found: DryRun) -> int:
 def _balanced(
     found: DryRun, sizes: Mapping[str, int], stages: int, balance: str
 ) -> list[ModuleCut]:
-    """The cuts that make the largest stage smallest.
-
-    Raises:
-        ValueError: there are too few places.
-    """
+    """The cuts that make the largest stage smallest."""
     # A last stage without weights would have nothing to do.
     last_use = max(time for times in found.uses.values() for time in times)
     places = [place for place in found.places if place.time < last_use]

@@ -15,14 +15,9 @@ from hvkit.transport.traffic import count
 
 
 class TorchChannel(Channel):
-    """Sends tensors between this rank and others.
+    """Sends tensors between this rank and others, on whose ``device`` they are received.
 
-    Args:
-        group: the ranks.
-        ranks: their numbers among all ranks, in the order of the pipeline.
-        device: on which tensors arrive.
-        name: of the model; the same on every rank.
-        through_host: whether tensors of a GPU travel through the host's memory.
+    ``through_host``: tensors of a GPU travel through the host's memory.
     """
 
     def __init__(

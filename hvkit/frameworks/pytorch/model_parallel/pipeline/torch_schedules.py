@@ -9,6 +9,7 @@ Megatron-LM" (2021); Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     DeferredBatch,
+    Recorded,
     means_or_sums,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
@@ -34,6 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import (
     Pipeline,
     autocast_as,
     autocast_state,
+    received_for,
     same_memory,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import empty
@@ -71,12 +74,7 @@ class ScheduledPipeline:
     """A pipeline whose training batches run by one of PyTorch's schedules.
 
     The first batch of each shape, batches that cannot be divided as the schedule needs, and
-    evaluation run by GPipe.
-
-    Args:
-        pipeline: this rank's part.
-        schedule: the name of PyTorch's.
-        parameters: this rank's, by name.
+    evaluation run by GPipe. ``parameters`` are this rank's, by name.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class ScheduledPipeline:
             # The script has the deferred side outputs: keep no others in their place.
             return pipeline.outputs(run.args, run.kwargs, run.batches)[1]
 
-    def run_backward(self, run: DeferredBatch) -> None:
+    def run_backward(self, run: DeferredBatch, root: Recorded) -> None:
         """Run forward and backward of all micro-batches; then give single numbers their values."""
         pipeline, self._current = self._pipeline, run
         operations = run.description()
@@ -160,9 +158,8 @@ class ScheduledPipeline:
         def loss_of(output: Any, number: torch.Tensor) -> torch.Tensor:
             i = int(number)
             evaluate = run.evaluator(tensors_in(output), i)
-            assert run.root is not None
             with pipeline.channel.times.computing("loss", i, pipeline.last):
-                loss = evaluate(run.root)
+                loss = evaluate(root)
                 with torch.no_grad():
                     found.append([evaluate(node).detach() for node in run.singles])
             if operations not in self._sums:
@@ -184,19 +181,19 @@ class ScheduledPipeline:
             self._count(run)
             self._latest = None
             end()
-        self._share_values(run, operations, found, outputs)
+        self._send_values(run, root, operations, found, outputs)
 
-    def _share_values(
+    def _send_values(
         self,
         run: DeferredBatch,
+        root: Recorded,
         operations: tuple[str, ...],
         found: list[list[torch.Tensor]],
         outputs: list[list[torch.Tensor]],
     ) -> None:
         """Send the single numbers from the last stage to all ranks.
 
-        Raises:
-            ValueError: the loss is not a mean over samples; on every rank of the pipeline.
+        Raises ``ValueError`` on every rank of the pipeline if the loss is not a mean over samples.
         """
         pipeline, source = self._pipeline, self._pipeline.stages.rank_of[self._pipeline.last]
         sums = self._sums.get(operations)
@@ -208,12 +205,10 @@ class ScheduledPipeline:
                     rows = rows_in(outputs, sizes, len(outputs[0]))
                     evaluate = run.evaluator(joined(outputs, sizes, rows), None)
                     whole = [evaluate(node).detach() for node in run.singles]
-                assert run.root is not None
-                root = run.singles.index(run.root)
                 finite = all(bool(torch.isfinite(value)) for value in whole)
-                checked = means_or_sums(found, whole), root, finite
-            sums, root, finite = pipeline.channel.object_from_rank(source, checked)
-            if sums[root] is not False:
+                checked = means_or_sums(found, whole), finite
+            sums, finite = pipeline.channel.object_from_rank(source, checked)
+            if sums[run.singles.index(root)] is not False:
                 raise ValueError(
                     f"with schedule={self._schedule!r} the loss must be a mean over samples, but "
                     "the mean over micro-batches is another one than that of the whole batch: as "
@@ -254,23 +249,7 @@ class ScheduledPipeline:
         pipeline = self._pipeline
         key = run.key, len(run.batches)
         if key not in self._schedules:
-            stages = []
-            for stage in pipeline.own:
-                received, sent = pipeline.specs[stage, key[0]]
-                users = pipeline.stages.of_weight
-                own = [p for name, p in self._parameters.items() if stage in users[name]]
-                stages.append(
-                    _TimedStage(
-                        pipeline.channel.times,
-                        _StageModule(self, stage, own),
-                        stage,
-                        len(pipeline.stages),
-                        pipeline.channel.device,
-                        input_args=_empty(received),
-                        output_args=_empty(sent),
-                        group=pipeline.channel.group,
-                    )
-                )
+            stages = [self._stage_for(run, stage) for stage in pipeline.own]
             schedule: Any = get_schedule_class(self._schedule)
             several = STAGES_PER_RANK[self._schedule] > 1
             self._schedules[key] = schedule(
@@ -281,12 +260,31 @@ class ScheduledPipeline:
             )
         return self._schedules[key]
 
+    def _stage_for(self, run: DeferredBatch, stage: int) -> _TimedStage:
+        pipeline = self._pipeline
+        users = pipeline.stages.of_weight
+        parameters = [p for name, p in self._parameters.items() if stage in users[name]]
+        received, sent = map(_empty, pipeline.specs[stage, run.key])
+        made = _TimedStage(
+            _StageModule(self, stage, parameters),
+            stage,
+            len(pipeline.stages),
+            pipeline.channel.device,
+            input_args=received,
+            output_args=sent,
+            group=pipeline.channel.group,
+        )
+        made.times = pipeline.channel.times
+        return made
+
     def run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
         """Run a stage for a micro-batch of the current batch."""
         run = self._current
         assert run is not None
         with autocast_as(run.autocast), _in_modes(self._pipeline, run.modes):
-            entered = [_changeable(t) if t.requires_grad else t for t in received]
+            entered = [
+                received_for(t, [same_memory(t)]) if t.requires_grad else t for t in received
+            ]
             batch, seed = run.batches[number], run.seed + number
             return self._pipeline.staged.run(stage, entered, batch, seed)
 
@@ -343,44 +341,26 @@ class _StageModule(nn.Module):
         return tuple(t.contiguous() for t in given)  # as PyTorch's messages need them
 
 
+def _timed(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of ``PipelineStage`` on a micro-batch, by its number, as a span of a timeline."""
+
+    @functools.wraps(method)
+    def compute(self: _TimedStage, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        with self.times.computing(what, microbatch, self.stage_index):
+            return method(self, microbatch, *args, **kwargs)
+
+    return compute
+
+
 class _TimedStage(PipelineStage):
-    """A stage of PyTorch's schedules that notes when it computes.
+    """A stage of PyTorch's schedules that notes when it computes."""
 
-    Args:
-        times: of this rank.
-        args, kwargs: of a ``PipelineStage``.
-    """
-
-    def __init__(self, times: StageTimes, *args: Any, **kwargs: Any) -> None:
-        self._times = times
-        super().__init__(*args, **kwargs)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._times.computing("forward", fwd_chunk_id, self.stage_index):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._times.computing("backward", bwd_chunk_id, self.stage_index):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._times.computing("backward of weights", bwd_chunk_id, self.stage_index):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
-class _ChangeableInput(torch.autograd.Function):
-    """Returns a received tensor that a stage may change in place."""
-
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
-        return same_memory(t)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
-
-
-_changeable: Callable[[torch.Tensor], torch.Tensor] = _ChangeableInput.apply
+    times: StageTimes
+    forward_one_chunk = _timed("forward", PipelineStage.forward_one_chunk)
+    backward_one_chunk = _timed("backward", PipelineStage.backward_one_chunk)
+    backward_weight_one_chunk = _timed(
+        "backward of weights", PipelineStage.backward_weight_one_chunk
+    )
 
 
 def _no_outputs(schedule: Any) -> dict[str, bool]:

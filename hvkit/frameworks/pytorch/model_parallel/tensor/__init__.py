@@ -11,5 +11,5 @@
     divided_layers         the forwards of divided layers
     ├── placements         which part of a parameter each rank holds
     ├── activations        operations of the user's code on divided activations
-    └── tensor_collectives collectives with gradients, a divided loss, and shared random numbers
+    └── tensor_collectives collectives with gradients, and a divided loss
 """

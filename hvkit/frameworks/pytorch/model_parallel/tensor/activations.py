@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
 from hvkit.frameworks.pytorch.model_parallel.tensor import tensor_collectives as collectives
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
@@ -29,7 +30,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     Followed,
     Operation,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 _active = threading.local()
@@ -42,12 +42,7 @@ _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
 
 
 class DividedActivations(EachOperation):
-    """Operations on divided activations, inside the forward of a divided model.
-
-    Args:
-        mesh: the tensor group, of one dimension.
-        random: the random numbers of the group.
-    """
+    """Operations on divided activations, inside the forward of a divided model."""
 
     def __init__(self, mesh: DeviceMesh, random: SameRandomNumbers) -> None:
         super().__init__()
@@ -68,9 +63,7 @@ class DividedActivations(EachOperation):
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if cls.active():
-                return function(*args, **kwargs)
-            with current:
+            with nullcontext() if cls.active() else current:
                 return function(*args, **kwargs)
 
         return run
@@ -104,12 +97,10 @@ class DividedActivations(EachOperation):
         if name in _OF_ELEMENTS and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{name}() takes elements of it")
         dim = _divided_by(call.args[0]) if call.args else None
-        if dim is not None and name in rules.VIEWS:
-            if (view := self._view(call, dim)) is not None:
-                return view
-        elif dim is not None and name in rules.SPLITS:
-            if (shares := self._split(call, dim)) is not None:
-                return shares
+        if dim is not None and name in rules.VIEWS | rules.SPLITS:
+            found = self._view(call, dim) if name in rules.VIEWS else self._split(call, dim)
+            if found is not None:
+                return found
         elif name in _ON_PARTS and call.dims != [None] * len(call.dims) and not rules.writes(call):
             largest = max(call.inputs, key=torch.Tensor.dim)
             step = rules.follow(replace(call, outputs=[largest]))
@@ -136,7 +127,9 @@ class DividedActivations(EachOperation):
     def _needs_whole(self, call: Operation) -> bool:
         """Whether an operation mixes the ranks' parts as DTensor cannot, or does wrong."""
         name, dim = call.name, call.dims[0]
-        if name in _WHOLE or not (rules.has_rule(name) or _computes_nothing(call)):
+        of_attribute = getattr(call.function, "__name__", "") in ("__get__", "__set__")
+        computes = not (of_attribute or name in _NO_RESULT or rules.writes(call))
+        if name in _WHOLE or (computes and name not in rules.RULES):
             return True
         if dim is None:
             takes_elements = name == "__getitem__" and any(d is not None for d in call.dims)
@@ -164,7 +157,7 @@ class DividedActivations(EachOperation):
         if step is None:
             return None
         shape[step.dim] //= self._mesh.size()
-        return self._divided(whole.to_local().reshape(shape), step.dim)
+        return divided(whole.to_local().reshape(shape), self._mesh, step.dim)
 
     def _split(self, call: Operation, dim: int) -> tuple[DTensor, ...] | None:
         """The tensors of a fused product, of each of which this rank has a part.
@@ -174,11 +167,11 @@ class DividedActivations(EachOperation):
         whole: Any = call.args[0]
         if not is_fused(whole):
             return None
-        shares = call.run(_shape_of)
-        if shares[0].shape[dim] == whole.shape[dim]:
+        shapes = call.run(_shape_of)
+        if shapes[0].shape[dim] == whole.shape[dim]:
             return None
-        parts = whole.to_local().chunk(len(shares), dim)
-        return tuple(self._divided(part, dim) for part in parts)
+        parts = whole.to_local().chunk(len(shapes), dim)
+        return tuple(divided(part, self._mesh, dim) for part in parts)
 
     def _loss(self, call: Operation) -> torch.Tensor:
         logits, target = cast(DTensor, call.inputs[0]).to_local(), call.inputs[1]
@@ -211,7 +204,7 @@ class DividedActivations(EachOperation):
         draws = call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0
         with self._random.different(first.device) if draws else nullcontext():
             result = call.run(local)
-        return tree_map_only(torch.Tensor, lambda t: self._divided(t, step.dim), result)
+        return tree_map_only(torch.Tensor, lambda t: divided(t, self._mesh, step.dim), result)
 
     def _copy_to_ranks(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Tensors for use with each rank's part; if of one dtype, one all-reduce of gradients."""
@@ -233,8 +226,10 @@ class DividedActivations(EachOperation):
             return t
         return t.redistribute(self._mesh, [Replicate()]).to_local()
 
-    def _divided(self, part: torch.Tensor, dim: int) -> DTensor:
-        return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False)
+
+def divided(part: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """This rank's part along a dimension, as a tensor of the full size."""
+    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
 
 
 def _shape_of(t: torch.Tensor) -> torch.Tensor:
@@ -281,9 +276,8 @@ def total_for_all(
 ) -> torch.Tensor:
     """The sum of the ranks' products with their parts of a weight, and a bias.
 
-    Args:
-        along_sequence: whether each rank keeps its part of the sum along the last dimension but
-            one, if that has parts of equal length.
+    With ``along_sequence`` each rank keeps its part of the sum along the last dimension but one, if
+    that has parts of equal length.
     """
     dim = y.dim() - 2
     if not along_sequence or dim < 0 or y.shape[dim] % mesh.size() or y.is_meta:
@@ -291,15 +285,13 @@ def total_for_all(
         return y if bias is None else y + bias.to(y.dtype)
     if bias is not None:  # backward gathers the gradient of the whole sum on all ranks
         y = y + collectives.divide_by_ranks(bias, mesh).to(y.dtype)
-    y = collectives.reduce_scatter(y, mesh, dim)
-    return DTensor.from_local(y, mesh, [Shard(dim)], run_check=False)
+    return divided(collectives.reduce_scatter(y, mesh, dim), mesh, dim)
 
 
 def gathered(value: Any, use: str = "the model returns it") -> Any:
     """A value with whole activations in place of divided ones; a cache stays divided.
 
-    Raises:
-        HvkitError: there is a fused product, whose parts are in another order.
+    Refuses a fused product, whose parts are in another order.
     """
 
     def whole(t: DTensor) -> torch.Tensor:
@@ -323,7 +315,9 @@ _WHOLE = frozenset(
     }
 )
 _COPY = "_hvkit_copy"
-_OF_AUTOGRAD = {"backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+# Calls without a rule that compute no new tensor: sizes, hooks.
+_NO_RESULT = {*rules.HARMLESS, *rules.SIZES, "backward", "retain_grad"}
+_NO_RESULT |= {"register_hook", "register_post_accumulate_grad_hook"}
 _PARTS = (
     "each rank of the tensor axis has a part of an activation, and can compute with it and change "
     "all of it, as by x.mul_(2)"
@@ -345,16 +339,11 @@ def _mark_if_fused(before: torch.Tensor, after: DTensor) -> DTensor:
 
 
 def is_fused(t: torch.Tensor) -> bool:
-    """Whether a tensor is marked by ``mark_fused``."""
     return hasattr(t, _FUSED)
 
 
 def _refuse_lost(call: Operation) -> None:
-    """Refuse an operation that writes into a copy of an activation.
-
-    Raises:
-        HvkitError: says what to write instead.
-    """
+    """Refuse an operation that writes into a copy of an activation."""
     written = call.inputs[0] if call.inputs else None
     if isinstance(written, DTensor) and call.name == "__setitem__":
         raise HvkitError(f"{_PARTS}, but {rules.WRITES}")
@@ -364,13 +353,6 @@ def _refuse_lost(call: Operation) -> None:
             f"{call.name}() would write: write into a clone of it, and put the whole together "
             "with torch.cat or torch.where"
         )
-
-
-def _computes_nothing(call: Operation) -> bool:
-    """Whether a call without a rule computes no new tensor: sizes, hooks, writes."""
-    of_attribute = getattr(call.function, "__name__", "") in ("__get__", "__set__")
-    name = call.name
-    return of_attribute or name in rules.HARMLESS | rules.SIZES | _OF_AUTOGRAD or rules.writes(call)
 
 
 def _not_proven(use: str) -> HvkitError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -19,14 +19,15 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
+from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor import tensor_collectives as collectives
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     DividedActivations,
+    divided,
     for_all,
     gathered,
     mark_fused,
@@ -40,7 +41,6 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     part_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_structure
 
 
@@ -50,17 +50,10 @@ def divide(
     """Keep this rank's part of a model's weights, and make the forward use it.
 
     All ranks of the tensor group hold the same weights before, and get the same inputs afterwards.
-    Optimizers must divide their state in the same way, with ``part_of``. Hooks on gradients are
-    attached afterwards, since weights change their shape.
+    Parameters stay the same objects. Optimizers must divide their state in the same way, with
+    ``part_of``. Hooks on gradients are attached afterwards, since weights change their shape.
 
-    Args:
-        model: changed in place; its parameters stay the same objects.
-        plan: of ``plan_layers``, the same on all ranks of the group.
-        mesh: the tensor group, of one dimension.
-        random: the random numbers of the group.
-
-    Returns:
-        The placement of each divided parameter, by its name.
+    Returns the placement of each divided parameter, by its name.
     """
     _follow_checkpoints()
     here = {
@@ -134,7 +127,7 @@ def _column(mesh: DeviceMesh, division: LayerDivision) -> Callable[..., torch.Te
         y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
         if division.by_itself:
             return collectives.all_gather(y, mesh)
-        product = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+        product = divided(y, mesh, y.dim() - 1)
         return mark_fused(product) if division.parts > 1 else product
 
     return forward
@@ -169,14 +162,14 @@ def _experts(
                 "same way, or pass plan= without it"
             )
         args, kwargs = tree_map_only(torch.Tensor, for_parts, (args, kwargs))
-        whole = {name: self._parameters[name] for name, how in division.experts if how is None}
+        parameters: dict[str, Any] = self._parameters
+        whole = {name: parameters[name] for name, how in division.experts if how is None}
         try:
             for n, p in whole.items():
-                shared: Any = None if p is None else collectives.divide_by_ranks(p, mesh)
-                self._parameters[n] = shared
+                parameters[n] = collectives.divide_by_ranks(p, mesh)
             y = run(self, *args, **kwargs)
         finally:
-            self._parameters.update(whole)
+            parameters.update(whole)
         return total_for_all(y, None, mesh, along_sequence=False)
 
     return forward
@@ -193,8 +186,7 @@ def _lookup(
         count, index = len(self.weight), mesh.get_local_rank()
         local, elsewhere = index_in_part(input, count, index, mesh.size())
         padding = None if self.padding_idx is None else self.padding_idx - count * index
-        own_padding = padding if padding in range(count) else None
-        found = F.embedding(local, self.weight, own_padding)
+        found = F.embedding(local, self.weight, padding if padding in range(count) else None)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         return total_for_all(found, None, mesh, along_sequence=along_sequence)
 
@@ -245,7 +237,7 @@ def _heads(
         if average_attn_weights:
             weights = collectives.all_reduce(weights.sum(1) / self.num_heads, mesh)
         else:
-            weights = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False).full_tensor()
+            weights = divided(weights, mesh, 1).full_tensor()
         return y, weights if batched else weights.squeeze(0)
 
     return forward
@@ -340,10 +332,7 @@ def _inside(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if activations.active():
             return run(self, *args, **kwargs)
-        with ExitStack() as stack:
-            if random is not None:
-                stack.enter_context(random)
-            stack.enter_context(activations)
+        with random or nullcontext(), activations:
             output = run(self, *args, **kwargs)
         return gathered(output) if random is not None else output
 

@@ -14,12 +14,10 @@ _IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor is divided.
+    """A tensor is divided along ``dim``.
 
-    Attributes:
-        dim: along which.
-        parts: number of tensors that are concatenated along it: 3 for fused queries, keys and
-            values. A rank holds a share of each.
+    ``parts`` tensors are concatenated along it, as 3 for fused queries, keys and values. A rank
+    holds a part of each.
     """
 
     dim: int
@@ -30,18 +28,13 @@ class Placement:
 class LayerDivision:
     """How a layer is divided.
 
-    An embedding counts as a linear layer with a transposed weight, whose inputs are the rows.
-
-    Attributes:
-        style: "column" divides the outputs, "row" the inputs, and "experts" the features between
-            two products of each expert.
-        parts: number of tensors that are concatenated in its output: 3 for fused queries, keys and
-            values. Each rank has its part of each.
-        transposed: whether the weight has the shape (in, out), not (out, in).
-        by_itself: whether it returns a whole tensor, since no other layer takes its part.
-        experts: the placement of each parameter of experts. One without stays whole, and each rank
-            adds its share.
-        calls: the structures of arguments with which experts may be called.
+    ``style`` "column" divides the outputs, "row" the inputs, and "experts" the features between two
+    products of each expert. An embedding counts as a linear layer with a transposed weight, whose
+    inputs are the rows. ``parts`` tensors are concatenated in its output, and each rank has its
+    part of each. A ``transposed`` weight has the shape (in, out). A layer ``by_itself`` returns a
+    whole tensor, since no other layer takes its part. ``experts`` has the placement of each
+    parameter of experts: one without stays whole, and each rank adds its fraction. ``calls`` are
+    the structures of arguments with which experts may be called.
     """
 
     style: Style | Literal["experts"]
@@ -62,16 +55,9 @@ class LayerDivision:
 
 
 def part_of(whole: torch.Tensor, placement: Placement, index: int, ways: int) -> torch.Tensor:
-    """The part that one rank holds.
+    """The part that one rank holds: a new, contiguous tensor, ``1 / ways`` as long.
 
-    Args:
-        whole: its length along ``placement.dim`` is a multiple of ``parts * ways``.
-
-    Returns:
-        A new tensor, contiguous, ``1 / ways`` as long.
-
-    Raises:
-        ValueError: the length is no such multiple.
+    ``ValueError`` if the length along ``placement.dim`` is no multiple of ``parts * ways``.
     """
     length = whole.shape[placement.dim]
     if length % (placement.parts * ways):
@@ -95,13 +81,8 @@ def index_in_part(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices into the whole as indices into a rank's part, and which of them other ranks have.
 
-    Args:
-        indices: from 0 to ``length * ways - 1``.
-        length: of each part.
-
-    Returns:
-        The indices in this part, 0 where another rank has the element; and whether another has. An
-        index out of range stays out of range.
+    ``length`` is that of each part. Where another rank has the element, the index is 0; one that is
+    out of range stays so.
     """
     local = indices - rank * length
     elsewhere = (indices >= 0) & (indices < length * ways) & ((local < 0) | (local >= length))

@@ -25,12 +25,10 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
 class Followed(NamedTuple):
-    """The division of an operation's output.
+    """An operation's output is divided by ``dim``.
 
-    Attributes:
-        dim: by which the output is divided.
-        parts: number of parts of the product from which the activation is computed, as the
-            operation needs it; None if any is right.
+    The operation needs an activation that is computed from a product of so many ``parts``; None if
+    any number is right.
     """
 
     dim: int
@@ -41,13 +39,8 @@ class Followed(NamedTuple):
 class Operation:
     """One operation, as the rules see it.
 
-    Attributes:
-        function, name: of PyTorch.
-        args, kwargs: its arguments.
-        inputs: the tensors among them.
-        dims: for each input the dimension by which it is divided, or None.
-        outputs: the tensors it returned.
-        ways: number of ranks.
+    ``inputs`` are the tensors among its arguments, and ``dims`` by which dimension each is divided,
+    or None.
     """
 
     function: Callable[..., Any]
@@ -67,9 +60,14 @@ class Operation:
         return self.function(*args, **kwargs)
 
     @property
+    def pairs(self) -> list[tuple[torch.Tensor, int | None]]:
+        """Each input, and by which dimension it is divided."""
+        return list(zip(self.inputs, self.dims, strict=True))
+
+    @property
     def first(self) -> tuple[torch.Tensor, int]:
         """The first divided input, and its dimension."""
-        return next((t, d) for t, d in zip(self.inputs, self.dims, strict=True) if d is not None)
+        return next((t, d) for t, d in self.pairs if d is not None)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument that may have been passed by position or by name."""
@@ -77,11 +75,8 @@ class Operation:
 
     def all_divided_alike(self) -> bool:
         """Whether every input is divided, by the same dimension, in equal parts."""
-        return len({*self.dims}) == 1 and all(
-            t.shape[d] % self.ways == 0
-            for t, d in zip(self.inputs, self.dims, strict=True)
-            if d is not None
-        )
+        even = (t.shape[d] % self.ways == 0 for t, d in self.pairs if d is not None)
+        return len({*self.dims}) == 1 and all(even)
 
 
 class EachOperation(TorchFunctionMode):
@@ -116,15 +111,9 @@ def follow(call: Operation) -> Followed | str | None:
 
     None if the output is whole on every rank.
     """
-    rule = _RULES.get(call.name)
-    if rule is None:
+    if call.name not in RULES:
         return f"{call.name}() has no rule by which it could be divided"
-    return rule(call)
-
-
-def has_rule(name: str) -> bool:
-    """Whether ``follow`` knows operations of this name."""
-    return name in _RULES
+    return RULES[call.name](call)
 
 
 def writes(call: Operation) -> bool:
@@ -170,20 +159,18 @@ def _elementwise(call: Operation) -> Followed | str:
     if call.name in ("dropout", "alpha_dropout") and writes(call):
         return f"{call.name}() in place changes an activation that others may read"
     out = call.outputs[0].dim()
-    places = {
-        d + out - t.dim() for t, d in zip(call.inputs, call.dims, strict=True) if d is not None
-    }
-    if len(places) > 1:
+    # Counted from the right, as PyTorch broadcasts tensors of fewer dimensions.
+    from_right = {t.dim() - d for t, d in call.pairs if d is not None}
+    if len(from_right) > 1:
         return f"{call.name}() combines activations divided by different dimensions"
-    (place,) = places
-    whole = [t for t, d in zip(call.inputs, call.dims, strict=True) if d is None]
+    (right,) = from_right
     meets_whole = any(
-        place - (out - t.dim()) >= 0 and t.shape[place - (out - t.dim())] != 1 for t in whole
+        d is None and t.dim() >= right and t.shape[t.dim() - right] != 1 for t, d in call.pairs
     )
     if meets_whole and writes(call) and call.dims[0] is None:
         return f"{call.name}() writes a divided activation into one that is whole"
     # The elements of a whole tensor of that length are not in the order of fused parts.
-    return Followed(place, 1 if meets_whole else None)
+    return Followed(out - right, 1 if meets_whole else None)
 
 
 def _view(call: Operation) -> Followed | str:
@@ -202,11 +189,10 @@ def _split(call: Operation) -> Followed | str:
     along = call.argument(2, "dim", 0) % tensor.dim()
     if along != dim:
         return Followed(dim)
-    lengths = {each.shape[dim] for each in call.outputs}
-    if len(lengths) > 1 or lengths.pop() % call.ways:
-        shares = [each.shape[dim] for each in call.outputs]
+    lengths = [each.shape[dim] for each in call.outputs]
+    if len({*lengths}) > 1 or lengths[0] % call.ways:
         return (
-            f"{call.name}() cuts the product into {shares}: hvkit divides equal shares that are "
+            f"{call.name}() cuts the product into {lengths}: hvkit divides equal shares that are "
             f"multiples of the number of ranks ({call.ways})"
         )
     return Followed(dim, len(call.outputs))
@@ -218,9 +204,7 @@ def _rearrange(call: Operation) -> Followed | str:
     strides = [1] * tensor.dim()
     strides[dim] = _STRIDE
     example = torch.empty_strided(tensor.shape, strides, device="meta")
-    found = call.function(
-        *(example if each is tensor else each for each in call.args), **call.kwargs
-    )
+    found = call.run(lambda t: example if t is tensor else t)
     view = found[0] if isinstance(found, tuple) else found
     for new, length in enumerate(view.shape):
         if view.stride(new) == _STRIDE and length == tensor.shape[dim]:
@@ -278,18 +262,18 @@ def _normalize(call: Operation) -> Followed | str:
 def _cross_entropy(call: Operation) -> str | None:
     """Of logits divided by classes, with the number of a class for each sample."""
     logits, target = call.argument(0, "input"), call.argument(1, "target")
-    others = (call.argument(2 + i, name) for i, name in enumerate(("weight", "size_average")))
-    whole = any(each is not None for each in (*others, call.argument(5, "reduce")))
+    options = (2, "weight"), (3, "size_average"), (5, "reduce")
+    chosen = any(call.argument(*each) is not None for each in options)
     if call.dims[0] != min(1, logits.dim() - 1) or any(d is not None for d in call.dims[1:]):
         return f"{call.name}() of samples is not divided"
-    if target.is_floating_point() or whole or call.argument(7, "label_smoothing", 0.0):
+    if target.is_floating_point() or chosen or call.argument(7, "label_smoothing", 0.0):
         return f"{call.name}() is divided for classes without weights and smoothing only"
     return None
 
 
 def _concatenate(call: Operation) -> Followed | str:
     _, dim = call.first
-    kept = [(t, d) for t, d in zip(call.inputs, call.dims, strict=True) if t.shape != (0,)]
+    kept = [(t, d) for t, d in call.pairs if t.shape != (0,)]
     if {d for _, d in kept} != {dim}:
         return f"{call.name}() combines a divided activation with one that is whole"
     along = call.argument(1, "dim", 0) % kept[0][0].dim()
@@ -298,8 +282,7 @@ def _concatenate(call: Operation) -> Followed | str:
 
 def _keeps_shape(call: Operation) -> Followed | str:
     """``pad``, ``repeat_interleave`` and others that change other dimensions only."""
-    tensor, dim = call.first
-    out = call.outputs[0]
+    (tensor, dim), out = call.first, call.outputs[0]
     if out.dim() == tensor.dim() and out.shape[dim] == tensor.shape[dim]:
         return Followed(dim, 1)
     return _takes_apart(call)
@@ -375,7 +358,7 @@ EACH_ELEMENT = {
     *("__pos__", "__abs__", "__invert__", "__eq__", "__ne__"),
 } - {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
 """Operations that compute each element by itself, also those without a rule here."""
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SPLITS, _split),

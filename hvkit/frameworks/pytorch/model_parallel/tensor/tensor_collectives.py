@@ -1,4 +1,4 @@
-"""Collectives of a tensor group that autograd can follow, and the random numbers its ranks share.
+"""Collectives of a tensor group that autograd can follow.
 
 A tensor that all ranks hold has the same full gradient on each of them, because all of them compute
 the same from it. A rank's part of a tensor has that part of the gradient.
@@ -6,8 +6,7 @@ the same from it. A rank's part of a tensor has that part of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import index_in_part
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
-
-_LARGEST_SEED = 2**62
 
 _Exchange = Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor]
 
@@ -28,8 +25,8 @@ def copy_to_ranks(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def divide_by_ranks(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's share of a tensor that all hold, before an all-reduce; backward: unchanged."""
-    return _both_ways(x, mesh, 0, _share, _same)
+    """This rank's fraction of a tensor that all hold, before an all-reduce; backward: unchanged."""
+    return _both_ways(x, mesh, 0, _fraction, _same)
 
 
 def all_reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -39,22 +36,22 @@ def all_reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
     """The ranks' parts along a dimension, on every rank; backward: this rank's part."""
-    return _both_ways(x, mesh, dim, _whole, _own)
+    return _both_ways(x, mesh, dim, _whole, _part)
 
 
 def scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's part along a dimension of a tensor that all hold; backward: all-gather."""
-    return _both_ways(x, mesh, dim, _own, _whole)
+    return _both_ways(x, mesh, dim, _part, _whole)
 
 
 def reduce_scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's part along a dimension of the sum of tensors; backward: all-gather."""
-    return _both_ways(x, mesh, dim, _own_total, _whole)
+    return _both_ways(x, mesh, dim, _part_of_total, _whole)
 
 
 def all_gather_shared(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """The ranks' parts along a dimension, for use with their parts; backward: reduce-scatter."""
-    return _both_ways(x, mesh, dim, _whole, _own_total)
+    return _both_ways(x, mesh, dim, _whole, _part_of_total)
 
 
 @torch.no_grad()
@@ -86,7 +83,7 @@ def _same(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _share(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+def _fraction(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return x / mesh.size()
 
 
@@ -94,7 +91,7 @@ def _total(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return _reduced(x, mesh)
 
 
-def _own(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+def _part(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     # Autograd would keep the memory of the whole for a view of it.
     return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
 
@@ -108,15 +105,15 @@ def _whole(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def _own_total(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+def _part_of_total(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """All-to-all and a local sum: gloo's reduce-scatter sends as much as an all-reduce."""
     if x.is_meta:
-        return _own(x, mesh, dim)
+        return _part(x, mesh, dim)
     parts = torch.stack(x.chunk(mesh.size(), dim))
-    arrived = torch.empty_like(parts)
-    dist.all_to_all_single(arrived, parts, group=mesh.get_group())
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=mesh.get_group())
     count("activations", of_alltoall(x.nbytes, mesh.size()))
-    return arrived.sum(0)
+    return received.sum(0)
 
 
 def _reduced(x: torch.Tensor, mesh: DeviceMesh, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -138,13 +135,8 @@ def cross_entropy(
     """As ``torch.nn.functional.cross_entropy`` of all classes, on every rank.
 
     Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): the ranks exchange three numbers for
-    each target in place of the logits.
-
-    Args:
-        logits: of this rank's classes, (classes), (samples, classes) or (samples, classes, ...).
-
-    Raises:
-        RuntimeError: a target is no class.
+    each target in place of the logits, which are of this rank's classes: (classes), (samples,
+    classes) or (samples, classes, ...). A target that is no class is an error of PyTorch's.
     """
     dim = min(1, logits.dim() - 1)
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -155,92 +147,9 @@ def cross_entropy(
     )
     logits = logits.to(exact)
     logits = logits - all_reduce_max(logits.detach().amax(dim, keepdim=True), mesh)
-    own = logits.gather(dim, index.unsqueeze(dim)).squeeze(dim).masked_fill(elsewhere, 0)
-    losses = all_reduce(logits.exp().sum(dim), mesh).log() - all_reduce(own, mesh)
+    found = logits.gather(dim, index.unsqueeze(dim)).squeeze(dim).masked_fill(elsewhere, 0)
+    losses = all_reduce(logits.exp().sum(dim), mesh).log() - all_reduce(found, mesh)
     losses = losses.masked_fill(~counted, 0)
     if reduction != "none":
         losses = losses.sum()
     return (losses / counted.sum() if reduction == "mean" else losses).to(dtype)
-
-
-class SameRandomNumbers:
-    """A context in which all ranks of a group draw the same random numbers.
-
-    Scripts seed each rank by its rank. But the ranks of a tensor group compute on the same
-    activations: with different dropout they would train different models. Megatron-LM keeps two
-    generators for the same reason (https://arxiv.org/abs/1909.08053, appendix B.2).
-
-    The context continues the numbers of the last one, on the CPU and the current CUDA device.
-    Outside of it each rank draws from its own generators as before.
-
-    Args:
-        group: of ``torch.distributed``. All start from the generators of its first rank; a
-            collective.
-        device: of the model.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._index = dist.get_rank(group)
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(_generator(device))
-        self.begin()
-        for state in self._common:
-            moved = state.to(device)
-            dist.broadcast(moved, group=group, group_src=0)
-            state.copy_(moved)
-        self._own: list[torch.Tensor] = []
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._own = [generator.get_state() for generator in self._generators]
-            self._set(self._common)
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.begin()
-            self._set(self._own)
-
-    def begin(self) -> None:
-        """Continue from the generators' present states, which must be the same on all ranks."""
-        self._common = [generator.get_state() for generator in self._generators]
-
-    @property
-    def state(self) -> list[torch.Tensor]:
-        """States of the generators of the CPU and the CUDA device; may be set to resume."""
-        return [state.clone() for state in self._common]
-
-    @state.setter
-    def state(self, states: list[torch.Tensor]) -> None:
-        self._common = [state.clone() for state in states]
-
-    @contextmanager
-    def different(self, device: torch.device) -> Iterator[None]:
-        """A context in which each rank draws other numbers on ``device``: dropout of its part.
-
-        They depend on the common generator alone. So gradient checkpointing, which sets that one
-        back before it recomputes, gets the same numbers.
-        """
-        seed = int(torch.randint(_LARGEST_SEED, (), device="cpu"))
-        generator = _generator(device)
-        before = generator.get_state()
-        generator.manual_seed(seed + self._index)
-        try:
-            yield
-        finally:
-            generator.set_state(before)
-
-    def _set(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
