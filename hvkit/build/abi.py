@@ -62,31 +62,18 @@ _FACTS: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class Abi:
-    """The facts about the libraries of a wheel: what they were built for, and what they need.
+    """The facts about the libraries of a wheel: what they were built for, and what they need."""
 
-    Attributes:
-        horovod: the version of Horovod's source.
-        patches: the digest of hvkit's patches.
-        python: the ABI of Python, ``cpython-311-x86_64-linux-gnu``.
-        platform: the platform tag of the wheel, ``manylinux_2_35_x86_64``.
-        cpu: the instruction sets that it was compiled for.
-        frameworks: the frameworks that it has libraries for, with the versions compiled for.
-        mpi: the file of the MPI library, ``libmpi.so.40``.
-        search: the folders where the libraries look for MPI and NCCL first.
-        cuda: the CUDA version of a build for NCCL; ``None`` for one without GPUs.
-        options: the variables that changed the build, with their values.
-    """
-
-    horovod: str
-    patches: str
-    python: str
-    platform: str
-    cpu: tuple[str, ...]
-    frameworks: Mapping[str, str]
-    mpi: str
-    search: tuple[str, ...]
-    cuda: str | None = None
-    options: Mapping[str, str] = field(default_factory=dict)
+    horovod: str  # the version of Horovod's source
+    patches: str  # the digest of hvkit's patches
+    python: str  # the ABI of Python, ``cpython-311-x86_64-linux-gnu``
+    platform: str  # the platform tag of the wheel, ``manylinux_2_35_x86_64``
+    cpu: tuple[str, ...]  # the instruction sets that it was compiled for
+    frameworks: Mapping[str, str]  # that it has libraries for, with the versions compiled for
+    mpi: str  # the file of the MPI library, ``libmpi.so.40``
+    search: tuple[str, ...]  # the folders where the libraries look for MPI and NCCL first
+    cuda: str | None = None  # the CUDA version of a build for NCCL; ``None`` for one without GPUs
+    options: Mapping[str, str] = field(default_factory=dict)  # variables that changed the build
 
     @property
     def text(self) -> str:
@@ -95,11 +82,7 @@ class Abi:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Abi":
-        """The facts of a parsed ``text``.
-
-        Raises:
-            BuildError: another version of hvkit has written them.
-        """
+        """The facts of a parsed ``text``."""
         try:
             lists = {name: tuple(facts[name]) for name in ("cpu", "search")}
             found = cls(**{**facts, **lists})
@@ -112,19 +95,12 @@ class Abi:
 
 @dataclass(frozen=True)
 class Machine:
-    """The software on this machine that a wheel has to fit.
+    """The software on this machine that a wheel has to fit."""
 
-    Attributes:
-        frameworks: the frameworks to serve.
-        mpi: the MPI that starts ranks here.
-        cuda: the CUDA version that Horovod should support; ``None`` for none.
-        environ: the environment.
-    """
-
-    frameworks: tuple[InstalledFramework, ...]
-    mpi: Mpi
-    cuda: str | None
-    environ: Mapping[str, str]
+    frameworks: tuple[InstalledFramework, ...]  # the frameworks to serve
+    mpi: Mpi  # the MPI that starts ranks here
+    cuda: str | None  # the CUDA version that Horovod should support; ``None`` for none
+    environ: Mapping[str, str]  # the environment
 
     def framework(self, name: str) -> InstalledFramework | None:
         """The framework of that name, if Horovod should serve it."""
@@ -137,21 +113,13 @@ def this_machine(
     gpu: str = "auto",
     environ: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """The machine that hvkit runs on; needs no compiler. ``gpu`` is as in ``BuildOptions``.
-
-    Raises:
-        BuildError: there is no framework, or ``nccl`` is impossible.
-    """
+    """The machine that hvkit runs on; needs no compiler. ``gpu`` is as in ``BuildOptions``."""
     frameworks = find_frameworks(without)
     return Machine(frameworks, mpi, cuda_for(gpu, frameworks, environ), environ)
 
 
 def abi_of(libraries: Sequence[Path], toolchain: Toolchain, environ: Mapping[str, str]) -> Abi:
-    """The facts of the libraries, one for each framework, that a toolchain has built.
-
-    Raises:
-        BuildError: they cannot be read.
-    """
+    """The facts of the libraries, one for each framework, that a toolchain has built."""
     headers = [_header(library) for library in libraries]
     text = "\n".join(headers)
     options = user_build_options(environ)

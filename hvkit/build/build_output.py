@@ -26,11 +26,7 @@ def announce(message: str) -> None:
 
 
 class BuildProgress:
-    """A bar on a terminal; elsewhere a line every ten per cent.
-
-    Attributes:
-        bar: shows itself while its context is entered.
-    """
+    """A bar on a terminal; elsewhere a line every ten per cent."""
 
     def __init__(self) -> None:
         self.bar = Progress(disable=not sys.stdout.isatty())
@@ -55,15 +51,7 @@ def percent_in(line: str) -> int | None:
 
 
 def run_pip(arguments: Sequence[str], summary: str) -> None:
-    """Run this Python's pip with the user's own pip settings.
-
-    Args:
-        arguments: pip's arguments.
-        summary: the start of the error message: "installing NAME failed".
-
-    Raises:
-        BuildError: pip failed; the message explains pip's output.
-    """
+    """Run this Python's pip with the user's own pip settings."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", *arguments],
         stdout=subprocess.PIPE,
@@ -77,13 +65,7 @@ def run_pip(arguments: Sequence[str], summary: str) -> None:
 
 
 def explain(output: str, summary: str, log: Path | None = None) -> BuildError:
-    """The error for a failed command: the first known cause, else the errors that it printed.
-
-    Args:
-        output: the command's output.
-        summary: the start of the message: "compiling Horovod failed".
-        log: the file that holds the whole output.
-    """
+    """The error for a failed command: the first known cause, else the errors that it printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     fatal = cmake_errors(output)
     # Lines with "-- " are CMake's notes: what it did not find, but can do without.

@@ -32,12 +32,7 @@ _BYTES_PER_JOB = 2048 * _MIB
 
 
 def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
-    """Build the wheel, ``jobs`` files at once, and return its path in the cache.
-
-    Raises:
-        BuildError: fetching, patching or compiling failed; the message gives the cause, the remedy
-            and the path of the full log.
-    """
+    """Build the wheel, ``jobs`` files at once, and return its path in the cache."""
     with tempfile.TemporaryDirectory(prefix="hvkit-build-") as folder:
         _require_space(Path(folder))
         if toolchain.cuda:
@@ -55,11 +50,7 @@ def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
 
 
 def fetch_source() -> Path:
-    """The official source package, from the cache or from the package index that pip uses.
-
-    Raises:
-        BuildError: pip cannot fetch it, or its checksum is wrong.
-    """
+    """The official source package, from the cache or from the package index that pip uses."""
     archive = cache_dir() / "source" / ARCHIVE
     if archive.is_file() and _sha256(archive) == SHA256:
         return archive

@@ -39,15 +39,10 @@ print("GPUs:", count.value)
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A CUDA toolkit.
+    """A CUDA toolkit."""
 
-    Attributes:
-        home: the folder that contains ``bin/nvcc``.
-        version: its major and minor version, ``13.0``.
-    """
-
-    home: Path
-    version: str
+    home: Path  # the folder that contains ``bin/nvcc``
+    version: str  # its major and minor version, ``13.0``
 
     @property
     def nvcc(self) -> Path:
@@ -98,17 +93,6 @@ def toolkit_for(
     """The toolkit for a build for NCCL; ``None`` for a build without GPUs.
 
     Call ``fetch_toolkit`` before using it.
-
-    Args:
-        choice: ``nccl`` builds for NCCL or fails; ``none`` builds without GPUs; ``auto`` builds
-            for NCCL where there is a GPU and a toolkit, and prints the reason where only the
-            toolkit is missing.
-        frameworks: the frameworks to build for.
-        environ: the environment; ``HOROVOD_GPU_OPERATIONS=NCCL`` turns ``auto`` into ``nccl``.
-
-    Raises:
-        BuildError: ``nccl`` is impossible here, or the environment requires GPU operations other
-            than NCCL's.
     """
     version = cuda_for(choice, frameworks, environ)
     if version is None:
@@ -126,9 +110,6 @@ def cuda_for(
     """The CUDA version that Horovod should support here; ``None`` for none.
 
     ``choice`` is as for ``toolkit_for``.
-
-    Raises:
-        BuildError: ``nccl`` is impossible with these frameworks.
     """
     if choice == "none":
         return None
@@ -156,9 +137,6 @@ def toolkit_of(version: str, environ: Mapping[str, str] = os.environ) -> Toolkit
 
     In order: the system's of this version, one from NVIDIA's wheels, the system's of this major
     version.
-
-    Raises:
-        BuildError: there is none, and NVIDIA has no wheels of that version.
     """
     found = list(system_toolkits(environ))
     complete = [toolkit for toolkit in found if not toolkit.missing]
@@ -214,11 +192,7 @@ def read_toolkit(nvcc: str) -> Toolkit | None:
 
 
 def fetch_toolkit(toolkit: Toolkit) -> None:
-    """Assemble a toolkit from NVIDIA's wheels in the cache, unless it is a system's or exists.
-
-    Raises:
-        BuildError: pip cannot fetch the wheels, or they lack a file.
-    """
+    """Assemble a toolkit from NVIDIA's wheels in the cache, unless it is a system's or exists."""
     if not _is_assembled(toolkit) or not toolkit.missing:
         return
     announce(f"downloading NVIDIA's compiler for CUDA {toolkit.version}, about 100 MB")
@@ -278,11 +252,7 @@ def _cuda_version(frameworks: Sequence[InstalledFramework]) -> str:
 
 
 def _requires_nccl(environ: Mapping[str, str]) -> bool:
-    """Whether Horovod's own variables require a build for NCCL.
-
-    Raises:
-        BuildError: they require other GPU operations.
-    """
+    """Whether Horovod's own variables require a build for NCCL."""
     others = {
         name: value
         for name, value in environ.items()

@@ -34,17 +34,11 @@ _CUDA_RECORDS = {
 
 @dataclass(frozen=True)
 class InstalledFramework:
-    """An installed framework.
+    """An installed framework."""
 
-    Attributes:
-        name: ``pytorch`` or ``tensorflow``.
-        version: its full version, for instance ``2.13.0+cpu``.
-        location: the folder that contains its package.
-    """
-
-    name: str
-    version: str
-    location: Path
+    name: str  # ``pytorch`` or ``tensorflow``
+    version: str  # its full version, for instance ``2.13.0+cpu``
+    location: Path  # the folder that contains its package
 
     @property
     def module(self) -> str:
@@ -74,11 +68,7 @@ def distribution(name: str) -> metadata.Distribution | None:
 
 
 def find_frameworks(without: Collection[str] = ()) -> tuple[InstalledFramework, ...]:
-    """The installed frameworks, except those named in ``without``.
-
-    Raises:
-        BuildError: there is no framework to build for.
-    """
+    """The installed frameworks, except those named in ``without``."""
     installed = [found for name in NAMES if (found := _find(name)) is not None]
     wanted = tuple(framework for framework in installed if framework.name not in without)
     if not wanted:
@@ -100,10 +90,6 @@ def cuda_version(name: str, location: Path) -> str | None:
 
     The framework's files record it. Its version does not: PyPI's plain ``2.13.0`` of PyTorch is a
     build for CUDA on some platforms and one for CPUs on others.
-
-    Args:
-        name: ``pytorch`` or ``tensorflow``.
-        location: the folder that contains the framework's package.
     """
     file, pattern = _CUDA_RECORDS[name]
     path = location / file

@@ -57,30 +57,17 @@ CONDITIONS = {"02-no-xla-ops.patch": tensorflow_lacks_xla_headers}
 
 @dataclass(frozen=True)
 class Hunk:
-    """One place that a patch changes.
+    """One place that a patch changes."""
 
-    Attributes:
-        file: the file, relative to the root of the source.
-        number: which hunk of this file it is, from 1.
-        line: the line, from 1, at which it begins in the changed file.
-        old: the lines that must be there.
-        new: the lines that replace them.
-    """
-
-    file: str
-    number: int
-    line: int
-    old: list[str]
-    new: list[str]
+    file: str  # the file, relative to the root of the source
+    number: int  # which hunk of this file it is, from 1
+    line: int  # the line, from 1, at which it begins in the changed file
+    old: list[str]  # the lines that must be there
+    new: list[str]  # the lines that replace them
 
 
 def apply_patches(folder: Path, source: Path, toolchain: Toolchain) -> list[str]:
-    """Apply the patches in ``folder`` that this build needs, in order, and return their names.
-
-    Raises:
-        BuildError: a patch is damaged, or does not fit the source exactly; the message names the
-            patch, the file and the hunk.
-    """
+    """Apply the patches in ``folder`` that this build needs, in order, and return their names."""
     needed = [
         patch
         for patch in find_patches(folder)
@@ -93,11 +80,7 @@ def apply_patches(folder: Path, source: Path, toolchain: Toolchain) -> list[str]
 
 
 def find_patches(folder: Path) -> list[Path]:
-    """The patches in ``folder``, in the order in which they apply.
-
-    Raises:
-        BuildError: there are none.
-    """
+    """The patches in ``folder``, in the order in which they apply."""
     patches = sorted(folder.glob("*.patch"))
     if not patches:
         raise BuildError(f"no patches of Horovod in {folder}: install hvkit again")
@@ -111,11 +94,7 @@ def patches_digest(folder: Path) -> str:
 
 
 def split_reasons(patch: Path) -> tuple[str, str]:
-    """The paragraphs on top of a patch, and the diff below them.
-
-    Raises:
-        BuildError: it lacks one of the two.
-    """
+    """The paragraphs on top of a patch, and the diff below them."""
     text = patch.read_text(encoding="utf-8")
     diff = re.search(r"^(diff |--- a/)", text, re.MULTILINE)
     if not diff or not diff.start():
@@ -124,11 +103,7 @@ def split_reasons(patch: Path) -> tuple[str, str]:
 
 
 def read_hunks(patch: Path) -> list[Hunk]:
-    """The hunks of a patch, in order.
-
-    Raises:
-        BuildError: it is no unified diff, or changes more than the text of files.
-    """
+    """The hunks of a patch, in order."""
     hunks: list[Hunk] = []
     file, number = "", 0
     lines = iter(split_reasons(patch)[1].removesuffix("\n").split("\n"))

@@ -43,34 +43,19 @@ print("hvkit:" + json.dumps(built))
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The options of ``hvkit install-horovod``.
+    """The options of ``hvkit install-horovod``."""
 
-    Attributes:
-        force: build and install again what is already installed.
-        jobs: files compiled at once; ``None`` for as many as cores and memory allow.
-        without: frameworks to leave out, ``pytorch`` or ``tensorflow``.
-        gpu: ``nccl`` for collectives on GPUs, ``none`` for a build without CUDA, ``auto`` for
-            NCCL where there is a GPU.
-        wheel_dir: a folder to copy the wheel to, with its index.
-        wheels: a folder or URL of wheels to take one from, if one fits.
-        install: False leaves what is installed as it is: for ``wheel_dir``.
-    """
-
-    force: bool = False
-    jobs: int | None = None
-    without: Collection[str] = ()
-    gpu: str = "auto"
-    wheel_dir: Path | None = None
-    wheels: str | None = None
-    install: bool = True
+    force: bool = False  # build and install again what is already installed
+    jobs: int | None = None  # files compiled at once; None for as many as cores and memory allow
+    without: Collection[str] = ()  # frameworks to leave out, ``pytorch`` or ``tensorflow``
+    gpu: str = "auto"  # ``nccl``, ``none`` or ``auto``: ``nccl`` where there is a GPU
+    wheel_dir: Path | None = None  # a folder to copy the wheel to, with its index
+    wheels: str | None = None  # a folder or URL of wheels to take one from, if one fits
+    install: bool = True  # False leaves what is installed as it is: for ``wheel_dir``
 
 
 def install_horovod(options: BuildOptions) -> None:
-    """Install the Horovod that fits this Python's frameworks and the MPI found.
-
-    Raises:
-        BuildError: something is missing or fails; the message names the remedy.
-    """
+    """Install the Horovod that fits this Python's frameworks and the MPI found."""
     try:
         _install_horovod(options)
     except OSError as error:
@@ -178,11 +163,7 @@ def serves(abi: Abi | None, machine: Machine) -> bool:
 
 
 def _install_choice(choice: Choice, source: str) -> None:
-    """Install these wheels as one, once two ranks have tried it.
-
-    Raises:
-        BuildError: a file is damaged or Horovod does not work: what was installed stays.
-    """
+    """Install these wheels as one, once two ranks have tried it."""
     with tempfile.TemporaryDirectory() as folder:
         wheels = [ready_wheels.fetch(wheel, source, Path(folder)) for wheel in choice.wheels]
         wheel = join(wheels, Path(folder, "joined"))
@@ -246,11 +227,7 @@ def _unmet(text: str) -> Requirement | None:
 
 
 def check(toolchain: Toolchain) -> None:
-    """Import Horovod in a process of its own, for each framework that it was built for.
-
-    Raises:
-        BuildError: an import fails, or Horovod lacks MPI, or lacks NCCL in a build for it.
-    """
+    """Import Horovod in a process of its own, for each framework that it was built for."""
     modules = [framework.module for framework in toolchain.frameworks]
     done = subprocess.run(
         [sys.executable, "-P", "-c", _CHECK, *modules],

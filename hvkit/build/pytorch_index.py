@@ -21,12 +21,7 @@ _IMPATIENT = ("--timeout", "5", "--retries", "0", "-vv")
 
 
 def pip_options(version: str, gpu: str) -> list[str]:
-    """The options for ``pip install torch`` on this machine; empty for pip's default.
-
-    Args:
-        version: the version of PyTorch to install, ``2.13.0``.
-        gpu: the value of ``hvkit install-horovod --gpu``.
-    """
+    """The options for ``pip install torch`` on this machine; empty for pip's default."""
     for_gpus = has_nvidia_gpu() if gpu == "auto" else gpu != "none"
     if for_gpus or _offers(version, _versions()):
         return []

@@ -51,25 +51,15 @@ _IN_QUERY = _IN_PATH + "?"
 
 @dataclass(frozen=True)
 class ReadyWheel:
-    """A wheel of an index.
+    """A wheel of an index."""
 
-    Attributes:
-        name: its file name.
-        sha256: the digest of the file.
-        abi: the facts inside it.
-    """
-
-    name: str
-    sha256: str
-    abi: Abi
+    name: str  # its file name
+    sha256: str  # the digest of the file
+    abi: Abi  # the facts inside it
 
     @classmethod
     def of(cls, entry: Any) -> "ReadyWheel":
-        """The wheel of an entry of an index.
-
-        Raises:
-            BuildError: it is one of another version of hvkit, or names no wheel.
-        """
+        """The wheel of an entry of an index."""
         if not isinstance(entry, dict) or not {"name", "sha256", "abi"} <= entry.keys():
             raise BuildError("it is no entry of this version of hvkit")
         name, sha256 = entry["name"], entry["sha256"]
@@ -94,11 +84,7 @@ class Choice:
 
 
 def require_writable(folder: Path) -> None:
-    """Make a folder of wheels, and check that ``add`` can write there.
-
-    Raises:
-        BuildError: it cannot be made or written to, or its index is damaged.
-    """
+    """Make a folder of wheels, and check that ``add`` can write there."""
     try:
         with _lock(folder), tempfile.TemporaryFile(dir=folder):
             listed = (folder / INDEX).exists()
@@ -135,19 +121,7 @@ def _lock(folder: Path) -> FileLock:
 
 
 def choices(source: str, machine: Machine) -> tuple[list[Choice], list[str]]:
-    """The wheels in a source that fit a machine.
-
-    Args:
-        source: a folder, or the URL of one.
-        machine: what they have to fit.
-
-    Returns:
-        The ways to serve all frameworks, the best first; and, for each wheel that does not fit, its
-        name and why.
-
-    Raises:
-        BuildError: the source has no index, or cannot be reached.
-    """
+    """The wheels in a source that fit a machine."""
     wheels, refused = _listed(source)
     fitting = []
     for wheel in wheels:
@@ -165,11 +139,7 @@ def choices(source: str, machine: Machine) -> tuple[list[Choice], list[str]]:
 
 
 def fetch(wheel: ReadyWheel, source: str, folder: Path) -> Path:
-    """Copy or download a wheel into ``folder`` and compare it with the index.
-
-    Raises:
-        BuildError: it is missing, or another file than the index says.
-    """
+    """Copy or download a wheel into ``folder`` and compare it with the index."""
     data, file = read(source, wheel.name), f"{wheel.name} in {shown(source)}"
     found = hashlib.sha256(data).hexdigest()
     if found != wheel.sha256:
@@ -240,11 +210,7 @@ def _names_file_in(folder: Path, entry: Any) -> str | None:
 
 
 def require_source(text: str) -> str:
-    """A folder, as an absolute path, or a URL that nobody on the way can change.
-
-    Raises:
-        ValueError: it is empty, or a URL of another kind.
-    """
+    """A folder, as an absolute path, or a URL that nobody on the way can change."""
     if not text:
         raise ValueError("must be a folder or an https:// URL, got ''")
     if not _is_url(text):
@@ -261,11 +227,7 @@ def require_source(text: str) -> str:
 
 
 def require_folder(text: str) -> Path:
-    """A folder of this machine.
-
-    Raises:
-        ValueError: it is empty, or a URL.
-    """
+    """A folder of this machine."""
     if not text or _is_url(text):
         raise ValueError(f"must be a folder of this machine, got {shown(text)!r}")
     return Path(text)
@@ -280,11 +242,7 @@ def shown(source: str) -> str:
 
 
 def read(source: str, name: str) -> bytes:
-    """The file of this name in a source that ``require_source`` has returned.
-
-    Raises:
-        BuildError: it is missing, cannot be fetched, or is too large.
-    """
+    """The file of this name in a source that ``require_source`` has returned."""
     if not _is_url(source):
         try:
             return Path(source, name).read_bytes()

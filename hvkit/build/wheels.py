@@ -40,11 +40,7 @@ _LIBRARY = re.compile(r"horovod/\w+/mpi_lib[^/]*\.so")
 
 
 def facts_of(wheel: Path) -> Abi:
-    """The facts inside a wheel.
-
-    Raises:
-        BuildError: it is no wheel that this version of hvkit has built.
-    """
+    """The facts inside a wheel."""
     try:
         with zipfile.ZipFile(wheel) as opened:
             return Abi.of(json.loads(opened.read(_FACTS)))
@@ -73,9 +69,6 @@ def join(wheels: Sequence[Path], folder: Path) -> Path:
     """One wheel of Horovod, written into ``folder``, with the libraries of several.
 
     Each of them, at least one, is for another framework and fits the same machine.
-
-    Raises:
-        BuildError: one of them is no wheel of hvkit's.
     """
     if len(wheels) == 1:
         return wheels[0]
@@ -225,11 +218,7 @@ def wheels_dir() -> Path:
 
 
 def require_writable_cache() -> None:
-    """Make the folder of the cache, and check that it can hold a build.
-
-    Raises:
-        BuildError: it cannot be made or written to.
-    """
+    """Make the folder of the cache, and check that it can hold a build."""
     try:
         with tempfile.TemporaryFile(dir=wheels_dir()):
             pass

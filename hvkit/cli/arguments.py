@@ -5,10 +5,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvkit.errors import HostfileError
 from hvkit.launching.allocation import Allocation, allocation
-from hvkit.launching.hostfile import read_entries
-from hvkit.launching.hosts import Entry, Host, merged, read_hosts_option, repeated
+from hvkit.launching.hostfile import read_hostfile
+from hvkit.launching.hosts import Host, read_hosts_option
 from hvkit.launching.prepare import NUMBER_OF_RANKS, Request
 
 COMMAND_MISSING = (
@@ -37,51 +36,17 @@ def add_hosts_arguments(parser: argparse._ActionsContainer) -> None:
     group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and slots")
 
 
-def hosts_of(
-    args: argparse.Namespace, on_repeat: Callable[[str], None]
-) -> tuple[tuple[Host, ...], Allocation | None]:
+def hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], Allocation | None]:
     """The hosts in the arguments, or else the batch system's, with its allocation.
 
     The result is empty if neither names hosts.
-
-    Args:
-        args: with ``hostfile``, a path, and ``hosts``, the text of ``-H``.
-        on_repeat: called with a message for each host that is listed twice, since mpirun accepts
-            that in some forms and not in others. If it returns, the host gets the sum of its slots;
-            ``refuse`` raises.
-
-    Raises:
-        HostfileError: the file or the list is malformed.
-        LaunchError: the variables of the batch system are malformed.
     """
     if args.hostfile is not None:
-        return _merged(read_entries(args.hostfile), str(args.hostfile), on_repeat), None
+        return read_hostfile(args.hostfile), None
     if args.hosts is not None:
-        return _merged(read_hosts_option(args.hosts), "-H", on_repeat), None
+        return read_hosts_option(args.hosts), None
     found = allocation(os.environ)
     return ((), None) if found is None else (found.hosts, found)
-
-
-def refuse(message: str) -> None:
-    """For ``hosts_of``: accept no host that is listed twice.
-
-    Raises:
-        HostfileError: always.
-    """
-    raise HostfileError(message)
-
-
-def _merged(
-    entries: Sequence[Entry], name: str, on_repeat: Callable[[str], None]
-) -> tuple[Host, ...]:
-    hosts = merged(entries, name)
-    slots = {host.name: host.slots for host in hosts}
-    for host, places in repeated(entries).items():
-        on_repeat(
-            f"{name}: {places[1]}: {host} is named again after {places[0]}: name it once, with "
-            f"all its slots ({slots[host]})"
-        )
-    return hosts
 
 
 def add_watching(parser: argparse.ArgumentParser) -> None:

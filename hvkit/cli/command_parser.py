@@ -20,11 +20,6 @@ class CommandParser(argparse.ArgumentParser):
 
     argparse leaves unknown options to the main parser, which shows its own usage. A command may end
     with such an error, too: ``args.refuse(message)``.
-
-    Args:
-        examples: command lines, each with what it does; shown below the options.
-        foreign: by option of other launchers, what to write instead.
-        kwargs: as for ``argparse.ArgumentParser``.
     """
 
     def __init__(
@@ -128,12 +123,7 @@ def checked(check: Callable[[str], Any]) -> Callable[[str], Any]:
 def add_completion(
     commands: "argparse._SubParsersAction[CommandParser]", whole: Callable[[], CommandParser]
 ) -> None:
-    """Add ``hvkit completion``.
-
-    Args:
-        commands: the subcommands of ``hvkit``.
-        whole: returns the parser of ``hvkit``.
-    """
+    """Add ``hvkit completion``."""
     parser = commands.add_parser(
         "completion",
         help="print what a shell needs to complete hvkit's arguments",

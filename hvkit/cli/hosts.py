@@ -1,30 +1,23 @@
-"""``hvkit hosts``: list the hosts of a hostfile or an allocation, convert them, check them."""
+"""``hvkit hosts``: list the hosts of a hostfile or an allocation, and check them."""
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvkit.cli.arguments import hosts_of, refuse
+from hvkit.cli.arguments import hosts_of
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import Terminal
 from hvkit.errors import UsageError
 from hvkit.launching.host_checks.hosts_check import Checked, check
 from hvkit.launching.hosts import Host
-from hvkit.launching.launchers import write_horovodrun, write_mpich, write_openmpi
 from hvkit.wording import counted
 
 _NONE = "-"
-
-_FORMS: Mapping[str, Callable[[Sequence[Host]], str]] = {
-    "openmpi": write_openmpi,
-    "mpich": write_mpich,
-    "horovodrun": write_horovodrun,
-}
 
 
 def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -39,14 +32,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("hostfile", nargs="?", type=Path, metavar="FILE", help="hostfile")
     source.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and slots")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument(
-        "--as",
-        dest="form",
-        choices=_FORMS,
-        help="print the hosts in the form of this launcher; only Open MPI's keeps max_slots",
-    )
-    action.add_argument(
+    parser.add_argument(
         "--check",
         action="store_true",
         help="log in to every host, compare installed versions, and test the network between them",
@@ -56,13 +42,10 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 def _execute(args: argparse.Namespace) -> int:
     hosts, system = _hosts(args)
-    if args.form is not None:
-        print(_FORMS[args.form](hosts), end="")
-        return 0
     # No highlighting: rich would colour every number.
     console = Terminal(highlight=False)
     if not args.check:
-        show_table(console, ("host", "slots", "max", "user", "ranks"), _rows(hosts))
+        show_table(console, ("host", "slots", "user", "ranks"), _rows(hosts))
         console.print(_total(hosts))
         return 0
     with Console(stderr=True).status("checking the hosts"):
@@ -72,8 +55,7 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
-    # A host that `hvkit run` would refuse is a problem, so --check refuses it as well.
-    hosts, allocation = hosts_of(args, refuse if args.check else _warn)
+    hosts, allocation = hosts_of(args)
     if allocation is not None:
         print(f"hvkit: hosts from {allocation.system} ({allocation.source})", file=sys.stderr)
     elif not hosts:
@@ -84,10 +66,6 @@ def _hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], str | None]:
     return hosts, None if allocation is None else allocation.system
 
 
-def _warn(repeat: str) -> None:
-    print(f"hvkit: {repeat}; added up here, but `hvkit run` refuses it", file=sys.stderr)
-
-
 def _rows(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
     """A row for each host with the ranks it gets, as far as the slots before it are known."""
     rows: list[tuple[str, ...]] = []
@@ -96,8 +74,7 @@ def _rows(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         end = None if first is None or host.slots is None else first + host.slots
         ranks = _NONE if first is None else f"{first}-{'' if end is None else end - 1}"
         ranks = str(first) if end is not None and end - 1 == first else ranks
-        most = _NONE if host.max_slots is None else str(host.max_slots)
-        rows.append((host.name, _slots(host), most, host.user or _NONE, ranks))
+        rows.append((host.name, _slots(host), host.user or _NONE, ranks))
         first = end
     return rows
 

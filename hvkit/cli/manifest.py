@@ -29,44 +29,27 @@ from hvkit.manifest import fields, systems
 
 @dataclass(frozen=True)
 class System:
-    """A system for which ``hvkit manifest`` writes.
-
-    Attributes:
-        write: makes the text, as the functions in ``hvkit.manifest.systems``.
-        host: the word for a host.
-        noun: the word for what is written.
-        starts_hvkit_run: whether ``hvkit run`` takes part, so that its options have a reader.
-    """
+    """A system for which ``hvkit manifest`` writes."""
 
     name: str
-    write: Callable[[Mapping[str, Any], Path | None], str]
-    host: str
-    noun: str
+    write: Callable[[Mapping[str, Any], Path | None], str]  # a function of ``systems``
+    host: str  # the word for a host
+    noun: str  # the word for what is written
     help: str
     description: str
-    starts_hvkit_run: bool = True
+    starts_hvkit_run: bool = True  # so that its options have a reader
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option, in the systems that have it.
+    """An option, in the systems that have it."""
 
-    Attributes:
-        name: with a word for the value.
-        of: the check of the text in each system, by the system's name; it returns the value, and
-            raises ValueError for invalid text.
-        help: ``{host}`` and ``{noun}`` are the system's words.
-        default: as a user would write it.
-        repeated: for an option that may be given several times, whether the values are a list or,
-            of pairs, a dict.
-    """
-
-    name: str
-    of: Mapping[str, Callable[[str], Any]]
-    help: str = ""
-    default: str | None = None
+    name: str  # with a word for the value
+    of: Mapping[str, Callable[[str], Any]]  # by system: text to value; ValueError for invalid text
+    help: str = ""  # ``{host}`` and ``{noun}`` are the system's words
+    default: str | None = None  # as a user would write it
     required: bool = False
-    repeated: type[list[Any]] | type[dict[str, Any]] | None = None
+    repeated: type[list[Any]] | type[dict[str, Any]] | None = None  # what several values make
     aliases: tuple[str, ...] = ()
 
 

@@ -13,7 +13,6 @@ from hvkit.cli.arguments import (
     add_number_of_ranks,
     add_watching,
     hosts_of,
-    refuse,
 )
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN
@@ -128,17 +127,8 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def request_of(args: argparse.Namespace, command: Sequence[str]) -> Request:
-    """The request in the arguments, with hosts from the batch system if they name none.
-
-    Args:
-        args: what ``add_to``'s parser has found.
-        command: the command of every rank.
-
-    Raises:
-        LaunchError: the hosts or the number of ranks cannot be.
-        HostfileError: the list or file of hosts is malformed.
-    """
-    hosts, allocation = hosts_of(args, refuse)
+    """The request in the arguments, with hosts from the batch system if they name none."""
+    hosts, allocation = hosts_of(args)
     system = None if allocation is None else allocation.system
     if allocation is None and hosts and are_of_a_job(hosts):
         system = SAGEMAKER

@@ -109,11 +109,7 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Names of folders: as many parts from the ends of their paths as it takes.
-
-    Raises:
-        ValueError: one is named twice.
-    """
+    """Names of folders: as many parts from the ends of their paths as it takes."""
     paths = [folder.resolve() for folder in folders]
     for number, path in enumerate(paths):
         if path in paths[:number]:

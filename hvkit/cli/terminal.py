@@ -30,12 +30,7 @@ class Terminal(Console):
 
 @contextlib.contextmanager
 def all_written() -> Iterator[None]:
-    """At the end, write all output.
-
-    Raises:
-        SystemExit: with ``UNREAD``, silently, if the reader has ended; with 1 and a line if a disk
-            is full.
-    """
+    """At the end, write all output."""
     try:
         try:
             yield

@@ -73,11 +73,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _newest() -> tuple[int, list[Text]]:
-    """The newest run whose state can be read, and lines about this user's others.
-
-    Raises:
-        HvkitError: there is none.
-    """
+    """The newest run whose state can be read, and lines about this user's others."""
     found = run_status.running()
     if not found:
         raise HvkitError("no `hvkit run` of yours is running on this host")
@@ -129,13 +125,7 @@ def _follow(process: int, notes: Sequence[Text], console: Console) -> None:
 
 
 def view(process: int, state: Mapping[str, Any], before: dict[int, tuple[float, int]]) -> Group:
-    """One picture of a run, as of the moment at which its state was read.
-
-    Args:
-        process: its id.
-        state: as ``run_status.read`` returns it.
-        before: by rank, the moment and step of earlier reports; updated.
-    """
+    """One picture of a run, as of the moment at which its state was read."""
     ranks, phase, reason = state["ranks"], state["phase"], printable(state["reason"])
     # Not the time of this view: this process may get no core for seconds after it has read.
     moment = state["read_at"]

@@ -291,11 +291,7 @@ def mpi_launchers() -> list[dict[str, Any]]:
 
 
 def horovod() -> tuple[dict[str, Any] | None, str | None]:
-    """The Horovod of this Python, and why hvkit cannot build one here.
-
-    Returns:
-        ``None`` for what is not: no Horovod is installed, or hvkit can build one.
-    """
+    """The Horovod of this Python, and why hvkit cannot build one here."""
     version = installed_version()
     with ThreadPoolExecutor() as pool:
         libraries = list(pool.map(_library, built_for() if version else ()))
@@ -355,13 +351,7 @@ def _library(framework: str) -> dict[str, Any]:
 
 
 def library_from(framework: str, version: str | None, output: Output | None) -> dict[str, Any]:
-    """The library that ``LOAD_LIBRARY`` has tried to load.
-
-    Args:
-        framework: the framework of the library.
-        version: the version of the framework that the library was built for.
-        output: the program's output; ``None`` if Python did not start.
-    """
+    """The library that ``LOAD_LIBRARY`` has tried to load."""
     lines = output.stdout.splitlines() if output else []
     line = next((line for line in lines if line.startswith("hvkit:")), None)
     found = json.loads(line.removeprefix("hvkit:") if line else '{"features": [], "mpi": ""}')

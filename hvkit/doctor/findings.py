@@ -28,12 +28,7 @@ _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """``problems`` and ``notes``, each with ``what`` is found and the ``fix``.
-
-    Args:
-        facts: from ``hvkit.doctor.facts.gather``, with ``self_test``; that is ``None`` if no ranks
-            were started.
-    """
+    """``problems`` and ``notes``, each with ``what`` is found and the ``fix``."""
     known = {**TABLE["texts"], **facts, **_about_host(facts)}
     known |= {**_about_horovod(facts), **_about_mpi(facts)}
     found: dict[str, list[dict[str, str]]] = {"problems": [], "notes": []}

@@ -31,12 +31,7 @@ _INTERFACES_SHOWN = 4
 def examine(
     on_two_ranks: bool, show_step: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Check this host and this Python, and return the report of ``json_report``.
-
-    Args:
-        on_two_ranks: whether to start two ranks for an allreduce, which takes a while.
-        show_step: called with a text about each step that begins.
-    """
+    """Check this host and this Python, and return the report of ``json_report``."""
     show_step("looking at hardware and software")
     facts = gather()
     test = self_test(facts, show_step=show_step) if on_two_ranks else None

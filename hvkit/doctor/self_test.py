@@ -54,18 +54,7 @@ def self_test(
     rounds: int = ROUNDS,
     size: int = BYTES,
 ) -> dict[str, Any] | None:
-    """Start two ranks for each framework.
-
-    Args:
-        facts: from ``hvkit.doctor.facts.gather``.
-        seconds: the time limit for each framework.
-        show_step: called with a text about each step that begins.
-        rounds: how often to time the allreduce.
-        size: bytes of the array.
-
-    Returns:
-        ``self_test`` of the report; ``None`` if none of Horovod's libraries loads.
-    """
+    """Start two ranks for each framework."""
     frameworks = [one["framework"] for one in _usable_libraries(facts)]
     if not frameworks:
         return None
@@ -160,13 +149,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(framework: str, rounds: int, size: int) -> None:
-    """Run as one of the ranks, and time the allreduce of so many bytes so many times.
-
-    Raises:
-        LaunchError: Horovod sees another number of ranks.
-        RankLostError: another rank has ended.
-        ArithmeticError: an allreduce gave a wrong sum.
-    """
+    """Run as one of the ranks, and time the allreduce of so many bytes so many times."""
     for name in ("jax", "sklearn"):
         # TensorFlow and Keras import these where they are installed, which takes the most time.
         sys.modules[name] = None  # type: ignore[assignment]
@@ -196,11 +179,7 @@ def contribution(rank: int, size: int) -> NDArray[np.float32]:
 
 
 def require_sum(total: NDArray[np.float32], size: int) -> None:
-    """Compare a sum over ``size`` ranks with the right one.
-
-    Raises:
-        ArithmeticError: they differ; the message names the first element that does.
-    """
+    """Compare a sum over ``size`` ranks with the right one."""
     right = contribution(0, total.nbytes) * (size * (size + 1) // 2)
     wrong = np.flatnonzero(total != right)
     if wrong.size:
@@ -212,11 +191,7 @@ def require_sum(total: NDArray[np.float32], size: int) -> None:
 
 
 def try_installed() -> None:
-    """Try the installed Horovod, built for MPI, with every framework that it has a library for.
-
-    Raises:
-        LaunchError: it does not work with one of them.
-    """
+    """Try the installed Horovod, built for MPI, with every framework that it has a library for."""
     usable = {"error": None, "controllers": ["mpi"]}
     facts = {
         "horovod": {"libraries": [{"framework": name, **usable} for name in built_for()]},

@@ -20,13 +20,6 @@ def restore_optimizer(model: Any, path: Any) -> None:
     """Give a model that was loaded from a file its optimizer with the state in it.
 
     Does nothing if Keras has restored the optimizer.
-
-    Args:
-        model: compiled.
-        path: of the file.
-
-    Raises:
-        ValueError: the state in the file is that of another optimizer or model.
     """
     loaded = model.optimizer
     variables = model.trainable_variables

@@ -37,23 +37,7 @@ def average_in_updates(
     lowest: Callable[[tf.Tensor], tf.Tensor],
     local: dict[int, Any] | None = None,
 ) -> Any:
-    """Make an optimizer reduce gradients over ranks before it uses them, and return it.
-
-    Args:
-        optimizer: of Keras 3; also a ``LossScaleOptimizer`` around one.
-        allreduce_gradients: Horovod's function that reduces gradients of these variables.
-        backward_passes_per_step: calls of ``apply`` for an update, which uses the sum of the
-            gradients of all of them.
-        average_aggregated_gradients: whether it uses their mean instead.
-        scale_local_gradients: whether gradients of local variables are divided by the number of
-            ranks, as those of others are.
-        ranks: returns their number.
-        lowest: returns the minimum over ranks.
-        local: variables whose gradients stay on their rank, by id; None for none yet.
-
-    Raises:
-        ValueError: the optimizer averages already, or accumulates gradients in another way.
-    """
+    """Make an optimizer reduce gradients over ranks before it uses them, and return it."""
     inner = inner_optimizer(optimizer)
     if backward_passes_per_step > 1 and inner.gradient_accumulation_steps:
         raise ValueError(
@@ -119,10 +103,6 @@ class AveragingConfig(dict[str, Any]):
     """The config of an optimizer that averages, and so do those made from it or its copies.
 
     One that is pickled, or that ``{**config}`` makes, is a plain dict.
-
-    Args:
-        config: of the optimizer.
-        average: makes another optimizer average in the same way.
     """
 
     def __init__(self, config: Mapping[str, Any], average: Callable[[Any], Any]) -> None:
@@ -148,11 +128,7 @@ class AveragingConfig(dict[str, Any]):
 
 
 class _Averaging:
-    """Averages in copies, but not in pickles, which another program may read.
-
-    Args:
-        average: makes an optimizer average.
-    """
+    """Averages in copies, but not in pickles, which another program may read."""
 
     def __init__(self, average: Callable[[Any], Any]) -> None:
         self._average = average
@@ -217,11 +193,6 @@ def _accumulate(optimizer: Any, passes: int, mean: bool) -> None:
 
     Not by Keras's own accumulation: its sums, which differ between ranks, would be variables of the
     optimizer, which scripts broadcast, and saved files would say how many calls there are.
-
-    Args:
-        optimizer: one that updates variables.
-        passes: calls of ``apply`` for an update.
-        mean: whether the update uses the mean of their gradients, not the sum.
     """
     apply = optimizer.apply
     with tf.init_scope(), tf.device("CPU:0"):

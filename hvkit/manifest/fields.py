@@ -53,13 +53,7 @@ class Quantity:
 def _matching(
     pattern: str, accepted: str, read: Callable[[re.Match[str]], Any] = lambda found: found[0]
 ) -> Callable[[str], Any]:
-    """A check for printable text that the whole pattern matches.
-
-    Args:
-        pattern: a regular expression.
-        accepted: describes it in words.
-        read: makes the value of what was found; None refuses it.
-    """
+    """A check for printable text that the whole pattern matches."""
     compiled = re.compile(pattern, re.ASCII)
 
     def check(text: str) -> Any:

@@ -145,14 +145,7 @@ def azureml(values: Values, template: Path | None) -> str:
 def _for_pods(
     values: Values, pods: Iterable[str], operator: str, also_set: tuple[str, ...] = ()
 ) -> Values:
-    """Values for pods of Kubernetes; refuses those that pods do not take.
-
-    Args:
-        values: as above.
-        pods: the ends of the longest names of pods.
-        operator: who starts the pods.
-        also_set: variables that it sets besides ``_SET_BY_OPERATORS``.
-    """
+    """Values for pods of Kubernetes; refuses those that pods do not take."""
     name, shared, memory, slots = (values[n] for n in ("name", "shm_size", "memory", "slots"))
     longest = max((f"{name}-{pod}" for pod in pods), key=len)
     if (excess := len(longest) - LONGEST_LABEL) > 0:
@@ -234,15 +227,6 @@ def rendered(name: str, values: Mapping[str, Any], template: Path | None) -> str
     Whatever a value contains, it stays one value: ``{{ value }}`` writes it as JSON, which YAML
     has taken over, or for a shell as a quoted word or several. ``{{ value | safe }}`` writes it as
     it is. Templates run in Jinja's sandbox, since one cluster's template has many users.
-
-    Args:
-        name: the file in ``templates``.
-        values: by the names in the template.
-        template: a file to fill in instead.
-
-    Raises:
-        HvkitError: Jinja is not installed.
-        ValueError: the template cannot be read, is malformed, or has an error; names its line.
     """
     try:
         import jinja2

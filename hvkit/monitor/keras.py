@@ -27,18 +27,11 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
 
     A step is counted after each call of the function that ``fit`` makes of the model's step. With a
     callback for each batch, Keras would fetch all metrics in each step.
-
-    Args:
-        monitor: gets the steps.
-        model: whose ``fit`` this is for.
-
-    Attributes:
-        newest_step: the last step that is in the means, by the monitor's count.
     """
 
     def __init__(self, monitor: Monitor, model: keras.Model) -> None:
         super().__init__()
-        self.newest_step = -1
+        self.newest_step = -1  # that is in the means, by the monitor's count
         self._monitor = monitor
         self._logs: Any = None
         self._means = MeansOfSteps(model)
@@ -145,9 +138,6 @@ class MeansOfSteps:
     A ``keras.metrics.Mean``, such as losses and accuracies, keeps a sum and a count. Subtracting an
     earlier state gives the sum and count since. Other metrics, such as an AUC, and the results of
     a ``train_step`` of the script's own stay as Keras has them.
-
-    Args:
-        model: whose metrics these are.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -219,12 +209,7 @@ def record_fit(callback: FitRecorder, model: keras.Model) -> None:
 
 
 class UpdateNorms:
-    """Measures the norm of the gradients in updates that end with a record.
-
-    Args:
-        optimizers: those that update the models.
-        norms: measures one, on the backend of Keras.
-    """
+    """Measures the norm of the gradients in updates that end with a record."""
 
     def __init__(self, optimizers: Sequence[Any], norms: NormsOnPyTorch | NormsInGraphs) -> None:
         self._optimizers = [inner_optimizer(each) for each in optimizers]

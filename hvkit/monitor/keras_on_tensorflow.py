@@ -24,10 +24,6 @@ class CallsOfGraphs:
     The graph stores when a batch was loaded, and how long it was blocked in collectives. With
     several ``steps_per_execution`` these are read only after the last one, so loading counts as
     compute.
-
-    Args:
-        clock: takes the time of steps.
-        model: whose step it is.
     """
 
     def __init__(self, clock: StepClock, model: keras.Model) -> None:

@@ -47,19 +47,12 @@ _BEYOND_CHANCE = 1.5
 
 
 class Step(NamedTuple):
-    """One step of one rank, in seconds.
+    """One step of one rank, in seconds."""
 
-    Attributes:
-        duration: from the end of the step before.
-        data: the part of it in which the batch was loaded.
-        blocked: the part of it in collectives.
-        samples: in the batch.
-    """
-
-    duration: float
-    data: float
-    blocked: float
-    samples: float
+    duration: float  # from the end of the step before
+    data: float  # the part of it in which the batch was loaded
+    blocked: float  # the part of it in collectives
+    samples: float  # in the batch
 
     def waiting(self, seconds: float) -> Step:
         """The step with so many further seconds in a collective at its end."""
@@ -67,13 +60,10 @@ class Step(NamedTuple):
 
 
 class StepClock:
-    """Takes the time of this thread's steps.
-
-    Attributes:
-        blocked_in_graphs: reads the seconds in collectives of graphs so far, which mark no spans.
-    """
+    """Takes the time of this thread's steps."""
 
     def __init__(self) -> None:
+        # Reads the seconds in collectives of graphs so far, which mark no spans.
         self.blocked_in_graphs: Callable[[], float] = lambda: 0.0
         self._thread = threading.get_ident()
         self.begin()
@@ -86,7 +76,6 @@ class StepClock:
         self._in_graphs = self.blocked_in_graphs()
 
     def loaded(self, seconds: float) -> None:
-        """Count time in which a batch was loaded."""
         self._data += seconds
 
     def loaded_until_now(self) -> None:
@@ -120,12 +109,6 @@ class Means:
         self._counts: dict[str, int] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Add a step's value.
-
-        Raises:
-            TypeError: it is no number.
-            ValueError: the name is one of hvkit's own.
-        """
         if name in RESERVED:
             raise ValueError(f"{name!r} is a name that hvkit uses in records: choose another one")
         value = detached(name, value)
@@ -161,10 +144,7 @@ def detached(name: str, value: Any) -> Any:
 def length_of(batch: Any, parts: int = 1) -> float:
     """Samples in a rank's batch: the length of its first array or tensor; 0 if there is none.
 
-    Args:
-        batch: an array or tensor, or a tuple, list or mapping of them.
-        parts: in how many of these a batch is divided among the ranks. In JAX an array may be the
-            batch of all ranks; then its length is divided by this number.
+    In JAX an array may be the batch of all ranks; then its length is divided by ``parts``.
     """
     if getattr(batch, "shape", None):
         whole = not getattr(batch, "is_fully_addressable", True)
@@ -229,20 +209,15 @@ def _network() -> tuple[int, int]:
 class StepTimes(NamedTuple):
     """The time of some steps.
 
-    Attributes:
-        steps: how many.
-        parts: by the names in ``PARTS``, seconds of a step, mean over ranks and steps.
-        samples_per_second: by rank.
-        last: by rank, in how many steps it came last to the collectives.
-        late_by: by rank, the seconds by which its data, its compute and the start of its steps were
-            later than the median over ranks, summed over the steps in which it came last: an array
-            of shape (ranks, 3), in the order of ``REASONS``.
+    ``late_by`` has shape (ranks, 3), in the order of ``REASONS``: the seconds by which a rank's
+    data, compute and start were later than the median over ranks, summed over the steps in which
+    it came last.
     """
 
     steps: int
-    parts: dict[str, float]
-    samples_per_second: list[float]
-    last: NDArray[np.int64]
+    parts: dict[str, float]  # seconds of a step, mean over ranks and steps
+    samples_per_second: list[float]  # by rank
+    last: NDArray[np.int64]  # by rank, in how many steps it came last to the collectives
     late_by: NDArray[np.float64]
 
 
@@ -299,7 +274,6 @@ class Totals:
     _late_by: Any = 0
 
     def add(self, more: StepTimes) -> None:
-        """Add the times of further steps."""
         self.steps += more.steps
         for name, seconds in more.parts.items():
             self.parts[name] += more.steps * seconds
@@ -316,15 +290,13 @@ class Totals:
         if not whole:
             return {"busy": 0.0, "parts": {}, "last": None}
         parts = {name: seconds / whole for name, seconds in self.parts.items()}
-        found = None
-        size = len(self.hosts)
+        found, size = None, len(self.hosts)
         if size > 1 and parts["waiting"] > _WORTH_NAMING and np.sum(self._last):
             rank = int(np.argmax(self._last))
             often = float(self._last[rank] / np.sum(self._last))
             if often > min(_BEYOND_CHANCE / size, 0.9):
                 reason = REASONS[int(np.argmax(self._late_by[rank]))]
-                host = self.hosts[rank]
-                found = {"rank": rank, "host": host, "share": often, "reason": reason}
+                found = {"rank": rank, "host": self.hosts[rank], "share": often, "reason": reason}
         return {"busy": busy(parts), "parts": parts, "last": found}
 
     def line(self) -> str:
@@ -334,8 +306,8 @@ class Totals:
         """
         found = self.summary()
         if len(self.hosts) == 1:
-            percents = {name: f"{part:.0%}" for name, part in found["parts"].items()}
-            return ", ".join(f"{name} {part}" for name, part in percents.items() if part != "0%")
+            percents = (f"{name} {part:.0%}" for name, part in found["parts"].items())
+            return ", ".join(each for each in percents if not each.endswith(" 0%"))
         said = [f"ranks busy {found['busy']:.0%}"]
         if last := found["last"]:
             often = f"{last['share']:.0%} of steps: {last['reason']}"

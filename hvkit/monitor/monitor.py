@@ -183,11 +183,7 @@ class Monitor:
     ) -> None:
         """End the steps of one call; a collective at a record, which comes after all of them.
 
-        Args:
-            steps: how many.
-            samples: in this rank's batches.
-            metrics: as for ``step``.
-            timed: whether they are to be in the mean time of steps.
+        ``samples`` are this rank's; ``timed``: whether they count in the mean time of steps.
         """
         self.stride = steps
         if self.record_pending:  # a GPU may still be at work: wait for it inside the step
@@ -252,16 +248,7 @@ class Monitor:
         """Record the learning rate and the norm of the gradients; ``distribute`` calls this.
 
         A collective. With JAX both are inside the compiled step: what it returns can be logged.
-
-        Args:
-            models: the models that are trained together.
-            optimizers: the optimizers that update them.
-            equal_steps: whether all ranks take equally many steps.
-            position: of this rank in the mesh that divides the models, if any.
-
-        Raises:
-            ValueError: other models were attached before, or the monitor is closed.
-            HvkitError: rank 0 cannot write into the folder; on every rank.
+        ``position`` is this rank's in the mesh that divides the models, if any.
         """
         self._require_open()
         if self._norms is not None:

@@ -27,11 +27,7 @@ from hvkit.watch.spans import PASS, REDUCTION, Span, observe
 
 
 class GradientNorms:
-    """Measures the norms of gradients in the steps that end with a record.
-
-    Args:
-        optimizers: those that update the models.
-    """
+    """Measures the norms of gradients in the steps that end with a record."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._pending = False

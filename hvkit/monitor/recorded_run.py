@@ -8,7 +8,9 @@ earlier records of these steps are left out of curves, and counted as lost steps
 from __future__ import annotations
 
 import json
+import operator
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,68 +29,46 @@ _LARGEST = 1e39
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the ranks.
+    """A start of the ranks."""
 
-    Attributes:
-        time: seconds since 1970.
-        step: the step after which it begins.
-        hosts: by rank, its host; with a parameter server, only that of rank 0.
-        reason: of a restart; ``resumed`` if somebody else started it again; empty for the first.
-        lost: steps that an earlier start had taken beyond ``step``, as far as it is known.
-        size: the number of ranks.
-    """
-
-    time: float
-    step: int
-    hosts: tuple[str, ...]
-    reason: str
-    lost: int
-    size: int
+    time: float  # seconds since 1970
+    step: int  # the step after which it begins
+    hosts: tuple[str, ...]  # by rank, its host; with a parameter server, only that of rank 0
+    reason: str  # of a restart; ``resumed`` if somebody else started it again; empty for the first
+    lost: int  # steps that an earlier start had taken beyond ``step``, as far as it is known
+    size: int  # the number of ranks
 
 
 @dataclass
 class RecordedRun:
     """The record of a run in a folder.
 
-    Attributes:
-        name: of the folder.
-        starts: in their order.
-        records: those that hold measurements, by step.
-        curves: by metric, its points ``(step, value)``.
-        not_finite: by metric, the steps at which it was NaN or infinite.
-        end: the error that ended it, empty for none; None if no end is recorded.
-        left: whether it has left after SIGTERM.
-        reached: the last step and its time, if there is no record of all ranks for it.
-        last_reason: why the rank that came last most often was late; empty if none stands out.
-        before: the run in the same folder that this one replaces.
-        later: a sentence about a later run in the folder that has recorded nothing.
-        unreadable: the number of lines that are no records, such as a last one that was cut off.
+    By metric, ``curves`` has its points ``(step, value)``, and ``not_finite`` the steps at which it
+    was NaN or infinite.
     """
 
-    name: str
+    name: str  # of the folder
     starts: list[Start] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)  # of measurements, by step
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     not_finite: dict[str, list[int]] = field(default_factory=dict)
-    end: str | None = None
-    left: bool = False
-    reached: tuple[int, float] = (0, 0.0)
-    last_reason: str = ""
-    before: RecordedRun | None = None
-    later: str = ""
-    unreadable: int = 0
-    _means: dict[str, float] = field(default_factory=dict, repr=False)
+    end: str | None = None  # the error that ended it, empty for none; None if no end is recorded
+    left: bool = False  # whether it has left after SIGTERM
+    reached: tuple[int, float] = (0, 0.0)  # the last step and its time, if no record has it
+    last_reason: str = ""  # why the rank that came last most often was late, if one stands out
+    before: RecordedRun | None = None  # the run in the same folder that this one replaces
+    later: str = ""  # a sentence about a later run in the folder that has recorded nothing
+    unreadable: int = 0  # lines that are no records, such as a last one that was cut off
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts of the ranks, as of the last start."""
+        """By rank, as of the last start."""
         return self.starts[-1].hosts if self.starts else ()
 
     @property
     def steps(self) -> int:
         """The last step."""
-        recorded = int(self.records[-1]["step"]) if self.records else 0
-        return max(recorded, self.reached[0])
+        return max(int(self.records[-1]["step"]) if self.records else 0, self.reached[0])
 
     @property
     def taken(self) -> int:
@@ -104,20 +84,16 @@ class RecordedRun:
 
     def mean(self, name: str) -> float:
         """The mean over all steps of a number of the records; ``group/name`` inside a group."""
-        if name not in self._means:
-            group, _, inner = name.rpartition("/")
-            steps = sum(each["steps"] for each in self.records)
-            values = [(each[group] if group else each).get(inner) or 0.0 for each in self.records]
-            total = sum(v * each["steps"] for v, each in zip(values, self.records, strict=True))
-            self._means[name] = float(total / max(steps, 1))
-        return self._means[name]
+        group, _, inner = name.rpartition("/")
+        values = [(each[group] if group else each).get(inner) or 0.0 for each in self.records]
+        steps = [each["steps"] for each in self.records]
+        return float(sum(map(operator.mul, values, steps)) / max(sum(steps), 1))
 
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part, mean over the run."""
         return {part: self.mean(f"seconds/{part}") for part in PARTS}
 
     def busy(self) -> float:
-        """The part of the time in which ranks were not blocked."""
         return busy(self.parts())
 
     def host_of(self, rank: int) -> str:
@@ -139,11 +115,7 @@ class RecordedRun:
 
 
 def read(folder: Path) -> RecordedRun:
-    """The run that a monitor has recorded in this folder.
-
-    Raises:
-        HvkitError: there is no record of a run.
-    """
+    """The run that a monitor has recorded in this folder, or the one before without a record."""
     path = folder / FILE
     try:
         lines = path.read_bytes().split(b"\n")
@@ -169,14 +141,17 @@ def read(folder: Path) -> RecordedRun:
     if not run.starts:
         run.starts.append(Start(run.records[0]["time"], 0, ("?",), "", 0, 1))
     for each in run.records:
-        metrics = {name: value for name, value in each.items() if name not in _OWN}
-        for name, value in flattened(metrics).items():
-            run.curves.setdefault(name, []).append((each["step"], value))
-        for name in (name for name, value in metrics.items() if value is None):
-            run.not_finite.setdefault(name, []).append(each["step"])
+        _add_points(run, each["step"], {n: v for n, v in each.items() if n not in _OWN})
     for points in run.curves.values():
         points.sort(key=lambda point: point[0])
     return run
+
+
+def _add_points(run: RecordedRun, step: int, metrics: Mapping[str, Any]) -> None:
+    for name, value in flattened(metrics).items():
+        run.curves.setdefault(name, []).append((step, value))
+    for name in (name for name, value in metrics.items() if value is None):
+        run.not_finite.setdefault(name, []).append(step)
 
 
 def _end_without_record(run: RecordedRun) -> str:
@@ -190,25 +165,17 @@ def _end_without_record(run: RecordedRun) -> str:
 
 
 def _with(run: RecordedRun, record: Any) -> RecordedRun:
-    """The run with the contents of a line of its file; a new run if the line begins one.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError, OverflowError: the line is malformed.
-    """
+    """The run with the contents of a line of its file; a new run if the line begins one."""
     if "start" in record:
         return _with_start(run, record["start"])
     if "logged" in record:
-        step = int(record["step"])
-        for name, value in record["logged"].items():
-            if value is None:
-                run.not_finite.setdefault(str(name), []).append(step)
-            else:
-                run.curves.setdefault(str(name), []).append((step, float(value)))
+        numbers = record["logged"].items()
+        checked = {name: value if value is None else float(value) for name, value in numbers}
+        _add_points(run, int(record["step"]), checked)
     elif "end" in record:
         end = record["end"]
-        reason = str((end.get("last") or {}).get("reason", ""))
+        run.last_reason = str((end.get("last") or {}).get("reason", ""))
         run.end, run.left = str(end.get("error", "")), bool(end.get("left", False))
-        run.last_reason = reason
         if (step := int(end.get("step", 0))) > run.steps:
             run.reached = step, float(end["time"])
     else:
@@ -226,14 +193,11 @@ def _with_start(run: RecordedRun, start: dict[str, Any]) -> RecordedRun:
         run = RecordedRun(run.name, before=before, unreadable=run.unreadable)
     newest = run.steps
     run.end, run.left, run.reached = None, False, (0, 0.0)
-    while run.records and run.records[-1]["step"] > step:
-        run.records.pop()
+    run.records = [each for each in run.records if each["step"] <= step]
     for points in run.curves.values():
-        while points and points[-1][0] > step:
-            points.pop()
+        points[:] = [point for point in points if point[0] <= step]
     for steps in run.not_finite.values():
-        while steps and steps[-1] > step:
-            steps.pop()
+        steps[:] = [each for each in steps if each <= step]
     lost = max(newest, reached) - step
     reason = reason or ("resumed" if run.starts else "")
     run.starts.append(Start(at, step, hosts, reason, max(lost, 0), size))

@@ -144,12 +144,8 @@ def _chart(
 ) -> Card:
     """A chart; empty if no line has a point.
 
-    Args:
-        title: what the values are.
-        lines: each its name in the legend, and its points: steps and values.
-        colours: of the lines; repeated if there are more of these.
-        faint: the line that is drawn faintly, behind one that shows the same with less noise.
-        zero: whether the vertical axis begins at 0.
+    ``lines`` are names and points: steps and values. The line ``faint`` is drawn behind one that
+    shows the same with less noise; with ``zero`` the vertical axis begins at 0.
     """
     drawn = []
     for number, (name, all_points) in enumerate(lines):
@@ -163,13 +159,9 @@ def _chart(
 def _table(
     title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]], text: str = ""
 ) -> Card:
-    """A table; empty without rows.
+    """A table; empty without rows. Columns are titles, with the class ``n`` for numbers, or none.
 
-    Args:
-        title: above it.
-        columns: their titles, each with the class of its cells: ``n`` for numbers, or none.
-        rows: a text for each column, or a number from 0 to 1, which is drawn as a bar.
-        text: below it.
+    A row has texts, or numbers from 0 to 1, which are drawn as bars; ``text`` goes below.
     """
     found = list(rows)
     return {"title": title, "columns": columns, "rows": found, "text": text} if found else {}

@@ -34,19 +34,7 @@ _ROUNDING = 1e-5
 
 
 class RunFile:
-    """Writes one try of a run. An error while writing never ends a training run.
-
-    A full disk, or a tracking server that does not answer, is logged once.
-
-    Args:
-        folder: made if it is missing.
-        tensorboard: whether to write event files; None: if TensorBoard is installed.
-        hook: called with a dict of numbers, and ``step=``.
-
-    Raises:
-        HvkitError: the folder or the file cannot be made, or TensorBoard is wanted, but not
-            installed.
-    """
+    """Writes one try of a run; an error, such as a full disk, is logged once and ends nothing."""
 
     def __init__(self, folder: Path, tensorboard: bool | None, hook: Hook | None) -> None:
         self._hook = hook
@@ -80,13 +68,7 @@ class RunFile:
                 self._events = _event_writer(folder)
 
     def begin(self, at: float, after: int, hosts: Sequence[str]) -> None:
-        """Write the start, which comes before anything else; a second call does nothing.
-
-        Args:
-            at: seconds since 1970.
-            after: the step from which the run has resumed; 0 for a new run.
-            hosts: by rank.
-        """
+        """Write the start; a second call does nothing. ``after`` is the step that was resumed."""
         if self._begun_after is not None:
             return
         self._totals = Totals(hosts)
@@ -100,13 +82,10 @@ class RunFile:
         self._to_tensorboard(step=after + 1 if after else 0, session_log={"status": "START"})
 
     def record(self, step: int, epoch: int | None, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Write what ranks have measured since the last record.
+        """Write what ranks have measured since the last record, which ends with this step.
 
-        Args:
-            step: the last one.
-            epoch: that it belongs to, if known.
-            ranks: by rank, its ``rows`` (of ``Step``), ``metrics``, ``load``, and the rate and
-                norms of its ``optimizer``.
+        ``ranks`` holds, by rank, its ``rows`` (of ``Step``), ``metrics``, ``load``, and the rate
+        and norms of its ``optimizer``.
         """
         if not any(each["rows"] for each in ranks):
             return
@@ -140,10 +119,7 @@ class RunFile:
         self._show(step, numbers)
 
     def rest(self, step: int, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """Write rank 0's metrics of the steps up to this one that are in no record.
-
-        An error has ended the run.
-        """
+        """After an error, write rank 0's metrics of the steps that are in no record."""
         if step > self._recorded:
             with suppress(Exception):  # the error may be the device's, which then computes nothing
                 if numbers := metrics():
@@ -155,13 +131,7 @@ class RunFile:
                 self._events.flush()
 
     def end(self, step: int, error: str, *, left: bool) -> None:
-        """Write the end, and close the files.
-
-        Args:
-            step: the last one.
-            error: that has ended the run; empty for none.
-            left: whether the ranks have left after SIGTERM, with a checkpoint.
-        """
+        """Write the end, and close the files; ``left``: after SIGTERM, with a checkpoint."""
         if self._begun_after is not None:
             how = ({"error": error} if error else {}) | ({"left": True} if left else {})
             self._write({"end": {"time": time.time(), "step": step} | self._totals.summary() | how})
@@ -179,12 +149,10 @@ class RunFile:
         return since + self._totals.line()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """Write a line of ``metrics.jsonl``: values that JSON holds."""
         with self._tolerant(FILE):
             self._file.write(json.dumps(_without_nan(record)) + "\n")
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        """Write numbers of a step for TensorBoard and the hook."""
         # One event with all numbers: much faster than ``add_scalar``, which makes one for each.
         numbers = [{"tag": name, "simple_value": value} for name, value in values.items()]
         self._to_tensorboard(step=step, summary={"value": numbers})
@@ -212,7 +180,6 @@ class RunFile:
 
 
 def _times(found: StepTimes) -> dict[str, Any]:
-    """The entries of a record about the time of steps."""
     speeds = found.samples_per_second
     record: dict[str, Any] = {"steps": found.steps, "samples_per_second": sum(speeds)}
     if len(speeds) > 1:

@@ -37,13 +37,7 @@ from hvkit.watch.watcher import Hub, Reporter
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Wraps the start of Horovod, which waits for every rank.
-
-    Ranks cannot reach each other yet, so each can only report that it waits.
-
-    Raises:
-        LaunchError: ``HVKIT_STALL_SECONDS`` or ``HVKIT_STALL_LIMIT_SECONDS`` is no positive number.
-    """
+    """Wraps the start of Horovod, in which ranks cannot reach each other, only print their wait."""
     limits = Limits.from_environment()
     timers = [
         threads.later(limits.report, "hvkit-start", _report_start, limits.report),
@@ -76,17 +70,10 @@ def start(
     from_rank_0: Callable[[bytes | None], bytes],
     shut_down: Callable[[], None],
 ) -> None:
-    """Start watching the ranks; a collective.
+    """Start watching the ranks, at least two; a collective.
 
-    Args:
-        rank: this rank.
-        size: the number of ranks, at least two.
-        one_host: whether all ranks are on one host.
-        from_rank_0: returns rank 0's bytes on every rank; the others pass None.
-        shut_down: ends all waits in Horovod, on all ranks.
-
-    Raises:
-        LaunchError: ``HVKIT_STALL_SECONDS`` or ``HVKIT_STALL_LIMIT_SECONDS`` is no positive number.
+    ``from_rank_0`` returns rank 0's bytes on every rank; the others pass None. ``shut_down`` ends
+    all waits in Horovod, on all ranks.
     """
     limits = Limits.from_environment()
     watcher: Hub | Reporter

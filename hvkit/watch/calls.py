@@ -37,17 +37,11 @@ R = TypeVar("R")
 
 
 class GraphCounters(Protocol):
-    """Collectives inside a TensorFlow graph, where no Python code runs around them.
+    """Collectives inside a TensorFlow graph, where no Python code runs around them."""
 
-    Attributes:
-        key: identifies these collectives; the same on every rank.
-        name: the name of the wait in messages if the script is in no call of hvkit.
-        ranks: those that take part; none for all.
-    """
-
-    key: str
-    name: str
-    ranks: tuple[int, ...]
+    key: str  # the same on every rank
+    name: str  # the name of the wait in messages if the script is in no call of hvkit
+    ranks: tuple[int, ...]  # those that take part; none for all
 
     def read(self) -> tuple[int, int]:
         """How often this rank has entered these collectives, and returned from them."""
@@ -55,32 +49,18 @@ class GraphCounters(Protocol):
 
 @dataclass(frozen=True)
 class Status:
-    """A rank's current call.
+    """A rank's current call."""
 
-    Attributes:
-        call: the user's call, ``hvkit.average`` or ``backward() of step 11``; empty outside of
-            calls.
-        key: ranks in calls with the same key wait for each other.
-        serial: the number of calls so far, including this one.
-        before: the key of the previous call.
-        waits: whether the rank waits there for other ranks.
-        seconds: duration of the wait, or time since the last wait.
-        where: the line of the script, ``train.py:41``.
-        handling: the error that the script was handling when it made the call; else empty.
-        stack: where its main thread is, the innermost call last, if others wait for the rank.
-        ranks: those that the call needs, with this one; none for all.
-    """
-
-    call: str = ""
-    key: str = ""
-    serial: int = 0
-    before: str = ""
-    waits: bool = False
-    seconds: float = 0.0
-    where: str = ""
-    handling: str = ""
-    stack: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
+    call: str = ""  # the user's, ``hvkit.average``, ``backward() of step 11``; empty outside of any
+    key: str = ""  # ranks in calls with the same key wait for each other
+    serial: int = 0  # the number of calls so far, including this one
+    before: str = ""  # the key of the previous call
+    waits: bool = False  # whether the rank waits there for other ranks
+    seconds: float = 0.0  # duration of the wait, or time since the last wait
+    where: str = ""  # the line of the script, ``train.py:41``
+    handling: str = ""  # the error that the script was handling when it made the call; else empty
+    stack: tuple[str, ...] = ()  # of its main thread, innermost last, if others wait for the rank
+    ranks: tuple[int, ...] = ()  # those that the call needs, with this one; none for all
 
 
 class _ThreadRecord:
@@ -102,25 +82,17 @@ class _ThreadRecord:
         self.turns = 0
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The counters of a graph when they last changed.
+class _Graph:
+    """The collectives of a graph, for as long as the graph exists.
 
     A graph that fails does not count its end. But once the script has begun or ended another call
     (``turns``), or is no longer inside TensorFlow, the graph has ended.
     """
 
-    counts: tuple[int, int]
-    at: float
-    turns: int
-
-
-class _Graph:
-    """The collectives of a graph, for as long as the graph exists."""
-
     def __init__(self, wait: GraphCounters) -> None:
         self.wait = weakref.ref(wait, functools.partial(_forget, id(wait)))
-        self.seen = _Seen((0, 0), time.monotonic(), -1)
+        # Its counters, when they last changed, and the turns then: one tuple for several readers.
+        self.seen = ((0, 0), time.monotonic(), -1)
 
 
 # By thread number. The system reuses numbers: a new thread then continues an ended one's record.
@@ -142,13 +114,9 @@ def call(
 ) -> AbstractContextManager[None]:
     """Wraps a call that all ranks make together; waits inside are reported as waits in this call.
 
-    Inside another call this has no effect: the outer one is the user's.
-
-    Args:
-        name: as the user writes it: ``fit``, ``backward()``.
-        step: its optimizer step, counted from 1 since the script began.
-        key: calls wait for each other if both name and key are the same.
-        span: its name in a timeline, if this is only a part of the user's call.
+    Inside another call this has no effect: the outer one is the user's. ``step`` is the optimizer's
+    since the script began, from 1. Calls wait for each other if name and ``key`` are the same.
+    ``span`` is its name in a timeline, if this is only a part of the user's call.
     """
     return nullcontext() if _this_thread().call else _Entered(name, step, key, span or name)
 
@@ -222,12 +190,9 @@ def current_call() -> str:
 
 
 class waiting:
-    """Wraps code that returns only when every rank has entered it.
+    """Wraps code that returns only when every rank has entered it; of ``ranks``, if there are any.
 
     A class, since each step enters some: a generator takes longer to enter than this.
-
-    Args:
-        ranks: those that have to; none for all.
     """
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
@@ -279,13 +244,7 @@ class Members(Protocol):
 
 
 class translated:
-    """Wraps collectives of Horovod and graphs of TensorFlow, and translates their errors.
-
-    Raises:
-        RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: the ranks sent different shapes or dtypes, or differ in something else.
-        FloatingPointError: gradients are not finite, and ``on_nonfinite="stop"``.
-    """
+    """Wraps collectives of Horovod and graphs of TensorFlow, and translates their errors."""
 
     def __enter__(self) -> None:
         pass
@@ -298,15 +257,7 @@ class translated:
 
 
 class waiting_for_all_ranks(waiting, translated):
-    """Wraps a collective of Horovod's, which returns when every rank has called it.
-
-    Args:
-        within: the ranks that take part; None for all.
-
-    Raises:
-        RankLostError: another rank has ended, or waits in another call.
-        RanksDisagreeError: the ranks sent different shapes or dtypes.
-    """
+    """Wraps a collective of Horovod's, which returns when every rank has called it."""
 
     def __init__(self, within: Members | None = None) -> None:
         super().__init__(within.ranks if within else ())
@@ -338,10 +289,8 @@ def of_run(step: int) -> int:
 def resume_at(step: int, done: int) -> None:
     """Continue to count steps from this one, whose state was loaded.
 
-    Args:
-        step: the checkpoint's.
-        done: ``last_step()`` of rank 0, on every rank: ranks may have taken different numbers of
-            steps, but the numbers in the names of their calls must be the same.
+    ``done`` is rank 0's ``last_step()``, on every rank: ranks may have taken different numbers of
+    steps, but the numbers in the names of their calls must be the same.
     """
     global _last_step, _resumed
     _resumed += step - done
@@ -368,34 +317,26 @@ def status() -> Status:
     records = list(_threads.values())
     serial, turns = sum(each.serial for each in records), sum(each.turns for each in records)
     now = _thread_that_counts(records)
-    waits, since, thread, ranks = now.waits > 0, now.since, now.ident, now.ranks
+    waits, since, thread = now.waits > 0, now.since, now.ident
+    ranks = now.ranks if waits else ()
     name, key = _described(now.call, now.step), now.key
     for graph in _of_graphs():
         wait = graph.wait()
         if wait is None:
             continue
         entered, left = wait.read()
-        if graph.seen.counts != (entered, left):
-            graph.seen = _Seen((entered, left), moment, turns)
+        if graph.seen[0] != (entered, left):
+            graph.seen = (entered, left), moment, turns
+        _, changed_at, turns_then = graph.seen
         serial += entered
-        since = max(since, graph.seen.at)
-        if entered > left and not waits and turns == graph.seen.turns:
+        since = max(since, changed_at)
+        if entered > left and not waits and turns == turns_then:
             inside = inside_tensorflow()
             if inside is not None:
                 waits, key, thread = True, f"{now.call or wait.name} {wait.key}", inside
                 name, ranks = f"{now.call or wait.name}, step {of_run(entered)}", wait.ranks
-    where = line_of_script(thread)
-    return Status(
-        name,
-        key,
-        serial,
-        now.before,
-        waits,
-        moment - since,
-        where,
-        now.handling,
-        ranks=ranks if waits else (),
-    )
+    where, seconds = line_of_script(thread), moment - since
+    return Status(name, key, serial, now.before, waits, seconds, where, now.handling, (), ranks)
 
 
 def _thread_that_counts(records: list[_ThreadRecord]) -> _ThreadRecord:
@@ -423,8 +364,8 @@ def report_every_second() -> None:
 
 
 def _report_always(recorder: Recorder | None) -> None:
-    never = threading.Event()
-    while not never.wait(_until_next(time.time())):
+    while True:
+        time.sleep(_until_next(time.time()))
         report_now(status())
         if recorder is not None:
             recorder.send()

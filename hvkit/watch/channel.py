@@ -33,35 +33,24 @@ class StatusRequest:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """A rank has ended: sent by that rank to rank 0, and by rank 0 to the others.
-
-    Attributes:
-        rank: which.
-        how: ``has ended its script``, ``failed with ValueError: x``.
-        shown_by: the rank that prints this.
-    """
+    """Sent by the rank that has ended to rank 0, and by rank 0 to the others."""
 
     rank: int
-    how: str
-    shown_by: int = 1
+    how: str  # ``has ended its script``, ``failed with ValueError: x``
+    shown_by: int = 1  # the rank that prints this
 
 
 @dataclass(frozen=True)
 class EndRun:
-    """Rank 0 ends the run.
-
-    Attributes:
-        diagnosis: the reason.
-        within: seconds in which a rank has to end by itself.
-    """
+    """Rank 0 ends the run."""
 
     diagnosis: str
-    within: float
+    within: float  # seconds in which a rank has to end by itself
 
 
 @dataclass(frozen=True)
 class GotSigterm:
-    """The sender has got SIGTERM: all ranks are to save a checkpoint and end."""
+    """All ranks are to save a checkpoint and end."""
 
 
 @dataclass(frozen=True)
@@ -88,54 +77,30 @@ class HostLost:
     """A rank's host is lost, so that no step will be completed any more."""
 
 
-Message = (
-    Status
-    | StatusRequest
-    | RankEnded
-    | EndRun
-    | GotSigterm
-    | HoldStep
-    | StepHeld
-    | LeaveAt
-    | HostLost
-)
-"""The messages between watchers."""
-
+FromRank0 = StatusRequest | EndRun | HoldStep | LeaveAt | HostLost
+Message = FromRank0 | RankEnded | Status | GotSigterm | StepHeld
 _TYPES = {each.__name__: each for each in get_args(Message)}
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How ranks reach rank 0's socket.
+    """How ranks reach rank 0's socket."""
 
-    Attributes:
-        addresses: of rank 0's host, likely ones first.
-        port: the same for all addresses.
-        secret: the key that both ends must have.
-    """
-
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # of rank 0's host, likely ones first
     port: int
     secret: bytes
 
     def to_json(self) -> str:
-        """As rank 0 sends it to the others."""
         return json.dumps([self.addresses, self.port, self.secret.hex()])
 
     @classmethod
     def from_json(cls, text: str) -> Endpoint:
-        """The inverse of ``to_json``."""
         addresses, port, secret = json.loads(text)
         return cls(tuple(addresses), port, bytes.fromhex(secret))
 
 
 class RankListener:
-    """Rank 0's end: the port to which the other ranks connect.
-
-    Args:
-        one_host: whether all ranks are on this host: then it listens on the loopback address only.
-        patience: seconds for the rest of a message.
-    """
+    """Rank 0's end: the port to which the other ranks connect."""
 
     def __init__(self, *, one_host: bool, patience: int = PATIENCE) -> None:
         self._patience = patience
@@ -145,11 +110,7 @@ class RankListener:
         self.endpoint = Endpoint(addresses, self._listener.port, secret)
 
     def serve(self, admit: Callable[[int, Connection], None]) -> None:
-        """Until closed, call ``admit(rank, connection)`` for each rank that has the secret.
-
-        Each connection gets a thread of its own, which also calls ``admit``, so that a silent
-        stranger delays nobody.
-        """
+        """Until closed, call ``admit(rank, connection)``, in a thread, for each that connects."""
 
         def introduce(connected: socket.socket) -> None:
             connection = _connection(connected, self._patience)
@@ -163,7 +124,6 @@ class RankListener:
         self._listener.serve(introduce)
 
     def close(self) -> None:
-        """Accept no more connections."""
         self._listener.close()
 
 
@@ -179,21 +139,11 @@ def connect(endpoint: Endpoint, rank: int, patience: int = PATIENCE) -> Connecti
 
 
 def send_message(connection: Connection, message: Message) -> None:
-    """Send one message of a watcher.
-
-    Raises:
-        OSError: the other end is gone.
-    """
     send(connection, {"type": type(message).__name__, **asdict(message)})
 
 
 def receive_message(connection: Connection) -> Message:
-    """Wait for one message of a watcher.
-
-    Raises:
-        OSError, EOFError: the other end is gone.
-        ValueError: it sent something else.
-    """
+    """Wait for a message; raises OSError or EOFError if the other end is gone, else ValueError."""
     values = receive(connection)
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     try:
@@ -204,21 +154,12 @@ def receive_message(connection: Connection) -> Message:
 
 
 def send(connection: Connection, values: dict[str, Any]) -> None:
-    """Send one JSON object.
-
-    Raises:
-        OSError: the other end is gone.
-    """
+    """Send a JSON object."""
     connection.send_bytes(json.dumps(values).encode())
 
 
 def receive(connection: Connection) -> dict[str, Any]:
-    """Wait for one JSON object.
-
-    Raises:
-        OSError, EOFError: the other end is gone.
-        ValueError: it sent something else.
-    """
+    """Wait for a JSON object."""
     values = json.loads(connection.recv_bytes(1 << 20))
     if not isinstance(values, dict):
         raise ValueError(f"a message must be an object, got {type(values).__name__}")

@@ -19,8 +19,6 @@ from hvkit.watch.calls import Status
 from hvkit.watch.rank_errors import SAME_CALLS, SAME_STEPS
 
 LIMIT_SET_BY = "--stall, HVKIT_STALL_LIMIT_SECONDS"
-"""The option and the variable that set the limit of a wait."""
-
 MISMATCH_AFTER = 5.0
 """Seconds after which ranks that wait in different calls do not just differ for a moment."""
 
@@ -34,11 +32,7 @@ class Limits:
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """``HVKIT_STALL_SECONDS`` and ``HVKIT_STALL_LIMIT_SECONDS``, or the defaults.
-
-        Raises:
-            LaunchError: one of them is not a positive number.
-        """
+        """``HVKIT_STALL_SECONDS`` and ``HVKIT_STALL_LIMIT_SECONDS``, or the defaults."""
         report = _seconds("HVKIT_STALL_SECONDS", cls.report)
         return cls(report, max(report, _seconds("HVKIT_STALL_LIMIT_SECONDS", cls.end)))
 
@@ -55,24 +49,17 @@ def _seconds(name: str, default: float) -> float:
 
 
 About = tuple[str, int, tuple[int, ...]]
+"""The key, the serial number and the ranks of a call, so that it is reported only once."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A judgement about ranks that wait.
-
-    Attributes:
-        text: the sentence.
-        ends: whether the run must end.
-        about: the key, the serial number and the ranks of the call, so that it is reported only
-            once.
-        answered: whether all ranks answer; if a process is stopped, Horovod cannot end the waits.
-    """
+    """A judgement about ranks that wait."""
 
     text: str
-    ends: bool
+    ends: bool  # whether the run must end
     about: About = ("", 0, ())
-    answered: bool = True
+    answered: bool = True  # by all ranks; if a process is stopped, Horovod cannot end the waits
 
 
 def diagnose(
@@ -84,13 +71,8 @@ def diagnose(
 ) -> Diagnosis | None:
     """Judge the ranks' reports; None if all is well.
 
-    Args:
-        ranks: the current status of each rank that has not ended; a ``Status`` without ``where``
-            for a rank that does not answer.
-        ended: how other ranks ended: ``has ended its script``, ``failed with ValueError: x``.
-        report_after: seconds after which to report a rank that others wait for.
-        end_after: seconds after which such a rank ends the run.
-        reported: what has been reported: ``about`` of earlier diagnoses.
+    ``ranks`` are those that have not ended, with a ``Status`` without ``where`` for one that does
+    not answer; ``ended`` describes the others. ``reported`` has ``about`` of earlier diagnoses.
     """
     waiting = {rank: s for rank, s in ranks.items() if s.waits and s.seconds >= MISMATCH_AFTER}
     if not waiting:
@@ -102,14 +84,11 @@ def diagnose(
     crossed = _for_each_other(waiting)
     if crossed and not _on_their_way(crossed, report_after):
         return Diagnosis(f"{_waits(crossed)}: {SAME_CALLS}", True)
-    found = [
-        each
-        for group in dict.fromkeys(s.ranks for s in waiting.values())
-        if (each := _of_group(group, ranks, waiting, bool(crossed), report_after, end_after))
-    ]
+    groups = dict.fromkeys(s.ranks for s in waiting.values())
+    limits = report_after, end_after
+    found = (_of_group(each, ranks, waiting, bool(crossed), *limits) for each in groups)
     # One that ends the run comes first; then one that has not been reported.
-    found.sort(key=lambda each: (not each.ends, each.about in reported))
-    return found[0] if found else None
+    return min(filter(None, found), key=lambda d: (not d.ends, d.about in reported), default=None)
 
 
 def _of_group(
@@ -120,11 +99,7 @@ def _of_group(
     report_after: float,
     end_after: float,
 ) -> Diagnosis | None:
-    """Judge the calls that one group of ranks makes together; an empty ``group`` is all ranks.
-
-    Of ``ranks``, ``all_waiting`` have waited long enough; ``mixed`` is whether some of them wait in
-    calls that do not match.
-    """
+    """Judge the calls of a group; an empty one is all ranks. ``mixed``: some calls do not match."""
     waiting = {rank: s for rank, s in all_waiting.items() if s.ranks == group}
     longest = max(waiting.values(), key=lambda s: s.seconds)
     others = {r: s for r, s in ranks.items() if r not in waiting and (not group or r in group)}
@@ -193,26 +168,22 @@ def _waits(waiting: Mapping[int, Status]) -> str:
 
 def _missing(missing: Mapping[int, Status], longest: Status) -> str:
     """Which ranks have not reached the call, and where they are."""
-    lines = {
-        rank: (f"in {s.call}, " if s.call else "")
-        + (f"at {s.where}" if s.where else "not answering")
-        for rank, s in missing.items()
-    }
+    places = {r: f"at {s.where}" if s.where else "not answering" for r, s in missing.items()}
+    lines = {r: f"in {s.call}, {places[r]}" if s.call else places[r] for r, s in missing.items()}
     call = f"{longest.call}{_at(longest)} for {longest.seconds:.0f} s"
-    return "; ".join(
-        f"{ranks_text(numbers)} {'has' if len(numbers) == 1 else 'have'} not reached {call}; "
-        f"{'it is' if len(numbers) == 1 else 'they are'} {line}"
-        for line, numbers in _ranks_with(lines)
-    )
+    said = []
+    for line, numbers in _ranks_with(lines):
+        has, is_at = ("has", "it is") if len(numbers) == 1 else ("have", "they are")
+        said.append(f"{ranks_text(numbers)} {has} not reached {call}; {is_at} {line}")
+    return "; ".join(said)
 
 
 def _stacks(missing: Mapping[int, Status]) -> str:
     """The stack of the first rank that others wait for."""
-    with_stack = [(rank, status.stack) for rank, status in sorted(missing.items()) if status.stack]
-    if not with_stack:
-        return ""
-    rank, stack = with_stack[0]
-    return "\n    ".join([f"\n  rank {rank} is here:", *stack])
+    for rank, status in sorted(missing.items()):
+        if status.stack:
+            return "\n    ".join([f"\n  rank {rank} is here:", *status.stack])
+    return ""
 
 
 def _ended(ended: Mapping[int, str]) -> str:

@@ -33,19 +33,13 @@ _SAME = 2.0
 
 
 class Preemption:
-    """This rank's part in the end after SIGTERM.
-
-    Attributes:
-        requested: whether this rank got SIGTERM.
-    """
+    """This rank's part in the end after SIGTERM."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = False  # whether this rank got SIGTERM
+        self.left = False  # whether it has saved after that, as all others have, and ends
         self._since = 0.0
-        # Whether another rank has ended, so that no step will be completed; whether this one has
-        # saved.
-        self._over = False
-        self._left = False
+        self._other_ended = False  # so that no step will be completed
         self._one_rank = True
         self._holds = False
         self._last: int | None = None
@@ -106,18 +100,9 @@ class Preemption:
             self._changed.wait_for(lambda: not self._holds or self._last is not None, _AGREES)
             return self._last is not None and self._step >= self._last
 
-    @property
-    def left(self) -> bool:
-        """Whether this rank has saved after SIGTERM, as all others have, and ends."""
-        return self._left
-
     def leave(self) -> NoReturn:
-        """End this rank: its checkpoint is saved.
-
-        Raises:
-            SystemExit: with status 143.
-        """
-        self._left = True
+        """End this rank with status 143: its checkpoint is saved."""
+        self.left = True
         report(left=True)
         raise SystemExit(PREEMPTED)
 
@@ -143,12 +128,11 @@ class Preemption:
             self._end_if_waiting(0.0)
 
     def several_ranks(self) -> None:
-        """Agree with other ranks."""
         self._one_rank = False
 
     def other_ended(self) -> None:
         """Another rank has ended, and no step will be completed: end soon if this got SIGTERM."""
-        self._over = True
+        self._other_ended = True
         if self.requested:
             self._end_if_waiting(_FAILS)
 
@@ -156,7 +140,7 @@ class Preemption:
         """End this process after some seconds if it then still waits for other ranks."""
 
         def end() -> None:
-            if not self._left and calls.status().waits:
+            if not self.left and calls.status().waits:
                 os._exit(1)
 
         threads.later(seconds, "hvkit-preemption", end)
@@ -171,11 +155,11 @@ class Preemption:
     def take_sigterm(self) -> bool:
         """Note a SIGTERM; return whether it must end the process at once."""
         now = time.monotonic()
-        if self._left:
+        if self.left:
             return False
         if self.requested:
             return now - self._since > _SAME
-        if self._over:
+        if self._other_ended:
             return True
         self.requested, self._since = True, now
         report(terminated=True)
@@ -185,8 +169,6 @@ class Preemption:
 
 
 PREEMPTION = Preemption()
-"""Of this process."""
-
 _process = os.getpid()
 
 
@@ -210,49 +192,36 @@ os.register_at_fork(after_in_child=_became_child)
 
 
 class StepAgreement:
-    """Rank 0's part: collects the ranks' steps, and chooses the one to leave at.
-
-    Args:
-        size: the number of ranks.
-    """
+    """Rank 0's part: collects the ranks' steps, and chooses the one to leave at."""
 
     PATIENCE = 3.0
     """Seconds for all ranks to answer."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._steps: dict[int, int] = {}
-        self._began: float | None = None
+        self.missing = {*range(size)}  # the ranks that have not answered
+        self._steps: list[int] = []
+        self._begun: float | None = None
         self._ended = False
 
-    @property
-    def begun(self) -> bool:
-        """Whether ranks were asked for their steps."""
-        return self._began is not None
-
-    def begin(self) -> None:
-        """Ask for the steps from now on."""
-        self._began = time.monotonic()
+    def begin(self) -> bool:
+        """Request the steps from now on; False if that has begun before."""
+        first = self._begun is None
+        if first:
+            self._begun = time.monotonic()
+        return first
 
     def take(self, rank: int, step: int) -> None:
-        """Take a rank's answer."""
-        self._steps[rank] = step
+        self.missing.discard(rank)
+        self._steps.append(step)
 
-    @property
     def decided(self) -> bool:
         """Whether the result is known now; True once only."""
-        if self._began is None or self._ended:
+        if self._begun is None or self._ended:
             return False
-        over = time.monotonic() - self._began > self.PATIENCE
-        self._ended = over or len(self._steps) == self._size
+        self._ended = not self.missing or time.monotonic() - self._begun > self.PATIENCE
         return self._ended
-
-    @property
-    def missing(self) -> set[int]:
-        """The ranks that have not answered."""
-        return {*range(self._size)} - self._steps.keys()
 
     @property
     def step(self) -> int | None:
         """The step to leave at; None if a rank has not answered."""
-        return max(self._steps.values()) + 1 if len(self._steps) == self._size else None
+        return None if self.missing else max(self._steps) + 1

@@ -34,7 +34,6 @@ _UNKNOWN = (
 # In the reason for which a rank is lost: the rank whose own error is shown elsewhere.
 _FAILED = re.compile(r"; (rank \d+) failed with ")
 
-
 _watcher: Watcher | None = None  # of this rank; it knows from the others why the run ends
 E = TypeVar("E", bound=Exception)
 
@@ -112,8 +111,7 @@ def note_uncaught() -> None:
     error = getattr(sys, "last_value", None)
     if _watcher is None or error is None:
         return
-    meant = _meant(error)
-    if not isinstance(meant, RankLostError):
+    if not isinstance(meant := _meant(error), RankLostError):
         _watcher.failed(_failed_with(meant), ends=True)
 
 
@@ -159,38 +157,26 @@ def _raised_in_function(error: BaseException) -> Exception | None:
 def for_graph(error: Exception, *, on_every_rank: bool) -> str:
     """The text for ``tf.debugging.Assert`` in a graph, from which ``meaning_of`` makes the error.
 
-    Further texts, and names of variables, may follow in the same ``Assert``.
-
-    Args:
-        error: what the assertion means.
-        on_every_rank: whether all ranks raise the same, so that only rank 0 shows it.
+    With ``on_every_rank`` all ranks raise it, so that only rank 0 shows it. Further texts, and
+    names of variables, may follow in the same ``Assert``.
     """
     where = "on every rank: " if on_every_rank else ""
     return f"hvkit: {where}{type(error).__name__}: {error}"
 
 
 def meaning_of(error: BaseException, call: str = "") -> Exception | None:
-    """hvkit's error for one of Horovod, of PyTorch's gloo or of a graph; None for any other.
-
-    Args:
-        error: as it was raised.
-        call: the user's call that it has ended; empty outside of any.
-    """
+    """hvkit's error for one of Horovod, of PyTorch's gloo or of a graph; None for any other."""
     if (raised := _raised_in_function(error)) is not None:
         return _without_frames(raised)
     text = str(error)
     if found := _IN_GRAPH.search(text):
         on_every_rank, error_type, said = found.groups()
         said = re.sub(r"\\(.)", lambda c: {"n": "\n"}.get(c[1], c[1]), said.replace("] [", " "))
-        meant: Exception = (
-            RanksDisagreeError(said)
-            if error_type == "RanksDisagreeError"
-            else FloatingPointError(said)
-        )
+        disagree = error_type == "RanksDisagreeError"
+        meant = RanksDisagreeError(said) if disagree else FloatingPointError(said)
         return mark_as_shown_by(meant, 0) if on_every_rank else meant
-    if "Horovod has been shut down" in text or "Horovod has not been initialized" in text:
-        return lost(call)
-    if isinstance(error, RuntimeError) and "/gloo/transport/" in text:  # a connection that broke
+    broken = isinstance(error, RuntimeError) and "/gloo/transport/" in text  # a connection
+    if broken or re.search("Horovod has (been shut down|not been initialized)", text):
         return lost(call)
     if _from_horovod(error) and "Mismatched" in text:
         reason = text[text.index("Mismatched") :].split("\n")[0]
@@ -236,9 +222,7 @@ def _line_for(error: BaseException, watcher: Watcher) -> str | None:
     """The line that refers to an error that another rank shows; None if this rank must show it."""
     other = getattr(error, "hvkit_shown_by", None)
     if isinstance(error, KeyboardInterrupt):  # all ranks get it
-        entries = [
-            each for each in _each(error.__traceback__) if _package_of(each) not in _EXPLAINED
-        ]
+        entries = [t for t in _each(error.__traceback__) if _package_of(t) not in _EXPLAINED]
         return interrupted(watcher.rank, line_of_traceback(entries[-1]) if entries else "")
     if other is not None:
         return f"rank {watcher.rank} ends with the same {type(error).__name__} as rank {other}"

@@ -20,8 +20,6 @@ from types import FrameType, TracebackType
 from hvkit.wording import near
 
 MAIN = threading.main_thread().ident or 0
-"""The number of the main thread."""
-
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """Where hvkit's own code is."""
 
@@ -65,7 +63,6 @@ def inside(package: str) -> bool:
 
 
 def line_of_traceback(trace: TracebackType) -> str:
-    """The line of a traceback's entry: ``train.py:41``."""
     return _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 

@@ -21,19 +21,12 @@ _AROUND = 32
 
 
 class Span(NamedTuple):
-    """A span of time in a thread of the script.
+    """Some time in a thread of the script, from ``begun`` to ``ended`` of ``time.monotonic``."""
 
-    Attributes:
-        name: of the user's call, or one of the names below.
-        begun: as of ``time.monotonic``.
-        ended: as of ``time.monotonic``.
-        step: the optimizer step, counted from 1, if it belongs to one.
-    """
-
-    name: str
+    name: str  # of the user's call, or one of the names below
     begun: float
     ended: float
-    step: int | None = None
+    step: int | None = None  # the optimizer step, counted from 1, if it belongs to one
 
 
 WAITING = "waiting"
@@ -54,10 +47,7 @@ observers: list[Callable[[Span], None]] = []
 
 def observe(observer: Callable[[Span], None], on: bool = True) -> None:
     """Call a function after each span, in the span's thread; with ``on=False``, no longer."""
-    if on:
-        observers.append(observer)
-    else:
-        observers.remove(observer)
+    (observers.append if on else observers.remove)(observer)
 
 
 def mark(name: str, begun: float, ended: float, step: int | None = None) -> None:
@@ -81,7 +71,6 @@ class Recorder:
         self._one_sends = threading.Lock()
 
     def take(self, span: Span) -> None:
-        """Keep a span."""
         thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
         length = round(1e6 * (span.ended - span.begun))
         self._spans.append([span.name, span.step, thread, round(span.begun, 6), length])

@@ -45,19 +45,13 @@ END_OF_SCRIPT = "has ended its script"
 
 
 class Watcher:
-    """One rank's part in watching the run.
-
-    Args:
-        rank: this rank.
-        limits: when to report a wait, and when to end the run.
-        shut_down: ends all of Horovod's waits on all ranks; only rank 0 calls it.
-    """
+    """One rank's part in watching the run."""
 
     def __init__(self, rank: int, limits: Limits, shut_down: Callable[[], None]) -> None:
         self.rank = rank
         self._limits = limits
         self._shut_down = shut_down
-        self._explained = threading.Event()
+        self._explained = threading.Event()  # that this run ends
         self._reason = ""
         self._diagnosis = False
         self._shown_by = 0
@@ -90,16 +84,10 @@ class Watcher:
         return self._shown_by if other else None
 
     def run_ends(self) -> bool:
-        """Whether a reason to end the run is known."""
         return self._explained.is_set()
 
     def failed(self, how: str, *, ends: bool) -> None:
-        """Record that this rank ends with an error of its own.
-
-        Args:
-            how: which error.
-            ends: whether it ends now: then report it to ``hvkit run`` before any rank is killed.
-        """
+        """Record that this rank has an error; if it ends now, also report to ``hvkit run``."""
         self._own_end = how
         if ends:
             self._fails = True
@@ -197,7 +185,6 @@ class Reporter(Watcher):
         super().stop()
 
     def start(self, endpoint: channel.Endpoint) -> None:
-        """Watch from now on."""
         threads.start("hvkit-watch", self._run, self._watch, endpoint)
 
     def _watch(self, endpoint: channel.Endpoint) -> None:
@@ -239,10 +226,10 @@ class Reporter(Watcher):
 
     def _watch_without_rank_0(self, addresses: Sequence[str]) -> None:
         """Without a connection to rank 0, print a long wait of this rank."""
+        why = f"it cannot reach rank 0 at {' or '.join(addresses)} to find the reason"
         while not self._stopped.wait(_TICK):
             now = self._status()
             if now.waits and now.seconds >= self._limits.report:
-                why = f"it cannot reach rank 0 at {' or '.join(addresses)} to find the reason"
                 _print(f"{self._waits(now)}; {why}")
                 return
 
@@ -268,12 +255,7 @@ class Reporter(Watcher):
 
 
 class Hub(Watcher):
-    """Rank 0: collects all ranks' reports, judges them, and ends the run.
-
-    Args:
-        size: the number of ranks.
-        one_host: whether all of them are on this host.
-    """
+    """Rank 0: collects all ranks' reports, judges them, and ends the run."""
 
     def __init__(
         self, size: int, limits: Limits, shut_down: Callable[[], None], *, one_host: bool
@@ -296,7 +278,6 @@ class Hub(Watcher):
         self._somebody_leaves = False
 
     def start(self) -> None:
-        """Watch from now on."""
         threads.start("hvkit-watch-listener", self._listener.serve, self._admit)
         threads.start("hvkit-watch", self._run, self._watch)
 
@@ -362,11 +343,10 @@ class Hub(Watcher):
         """
         wanted = self._somebody_leaves or PREEMPTION.requested
         all_here = len(self._peers) == self._size - 1
-        if wanted and all_here and not self._agreement.begun and not self._explained.is_set():
-            self._agreement.begin()
+        if wanted and all_here and not self._explained.is_set() and self._agreement.begin():
             self._agreement.take(0, PREEMPTION.hold())
             self._send_to_all(channel.HoldStep())
-        if self._agreement.decided:
+        if self._agreement.decided():
             step, missing = self._agreement.step, self._agreement.missing & self._peers.keys()
             if any(not channel.is_acknowledged(self._peers[rank]) for rank in missing):
                 PREEMPTION.give_up()

@@ -14,23 +14,23 @@ from hvkit.watch.preemption import Preemption, StepAgreement
 
 def test_the_ranks_leave_one_step_after_the_last_that_any_has_ended():
     agreement = StepAgreement(3)
-    assert not agreement.begun
-    agreement.begin()
+    assert agreement.begin()
+    assert not agreement.begin()
     for rank, step in enumerate((7, 9, 8)):
-        assert not agreement.decided
+        assert not agreement.decided()
         agreement.take(rank, step)
-    assert agreement.decided
+    assert agreement.decided()
     assert agreement.step == 10
-    assert not agreement.decided  # the result is sent once
+    assert not agreement.decided()  # the result is sent once
 
 
 def test_without_an_answer_of_every_rank_there_is_no_step(monkeypatch):
     agreement = StepAgreement(2)
     agreement.begin()
     agreement.take(0, 7)
-    assert not agreement.decided
+    assert not agreement.decided()
     monkeypatch.setattr(StepAgreement, "PATIENCE", 0.0)
-    assert agreement.decided
+    assert agreement.decided()
     assert agreement.step is None
 
 
