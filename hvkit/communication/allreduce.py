@@ -30,36 +30,23 @@ _PIECE = 1 << 26
 
 # The dtype in which each dtype is sent: one that all of Horovod's libraries have.
 _SENT_AS = {
-    "bool": "int32",
-    "int8": "int64",
-    "int16": "int64",
-    "int32": "int32",
-    "int64": "int64",
-    "uint8": "int64",
-    "uint16": "int64",
-    "uint32": "int64",
-    "float16": "float32",
-    "bfloat16": "float32",
-    "float32": "float32",
-    "float64": "float64",
-    "complex64": "float32",
-    "complex128": "float64",
+    **dict.fromkeys(("bool", "int32"), "int32"),
+    **dict.fromkeys(("int8", "int16", "int64", "uint8", "uint16", "uint32"), "int64"),
+    **dict.fromkeys(("float16", "bfloat16", "float32", "complex64"), "float32"),
+    **dict.fromkeys(("float64", "complex128"), "float64"),
 }
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value as an array, and how to convert back.
-
-    Attributes:
-        dtype: the value's own dtype, a key of ``_SENT_AS``.
-        array: its elements; bfloat16, which NumPy lacks, as float32.
-        restore: turns an array of the same shape into the value's own type.
-    """
+    """A value as an array, and how to convert back."""
 
     dtype: str
+    """The value's, a key of ``_SENT_AS``."""
     array: NDArray[Any]
+    """Its elements; bfloat16, which NumPy lacks, as float32."""
     restore: Callable[[NDArray[Any]], Any]
+    """Turns an array of the same shape into the value's type."""
 
 
 @overload
@@ -99,16 +86,17 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
     """
     local: _Value | None = None
     problem: Exception | None = None
+    number = isinstance(value, bool | int | float)
     if in_graph("hvkit.allreduce", value):
         return _in_graph(value, op)
     try:
         if op not in _OPS:
             raise ValueError(f"op must be one of {list(_OPS)}, got {op!r}")
-        if not (number := isinstance(value, bool | int | float)):
+        if not number:
             local = _converted(value)
             _require_defined(local.dtype, op)
     except Exception as error:  # of any type: the other ranks must not wait for this one
-        number, problem = False, error
+        problem = error
     facts = "a number" if local is None else f"{local.dtype} of shape {local.array.shape}"
     gathered = share("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
     _require_same([facts for facts, _ in gathered])

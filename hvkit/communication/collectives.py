@@ -123,20 +123,14 @@ def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
     objects = [decode(gathered.pop(0).data) for _ in group.members]
     first, first_line, first_point, _ = objects[0]
     for other, (called, line, point, _) in zip(group.members, objects, strict=True):
-        text, rank_0 = "", f"rank {group.first}"
-        if called != first:
-            text = (
-                f"rank {other} calls {called} ({line}) while {rank_0} calls {first} ({first_line})"
-            )
-        elif point != first_point:
-            text = (
-                f"rank {other} is at another point of {first} ({line}) than {rank_0} ({first_line})"
-            )
-        if text:
-            error = RanksDisagreeError(
-                f"{text}: {SAME_CALLS}, also where only rank 0 prints or saves"
-            )
-            raise mark_as_shown_by(error, group.first)
+        if (called, point) == (first, first_point):
+            continue
+        this, rank_0 = f"rank {other}", f"rank {group.first}"
+        text = f"{this} calls {called} ({line}) while {rank_0} calls {first} ({first_line})"
+        if called == first:
+            text = f"{this} is at another point of {first} ({line}) than {rank_0} ({first_line})"
+        error = RanksDisagreeError(f"{text}: {SAME_CALLS}, also where only rank 0 prints or saves")
+        raise mark_as_shown_by(error, group.first)
     return [each for *_, each in objects]
 
 
@@ -149,15 +143,8 @@ def share(
 ) -> list[Object]:
     """The values of all ranks, in rank order, unless a rank has a problem; a collective.
 
-    Args:
-        call: the user's call.
-        problem: this rank's error, or None.
-        value: the value that the others need from this rank.
-        group: the ranks that take part; None for all.
-
-    Raises:
-        Exception: the first rank's problem, on every rank. A TypeError, ValueError,
-            RanksDisagreeError or OSError keeps its type; any other becomes HvkitError.
+    Then all raise the first rank's problem. A TypeError, ValueError, RanksDisagreeError or OSError
+    keeps its type; any other becomes HvkitError on the other ranks.
     """
     group = group or all_ranks()
     objects = gather(call, (_portable(problem), value), group)
@@ -183,15 +170,7 @@ def require_equal(
 ) -> None:
     """Raise on every rank unless all ranks have the same list of facts; a collective.
 
-    Args:
-        what: the subject of the error message, ``"model"``.
-        facts: one line each, in an order that is the same on every rank.
-        fix: the advice at the end of the message.
-        call: the user's call.
-        group: the ranks that take part; None for all.
-
-    Raises:
-        RanksDisagreeError: names the first fact that differs, and the ranks.
+    The error names the first fact that differs, of ``what``, and ends with the fix.
     """
     group = group or all_ranks()
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
@@ -252,11 +231,6 @@ def pickled(obj: Any) -> bytes:
 
 
 def unpickled(data: Any, source: int) -> Any:
-    """The object of rank ``source``.
-
-    Raises:
-        TypeError: it did not pickle there.
-    """
     if not data[0]:
         text = bytes(data[1:]).decode()
         raise TypeError(f"the object that rank {source} passes does not pickle: {text}")
@@ -264,11 +238,7 @@ def unpickled(data: Any, source: int) -> Any:
 
 
 def _gather_bytes(payload: bytes, group: Group) -> list[Any]:
-    """All members' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in total.
-
-    Returns:
-        uint8 arrays of shape (n,), with another n for each rank.
-    """
+    """All members' bytes, in rank order, by allgathers of at most ``CHUNK`` bytes in total."""
     allgather, within = group.engine.allgather, group.process_set
     limit = engines.CHUNK // group.size
     sent = np.frombuffer(len(payload).to_bytes(8, "little") + payload[: limit - 8], np.uint8)

@@ -49,37 +49,15 @@ def sendable(record: C) -> C:
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of a value.
-
-    Raises:
-        TypeError: a message cannot contain some object in it.
-    """
+    """The bytes of a value."""
     encoded: bytes = msgpack.packb(value, default=_extension, strict_types=True)
     return encoded
 
 
 def decode(data: Any) -> Any:
-    """The value whose bytes these are; arrays are copies that can be written to.
-
-    Args:
-        data: bytes, or a buffer of them.
-
-    Raises:
-        ValueError: they are no message of hvkit's.
-    """
-    size = len(data)
+    """The value of these bytes, or ValueError; arrays are copies that can be written to."""
     try:
-        return msgpack.unpackb(
-            data,
-            ext_hook=_value,
-            object_hook=_whole,
-            strict_map_key=False,
-            max_ext_len=size,
-            max_bin_len=size,
-            max_str_len=size,
-            max_array_len=size,
-            max_map_len=size,
-        )
+        return msgpack.unpackb(data, ext_hook=_value, object_hook=_joined, strict_map_key=False)
     except _NOT_READABLE as error:
         raise ValueError(f"no message of hvkit: {error}") from error
 
@@ -103,8 +81,8 @@ def bytes_of(tensor: Any) -> Any:
     PyTorch views only tensors of stride 1 as another dtype. But ``contiguous()`` keeps the stride
     of a tensor with one number, such as the 0 of an expanded one.
     """
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return whole.as_strided((whole.numel(),), (1,)).view(sys.modules["torch"].uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
 def copied_bytes(tensor: Any) -> np.ndarray[Any, Any]:
@@ -139,21 +117,11 @@ def _of_error(error: Exception) -> Any:
     return [type(error).__name__, [str(error)]]
 
 
-def _to_error(parts: Any) -> Exception:
-    name, words = parts
-    return _ERRORS[name](*words)
-
-
 def _of_record(record: Any) -> Any:
     if isinstance(record, tuple):
         return [type(record).__name__, list(record)]
     values = [getattr(record, each.name) for each in dataclasses.fields(record)]
     return [type(record).__name__, values]
-
-
-def _to_record(parts: Any) -> Any:
-    name, values = parts
-    return _records[name](*values)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -175,9 +143,13 @@ _TYPES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any],
     (lambda value: type(value) is int, str, int),
     (lambda value: type(value) is complex, lambda v: [v.real, v.imag], lambda v: complex(*v)),
     (lambda value: isinstance(value, Path), str, Path),
-    (lambda value: type(value).__name__ in _ERRORS, _of_error, _to_error),
-    (lambda value: isinstance(value, OSError), _of_error, _to_error),
-    (lambda value: _records.get(type(value).__name__) is type(value), _of_record, _to_record),
+    (lambda value: type(value).__name__ in _ERRORS, _of_error, lambda v: _ERRORS[v[0]](*v[1])),
+    (lambda value: isinstance(value, OSError), _of_error, lambda v: _ERRORS[v[0]](*v[1])),
+    (
+        lambda value: _records.get(type(value).__name__) is type(value),
+        _of_record,
+        lambda v: _records[v[0]](*v[1]),
+    ),
     (_is_tensor, _of_tensor, _to_tensor),
     (lambda value: isinstance(value, memoryview | bytearray), bytes, bytes),
     (lambda value: isinstance(value, dict), lambda v: [*v.items()], dict),
@@ -201,12 +173,12 @@ def _in_pieces(key: str, parts: Any) -> dict[str, Any]:
     return {key: [dtype, shape, [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]]}
 
 
-def _whole(read: dict[Any, Any]) -> Any:
+def _joined(read: dict[Any, Any]) -> Any:
     """A dict that was read; or the array or tensor whose pieces are in it."""
-    for key, whole in ((_ARRAY, _to_array), (_TENSOR, _to_tensor)):
+    for key, make in ((_ARRAY, _to_array), (_TENSOR, _to_tensor)):
         if len(read) == 1 and key in read:
             dtype, shape, pieces = read[key]
-            return whole([dtype, shape, b"".join(pieces)])
+            return make([dtype, shape, b"".join(pieces)])
     return read
 
 

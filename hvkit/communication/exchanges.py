@@ -58,10 +58,7 @@ class AllToAll:
 class Messages:
     """Messages between single ranks; the result is the rows sent to this one, in rank order.
 
-    Attributes:
-        rows: of shape (sum of ``sent``, ...), the messages to ranks 0, 1 and so on.
-        sent: by rank, how many rows go there.
-        received: by rank, how many rows come from there.
+    ``sent`` and ``received`` are numbers of rows, by rank; ``rows`` has those to ranks 0, 1, ...
     """
 
     rows: Tensor
@@ -82,13 +79,8 @@ Result = TypeVar("Result")
 class RunningExchanges(Generic[Result]):
     """The exchanges of a generator, one after the other; making this starts the first.
 
-    Args:
-        start: starts each.
-        flow: yields exchanges, and is sent their results.
-        name: the same on every rank, and no other generator's whose exchanges run at the same time.
-
-    Attributes:
-        waiting: waits for the exchange that runs; None after the last one.
+    No other generator's exchanges that run at the same time may have the same name. ``waiting``
+    waits for the exchange that runs, and is None after the last one.
     """
 
     def __init__(self, start: Start, flow: Generator[Exchange, Tensor, Result], name: str) -> None:
@@ -123,12 +115,10 @@ class RunningExchanges(Generic[Result]):
 
 @dataclass(frozen=True)
 class Neighbours:
-    """An exchange of vectors with some ranks; the result is a list, by offset.
+    """An exchange of equally long vectors with some ranks; the result is a list, by offset.
 
-    Attributes:
-        vector: of the same shape on every rank.
-        offsets: with the ranks in a circle, this rank sends its vector to those so many places
-            after it, and receives the vectors of those as many places before it.
+    The ranks are in a circle: this one sends to those so many positions after it, and receives from
+    those as many before it.
     """
 
     vector: Tensor
@@ -158,14 +148,9 @@ _LARGEST = 32 << 20
 
 
 def chunks(sizes: Sequence[int], *, on_gpu: bool = False) -> list[list[int]]:
-    """Cut a sequence of gradients into runs that travel together.
+    """Cut gradients into runs of positions that are sent together.
 
-    Args:
-        sizes: bytes of each gradient, in the order in which backward makes them ready.
-        on_gpu: whether a GPU computes them.
-
-    Returns:
-        Lists of positions in ``sizes``: every position once, in order, no list empty.
+    Their sizes are bytes, in the order in which backward makes them ready.
     """
     smallest = _SMALLEST_ON_GPU if on_gpu else _SMALLEST
     target = min(max(-(-sum(sizes) // _MOST_CHUNKS_OF_SMALL_MODELS), smallest), _LARGEST)
@@ -175,18 +160,9 @@ def chunks(sizes: Sequence[int], *, on_gpu: bool = False) -> list[list[int]]:
 def chunks_by_owner(
     sizes: Sequence[int], owners: Sequence[int], ranks: int
 ) -> list[list[list[int]]]:
-    """Divide parameters that each belong to a rank into the chunks in which their owners send them.
+    """The chunks in which owners send their parameters: for each chunk and rank, positions.
 
     A chunk holds up to 32 MiB of all ranks together, which bounds the memory for copies.
-
-    Args:
-        sizes: bytes of each parameter.
-        owners: the rank that owns each.
-        ranks: how many ranks there are.
-
-    Returns:
-        For each chunk a list of positions in ``sizes`` for each rank: what it sends. Every position
-        comes once.
     """
     runs = []
     for rank in range(ranks):

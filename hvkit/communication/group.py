@@ -18,25 +18,19 @@ from hvkit.transport.engines import Engine, ProcessSet
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that train together, one of which is this process.
-
-    Attributes:
-        rank: this process's number among the members, from 0.
-        members: their numbers among all ranks, in ascending order. Errors and logs use these.
-        process_set: Horovod's object for the members; None for all ranks, and for a single one,
-            which sends nothing.
-        framework: whose Horovod that is, ``"torch"`` or ``"tensorflow"``; empty without a process
-            set.
-    """
+    """Ranks that train together, one of which is this process."""
 
     rank: int
+    """This process's number among the members, from 0."""
     members: tuple[int, ...]
+    """Their numbers among all ranks, in ascending order. Errors and logs use these."""
     process_set: ProcessSet | None = field(default=None, repr=False)
+    """None for all ranks, and for a single one, which sends nothing."""
     framework: str = field(default="", repr=False)
+    """Whose Horovod has the process set, ``"torch"`` or ``"tensorflow"``."""
 
     @property
     def size(self) -> int:
-        """How many members there are."""
         return len(self.members)
 
     @property
@@ -46,7 +40,6 @@ class Group:
 
     @property
     def is_all_ranks(self) -> bool:
-        """Whether these are all ranks."""
         return self.size == runtime.size()
 
     @property
@@ -68,11 +61,7 @@ _numbers: defaultdict[tuple[tuple[int, ...], str], Iterator[int]] = defaultdict(
 
 
 def refuse_in_group(call: str, group: Group) -> None:
-    """Raise unless a group is all ranks.
-
-    Raises:
-        ValueError: ``call`` is only for all ranks.
-    """
+    """Raise unless a group is all ranks."""
     if not group.is_all_ranks:
         raise ValueError(
             f"{call} needs all ranks, but {ranks_text(group.members)} train as a group"
@@ -80,5 +69,4 @@ def refuse_in_group(call: str, group: Group) -> None:
 
 
 def all_ranks() -> Group:
-    """All ranks."""
     return Group(runtime.rank(), tuple(range(runtime.size())))

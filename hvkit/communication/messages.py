@@ -5,8 +5,9 @@ Checkpoints send the states of all ranks to rank 0 and back, one after the other
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -24,11 +25,7 @@ T = TypeVar("T")
 def open_mailbox(user: str) -> mailbox.Mailbox:
     """A mailbox for this run, by MPI, or over TCP where Horovod runs on Gloo; a collective.
 
-    Args:
-        user: the feature that needs it, for errors.
-
-    Raises:
-        LaunchError: a rank cannot send messages; on every rank, with the fix.
+    Errors name the feature that uses it.
     """
     engine = any_engine()
     if not engine.hvd.mpi_enabled():
@@ -51,15 +48,6 @@ def collect(call: str, obj: T) -> Iterator[T]:
     A collective: every rank must exhaust the iterator. Ranks send one after the other, in pieces.
     So a rank has its object and its bytes in memory, and rank 0 also one other object at a time, if
     the caller keeps none. They are sent by MPI, or where it does not run, by Horovod's broadcasts.
-
-    Args:
-        call: the user's call.
-        obj: of types that ``encode`` takes.
-
-    Raises:
-        HvkitError: rank 0 had no memory for an object, or could not read it; on every rank, at the
-            end.
-        RanksDisagreeError: another rank makes another collective call.
     """
     if rank() == 0:
         yield obj
@@ -67,7 +55,7 @@ def collect(call: str, obj: T) -> Iterator[T]:
         return
     data = encode(obj) if rank() else b""
     gathered = gather(call, (len(data), mailbox.can_send(any_engine())))
-    by_mpi = _mailbox_of_all(can_send for _, can_send in gathered)
+    by_mpi = _mailbox_of_objects() if all(can_send for _, can_send in gathered) else None
     problem = ""
     for source, (length, _) in enumerate(gathered[1:], start=1):
         from_rank(0, None)  # until rank 0 is ready
@@ -84,54 +72,35 @@ def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
     """This rank's object, which one rank makes; a collective.
 
     They are sent as in ``collect``, one after the other.
-
-    Args:
-        call: the user's call.
-        make: called on rank ``root`` with each rank; returns an object that ``encode`` takes.
-        root: the rank that makes them.
-
-    Raises:
-        Exception: the error of ``make``, on every rank, as in ``share``.
-        HvkitError: a rank had no memory for its object, or could not read it; on every rank.
     """
     if size() == 1:
         return make(0)
-    by_mpi = _mailbox_of_all(gather(call, mailbox.can_send(any_engine())))
-    own: Any = None
+    by_mpi = None
+    if all(gather(call, mailbox.can_send(any_engine()))):
+        by_mpi = _mailbox_of_objects()
+    for_this_rank: Any = None
     problem: Exception | None = None
     for target in range(size()):
         data = b""
         if rank() == root and problem is None:
             try:
-                obj = make(target)
                 if target == root:
-                    own = obj
+                    for_this_rank = make(target)
                 else:
-                    data = encode(obj)
-                del obj
+                    data = encode(make(target))
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = error
         length = from_rank(root, len(data))
-        if not length:  # the root's own object, or none after an error
+        if not length:  # the root's object, or none after an error
             continue
         received, reason = _transfer(data, length, root, target, by_mpi)
         if rank() == target:
-            own, problem = received, HvkitError(reason) if reason else None
+            for_this_rank, problem = received, HvkitError(reason) if reason else None
     raise_together(problem, call)
-    return cast(T, own)
+    return cast(T, for_this_rank)
 
 
-_mailbox: mailbox.MpiMailbox | None = None
-
-
-def _mailbox_of_all(can_send: Iterable[bool]) -> mailbox.MpiMailbox | None:
-    """The mailbox for large objects, if all ranks have MPI; a collective."""
-    global _mailbox
-    if not all(can_send):
-        return None
-    if _mailbox is None:
-        _mailbox = mailbox.mpi_mailbox()
-    return _mailbox
+_mailbox_of_objects = functools.cache(mailbox.mpi_mailbox)
 
 
 def _transfer(
@@ -140,30 +109,18 @@ def _transfer(
     """Send an encoded object from one rank to another, in pieces; a collective.
 
     A target without memory for it still receives the pieces, since the other ranks continue.
-
-    Args:
-        data: the object, on the source.
-        length: of the data, on every rank.
-        source: the rank that sends.
-        target: the rank that receives, another one.
-        by_mpi: sends by MPI; None to send by broadcasts to all ranks.
-
-    Returns:
-        On the target the object, or None and the reason.
     """
     sends, receives = rank() == source, rank() == target
-    whole, problem = np.frombuffer(data, np.uint8) if sends else None, ""
+    array, problem = np.frombuffer(data, np.uint8) if sends else None, ""
     try:
-        whole = np.empty(length, np.uint8) if receives else whole
+        array = np.empty(length, np.uint8) if receives else array
     except MemoryError as error:
         problem = f"{type(error).__name__}: {error} ({length} bytes of rank {source})"
     for start in range(0, length, engines.CHUNK):
         stop = min(start + engines.CHUNK, length)
-        piece = np.empty(stop - start, np.uint8) if whole is None else whole[start:stop]
+        piece = np.empty(stop - start, np.uint8) if array is None else array[start:stop]
         if by_mpi is None:
-            received = any_engine().broadcast(piece, source)
-            if receives:
-                piece[:] = received
+            engines.broadcast_in_pieces(any_engine(), piece, source)
             continue
         with waiting_for_all_ranks():
             if sends:
@@ -171,6 +128,6 @@ def _transfer(
             elif receives:
                 by_mpi.receive(piece, source, 0)
     try:
-        return decode(whole.data) if receives and whole is not None else None, problem
+        return decode(array.data) if receives and array is not None else None, problem
     except Exception as error:
         return None, f"{type(error).__name__}: {error} ({length} bytes of rank {source})"

@@ -34,10 +34,10 @@ from hvkit.parameter_server.server import (
     PUSH,
     TAKE,
     Server,
+    purpose_of,
 )
 from hvkit.strategies.parameter_server import Array, ParameterServer
 from hvkit.transport import engines
-from hvkit.transport.mailbox import Mailbox
 from hvkit.watch.calls import call, waiting
 
 _STEP = "optimizer.step()"
@@ -46,129 +46,58 @@ _END_OF_SCRIPT = "the end of the script"
 
 
 class Client:
-    """Sends requests of a rank other than 0 to the server.
-
-    Args:
-        mailbox: of this rank.
-    """
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-        # One request at a time, also if the script has several threads.
-        self._lock = threading.Lock()
-
-    def exchange(self, number: int, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step; wait until this rank may continue, and return the weights.
-
-        Args:
-            number: of the model.
-            changes: of each vector; they are overwritten.
-        """
-        self._request(PUSH, changes, changes, number, "weights")
-        return changes
-
-    def leave(self) -> None:
-        """Let the others train without this rank, until all ranks have called this as often."""
-        self._request(LEAVE, [NOTHING], [NOTHING.copy()])
-
-    def drop(self, number: int) -> None:
-        """Never exchange weights of this model again."""
-        self._request(DROP, [NOTHING], [], number)
-
-    def take(self, request: Array) -> int:
-        """Take batches of a queue, and return the number of the first.
-
-        Args:
-            request: of int64: the queue, the iteration, and how many to take.
-        """
-        answer = np.empty(1, np.int64)
-        self._request(TAKE, [request], [answer])
-        return int(answer[0])
-
-    def end(self) -> None:
-        """Wait until all ranks have ended their scripts."""
-        self._request(END, [NOTHING], [NOTHING.copy()])
-
-    def _request(
-        self,
-        kind: int,
-        sent: list[Array],
-        answers: list[Array],
-        number: int = 0,
-        purpose: str = "checks",
-    ) -> None:
-        """Send a request, and receive its answers, if it has some.
-
-        Raises:
-            RankLostError: there will be none.
-        """
-        with self._lock:
-            for each in sent:
-                self._mailbox.send(each, 0, number * KINDS + kind, purpose)
-            if answers and (found := self._mailbox.wait()).tag == LOST:
-                text = np.empty(found.bytes, np.uint8)
-                self._mailbox.receive(text, 0, LOST)
-                raise RankLostError(text.tobytes().decode())
-            for each in answers:
-                self._mailbox.receive(each, 0, ANSWER)
-
-
-class Service:
-    """This rank's connection with the server, for all models; making it is a collective.
-
-    Args:
-        user: what needs it, for errors.
-    """
+    """This rank's requests to the server, for all models; making it is a collective."""
 
     def __init__(self, user: str) -> None:
         self._mailbox = open_mailbox(user)
-        self.server: Server | None = None
-        self._requests: Server | Client
-        if runtime.rank() == 0:
-            self._requests = self.server = Server(self._mailbox, runtime.size())
-        else:
-            self._requests = Client(self._mailbox)
-        # Models that this rank has dropped, but has not told the server about.
-        self._dropped: deque[int] = deque()
-        engines.before_collective.append(self.leave)
+        self.server = Server(self._mailbox, runtime.size()) if runtime.rank() == 0 else None
+        # One request at a time, also if the script has several threads.
+        self._lock = threading.Lock()
+        # Models that the garbage collector has freed, which it may do at any time.
+        self.dropped: deque[int] = deque()
+        engines.before_collective.append(self._leave)
         # Registered after Horovod's own function and the watcher's, so it runs before them.
         atexit.register(self._end)
 
-    def exchange(self, number: int, changes: list[Array]) -> list[Array]:
-        """As ``Client.exchange``."""
-        self._drop_some()
-        return self._requests.exchange(number, changes)
+    def request(self, kind: int, arrays: list[Array], number: int = 0) -> list[Array]:
+        """Send a request about a model; return the answer, which may overwrite ``arrays``."""
+        with self._lock:
+            while self.dropped:
+                self._request(DROP, [NOTHING], self.dropped.popleft())
+            return self._request(kind, arrays, number)
 
-    def leave(self) -> None:
-        """As ``Client.leave``."""
-        self._drop_some()
-        self._requests.leave()
+    def _request(self, kind: int, arrays: list[Array], number: int) -> list[Array]:
+        if self.server:
+            return self.server.request(kind, arrays, number)
+        for each in arrays:
+            self._mailbox.send(each, 0, number * KINDS + kind, purpose_of(each))
+        if (found := self._mailbox.wait()).tag == LOST:
+            text = np.empty(found.bytes, np.uint8)
+            self._mailbox.receive(text, 0, LOST)
+            raise RankLostError(text.tobytes().decode())
+        for each in arrays:
+            self._mailbox.receive(each, 0, ANSWER)
+        return arrays
 
-    def take(self, request: Array) -> int:
-        """As ``Client.take``."""
-        return self._requests.take(request)
-
-    def drop_later(self, number: int) -> None:
-        """Drop a model with the next request: the garbage collector calls this at any time."""
-        self._dropped.append(number)
-
-    def _drop_some(self) -> None:
-        while self._dropped:
-            self._requests.drop(self._dropped.popleft())
+    def _leave(self) -> None:
+        """Let the others train without this rank, until all ranks have called this as often."""
+        self.request(LEAVE, [NOTHING])
 
     def _end(self) -> None:
         """Wait at the end of the script for the others, unless this rank has failed."""
-        engines.before_collective.remove(self.leave)
+        engines.before_collective.remove(self._leave)
         if getattr(sys, "last_value", None) is not None:
             if self.server:
-                self.server.stop()
+                self.server.end(failed=True)
             return
         with contextlib.suppress(RankLostError), call(_END_OF_SCRIPT), waiting():
-            self._requests.end()
+            self.request(END, [NOTHING])
+            if self.server:
+                self.server.end(failed=False)
             self._mailbox.close()
 
 
-_service: Service | None = None
+_client: Client | None = None
 _models = 0
 # By queue: the last iteration in which this rank has taken a batch.
 _iterations: dict[int, int] = {}
@@ -179,16 +108,10 @@ _uneven: set[int] = set()
 def take_batch(queue: int, iteration: int, count: int = 1) -> int:
     """Take the next batch that no rank has taken, and return its number.
 
-    Args:
-        queue: a number, the same on every rank.
-        iteration: over this queue, counted from 1.
-        count: 0 to look at the next number, and take nothing.
-
-    Raises:
-        ValueError: no model is trained with a parameter server.
-        RankLostError: another rank has ended.
+    With ``count=0`` it takes nothing. The queue has the same number on every rank; iterations over
+    it count from 1. It raises RankLostError if another rank has ended.
     """
-    if _service is None:
+    if _client is None:
         raise ValueError(
             "hvkit.shard(..., dynamic=True) is for ranks that take different numbers of steps: "
             "pass strategy=hvkit.ParameterServer(staleness=None) to hvkit.distribute before the "
@@ -196,7 +119,8 @@ def take_batch(queue: int, iteration: int, count: int = 1) -> int:
         )
     if count:
         _iterations[queue] = max(iteration, _iterations.get(queue, 0))
-    return _service.take(np.array([queue, iteration, count], np.int64))
+    (answer,) = _client.request(TAKE, [np.array([queue, iteration, count], np.int64)])
+    return int(answer[0])
 
 
 def compare_iterations() -> None:
@@ -220,17 +144,13 @@ def compare_iterations() -> None:
 
 
 class Exchange:
-    """One model's weights on the server; making it is a collective.
-
-    Args:
-        strategy: how far ranks may be ahead.
-    """
+    """One model's weights on the server; making it is a collective."""
 
     def __init__(self, strategy: ParameterServer) -> None:
-        global _service
-        if _service is None:
-            _service = Service(str(strategy))
-        self._service = _service
+        global _client
+        if _client is None:
+            _client = Client(str(strategy))
+        self._client = _client
         self._strategy = strategy
         self._number: int | None = None
         # Dtype and length of each vector.
@@ -243,19 +163,16 @@ class Exchange:
         return self._number is not None
 
     def add(self, weights: list[Array]) -> None:
-        """Serve vectors of shape (n,), behind those that were added before; a collective.
-
-        The values of rank 0 count.
-        """
+        """Serve vectors with rank 0's values, behind those that were added before; a collective."""
         global _models
         collectives.gather(_STEP, None)  # from here on no rank trains
-        server = self._service.server
+        server = self._client.server
         if self._number is None:
             _models += 1
             self._number = collectives.from_rank(0, _models)
             if server:
                 server.begin(self._number, weights, self._strategy)
-            self._drop = weakref.finalize(self, self._service.drop_later, self._number)
+            self._drop = weakref.finalize(self, self._client.dropped.append, self._number)
             self._drop.atexit = False
         elif server:
             server.extend(self._number, weights)
@@ -263,16 +180,10 @@ class Exchange:
         collectives.gather(_STEP, None)  # until the server has the vectors
 
     def exchange(self, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step, and return the weights to continue with.
-
-        Args:
-            changes: of each vector; they are overwritten.
-
-        Raises:
-            RankLostError: another rank has ended, or is too slow.
+        """Send the changes of a step, which are overwritten; return the weights to continue with.
         """
         assert self._number is not None
-        return self._service.exchange(self._number, changes)
+        return self._client.request(PUSH, changes, self._number)
 
     def read(self) -> list[Array]:
         """The server's weights, the same on every rank; a collective.
@@ -280,7 +191,7 @@ class Exchange:
         Every rank must have waited for all others since its last exchange.
         """
         assert self._number is not None
-        server = self._service.server
+        server = self._client.server
         if server:
             weights = server.read(self._number)
         else:

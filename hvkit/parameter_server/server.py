@@ -35,13 +35,13 @@ log_of_next: list[Update] | None = None
 """The log of the models that are served from now on, on rank 0; None for no log."""
 
 
-class Server:
-    """The weights of all models, on rank 0.
+def purpose_of(array: Array) -> str:
+    """As what ``hvkit.traffic`` counts it."""
+    return "weights" if array.dtype.kind == "f" else "checks"
 
-    Args:
-        mailbox: only the server's thread uses it.
-        size: the number of ranks.
-    """
+
+class Server:
+    """The weights of all models, on rank 0; only the server's thread uses the mailbox."""
 
     def __init__(self, mailbox: Mailbox, size: int) -> None:
         self._mailbox = mailbox
@@ -52,7 +52,7 @@ class Server:
         self._models: dict[int, ServedWeights] = {}
         self._dropped: dict[int, set[int]] = {}
         self._attendance = Attendance(size)
-        self._own_answers: dict[int, list[Array]] = {}
+        self._answer_to_0: list[Array] | None = None
         self._outbox: deque[tuple[int, int, list[Array]]] = deque()
         # The next batch that no rank has taken, by queue and iteration.
         self._next: dict[tuple[int, int], int] = {}
@@ -60,8 +60,7 @@ class Server:
         self._since: dict[tuple[int, int], float] = {}
         self._reported: set[tuple[int, int]] = set()
         self._lost = ""
-        self._over = False
-        self._stopped = False
+        self._failed = False
         self._wake = threading.Event()
         self._thread = threads.start("hvkit-server", self._run)
 
@@ -83,45 +82,22 @@ class Server:
         with self._changed:
             return [each.copy() for each in self._models[number].weights]
 
-    def exchange(self, number: int, changes: list[Array]) -> list[Array]:
-        """As ``client.Client.exchange``, for rank 0."""
+    def request(self, kind: int, arrays: list[Array], number: int) -> list[Array]:
+        """Act on a request of rank 0, which has one at a time; return the answer."""
         with self._changed:
-            self._push(0, number, changes)
-            while number not in self._own_answers:
+            self._answer_to_0 = None
+            self._raise_if_lost()
+            self._act(0, number, kind, arrays)
+            while self._answer_to_0 is None:
+                self._changed.wait(1)
                 self._raise_if_lost()
-                self._changed.wait(1)
-            return self._own_answers.pop(number)
+            return self._answer_to_0
 
-    def leave(self) -> None:
-        """As ``Client.leave``, for rank 0."""
-        with self._changed:
-            self._raise_if_lost()
-            self._leave(0)
-
-    def take(self, request: Array) -> int:
-        """As ``Client.take``, for rank 0."""
-        with self._changed:
-            self._raise_if_lost()
-            return self._take_batch(request)
-
-    def drop(self, number: int) -> None:
-        """As ``Client.drop``, for rank 0."""
-        with self._changed:
-            self._drop(0, number)
-
-    def end(self) -> None:
-        """Wait until all ranks have ended their scripts, and stop."""
-        with self._changed:
-            self._end(0)
-            while not (self._over or self._lost):
-                self._changed.wait(1)
-        self._thread.join()
-
-    def stop(self) -> None:
-        """Stop without waiting for anyone: this rank has failed."""
-        self._stopped = True
+    def end(self, *, failed: bool) -> None:
+        """Stop: at once if this rank has failed, else once all ranks have their last answers."""
+        self._failed = failed
         self._wake.set()
-        self._thread.join(1)
+        self._thread.join(1 if failed else None)
 
     def _raise_if_lost(self) -> None:
         if self._lost:
@@ -138,9 +114,9 @@ class Server:
 
     def _serve(self) -> None:
         pause, next_look = pauses(), 0.0
-        while not self._stopped and not (self._attendance.all_ended and not self._outbox):
+        while not self._failed and not (self._attendance.all_ended and not self._outbox):
             if (found := self._mailbox.look()) is not None:
-                self._take(found.source, *divmod(found.tag, KINDS))
+                self._receive(found.source, *divmod(found.tag, KINDS))
             sent = self._send_answers()
             if found or sent:
                 pause = pauses()
@@ -150,82 +126,62 @@ class Server:
                 self._look_for_long_waits()
             self._wake.wait(next(pause))
             self._wake.clear()
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
 
-    def _take(self, source: int, number: int, kind: int) -> None:
-        """Receive a request and act on it."""
-        tag = number * KINDS + kind
-        if kind == TAKE:
-            request = np.empty(3, np.int64)
-            self._mailbox.receive(request, source, tag)
-            with self._changed:
-                answer = np.array([self._take_batch(request)])
-                self._outbox.append((source, ANSWER, [answer]))
-            return
+    def _receive(self, source: int, number: int, kind: int) -> None:
+        arrays = [NOTHING]
         if kind == PUSH:
-            changes = [np.empty_like(each) for each in self._models[number].weights]
-            for each in changes:
-                self._mailbox.receive(each, source, tag)
-            with self._changed:
-                self._push(source, number, changes)
-            return
-        self._mailbox.receive(NOTHING.copy(), source, tag)
+            arrays = [np.empty_like(each) for each in self._models[number].weights]
+        elif kind == TAKE:
+            arrays = [np.empty(3, np.int64)]
+        for each in arrays:
+            self._mailbox.receive(each, source, number * KINDS + kind)
         with self._changed:
-            if kind == LEAVE:
-                self._leave(source)
-                self._outbox.append((source, ANSWER, [NOTHING]))
-            elif kind == DROP:
-                self._drop(source, number)
-            else:
-                self._end(source)
+            self._act(source, number, kind, arrays)
 
-    def _push(self, rank: int, number: int, changes: list[Array]) -> None:
-        self._attendance.train(rank)
-        self._models[number].push(rank, changes, self._attendance.away)
-        self._since[number, rank] = time.monotonic()
+    def _act(self, rank: int, number: int, kind: int, arrays: list[Array]) -> None:
+        """Act on a request, and answer it with arrays of the same shapes, now or later."""
+        if kind == PUSH:
+            self._attendance.train(rank)
+            self._models[number].push(rank, arrays, self._attendance.away)
+            self._since[number, rank] = time.monotonic()
+        elif kind == LEAVE:
+            if self._attendance.enter(rank):
+                for each in self._models.values():
+                    each.restart_clocks()
+            self._answer(rank, arrays)
+        elif kind == DROP:
+            ranks = self._dropped.setdefault(number, set())
+            ranks.add(rank)
+            if len(ranks) == self._size:
+                del self._models[number], self._dropped[number]
+            self._answer(rank, arrays)
+        elif kind == TAKE:
+            queue, iteration, count = map(int, arrays[0])
+            batch = self._next.get((queue, iteration), 0)
+            self._next[queue, iteration] = batch + count
+            self._answer(rank, [np.array([batch, iteration, count], np.int64)])
+        else:
+            self._attendance.end(rank)
+            for each_rank in range(self._size) if self._attendance.all_ended else ():
+                self._answer(each_rank, arrays)
         self._release()
 
-    def _take_batch(self, request: Array) -> int:
-        queue, iteration, count = map(int, request)
-        number = self._next.setdefault((queue, iteration), 0)
-        self._next[queue, iteration] = number + count
-        return number
-
-    def _leave(self, rank: int) -> None:
-        if self._attendance.enter(rank):
-            for each in self._models.values():
-                each.restart_clocks()
-        self._release()
-
-    def _drop(self, rank: int, number: int) -> None:
-        ranks = self._dropped.setdefault(number, set())
-        ranks.add(rank)
-        if len(ranks) == self._size:
-            del self._models[number], self._dropped[number]
-
-    def _end(self, rank: int) -> None:
-        self._attendance.end(rank)
-        self._release()
-        if self._attendance.all_ended:
-            for each in range(1, self._size):
-                self._outbox.append((each, ANSWER, [NOTHING]))
+    def _answer(self, rank: int, arrays: list[Array], tag: int = ANSWER) -> None:
+        """Give rank 0 its answer at once; the server's thread sends those to others."""
+        if rank == 0:
+            self._answer_to_0 = arrays
+            self._changed.notify_all()
+        else:
+            self._outbox.append((rank, tag, arrays))
             self._wake.set()
 
     def _release(self) -> None:
-        """Answer the ranks that may continue: rank 0 at once, others from the server's thread."""
+        """Answer the ranks that may continue."""
         away = self._attendance.away
         for number, model in self._models.items():
             for rank in model.release(away) if model.waiting else ():
-                weights = [each.copy() for each in model.weights]
                 self._since.pop((number, rank), None)
-                if rank == 0:
-                    self._own_answers[number] = weights
-                    self._changed.notify_all()
-                else:
-                    self._outbox.append((rank, ANSWER, weights))
-                    self._wake.set()
+                self._answer(rank, [each.copy() for each in model.weights])
 
     def _send_answers(self) -> bool:
         """Send the answers in the outbox; return whether there were any."""
@@ -233,8 +189,7 @@ class Server:
         while self._outbox:
             rank, tag, arrays = self._outbox.popleft()
             for each in arrays:
-                purpose = "weights" if each.dtype.kind == "f" else "checks"
-                self._mailbox.send(each, rank, tag, purpose)
+                self._mailbox.send(each, rank, tag, purpose_of(each))
         return sent
 
     def _look_for_long_waits(self) -> None:
@@ -261,4 +216,4 @@ class Server:
                     self._lost = text
                     self._changed.notify_all()
                 else:
-                    self._outbox.append((rank, LOST, [np.frombuffer(text.encode(), np.uint8)]))
+                    self._answer(rank, [np.frombuffer(text.encode(), np.uint8)], LOST)

@@ -27,25 +27,14 @@ _SERVED = "served."
 
 
 class _Vector(NamedTuple):
-    """Weights that are sent as one vector.
-
-    Attributes:
-        numbers: of the weights.
-        read: their values on this rank after its last exchange, one after the other.
-    """
+    """Weights that are sent as one vector."""
 
     numbers: list[int]
     read: Array
 
 
 class ServerKeeper(LocalWeightsKeeper):
-    """Exchanges the weights of one model with the server. Making it is a collective.
-
-    Args:
-        strategy: how far ranks may be ahead.
-        weights: of the model.
-        name: the same on every rank, and no other model's.
-    """
+    """Exchanges the weights of one model with the server. Making it is a collective."""
 
     compression = None
     equal_steps = False
@@ -181,13 +170,7 @@ class ServerKeeper(LocalWeightsKeeper):
         return {f"{_SERVED}{i}": np.array(value) for i, value in self._shown.items()}
 
     def load_state(self, arrays: dict[str, Array], *, in_round: bool) -> None:
-        """Set what ``state`` returned.
-
-        Args:
-            arrays: from ``state``.
-            in_round: whether each rank has its local weights again. If not, the server begins with
-                the weights that all ranks have now.
-        """
+        """Set what ``state`` returned."""
         self.start_over()
         if in_round:
             self._resumed = {int(key.removeprefix(_SERVED)): a for key, a in arrays.items()}

@@ -43,32 +43,19 @@ CarryOut = Callable[[Generator[Exchange, Tensor, Any], str], Running]
 
 
 class Agreement(NamedTuple):
-    """An agreement on some weights that is running.
-
-    Attributes:
-        numbers: of the weights.
-        values: of the weights when it began.
-        exchanges: return what the strategy returns.
-    """
+    """An agreement on some weights that is running."""
 
     numbers: list[int]
     values: Vector
+    """Of the weights when it began."""
     exchanges: Running
+    """Return what the strategy returns."""
 
 
 class Agreements:
     """Agreements on the weights of one model.
 
     Every rank must start and finish the same ones, in the same order.
-
-    Args:
-        strategy: what the ranks agree on.
-        weights: of the model.
-        carry_out: makes the exchanges.
-        compression: compresses float32 vectors; None for none.
-
-    Attributes:
-        pending: changes that overlapped agreements will add to the weights, by number.
     """
 
     def __init__(
@@ -78,6 +65,7 @@ class Agreements:
         carry_out: CarryOut,
         compression: CompressionState | None,
     ) -> None:
+        # Changes that overlapped agreements will add to the weights, by number.
         self.pending: dict[int, Vector] = {}
         self._strategy = strategy
         self._weights = weights
@@ -105,12 +93,7 @@ class Agreements:
         return anchor is not None and not self._weights.equals(i, anchor)
 
     def set_anchor(self, i: int, values: Vector | None = None) -> None:
-        """Begin a round with other values, as if the ranks had agreed on them.
-
-        Args:
-            i: the weight's number.
-            values: None for the weight's own.
-        """
+        """Begin a round with values, by default the weight's, as if the ranks had agreed on them."""
         values = self._weights.read(i) if values is None else values
         self._state[i] = self._strategy.reset(values, self._state[i])
 
@@ -129,12 +112,9 @@ class Agreements:
     def start(
         self, numbers: list[int], name: str, flow: Callable[..., Flow[Any]] | None = None
     ) -> Agreement:
-        """Start an agreement on some weights.
+        """Start an agreement on weights of one dtype, by the strategy's ``agree`` or another flow.
 
-        Args:
-            numbers: of weights of one dtype.
-            name: the same on every rank, and no other agreement's that runs at the same time.
-            flow: the strategy's method that agrees; None for ``agree``.
+        No other agreement that runs at the same time may have the same name.
         """
         values = self._weights.join([self._value(i) for i in numbers])
         states = [self._state[i] for i in numbers]
@@ -253,24 +233,17 @@ class Agreements:
 
 @sendable
 class RoundSummary(NamedTuple):
-    """How a rank ends a round.
-
-    Attributes:
-        model: the keeper's name.
-        optimizer: its name in messages, the same on every rank.
-        rounds: how many that optimizer has ended, with this one.
-        trained: numbers of the weights that were trained in it.
-        rates: a checksum of the learning rates.
-        set_by_script: numbers of the weights that this rank's script has set before the round; they
-            may differ between ranks.
-    """
+    """How a rank ends a round."""
 
     model: str
     optimizer: str
     rounds: int
+    """How many the optimizer has ended, with this one."""
     trained: list[int]
     rates: int
+    """A checksum of the learning rates."""
     set_by_script: list[int]
+    """Weights that this rank's script has set before the round; the only part that may differ."""
 
     def __str__(self) -> str:
         return f"round {self.rounds} of {self.optimizer} of model {self.model}"
@@ -279,19 +252,7 @@ class RoundSummary(NamedTuple):
 def require_same_round(
     summary: RoundSummary, optimizer: LocalOptimizer, weights: Weights
 ) -> list[RoundSummary]:
-    """Raise on every rank unless all end the same round in the same way; a collective.
-
-    Args:
-        summary: this rank's.
-        optimizer: the one whose round ends.
-        weights: all of the model.
-
-    Returns:
-        The summaries of all ranks.
-
-    Raises:
-        RanksDisagreeError: names the ranks and what differs.
-    """
+    """Return all ranks' summaries, or raise if they end the round differently; a collective."""
     summaries = collectives.gather(weights.step_call, summary, weights.group)
     first = summaries[0]
     for rank, other in zip(weights.group.members, summaries, strict=True):
@@ -312,15 +273,7 @@ def require_same_round(
 
 
 def require_same_trained(trained: Sequence[Sequence[int]], weights: Weights) -> None:
-    """Raise if ranks have trained different weights.
-
-    Args:
-        trained: their numbers, by rank.
-        weights: all of the model.
-
-    Raises:
-        RanksDisagreeError: names the first one and two ranks.
-    """
+    """Raise if ranks have trained different weights; ``trained`` has their numbers, by rank."""
     if (unlike := first_unlike(trained, weights.group)) is not None:
         i, by, not_by = unlike
         raise RanksDisagreeError(
@@ -330,14 +283,9 @@ def require_same_trained(trained: Sequence[Sequence[int]], weights: Weights) -> 
 
 
 def require_equal_steps(steps: Sequence[int], group: Group) -> None:
-    """Raise on every rank of a group unless all have taken equally many steps; a collective.
+    """Raise unless all ranks of a group have taken equally many steps; a collective.
 
-    Args:
-        steps: this rank's since the last agreement, for each optimizer.
-        group: the ranks that take part.
-
-    Raises:
-        RanksDisagreeError: they have not.
+    ``steps`` are this rank's since the last agreement, for each optimizer.
     """
     by_rank = collectives.gather("hvkit.settled", list(steps), group)
     for rank, taken in zip(group.members, by_rank, strict=True):

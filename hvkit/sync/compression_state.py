@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,11 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 class CompressionState:
-    """The state that a compression has for each parameter, by a key: its number, or its id.
-
-    Args:
-        compression: of float32 gradients or weights.
-        ops: the framework's functions on tensors.
-        group: the ranks that take part, and this one among them.
-
-    Attributes:
-        kept: the state, by key and name.
-        pending: the new state, which ``commit`` keeps once an update has used the means.
-    """
+    """The state that a compression has for each parameter, by a key: its number, or its id."""
 
     def __init__(self, compression: Compression, ops: Ops, group: Ranks) -> None:
         self.compression = compression
+        # By key and name; the new state is kept once an update has used the means.
         self.kept: dict[Hashable, dict[str, Tensor]] = {}
         self.pending: dict[Hashable, dict[str, Tensor]] = {}
         self._ops = ops
@@ -41,8 +32,7 @@ class CompressionState:
     def suits(self, dtype: Any) -> bool:
         """Whether vectors of this dtype, of NumPy or a framework, are compressed.
 
-        Raises:
-            ValueError: they cannot be, and must not be sent otherwise.
+        It raises ValueError if they cannot be, and must not be sent otherwise.
         """
         name = getattr(dtype, "name", str(dtype)).removeprefix("torch.")
         suits = name == "float32" or not self.compression.float32_only
@@ -58,11 +48,8 @@ class CompressionState:
     ) -> Generator[Exchange, Tensor, Tensor]:
         """The exchanges that average a vector; return the mean. Its new state is pending.
 
-        Args:
-            keys: of the parameters.
-            shapes: of the parameters.
-            vector: of shape (n,): their gradients or changes, one after the other. If it is an
-                array of NumPy, the mean is one, too.
+        The vector, of shape (n,), has the parameters' gradients or changes one after the other. If
+        it is an array of NumPy, the mean is one, too.
         """
         in_numpy = isinstance(vector, np.ndarray)
         if in_numpy:
@@ -118,14 +105,7 @@ class CompressionState:
 
 
 class CompressionKeeper:
-    """A ``hvkit.sync.port.Keeper`` of the state of a compression of gradients.
-
-    Args:
-        strategy: as passed to ``distribute``.
-        compression: as passed to ``distribute``.
-        states: by the prefix of their names in a checkpoint.
-        keys: returns those of the model's parameters, in order.
-    """
+    """A ``hvkit.sync.port.Keeper`` of the state of a compression of gradients."""
 
     local, equal_steps = False, True
 
@@ -144,10 +124,9 @@ class CompressionKeeper:
     def arrive(self) -> None:
         """No agreement runs during training."""
 
-    @contextmanager
-    def settled(self) -> Iterator[None]:
+    def settled(self) -> AbstractContextManager[None]:
         """The weights are the same on all ranks at any time."""
-        yield
+        return nullcontext()
 
     unsettled = settled
 

@@ -33,12 +33,6 @@ def record(
     """Remember models that train together, and their optimizers, as distributed.
 
     The models must keep their keeper.
-
-    Args:
-        models: as passed to ``distribute``.
-        records: of their optimizers, and of models.
-        keeper: of their state.
-        group: the ranks that train them, if these are not all.
     """
     of_keeper = None if keeper is None else ref(keeper)
     plain = [_plain(model) for model in models]
@@ -51,11 +45,7 @@ def record(
 
 
 def refuse_groups(call: str, things: Iterable[Any]) -> None:
-    """Raise if only some ranks train one of these models or optimizers, or a part of a model.
-
-    Raises:
-        ValueError: names them; ``call`` would take it for that of all ranks.
-    """
+    """Raise if only some ranks train one of these, or a part; ``call`` would count them as all."""
     for thing in things if _groups else ():
         if (group := _group_of(thing)) is not None:
             raise ValueError(
@@ -82,9 +72,7 @@ _unbuilt: WeakKeyDictionary[Any, WeakMethod[Callable[[], None]]] = WeakKeyDictio
 def begin_with_weights(model: Any, begin: Callable[[], None]) -> None:
     """Remember how ranks begin to train a model together that has no weights yet.
 
-    Args:
-        model: as passed to ``distribute``.
-        begin: a method, which does nothing before there are weights; then a collective.
+    ``begin`` is a method, which does nothing before there are weights; then a collective.
     """
     _unbuilt[_plain(model)] = WeakMethod(begin)
 

@@ -112,17 +112,14 @@ def hashed(text: str) -> Rows:
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor that ranks compare by its row.
-
-    Attributes:
-        label: ``"parameter 0.weight"``.
-        unit: the distance from 1 to the next number of its dtype; 0 for dtypes that do not round.
-        fix: the advice if it differs; empty for the advice about weights.
-    """
+    """A tensor that ranks compare by its row."""
 
     label: str
+    """``"parameter 0.weight"``."""
     unit: float = 0.0
+    """The distance from 1 to the next number of its dtype; 0 for dtypes that do not round."""
     fix: str = ""
+    """The advice if it differs; empty for the advice about weights."""
 
 
 def describe_differences(
@@ -131,16 +128,10 @@ def describe_differences(
     exact: bool,
     members: Sequence[int] | None = None,
 ) -> tuple[str, bool]:
-    """The message about differences between the ranks' rows; the same on every rank.
+    """The message about differences, empty for none, and whether they are an error.
 
-    Args:
-        rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
-        compared: the tensors of the rows.
-        exact: whether rounding counts as an error.
-        members: the ranks' numbers among all; None if these are all.
-
-    Returns:
-        The message, empty if all ranks hold the same, and whether it is an error.
+    The rows have the shape ``(ranks, len(compared), WIDTH)``. With ``exact``, rounding is an error,
+    too. ``members`` are the ranks' numbers among all; None if these are all.
     """
     distances = _distances(rows_by_rank)
     if not distances:
@@ -148,8 +139,8 @@ def describe_differences(
     beyond = list(distances) if exact else _beyond_rounding(distances, compared)
     first = (beyond or list(distances))[0]
     members = members or range(len(rows_by_rank))
-    ranks = [members[at] for at in _unlike_first(rows_by_rank[:, first])]
-    where = f"{compared[first].label} of {ranks_text(ranks)} differs from that of rank {members[0]}"
+    ranks = _unlike_first(rows_by_rank[:, first], members)
+    where = f"{compared[first].label} of {ranks} differs from that of rank {members[0]}"
     if beyond:
         rounded = distances[first] <= _UNITS * compared[first].unit < _ROUNDING
         fix = compared[first].fix or (_ROUNDED if rounded else _FIX)
@@ -162,22 +153,6 @@ def describe_differences(
     )
 
 
-def unlike(
-    rows_by_rank: Rows, compared: Sequence[Compared], members: Sequence[int]
-) -> dict[str, list[int]]:
-    """By label of what differs by more than rounding: the ranks that differ from the first.
-
-    Args:
-        rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
-        compared: the tensors of the rows.
-        members: the ranks' numbers among all.
-    """
-    beyond = _beyond_rounding(_distances(rows_by_rank), compared)
-    return {
-        compared[i].label: [members[at] for at in _unlike_first(rows_by_rank[:, i])] for i in beyond
-    }
-
-
 def _distances(rows_by_rank: Rows) -> dict[int, float]:
     """The distances of the tensors that differ, by number."""
     bits = rows_by_rank[:, :, 0]
@@ -186,16 +161,12 @@ def _distances(rows_by_rank: Rows) -> dict[int, float]:
 
 
 def _beyond_rounding(distances: Mapping[int, float], compared: Sequence[Compared]) -> list[int]:
-    return [
-        i
-        for i, distance in distances.items()
-        if not distance <= max(_ROUNDING, _UNITS * compared[i].unit)
-    ]
+    return [i for i, d in distances.items() if not d <= max(_ROUNDING, _UNITS * compared[i].unit)]
 
 
-def _unlike_first(rows: Rows) -> list[int]:
-    found: list[int] = np.flatnonzero(rows[:, 0] != rows[0, 0]).tolist()
-    return found
+def _unlike_first(rows: Rows, members: Sequence[int]) -> str:
+    """The members whose rows of a tensor differ from the first one's, in words."""
+    return ranks_text([members[at] for at in np.flatnonzero(rows[:, 0] != rows[0, 0])])
 
 
 _FIX = (
@@ -237,12 +208,8 @@ def judge(
 ) -> str:
     """The error message that all ranks must raise, or an empty one; the first warns of rounding.
 
-    Args:
-        rows_by_rank: int64 of shape ``(ranks, len(compared), WIDTH)``.
-        compared: the tensors of the rows.
-        exact: whether rounding counts as an error.
-        group: the ranks that raise it.
-        members: the ranks of the rows, if these are not the whole group.
+    Rows and ``exact`` are as for ``describe_differences``. The group raises the error; the rows are
+    those of its ``members`` only, unless that is None.
     """
     text, error = describe_differences(rows_by_rank, compared, exact, members or group.members)
     if text and not error:
@@ -259,18 +226,8 @@ def require_same(
 ) -> bool:
     """Raise on every rank unless all ranks hold the same, up to rounding; a collective.
 
-    Args:
-        call: the user's call.
-        compared: the tensors of the rows.
-        rows: this rank's rows, one for each entry of ``compared``.
-        group: the ranks that take part; None for all.
-        part: the part of the model that this rank has. Ranks with one part must have the same.
-
-    Returns:
-        Whether they hold the same bit for bit.
-
-    Raises:
-        RanksDisagreeError: names the first thing that differs, and the ranks.
+    Ranks with the same ``part`` of a model must have the same. Return whether they hold the same
+    bit for bit.
     """
     labels = [each.label for each in compared]
     digest = hashlib.sha256(repr(labels).encode() + b"".join(r.tobytes() for r in rows)).digest()
@@ -302,15 +259,7 @@ def require_same(
 def first_unlike(
     lists: Sequence[Collection[int]], group: Group | None = None
 ) -> tuple[int, int, int] | None:
-    """The first number that some ranks list and others do not; None if all list the same.
-
-    Args:
-        lists: the numbers, by rank.
-        group: of these ranks; None for all.
-
-    Returns:
-        The number, a rank that lists it, and one that does not.
-    """
+    """A number that some ranks list and others do not, a rank that does, and one that does not."""
     members = group.members if group else range(len(lists))
     first = members[0]
     for rank, listed in zip(members, lists, strict=True):
@@ -334,12 +283,8 @@ def of_gradients(rows: Sequence[Rows]) -> Rows:
 def warn_of_equal_work(rows_by_rank: Rows, group: Group) -> bool:
     """Warn on the first rank, once, if all ranks have the same gradients.
 
-    Args:
-        rows_by_rank: int64 of shape ``(ranks, 2)``: each rank's result of ``of_gradients``.
-        group: these ranks.
-
-    Returns:
-        Whether any rank had comparable gradients; no further check is needed then.
+    The rows are the ranks' results of ``of_gradients``. Return whether any rank had comparable
+    gradients: no further check is needed then.
     """
     if not rows_by_rank[:, 1].any():
         return False
@@ -362,8 +307,7 @@ _averaged: set[bytes] = set()
 def require_same_buffers(facts: Sequence[str]) -> bool:
     """Raise on every rank unless all average the same buffers; a collective, in one message.
 
-    Returns:
-        Whether these are averaged for the first time; the same on every rank.
+    Return whether these are averaged for the first time; the same on every rank.
     """
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
     if len(set(collectives.share("average_buffers", None, digest))) > 1:
@@ -387,14 +331,7 @@ def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None
 def warn_of_unlike(
     call: str, compared: Sequence[Compared], rows: Sequence[Rows], group: Group | None = None
 ) -> None:
-    """Name, once, buffers that differ because nothing averages them; a collective.
-
-    Args:
-        call: the user's call.
-        compared: the buffers.
-        rows: their fingerprints on this rank.
-        group: the ranks that take part; None for all.
-    """
+    """Name, once, buffers that differ because nothing averages them; a collective."""
     group = group or all_ranks()
     if found := _unlike(call, compared, rows, group):
         warn_once(
@@ -418,9 +355,9 @@ def _unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows], group
         return "the number of buffers"
     shape = len(by_rank), len(compared), WIDTH
     table = np.frombuffer(b"".join(by_rank), np.int64).reshape(shape)
-    found = unlike(table, compared, group.members)
-    texts = [f"{label} of {ranks_text(ranks)}" for label, ranks in found.items()]
-    more = (
-        f" and {len(texts) - _MOST_BUFFERS_NAMED} more" if len(texts) > _MOST_BUFFERS_NAMED else ""
-    )
-    return ", ".join(texts[:_MOST_BUFFERS_NAMED]) + more
+    found = [
+        f"{compared[i].label} of {_unlike_first(table[:, i], group.members)}"
+        for i in _beyond_rounding(_distances(table), compared)
+    ]
+    more = len(found) - _MOST_BUFFERS_NAMED
+    return ", ".join(found[:_MOST_BUFFERS_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -82,12 +82,7 @@ class Weights(Protocol):
         """A copy of an array as a vector, on the device of a weight."""
 
     def mean(self, vector: Vector, name: str) -> Vector:
-        """The mean over ranks; a collective.
-
-        Args:
-            vector: may be overwritten.
-            name: the same on every rank, and no other collective's.
-        """
+        """The mean over ranks of a vector, which may be overwritten; a collective."""
 
     def values(self) -> list[tuple[Any, Any]]:
         """Everything that an agreement changes, and a copy of its value.
@@ -104,10 +99,8 @@ class Weights(Protocol):
     def average_statistics(self, name: str, *, keep: bool) -> None:
         """Average the statistics of normalisation layers over ranks; a collective.
 
-        Args:
-            name: the same on every rank, and no other collective's.
-            keep: whether training continues with them. If not, they are for evaluation, and layers
-                in evaluation mode change as well.
+        Training continues with them if it is to ``keep`` them. If not, they are for evaluation, and
+        layers in evaluation mode change as well.
         """
 
     def require_equal(self) -> None:
@@ -116,13 +109,8 @@ class Weights(Protocol):
     def require_close(self, call: str, note: str, vectors: Mapping[int, Vector]) -> bool:
         """Raise on every rank unless vectors of weights differ by rounding; a collective.
 
-        Args:
-            call: the user's.
-            note: for the error message, after the name of a weight.
-            vectors: by number, the same ones on every rank.
-
-        Returns:
-            Whether they are the same bit for bit.
+        The error has the note after the name of a weight. Return whether they are the same bit for
+        bit.
         """
 
 
@@ -152,11 +140,7 @@ class LocalOptimizer(Protocol):
         """A number that differs, in all likelihood, if the learning rates do."""
 
     def require_same_training(self, call: str) -> None:
-        """Raise if ranks train other weights, or at other rates; a collective.
-
-        Args:
-            call: the user's.
-        """
+        """Raise if ranks train other weights, or at other rates; a collective."""
 
 
 class HookedOptimizer(LocalOptimizer, Protocol):
@@ -173,10 +157,6 @@ class LocalWeightsKeeper(ABC):
 
     A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
     its rounds against those of the others.
-
-    Args:
-        weights: of the model.
-        name: the same on every rank, and no other model's.
     """
 
     local = True
@@ -277,11 +257,7 @@ class LocalWeightsKeeper(ABC):
         self._for_callbacks = self.weights.values()
 
     def keep_what_callbacks_set(self) -> None:
-        """Let weights that callbacks have set replace the local ones; a collective.
-
-        Raises:
-            RanksDisagreeError: callbacks have set other weights on some ranks.
-        """
+        """Let weights that callbacks have set, on all ranks, replace local ones; a collective."""
         if self._local is None or not self._for_callbacks:
             return
         shown, now = self._for_callbacks, self.weights.values()
@@ -320,14 +296,7 @@ class LocalWeightsKeeper(ABC):
     ) -> Iterator[tuple[int, Vector]]:
         """Yield the means of vectors, if they differ between ranks by rounding; a collective.
 
-        Args:
-            call: the user's.
-            note: for the error message, after the name of a weight.
-            vectors: of weights, by number; the same numbers on every rank.
-            name: of the collectives.
-
-        Raises:
-            RanksDisagreeError: they differ by more than rounding.
+        Larger differences are an error, with the note after the name of a weight.
         """
         if not vectors or self.weights.require_close(call, note, vectors):
             return
@@ -348,12 +317,7 @@ class LocalWeightsKeeper(ABC):
         self.weights.average_statistics(f"{self._name}.statistics", keep=keep)
 
     def watch(self, optimizer: HookedOptimizer, adopt: Callable[[], bool]) -> None:
-        """Surround the steps of an optimizer.
-
-        Args:
-            optimizer: one that updates some of the weights.
-            adopt: adds weights that are new in the optimizer.
-        """
+        """Surround the steps of an optimizer, before which ``adopt`` adds its new weights."""
         number = self._add_optimizer(optimizer)
 
         def before() -> None:

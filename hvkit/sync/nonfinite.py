@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 OnNonfinite = Literal["ignore", "skip", "stop"]
@@ -12,15 +13,11 @@ ACTIONS = get_args(OnNonfinite)
 _SHOWN = 3
 
 
+@dataclass
 class SkippedSteps:
-    """Counts the steps of this process that were skipped."""
+    """How many steps of this process were skipped."""
 
-    def __init__(self) -> None:
-        self.number = 0
-
-    def add(self) -> None:
-        """Count one."""
-        self.number += 1
+    number: int = 0
 
 
 skipped_steps = SkippedSteps()
@@ -40,9 +37,7 @@ kept_statistics: weakref.WeakSet[Statistics] = weakref.WeakSet()
 def describe(by_rank: Sequence[Sequence[str]], members: Sequence[int] | None = None) -> str:
     """The sentence about ranks with gradients that are not finite, and their parameters.
 
-    Args:
-        by_rank: the names of these parameters, by rank; empty where all were finite.
-        members: the ranks' numbers among all; None if these are all.
+    ``by_rank`` has the names of these parameters; ``members`` are the ranks, if not all.
     """
     members = members or range(len(by_rank))
     found = [

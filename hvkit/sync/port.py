@@ -78,21 +78,15 @@ class ShardedObject(Sharded, Protocol):
     def load_shards(self, saved: Any, load: Callable[[dict[str, Any]], None]) -> None:
         """Read this rank's part, once the model is divided.
 
-        Args:
-            saved: by a sharded checkpoint.
-            load: gets the part of an optimizer's state dict, or the entries of a model's that are
-                no tensors.
+        ``load`` gets the part of an optimizer's state dict, or the entries of a model's that are no
+        tensors.
         """
 
     def rank_state(self) -> dict[str, Any]:
         """The state of this rank's part; empty before the model is divided."""
 
     def load_rank_state(self, load: Callable[[], None]) -> None:
-        """Load what ``rank_state`` returned, if the ranks continue the saved round.
-
-        Args:
-            load: called once the model is divided.
-        """
+        """Load what ``rank_state`` returned, if the ranks continue the saved round."""
 
 
 class ShardedKeeper(Sharded, Protocol):
@@ -166,10 +160,8 @@ class Keeper(Protocol):
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
         """Set what ``state`` returned.
 
-        Args:
-            arrays: from ``state``.
-            in_round: whether each rank will have its local weights again. If not, a new round
-                begins, with the weights that all ranks have now.
+        ``in_round`` says that each rank will have its local weights again. If not, a new round
+        begins, with the weights that all ranks have now.
         """
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:

@@ -34,17 +34,14 @@ from hvkit.watch.calls import call
 
 
 class _Round(NamedTuple):
-    """A round whose agreements overlap with the next one.
-
-    Attributes:
-        number: the optimizer's.
-        summary: how this rank ends it; None if the ranks do not compare that.
-        agreements: on all its weights, some at a time.
-    """
+    """A round whose agreements overlap with the next one."""
 
     number: int
+    """The optimizer's."""
     summary: RoundSummary | None
+    """None if the ranks do not compare how they end it."""
     agreements: list[Agreement]
+    """On all its weights, some at a time."""
 
     def concerns(self, numbers: Container[int] | None) -> bool:
         """Whether to wait for it before any of these weights changes; None for all."""
@@ -53,15 +50,7 @@ class _Round(NamedTuple):
 
 
 class RoundKeeper(LocalWeightsKeeper):
-    """Ends the rounds of the optimizers of one model.
-
-    Args:
-        strategy: what the ranks agree on.
-        weights: of the model.
-        name: the same on every rank, and no other model's.
-        carry_out: makes the exchanges of agreements.
-        compression: compresses float32 vectors; None for none.
-    """
+    """Ends the rounds of the optimizers of one model."""
 
     equal_steps = True
 
@@ -114,15 +103,11 @@ class RoundKeeper(LocalWeightsKeeper):
     def _agree_on_set_weights(self, point: str, set_by_script: Iterable[Iterable[int]]) -> None:
         """Make the weights that scripts have set between rounds the same on all; a collective.
 
-        Args:
-            point: the user's call.
-            set_by_script: the numbers of these weights, by rank.
-
-        Raises:
-            RanksDisagreeError: they differ by more than rounding.
+        Their numbers, by rank, may differ; their values only by rounding. They all have an anchor,
+        without which setting weights counts as training.
         """
         numbers = sorted(set().union(*set_by_script))
-        anchors = {i: anchor for i in numbers if (anchor := self._agreements.anchor(i)) is not None}
+        anchors = {i: self._agreements.anchor(i) for i in numbers}
         note = ", set between two rounds,"
         for i, anchor in self._without_rounding(point, note, anchors, "anchor"):
             self._agreements.set_anchor(i, anchor)
@@ -166,12 +151,7 @@ class RoundKeeper(LocalWeightsKeeper):
             optimizer.steps = 0
 
     def _end_overlap(self, number: int, step: int) -> None:
-        """Add the changes of the agreement that has run since this round began; a collective.
-
-        Args:
-            number: the optimizer's.
-            step: of the optimizer, for messages.
-        """
+        """Add the changes of the agreement that has run since this round began; a collective."""
         optimizer = self._optimizers[number]
         with call(optimizer.call, step, f"{self._name}.{number}"):
             self._add_pending(optimizer.updates())
@@ -219,12 +199,7 @@ class RoundKeeper(LocalWeightsKeeper):
         return f"optimizer {number}"
 
     def _require_same_round(self, number: int, summary: RoundSummary | None) -> None:
-        """Raise on every rank unless all end the same round in the same way; a collective.
-
-        Args:
-            number: the optimizer's.
-            summary: of the round; None if the ranks do not compare it.
-        """
+        """Raise on every rank unless all end the same round in the same way; a collective."""
         if summary is None:
             return
         summaries = require_same_round(summary, self._optimizers[number], self.weights)
@@ -238,11 +213,7 @@ class RoundKeeper(LocalWeightsKeeper):
             self._agreements.write(together, agreed)
 
     def arrive(self, numbers: Container[int] | None = None) -> None:
-        """Wait for the agreements that overlap with training; a collective.
-
-        Args:
-            numbers: of weights, for the agreements on any of these; None for all.
-        """
+        """Wait for agreements that overlap, on any of these weights or all; a collective."""
         for each in list(self._running):
             if each.concerns(numbers):
                 self._running.remove(each)
@@ -306,13 +277,10 @@ class RoundKeeper(LocalWeightsKeeper):
     def _start(
         self, of: int | str, numbers: list[int], flow: Callable[..., Flow[Any]] | None = None
     ) -> Agreement:
-        """Start an agreement.
+        """Start an agreement, of an optimizer's weights by its number, or of another word.
 
-        Args:
-            of: the optimizer's number, or another word. It is part of the names of collectives, so
-                ranks whose optimizers take turns differently do not meet in one.
-            numbers: of the weights.
-            flow: as for ``Agreements.start``.
+        That is part of the names of collectives: ranks whose optimizers take turns differently must
+        not meet in one.
         """
         return self._agreements.start(numbers, f"{self._name}.{of}.weights.{numbers[0]}", flow)
 
@@ -334,11 +302,7 @@ class RoundKeeper(LocalWeightsKeeper):
     def accept_set_weights(self, point: str = "fit") -> None:
         """Begin with weights that the script has set since the last agreement; a collective.
 
-        Args:
-            point: the name of the call that the user made.
-
-        Raises:
-            RanksDisagreeError: ranks have trained other weights, or set others.
+        It raises if ranks have trained different weights, or set them to different values.
         """
         self._note_set_weights(self._agreements.begun())
         numbers = sorted(self._trained), sorted(self._set_by_script)
@@ -356,13 +320,7 @@ class RoundKeeper(LocalWeightsKeeper):
         return {**self._agreements.arrays(), "counts": counts, "trained": trained}
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
-        """Set what ``state`` returned.
-
-        Args:
-            arrays: from ``state``.
-            in_round: whether each rank has its local weights again. If not, a new round begins,
-                with the weights that all ranks have now.
-        """
+        """Set what ``state`` returned."""
         self.start_over()
         steps, rounds = arrays["counts"].tolist()
         if len(steps) != len(self._optimizers):

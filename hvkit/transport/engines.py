@@ -18,7 +18,8 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -46,23 +47,18 @@ PIECE = 1 << 25
 """Bytes of a broadcast that are sent at a time, for which a rank needs memory besides the array."""
 
 
+@dataclass(frozen=True)
 class ProcessSet:
-    """Some of the ranks, as an argument ``process_set=`` of Horovod's collectives.
+    """Some of the ranks, in ascending order, as ``process_set=`` of Horovod's collectives.
 
     Horovod's own class counts ranks through the library that was loaded last, which may be another
     framework's.
-
-    Args:
-        number: Horovod's.
-        ranks: in ascending order.
     """
 
-    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
-        self.process_set_id = number
-        self.ranks = ranks
+    process_set_id: int
+    ranks: tuple[int, ...]
 
     def size(self) -> int:
-        """How many ranks there are."""
         return len(self.ranks)
 
 
@@ -125,30 +121,23 @@ class Engine(ABC):
 _WITHOUT_WAITING = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 
-@contextmanager
-def _set(variable: str, value: str) -> Iterator[None]:
-    """Set a variable within the context, unless it is set."""
-    unset = variable not in os.environ
-    os.environ.setdefault(variable, value)
-    try:
-        yield
-    finally:
-        if unset:
-            del os.environ[variable]
-
-
 class PyTorchEngine(Engine):
     """Horovod's PyTorch library.
 
-    Attributes:
-        shared_gpu: whether a GPU of this run has several ranks, so that NCCL cannot work.
+    With a ``shared_gpu``, one of this run that has several ranks, NCCL cannot work.
     """
 
     def __init__(self) -> None:
-        calls_horovod = "horovod.torch" in sys.modules  # the script itself, on any stream
+        # A script that calls Horovod itself may do so on any stream.
+        is_set = "horovod.torch" in sys.modules or _WITHOUT_WAITING in os.environ
         self.hvd = _import_horovod("horovod.torch", "PyTorch")
-        with nullcontext() if calls_horovod else _set(_WITHOUT_WAITING, "1"):
+        try:
+            if not is_set:
+                os.environ[_WITHOUT_WAITING] = "1"
             self.hvd.init()
+        finally:
+            if not is_set:
+                del os.environ[_WITHOUT_WAITING]
         self.shared_gpu = False
 
     def shut_down(self) -> None:
@@ -304,9 +293,7 @@ def in_collective(within: ProcessSet | None = None) -> Iterator[None]:
 
 def built_for() -> list[str]:
     """The frameworks that the installed Horovod has a library for."""
-    return [
-        name for name in ENGINES if any(list(each.glob(f"{name}/mpi_lib*")) for each in _folders())
-    ]
+    return [name for name in ENGINES if any(any(f.glob(f"{name}/mpi_lib*")) for f in _folders())]
 
 
 def _folders() -> list[Path]:
@@ -356,23 +343,16 @@ def _this_host() -> str:
     return socket.gethostname() + started
 
 
-def _built_for_gpus(hvd: ModuleType) -> bool:
-    return bool(hvd.cuda_built() or hvd.rocm_built())
-
-
 def _reduces_in_host_memory(hvd: ModuleType, shared_gpu: bool = False) -> bool:
-    """Whether tensors on GPUs are reduced in host memory; rank 0 warns, since that costs time."""
-    if _built_for_gpus(hvd) and not shared_gpu:
+    """Whether tensors on GPUs are reduced in host memory; rank 0 warns of it."""
+    if (hvd.cuda_built() or hvd.rocm_built()) and not shared_gpu:
         return False
     if hvd.rank() == 0:
-        why, fix = (
-            ("several ranks share a GPU, which NCCL cannot do", "start one rank for each GPU")
-            if shared_gpu
-            else (
-                "Horovod is built without GPU support",
-                "rebuild it with `hvkit install-horovod --gpu nccl`",
-            )
-        )
+        why = "Horovod is built without GPU support"
+        fix = "rebuild it with `hvkit install-horovod --gpu nccl`"
+        if shared_gpu:
+            why = "several ranks share a GPU, which NCCL cannot do"
+            fix = "start one rank for each GPU"
         logger.warning(
             "%s: gradients are reduced in the host's memory, which takes longer; %s", why, fix
         )
@@ -405,9 +385,6 @@ class HostMemory(ModuleType):
     """Horovod's PyTorch binding, whose collectives take tensors on GPUs through host memory.
 
     Everything else is Horovod's own.
-
-    Args:
-        hvd: the binding, built without GPU support or for ranks that share a GPU.
     """
 
     def __init__(self, hvd: ModuleType) -> None:

@@ -24,19 +24,12 @@ import numpy as np
 
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.rank_variables import launched, launched_rank
-from hvkit.transport.mailbox import TcpMailbox, load_mpi
+from hvkit.transport.mailbox import TcpMailbox, load_mpi, pauses
 from hvkit.watch import calls, rank_errors
 from hvkit.wording import in_short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-# Polls of a collective of MPI, and seconds between two: most end within the first polls. A rank
-# that waits for long leaves the core to others.
-_FIRST_POLLS = 100
-_QUICK_POLLS = 1000
-_QUICK_PAUSE = 50e-6
-_LONG_PAUSE = 1e-3
 
 # The store of addresses that Horovod's launcher and hvkit's Spark tasks have for Gloo.
 _STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
@@ -54,14 +47,10 @@ _LARGE = 1 << 20
 
 
 class HostCollectives(ABC):
-    """This rank's number, and collectives on flat arrays that all ranks call in one order.
-
-    Attributes:
-        library: the one that finds the ranks, for messages.
-        uses_mpi: whether MPI runs.
-    """
+    """This rank's number, and collectives on flat arrays that all ranks call in one order."""
 
     library: str
+    """The one that finds the ranks, for messages."""
     uses_mpi: bool
     rank: int
     size: int
@@ -84,8 +73,7 @@ class HostCollectives(ABC):
     def wait_for_the_end(self) -> None:
         """Wait until all ranks call this, whatever else they may have called before.
 
-        Raises:
-            RankLostError: another rank has died; with MPI the launcher ends this one first.
+        If another rank has died, it raises RankLostError; with MPI the launcher ends this one.
         """
 
     @abstractmethod
@@ -94,23 +82,14 @@ class HostCollectives(ABC):
 
 
 def of_this_launch() -> HostCollectives:
-    """The collectives of the ranks that a launcher has started; a collective itself.
-
-    Raises:
-        HorovodNotFoundError, LaunchError: the ranks cannot find each other.
-    """
+    """The collectives of the ranks that a launcher has started; a collective itself."""
     if all(os.environ.get(each) for each in _STORE):
         return TcpCollectives()
     return MpiCollectives()
 
 
 class MpiCollectives(HostCollectives):
-    """Through mpi4py, which starts MPI unless it runs already.
-
-    Raises:
-        HorovodNotFoundError: mpi4py cannot be loaded.
-        LaunchError: MPI runs without support for threads.
-    """
+    """Through mpi4py, which starts MPI unless it runs already."""
 
     library = "mpi4py"
     uses_mpi = True
@@ -157,20 +136,12 @@ class MpiCollectives(HostCollectives):
         return [array, array.nbytes, self._mpi.BYTE]
 
     def _wait(self, request: Any) -> None:
-        """Wait for a collective.
-
-        Raises:
-            RankLostError: another rank has ended, or waits in another call.
-        """
-        polls = 0
-        while not request.Test():
-            polls += 1
-            if polls < _FIRST_POLLS:
-                time.sleep(0)
-                continue
-            if rank_errors.run_ends():
+        for pause in pauses():
+            if request.Test():
+                return
+            if pause and rank_errors.run_ends():
                 raise rank_errors.lost(calls.current_call())
-            time.sleep(_QUICK_PAUSE if polls < _QUICK_POLLS else _LONG_PAUSE)
+            time.sleep(pause)
 
 
 def _started_mpi() -> Any:
@@ -195,9 +166,6 @@ class TcpCollectives(HostCollectives):
 
     A sum and an allgather use a ring, so that for a sum each rank sends 2 (n-1)/n of its array. A
     broadcast uses a tree. A large one ends on a rank once all ranks below it have the array.
-
-    Raises:
-        LaunchError: the launcher has not said which rank this is, or another one does not come.
     """
 
     library = "the launcher"
@@ -241,14 +209,14 @@ class TcpCollectives(HostCollectives):
         while bit := bit // 2:
             if number + bit < self.size:
                 further.append((self.rank + bit) % self.size)
-        for sending in [self._mailbox.post(data, each, _DATA) for each in further]:
-            self._mailbox.finish(sending)
+        for requests in [self._mailbox.start_to_send(data, each, _DATA, "") for each in further]:
+            self._mailbox.finish(requests)
         if data.nbytes >= _LARGE:
             word = np.zeros(1, np.uint8)
             for each in further:
                 self._mailbox.receive(word, each, _RECEIVED)
             if number:
-                self._mailbox.finish(self._mailbox.post(word, above, _RECEIVED))
+                self._mailbox.send(word, above, _RECEIVED, "")
         return data
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
@@ -293,9 +261,9 @@ class TcpCollectives(HostCollectives):
 
     def _pass_on(self, out: NDArray[Any], into: NDArray[Any], tag: int) -> None:
         """Send to the next rank while the previous one sends to this one."""
-        sending = self._mailbox.post(out, self._next, tag)
+        requests = self._mailbox.start_to_send(out, self._next, tag, "")
         self._mailbox.receive(into, self._previous, tag)
-        self._mailbox.finish(sending)
+        self._mailbox.finish(requests)
 
 
 class _LauncherStore:
@@ -311,11 +279,7 @@ class _LauncherStore:
         self._request("PUT", name, value)
 
     def get(self, name: str, whose: str) -> bytes:
-        """Wait for a value.
-
-        Raises:
-            LaunchError: it has not come in time.
-        """
+        """Wait for a value."""
         while (value := self._request("GET", name)) is None:
             if time.monotonic() > self._until:
                 raise LaunchError(
@@ -326,11 +290,7 @@ class _LauncherStore:
         return value
 
     def _request(self, method: str, name: str, value: bytes | None = None) -> bytes | None:
-        """The answer; None for a name without a value.
-
-        Raises:
-            LaunchError: there is none, or the store refuses it.
-        """
+        """The answer; None for a name without a value."""
         connection = http.client.HTTPConnection(self._address, self._port, timeout=30)
         try:
             connection.request(method, f"/hvkit/{name}", value)

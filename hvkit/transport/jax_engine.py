@@ -74,11 +74,7 @@ def _mark_waits_of_jax() -> None:
 
 
 class JaxEngine(Engine):
-    """Collectives on arrays in host memory, in addition to JAX's own.
-
-    Attributes:
-        hvd: stands for Horovod's library, with the functions that hvkit uses.
-    """
+    """Collectives on arrays in host memory, in addition to JAX's own."""
 
     def __init__(self) -> None:
         self._ranks = ranks = host_collectives.of_this_launch()
@@ -101,11 +97,7 @@ class JaxEngine(Engine):
         """Nothing to do: each wait checks whether the run ends."""
 
     def take_device(self, local_rank: int, local_size: int) -> None:
-        """Join JAX's processes, with one GPU for this rank if there are any.
-
-        Raises:
-            LaunchError: JAX has looked for its devices already, or there are too few GPUs.
-        """
+        """Join JAX's processes, with one GPU for this rank if there are any."""
         if self.hvd.size() == 1:
             return
         import jax

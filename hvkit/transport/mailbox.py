@@ -13,12 +13,12 @@ and another one writes.
 
 from __future__ import annotations
 
+import functools
 import queue
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -56,18 +56,6 @@ class Envelope(NamedTuple):
     bytes: int
 
 
-class Sending(NamedTuple):
-    """An array that is being sent, and must stay in memory until then.
-
-    Attributes:
-        array: of the message.
-        requests: to wait for.
-    """
-
-    array: NDArray[Any]
-    requests: list[Any]
-
-
 class Mailbox(ABC):
     """Sends this rank's messages and receives those to it.
 
@@ -76,22 +64,18 @@ class Mailbox(ABC):
     """
 
     def send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> None:
-        """Send an array; wait until it was sent.
+        """Send a contiguous array of shape (n,), and wait until it was sent.
 
-        Args:
-            array: of shape (n,), contiguous.
-            to: the receiving rank.
-            tag: a number from 0.
-            purpose: as in ``hvkit.traffic``.
+        Tags are numbers from 0; ``hvkit.traffic`` counts the bytes, unless the purpose is empty.
         """
         self.finish(self.start_to_send(array, to, tag, purpose))
 
     @abstractmethod
-    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
-        """Start to send an array, with the arguments of ``send``; the result is for ``finish``."""
+    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> list[Any]:
+        """Start to send an array; the requests, for ``finish``, keep it in memory."""
 
     @abstractmethod
-    def finish(self, sending: Sending) -> None:
+    def finish(self, requests: list[Any]) -> None:
         """Wait until an array was sent."""
 
     @abstractmethod
@@ -120,34 +104,34 @@ class Mailbox(ABC):
 
 
 class MpiMailbox(Mailbox):
-    """Sends through mpi4py, in pieces of at most ``engines.CHUNK`` bytes.
-
-    Args:
-        mpi: mpi4py's MPI, which runs.
-        communicator: of all ranks, for these messages only.
-    """
+    """Sends through mpi4py, in pieces of at most ``engines.CHUNK`` bytes."""
 
     def __init__(self, mpi: Any, communicator: Any) -> None:
         self._mpi = mpi
         self._communicator = communicator
 
-    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
+    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> list[Any]:
         self.require_ranks()
         requests = []
         for piece in _pieces(array):
             count(purpose, piece.nbytes)
             data = [piece, self._mpi.BYTE]
             requests.append(self._communicator.Isend(data, dest=to, tag=tag))
-        return Sending(array, requests)
+        return requests
 
-    def finish(self, sending: Sending) -> None:
-        for request in sending.requests:
-            self._finish(request)
+    def finish(self, requests: list[Any]) -> None:
+        for request in requests:
+            for pause in pauses():
+                if request.Test():
+                    break
+                time.sleep(pause)
+                self.require_ranks()
 
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
         for piece in _pieces(into):
             self.require_ranks()
-            self._finish(self._communicator.Irecv([piece, self._mpi.BYTE], source=source, tag=tag))
+            data = [piece, self._mpi.BYTE]
+            self.finish([self._communicator.Irecv(data, source=source, tag=tag)])
 
     def look(self) -> Envelope | None:
         self.require_ranks()
@@ -163,16 +147,8 @@ class MpiMailbox(Mailbox):
                 raise RuntimeError("Horovod has been shut down")
 
     def close(self) -> None:
-        """Free the communicator; on every rank, once all messages have been received."""
         if not self._mpi.Is_finalized():
             self._communicator.Free()
-
-    def _finish(self, request: Any) -> None:
-        for pause in pauses():
-            if request.Test():
-                return
-            time.sleep(pause)
-            self.require_ranks()
 
 
 class _Request:
@@ -185,17 +161,10 @@ class _Request:
 
 
 class TcpMailbox(Mailbox):
-    """Sends over TCP.
+    """Sends over TCP to ranks with the same key, until ``run_ends``.
 
-    Args:
-        rank: this rank.
-        key: of this run.
-        one_host: whether all ranks are on this host.
-        run_ends: whether the run ends, so that every wait must end.
-
-    Attributes:
-        address: the network addresses and the port at which other ranks connect to this one.
-        addresses: of all ranks, by rank; to be set before anything is sent.
+    ``address`` is where others connect to this rank: network addresses and a port. ``addresses``,
+    those of all ranks, must be set before anything is sent.
     """
 
     def __init__(self, rank: int, key: bytes, one_host: bool, run_ends: Callable[[], bool]) -> None:
@@ -208,37 +177,33 @@ class TcpMailbox(Mailbox):
         self.addresses: Sequence[tuple[list[str], int]] = ()
         # Guards everything below; notified when a message has come, or a rank has ended.
         self._changed = threading.Condition()
-        self._arrived: dict[tuple[int, int], deque[bytearray]] = {}
-        # The same messages in the order in which they came.
-        self._order: deque[tuple[int, int]] = deque()
+        # Source, tag and bytes, in the order in which they came.
+        self._received: list[tuple[int, int, bytearray]] = []
         self._outboxes: dict[int, queue.SimpleQueue[_Request]] = {}
         self._left: set[int] = set()
         self._lost = False
         threads.start("hvkit-mailbox", self._listener.serve, self._admit)
 
-    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> Sending:
-        count(purpose, array.nbytes)
-        return self.post(array, to, tag)
-
-    def post(self, array: NDArray[Any], to: int, tag: int) -> Sending:
-        """``start_to_send`` of bytes that ``hvkit.traffic`` has counted already."""
+    def start_to_send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> list[Any]:
+        if purpose:
+            count(purpose, array.nbytes)
         self.require_ranks()
         request = _Request(tag, array.view(np.uint8))
         self._outbox(to).put(request)
-        return Sending(array, [request])
+        return [request]
 
-    def finish(self, sending: Sending) -> None:
-        for request in sending.requests:
+    def finish(self, requests: list[Any]) -> None:
+        for request in requests:
             while not request.sent.wait(_TICK):
                 self.require_ranks()
 
     def receive(self, into: NDArray[Any], source: int, tag: int) -> None:
         with self._changed:
-            while not (waiting := self._arrived.get((source, tag))):
+            while not (found := [m for m in self._received if m[:2] == (source, tag)]):
                 self.require_ranks()
                 self._changed.wait(_TICK)
-            data = waiting.popleft()
-            self._order.remove((source, tag))
+            data = found[0][2]
+            self._received.remove(found[0])
         if len(data) != into.nbytes:  # NumPy would repeat a single byte
             raise RanksDisagreeError(
                 f"rank {source} has sent {len(data)} bytes where rank {self._rank} expects "
@@ -248,9 +213,8 @@ class TcpMailbox(Mailbox):
 
     def look(self) -> Envelope | None:
         with self._changed:
-            if self._order:
-                source, tag = self._order[0]
-                return Envelope(source, tag, len(self._arrived[source, tag][0]))
+            for source, tag, data in self._received:
+                return Envelope(source, tag, len(data))
         self.require_ranks()
         return None
 
@@ -259,7 +223,7 @@ class TcpMailbox(Mailbox):
             raise rank_errors.lost(calls.current_call())
 
     def close(self) -> None:
-        """Send all ranks a last message, and wait until it was sent."""
+        # So that the others do not take the end of the connection for that of this rank.
         self._listener.close()
         last = [_Request(_BYE, np.empty(0, np.uint8)) for _ in self._outboxes]
         for outbox, request in zip(self._outboxes.values(), last, strict=True):
@@ -317,8 +281,7 @@ class TcpMailbox(Mailbox):
                     if tag == _BYE:
                         self._left.add(rank)
                         continue
-                    self._arrived.setdefault((rank, tag), deque()).append(data)
-                    self._order.append((rank, tag))
+                    self._received.append((rank, tag, data))
                     self._changed.notify_all()
         except OSError:
             with self._changed:
@@ -388,23 +351,18 @@ def obstacle(engine: Engine) -> str:
     return ""
 
 
-_warned = False
-
-
+@functools.cache
 def load_mpi() -> Any:
     """mpi4py's MPI; None, with a warning, if it cannot be loaded."""
-    global _warned
     try:
         import mpi4py
 
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        if not _warned:
-            logger.warning(
-                f"mpi4py cannot be loaded ({error}): ranks send through Horovod instead; to fix "
-                "it: pip install --force-reinstall mpi4py"
-            )
-        _warned = True
+        logger.warning(
+            f"mpi4py cannot be loaded ({error}): ranks send through Horovod instead; to fix it: "
+            "pip install --force-reinstall mpi4py"
+        )
         return None
     return MPI

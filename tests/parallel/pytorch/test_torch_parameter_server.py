@@ -293,7 +293,7 @@ def test_a_model_that_is_dropped_is_freed_also_on_the_server():
     model, optimizer = served(2)
     train(model, optimizer, local(regression(steps=3)))
     held = weakref.ref(model[0].weight)
-    running = client._service.server
+    running = client._client.server
     newest = max(running._models) if running else None
     del model, optimizer
     gc.collect()

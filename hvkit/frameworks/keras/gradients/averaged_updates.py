@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -30,12 +30,8 @@ from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 
-class Average(Protocol):
-    """As ``hvkit.frameworks.keras.gradients.averager.GradientAverager.__call__``."""
-
-    def __call__(
-        self, gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = ...
-    ) -> list[Any]: ...
+Average = Callable[..., list[Any]]
+"""As ``hvkit.frameworks.keras.gradients.averager.GradientAverager.__call__``."""
 
 
 def average_in_apply(
@@ -209,7 +205,7 @@ class NonFinite:
         def skip(*found: np.ndarray[Any, Any]) -> np.int32:
             if group.rank == 0:
                 logger.warning("skipped %s", text(*found))
-            skipped_steps.add()
+            skipped_steps.number += 1
             return np.int32(0)
 
         step = tf.convert_to_tensor(step)

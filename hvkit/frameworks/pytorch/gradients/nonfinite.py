@@ -146,7 +146,7 @@ class NonFinite:
         in a discriminator.
         """
         if self._skips and self._text:
-            skipped_steps.add()
+            skipped_steps.number += 1
             if not self._group.rank:
                 logger.warning("skipped %s", self._text)
             self._text = ""
