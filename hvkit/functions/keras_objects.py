@@ -22,6 +22,7 @@ _KERAS = "keras"
 _CONFIG = "config.json"
 _DEFAULT = "float32"
 _SIMPLE = (bool, int, float, str, type(None))
+_NAMES = {"class_name", "registered_name"}
 
 
 def is_saveable(thing: object) -> bool:
@@ -36,21 +37,20 @@ def is_saveable(thing: object) -> bool:
 def reduced(thing: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
     """How such an object is pickled.
 
-    Raises:
-        TypeError: Keras cannot make it again from its configuration, as the other process will.
+    Raises ``TypeError`` if Keras cannot make it again from its configuration.
     """
-    keras_class = type(thing)
     try:
         function, (archive,) = thing.__reduce__()
         content = archive.getvalue()
-        named = _own_objects(thing, set(_texts(_config_in(content))))
+        texts = {each for each in _in_json(_config_in(content)) if isinstance(each, str)}
+        named = _own_objects(thing, texts)
         content = _accepted(content, named)
         _require_arguments(thing, _restored(function, content, named))
     except HvkitError:
         raise
     except Exception as problem:
         raise TypeError(
-            f"Keras cannot make this {keras_class.__qualname__} again from its configuration "
+            f"Keras cannot make this {type(thing).__qualname__} again from its configuration "
             f"({in_short(problem)}): give its class, and those of its layers, a get_config() with "
             "all arguments of __init__, or send get_weights() and make it anew"
         ) from problem
@@ -73,11 +73,11 @@ def _require_arguments(thing: Any, made: Any) -> None:
 
 
 def _restored(
-    function: Callable[[io.BytesIO], Any], content: bytes, named: Mapping[str, object]
+    function: Callable[[io.BytesIO], Any], content: bytes, named: dict[str, object]
 ) -> Any:
     import keras
 
-    with keras.saving.custom_object_scope(dict(named)):
+    with keras.saving.custom_object_scope(named):
         return function(io.BytesIO(content))
 
 
@@ -92,7 +92,8 @@ def _accepted(content: bytes, named: Mapping[str, object]) -> bytes:
     Keras adds them to the configuration of every layer and model. Many have an ``__init__(self)``.
     """
     config = _config_in(content)
-    left_out = [_leave_out(each, named) for each in _objects(config)]
+    dicts = (each for each in _in_json(config) if isinstance(each, dict))
+    left_out = [_leave_out(each, named) for each in dicts if each.keys() >= _NAMES]
     if not any(left_out):
         return content
     changed = io.BytesIO()
@@ -111,31 +112,23 @@ def _leave_out(entry: dict[str, Any], named: Mapping[str, object]) -> bool:
     parameters = inspect.signature(keras_class).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return False
-    usual = {"name": True, "trainable": config.get("trainable") is True}
-    usual["dtype"] = _DEFAULT in _texts(config.get("dtype"))
+    usual = {
+        "name": True,
+        "trainable": config.get("trainable") is True,
+        "dtype": _DEFAULT in _in_json(config.get("dtype")),
+    }
     names = [name for name in usual if usual[name] and name in config and name not in parameters]
     for name in names:
         del config[name]
     return bool(names)
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict) and {"class_name", "registered_name"} <= value.keys():
-        yield value
+def _in_json(value: Any) -> Iterator[Any]:
+    """A value of JSON, and all values in it."""
+    yield value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for each in inner:
-        yield from _objects(each)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        yield from _in_json(each)
 
 
 def _own_objects(thing: object, names: set[str]) -> dict[str, object]:

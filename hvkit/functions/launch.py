@@ -156,11 +156,7 @@ def _parsed(options: str | Sequence[str]) -> Namespace:
 
 
 def _words(name: str, value: object, example: str) -> list[str]:
-    """An argument of several texts.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """An argument of several texts."""
     words: list[Any] = [*value] if isinstance(value, Iterable) else [value]
     if wrong := [word for word in words if not isinstance(word, str)]:
         raise TypeError(

@@ -26,11 +26,7 @@ from hvkit.wording import in_short, text_of
 
 
 def save_result(path: Path, value: object) -> None:
-    """Save what the function has returned.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
+    """Save what the function has returned."""
     try:
         with written(path) as file:
             pickle.dump(None, file)
@@ -66,15 +62,7 @@ def error_in(file: BinaryIO) -> BaseException | None:
 
 
 def results_in(paths: Sequence[Path]) -> list[Any]:
-    """By rank, the returned values, if ``error_in`` finds no error.
-
-    Args:
-        paths: the file of each rank.
-
-    Raises:
-        HvkitError: a result cannot be unpickled here. The results are kept in a folder, which the
-            message names.
-    """
+    """By rank, the returned values, if ``error_in`` finds no error."""
     results = []
     for rank, path in enumerate(paths):
         with path.open("rb") as file:
@@ -132,10 +120,6 @@ class _ErrorPickler(pickling.Pickler):
 
     Many exceptions have an ``__init__`` that does not accept their ``args``. They are made without
     it, unless their class says itself how it is pickled.
-
-    Args:
-        file: to write to.
-        chained: whether to send causes and contexts.
     """
 
     def __init__(self, file: BinaryIO, chained: bool) -> None:

@@ -58,15 +58,15 @@ _RANK = "hvkit.functions.rank"
 _OF_SPAWNED = "__mp_main__"
 _MAIN = ("__main__", _OF_SPAWNED)
 
+Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
+"""A function and its arguments."""
+
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, which names cells as notebooks do, and sends tensors as they are on the host.
-
-    Attributes:
-        of_main: by name, what it has pickled by value that ``__main__`` defines.
-    """
+    """cloudpickle's, which names cells as notebooks do, and sends tensors in the host's memory."""
 
     def __init__(self, file: BinaryIO) -> None:
+        # By name, what it has pickled by value that __main__ defines.
         self.of_main: dict[str, object] = {}
         self._main = vars(sys.modules["__main__"])
         if _OF_SPAWNED in sys.modules:
@@ -118,11 +118,7 @@ def dump(value: object, file: BinaryIO) -> None:
 def call_folder(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[Path]:
-    """A folder for this user only, which holds the call until the block ends.
-
-    Raises:
-        TypeError: as ``write_call``.
-    """
+    """A folder for this user only, which holds the call until the block ends."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
         with written(call_in(folder)) as file:
@@ -138,11 +134,7 @@ def write_call(
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> None:
-    """Write what ``read_call`` reads in another process.
-
-    Raises:
-        TypeError: the function or an argument cannot be pickled; the message names it.
-    """
+    """Write what ``read_call`` reads in another process."""
     caller = {
         "path": sys.path,
         "folder": os.getcwd(),
@@ -164,19 +156,12 @@ def write_call(
     file.write(_POSITION.pack(position))
 
 
-def read_call(
-    file: BinaryIO,
-) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
-    """The function and its arguments, in a process that then finds the caller's modules.
-
-    Raises:
-        Exception: what unpickling has raised, with a note.
-    """
+def read_call(file: BinaryIO) -> Call:
+    """The function and its arguments, in a process that then finds the caller's modules."""
     caller = _prepare(file)
+    unpickler = pickle.Unpickler(file)
     try:
-        call: tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
-        unpickler = pickle.Unpickler(file)
-        call = unpickler.load()
+        call: Call = unpickler.load()
     except Exception as error:
         error.add_note(
             "The function and its arguments could not be unpickled on this rank. What they take "
@@ -252,9 +237,11 @@ def _parts_of(part: str, value: Any) -> list[tuple[str, object]]:
         used = [(f"{each}, which {name} uses,", variable) for each, variable in _used_by(value)]
         return used + [(f"a default of {name}", each) for each in given]
     if isinstance(value, functools.partial):
+        given = [*value.args, *value.keywords.values()]
         return [
-            (f"what {part} holds", each) for each in (*value.args, *value.keywords.values())
-        ] + [(f"the function of {part}", value.func)]
+            *((f"what {part} holds", each) for each in given),
+            (f"the function of {part}", value.func),
+        ]
     if isinstance(value, MethodType):
         return [(f"the object of {part}", value.__self__), (part, value.__func__)]
     if isinstance(value, Mapping):
@@ -284,12 +271,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def check_environ(user: str, env: object) -> dict[str, str]:
-    """The environment variables that a caller has passed.
-
-    Raises:
-        TypeError: they are no mapping of texts.
-        ValueError: a variable cannot be in an environment.
-    """
+    """The environment variables that a caller has passed."""
     if env is None:
         return {}
     if not isinstance(env, Mapping):
@@ -325,8 +307,8 @@ def _cell_names() -> dict[str, str]:
     shell = get_shell() if get_shell is not None else None
     if shell is None:
         return {}
-    found = {file: shell.compile.format_code_name(file) for file in linecache.cache}
-    return {file: " ".join(name) for file, name in found.items() if name is not None}
+    found = ((file, shell.compile.format_code_name(file)) for file in linecache.cache)
+    return {file: " ".join(name) for file, name in found if name is not None}
 
 
 def _lines_of_cells() -> dict[str, list[str]]:
@@ -344,9 +326,6 @@ def host_copy(thing: object) -> Any:
 
     A part of a tensor of PyTorch's becomes a tensor of its own, without the rest of its storage.
     Arrays of JAX's and tensors of TensorFlow's become NumPy's.
-
-    Raises:
-        TypeError: this rank has only a part of an array.
     """
     if (torch := sys.modules.get("torch")) is not None and isinstance(thing, torch.Tensor):
         return _of_torch(thing, torch)

@@ -16,7 +16,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,8 +33,8 @@ from hvkit.launching.supervision.processes import ends_with_parent
 from hvkit.launching.supervision.supervised_run import Outcome, SupervisedRun, supervise
 from hvkit.runtime import is_below_rank
 
-_THIS = "hvkit.functions.supervised"
-_READ = 1 << 16
+# Files in the folder of the call: the ranks to start, and how they have ended.
+_RUN, _ENDED = "run", "ended"
 
 
 def refuse_on_ranks(user: str) -> None:
@@ -50,24 +51,24 @@ def refuse_on_ranks(user: str) -> None:
 
 
 def begin(run: Request | SupervisedRun, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that runs these ranks; both of its streams are pipes.
-
-    Args:
-        run: the ranks to start; or those that somebody else starts, and how to supervise them.
-        folder: of the call.
-    """
-    _run_in(folder).write_bytes(pickle.dumps(run))
+    """Start the process that runs these ranks; both of its streams are pipes."""
+    (folder / _RUN).write_bytes(pickle.dumps(run))
     # The process inherits that SIGINT waits, until ``main`` can handle it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", _THIS, str(folder), str(os.getpid())],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "hvkit.functions.supervised",
+                str(folder),
+                f"{os.getpid()}",
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C in a terminal, or a notebook's, must reach this process only, which passes it
-            # on.
-            process_group=0,
+            process_group=0,  # Ctrl-C reaches the parent only, which passes it on
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -87,10 +88,10 @@ def main(folder: Path, parent: int) -> None:
         ends_with_parent(signal.SIGTERM, parent)()
         set_home()
         try:
-            ended = pickle.dumps(_run(pickle.loads(_run_in(folder).read_bytes())))
+            ended = pickle.dumps(_run(pickle.loads((folder / _RUN).read_bytes())))
         except HvkitError as error:
             ended = picklable(error)
-        with written(_ended_in(folder)) as file:
+        with written(folder / _ENDED) as file:
             file.write(ended)
     finally:
         if os.getppid() != parent:
@@ -105,13 +106,9 @@ def _run(run: Request | SupervisedRun) -> Outcome:
 
 
 def outcome_of(process: subprocess.Popen[bytes], folder: Path) -> Outcome:
-    """How the ranks have ended; the process has ended, too.
-
-    Raises:
-        HvkitError: they could not be started.
-    """
+    """How the ranks have ended; raises ``HvkitError`` if they could not be started."""
     try:
-        ended = pickle.loads(_ended_in(folder).read_bytes())
+        ended: Outcome | HvkitError = pickle.loads((folder / _ENDED).read_bytes())
     except FileNotFoundError:
         how = process.returncode
         raise LaunchError(
@@ -121,18 +118,17 @@ def outcome_of(process: subprocess.Popen[bytes], folder: Path) -> Outcome:
         ) from None
     if isinstance(ended, HvkitError):
         raise ended
-    outcome: Outcome = ended
-    return outcome
+    return ended
 
 
 def error_of(folder: Path, ended: Outcome) -> BaseException | None:
     """Why there are no results: what the first failed rank has raised, or how it has ended."""
-    if ended.status and (error := raised_by_first(folder, ended)) is not None:
-        return error
-    if ended.status and ended.rank is not None:
-        return RankLostError(ended.reason)
     if ended.status:
-        return LaunchError(ended.reason or f"the ranks have ended with status {ended.status}")
+        error = raised_by_first(folder, ended)
+        if error is None and ended.rank is not None:
+            error = RankLostError(ended.reason)
+        text = ended.reason or f"the ranks have ended with status {ended.status}"
+        return error or LaunchError(text)
     for rank in range(ended.size):
         if not outcome_in(folder, rank).exists():
             return RankLostError(
@@ -151,20 +147,8 @@ def raised_by_first(folder: Path, ended: Outcome) -> BaseException | None:
 
 
 def results_of(folder: Path, ended: Outcome) -> list[Any]:
-    """By rank, what the function has returned, if ``error_of`` finds no error.
-
-    Raises:
-        HvkitError: a result cannot be unpickled here; the message says where all are kept.
-    """
+    """By rank, what the function has returned, if ``error_of`` finds no error."""
     return results_in([outcome_in(folder, rank) for rank in range(ended.size)])
-
-
-def _run_in(folder: Path) -> Path:
-    return folder / "run"
-
-
-def _ended_in(folder: Path) -> Path:
-    return folder / "ended"
 
 
 def follow(process: subprocess.Popen[bytes]) -> None:
@@ -173,22 +157,19 @@ def follow(process: subprocess.Popen[bytes]) -> None:
     A KeyboardInterrupt is passed on to the process as SIGINT, as often as it comes, and raised when
     the process has ended. After any other exception, such as one of a ``sys.stdout`` that cannot
     be written, the process gets SIGTERM.
-
-    Args:
-        process: with pipes as both streams.
     """
-    assert process.stdout is not None
-    assert process.stderr is not None
     interrupted: KeyboardInterrupt | None = None
     make = codecs.getincrementaldecoder("utf-8")
     decoders = {"stdout": make("replace"), "stderr": make("replace")}
     with selectors.DefaultSelector() as selector, process:
-        selector.register(process.stdout, selectors.EVENT_READ, "stdout")
-        selector.register(process.stderr, selectors.EVENT_READ, "stderr")
+        for name in decoders:
+            selector.register(getattr(process, name), selectors.EVENT_READ, name)
         try:
             while True:
                 try:
-                    _show(selector, decoders)
+                    for name, data in _pieces(selector):
+                        text = decoders[name].decode(data, final=not data)
+                        _print(getattr(sys, name), text)
                     process.wait()
                     break
                 except KeyboardInterrupt as interrupt:
@@ -196,21 +177,20 @@ def follow(process: subprocess.Popen[bytes]) -> None:
                     process.send_signal(signal.SIGINT)
         except BaseException:
             process.terminate()
-            _drop(selector)
+            deque(_pieces(selector), maxlen=0)  # reads on, so that the process can write and end
             raise
     if interrupted is not None:
         raise interrupted.with_traceback(None)
 
 
-def _show(
-    selector: selectors.BaseSelector, decoders: Mapping[str, codecs.IncrementalDecoder]
-) -> None:
+def _pieces(selector: selectors.BaseSelector) -> Iterator[tuple[str, bytes]]:
+    """What comes from the streams, with their names, until both have ended; ends are empty."""
     while selector.get_map():
         for key, _ in selector.select():
-            data = os.read(key.fd, _READ)
-            _print(getattr(sys, key.data), decoders[key.data].decode(data, final=not data))
+            data = os.read(key.fd, 1 << 16)
             if not data:
                 selector.unregister(key.fileobj)
+            yield key.data, data
 
 
 def _print(stream: TextIO | None, text: str) -> None:
@@ -222,14 +202,6 @@ def _print(stream: TextIO | None, text: str) -> None:
     except UnicodeEncodeError:  # ranks may print what Latin-1, for instance, does not have
         stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
     stream.flush()
-
-
-def _drop(selector: selectors.BaseSelector) -> None:
-    """Read both streams to their ends, so that the process can write and end."""
-    while selector.get_map():
-        for key, _ in selector.select():
-            if not os.read(key.fd, _READ):
-                selector.unregister(key.fileobj)
 
 
 if __name__ == "__main__":

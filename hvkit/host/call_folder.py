@@ -21,8 +21,6 @@ VARIABLE = "HVKIT_CALL"
 PREFIX = "hvkit-call-"
 """How the names of such folders begin."""
 
-_PART = ".part"
-
 
 def call_in(folder: Path) -> Path:
     """The file with the function and its arguments."""
@@ -42,7 +40,7 @@ def remove_outcomes(folder: Path) -> None:
 
 def part_of(path: Path) -> Path:
     """The file that becomes this one once it is complete."""
-    return path.with_name(path.name + _PART)
+    return path.with_name(f"{path.name}.part")
 
 
 @contextlib.contextmanager

@@ -8,54 +8,40 @@ every MPI program ends with an error.
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from hvkit.errors import LaunchError
 
-# Distributions install further MPIs below these, in addition to the one in /usr/bin.
-_LIBS = ("lib", "lib64")
-
 
 @dataclass(frozen=True)
 class Setting:
-    """Open MPI's parameters for one purpose.
+    """Open MPI's parameters for one purpose."""
 
-    Attributes:
-        option: the launcher's option, without its value.
-        names: the parameters' names without their ends.
-        ends: of these names.
-        prefix: the prefix of the environment variables.
-        user_file: the user's file, relative to the home folder.
-        site_file: the site's file, relative to the site's folder.
-    """
-
-    option: tuple[str, str]
-    names: tuple[str, ...]
-    ends: tuple[str, ...] = ("include", "exclude")
-    prefix: str = "OMPI_MCA_"
-    user_file: str = ".openmpi/mca-params.conf"
-    site_file: str = "openmpi-mca-params.conf"
-
-    def parameters(self) -> tuple[str, ...]:
-        """The full names of the parameters."""
-        return tuple(f"{name}{end}" for name in self.names for end in self.ends)
+    option: tuple[str, str]  # of the launcher, without its value
+    parameters: tuple[str, ...]
+    prefix: str = "OMPI_MCA_"  # of the environment variables
+    user_file: str = ".openmpi/mca-params.conf"  # below the home folder
+    site_file: str = "openmpi-mca-params.conf"  # below the site's
 
 
-RANKS = Setting(("--mca", "btl_tcp_if_include"), ("btl_tcp_if_",))
+RANKS = Setting(("--mca", "btl_tcp_if_include"), ("btl_tcp_if_include", "btl_tcp_if_exclude"))
 """The interfaces for the connections between ranks."""
 
-TRANSPORTS = Setting(("--mca", "btl"), ("btl",), ends=("",))
+TRANSPORTS = Setting(("--mca", "btl"), ("btl",))
 """The transports for messages between ranks."""
 
-_DAEMONS_4 = Setting(("--mca", "oob_tcp_if_include"), ("oob_tcp_if_",))
-_DAEMONS_5 = Setting(
+DAEMONS_4 = Setting(("--mca", "oob_tcp_if_include"), ("oob_tcp_if_include", "oob_tcp_if_exclude"))
+"""The interfaces between the launcher of Open MPI 4 and its daemons."""
+
+DAEMONS_5 = Setting(
     ("--prtemca", "prte_if_include"),
-    ("prte_if_", "oob_tcp_if_"),
+    ("prte_if_include", "prte_if_exclude", *DAEMONS_4.parameters),
     prefix="PRTE_MCA_",
     user_file=".prte/mca-params.conf",
     site_file="prte-mca-params.conf",
 )
-
+"""The same of Open MPI 5 and newer."""
 
 WITHOUT_TOOLS = "PRTE_MCA_pmix_tool_support", "0"
 """The variable, and its value, that turns off mpirun's support for debuggers.
@@ -65,39 +51,22 @@ that exists already, left by a killed mpirun that had the same id.
 """
 
 
-def daemons(major: int) -> Setting:
-    """The interfaces between the launcher and its daemons, for this major version."""
-    return _DAEMONS_5 if major >= 5 else _DAEMONS_4
-
-
 def without_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without the variables that choose Open MPI's interfaces."""
-    settings = (RANKS, _DAEMONS_4, _DAEMONS_5)
-    names = {f"{one.prefix}{parameter}" for one in settings for parameter in one.parameters()}
+    settings = (RANKS, DAEMONS_4, DAEMONS_5)
+    names = {one.prefix + parameter for one in settings for parameter in one.parameters}
     return {name: value for name, value in environ.items() if name not in names}
 
 
 def where_set(setting: Setting, environ: Mapping[str, str], mpirun: str | None) -> str | None:
-    """The variable or file that makes a setting, in words; ``None`` if nothing does.
-
-    Args:
-        setting: the setting.
-        environ: the environment that Open MPI gets.
-        mpirun: Open MPI's launcher, which leads to the site's files; ``None`` to skip those.
-    """
-    for parameter in setting.parameters():
-        if (variable := f"{setting.prefix}{parameter}") in environ:
-            return variable
-    in_files = _in_files(setting, environ, mpirun)
-    return next((f"{name} in {file}" for name, file in in_files), None)
+    """The variable or file that makes a setting, in words; ``None`` if nothing does."""
+    variables = (setting.prefix + parameter for parameter in setting.parameters)
+    in_files = (f"{name} in {file}" for name, file in _in_files(setting, environ, mpirun))
+    return next(chain(filter(environ.__contains__, variables), in_files), None)
 
 
 def refuse_exclusion(setting: Setting, environ: Mapping[str, str], mpirun: str | None) -> None:
-    """Refuse ``--interfaces`` if a file excludes interfaces.
-
-    Raises:
-        LaunchError: a file does.
-    """
+    """Refuse ``--interfaces`` if a file excludes interfaces."""
     for name, file in _in_files(setting, environ, mpirun):
         if name.endswith("exclude"):
             raise LaunchError(
@@ -109,24 +78,24 @@ def refuse_exclusion(setting: Setting, environ: Mapping[str, str], mpirun: str |
 def _in_files(
     setting: Setting, environ: Mapping[str, str], mpirun: str | None
 ) -> Iterator[tuple[str, Path]]:
-    folders = [] if mpirun is None else _site_folders(Path(os.path.realpath(mpirun)))
-    files = [folder / setting.site_file for folder in folders]
-    if home := environ.get("HOME"):
-        files.insert(0, Path(home, setting.user_file))
+    files = [Path(home, setting.user_file)] if (home := environ.get("HOME")) else []
+    if mpirun is not None:
+        folders = _site_folders(Path(os.path.realpath(mpirun)))
+        files += [folder / setting.site_file for folder in folders]
     for file in files:
         try:
             text = file.read_text(errors="replace")
-        except OSError:
-            # Open MPI ignores such a file, too.
+        except OSError:  # Open MPI ignores such a file, too
             continue
         for line in text.splitlines():
             name, sign, _ = line.partition("=")
-            if sign and name.strip() in setting.parameters():
+            if sign and name.strip() in setting.parameters:
                 yield name.strip(), file
 
 
 def _site_folders(mpirun: Path) -> list[Path]:
     prefix = mpirun.parent.parent
-    # Distributions keep settings out of /usr: /etc/openmpi, /etc/openmpi-x86_64.
-    packaged = prefix == Path("/usr") or prefix.parts[:3] in {("/", "usr", lib) for lib in _LIBS}
+    # Distributions keep settings out of /usr: /etc/openmpi, /etc/openmpi-x86_64. They install
+    # further MPIs below /usr/lib and /usr/lib64.
+    packaged = f"{prefix}/".startswith(("/usr/lib/", "/usr/lib64/")) or prefix == Path("/usr")
     return [prefix / "etc", *(sorted(Path("/etc").glob("openmpi*")) if packaged else ())]

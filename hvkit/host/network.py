@@ -14,17 +14,11 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True)
 class Interface:
-    """One address of a network interface that is up.
-
-    Attributes:
-        name: the interface, ``eth0``.
-        address: IPv4 or IPv6 address, without a zone.
-        network: its network, ``10.0.0.0/24``.
-    """
+    """One address of a network interface that is up."""
 
     name: str
-    address: str
-    network: str
+    address: str  # IPv4 or IPv6, without a zone
+    network: str  # such as 10.0.0.0/24
 
     @property
     def version(self) -> int:
@@ -72,29 +66,18 @@ def within_host() -> list[str]:
 
     Several hosts may have one with the same name and the same address.
     """
-    names = {interface.name for interface in interfaces()}
-    return sorted(name for name in names if name.startswith(_WITHIN_HOST))
+    return sorted({each.name for each in interfaces() if each.name.startswith(_WITHIN_HOST)})
 
 
 def addresses_for_others() -> tuple[str, ...]:
     """This host's addresses that other hosts may reach, likely ones first."""
     inside = set(within_host())
-    usable = [each for each in interfaces() if each.outward]
-    usable.sort(key=lambda each: (each.name in inside, each.version))
-    return tuple(each.address for each in usable) or ("127.0.0.1",)
+    found = sorted(interfaces(), key=lambda each: (each.name in inside, each.version))
+    return tuple(each.address for each in found if each.outward) or ("127.0.0.1",)
 
 
 def interface_towards(address: str, port: int, seconds: float) -> str | None:
-    """The name of the interface through which a listening address is reached.
-
-    Args:
-        address: an IP address.
-        port: where something listens.
-        seconds: how long to try.
-
-    Returns:
-        None if it is not reached.
-    """
+    """The name of the interface through which a listening address is reached."""
     try:
         with socket.create_connection((address, port), timeout=seconds) as connection:
             source = connection.getsockname()[0].partition("%")[0]
@@ -103,19 +86,8 @@ def interface_towards(address: str, port: int, seconds: float) -> str | None:
     return name_of_interface(source)
 
 
-def interface_of(address: str) -> str:
-    """The name of the interface with this address of this host.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if found := name_of_interface(address):
-        return found
-    raise ValueError(f"no interface of {socket.gethostname()} has the address {address}")
-
-
 def name_of_interface(address: str) -> str | None:
-    """The name of the interface with this address of this host; None if there is none."""
+    """The name of this host's interface with this address."""
     return next((each.name for each in interfaces() if each.address == address), None)
 
 
@@ -125,7 +97,8 @@ def is_local(name: str) -> bool:
     It does if it is the hostname, in full or up to the first dot, or if one of its addresses
     belongs to an interface of this host. A name that does not resolve refers to another host.
     """
-    if name.lower() in _own_names():
+    host = socket.gethostname().lower()
+    if name.lower() in (host, host.partition(".")[0], "localhost"):
         return True
     local = {ipaddress.ip_address(interface.address) for interface in interfaces()}
     return any(address in local or address.is_loopback for address in addresses_of(name))
@@ -146,16 +119,8 @@ def addresses_of(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addres
     return sorted(addresses, key=lambda address: address.version)
 
 
-def _own_names() -> set[str]:
-    name = socket.gethostname().lower()
-    return {name, name.partition(".")[0], "localhost"}
-
-
 def source_address(destination: str) -> str | None:
-    """The address of this host that connections to ``destination`` come from.
-
-    Sends nothing. ``None`` if there is no route.
-    """
+    """The address of this host that connections to ``destination`` come from; sends nothing."""
     for address in addresses_of(destination):
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

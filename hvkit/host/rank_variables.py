@@ -7,7 +7,7 @@ already. Open MPI's settings in files of the user or the site take precedence, t
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvkit.errors import LaunchError
 from hvkit.host import mca, run_reports
@@ -41,8 +41,7 @@ _LAUNCH_VARIABLES = (
 _RANK_VARIABLES = (*(names[0] for names in _POSITION_VARIABLES), "SLURM_PROCID")
 
 
-@dataclass(frozen=True)
-class Launched:
+class Launched(NamedTuple):
     """The world size that a launcher announced, and the launcher's name."""
 
     size: int
@@ -54,14 +53,12 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
 
     A process that somebody starts in the shell of ``srun --pty`` is one process, as in any other
     shell, whatever the number of that step's tasks.
-
-    Raises:
-        LaunchError: the announced size is not a positive integer, or torchrun or the like started
-            the process, whose ranks Horovod cannot see.
     """
     for variable, launcher in _SIZE_VARIABLES:
         value = environ.get(variable)
-        if value is None or (launcher == "srun" and _in_a_shell_of_srun(environ)):
+        # In a shell of ``srun --pty``, the shell itself is the task.
+        in_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(os.getpid())
+        if value is None or (launcher == "srun" and in_shell):
             continue
         if not value.isdecimal() or int(value) < 1:
             raise LaunchError(f"{variable} must be a positive integer, got {value!r}")
@@ -77,13 +74,7 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
     return None
 
 
-def _in_a_shell_of_srun(environ: Mapping[str, str]) -> bool:
-    """Whether this process runs below a task of ``srun --pty``, and is not that task."""
-    return "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(os.getpid())
-
-
-@dataclass(frozen=True)
-class LaunchedRank:
+class LaunchedRank(NamedTuple):
     """A launched process's rank, local rank, and the number of ranks on its host."""
 
     rank: int
@@ -123,22 +114,30 @@ def rank_id(environ: Mapping[str, str]) -> str | None:
 
 
 _STALL = "HOROVOD_STALL_"
+# Variables that a rank sets to 1, with the reason.
+_SWITCHED_ON = {
+    "HVKIT_BLOCKING_WAITS": "Horovod's threads sleep while they wait, so that the framework can "
+    "use their core",
+    "HVKIT_OWN_COLLECTIVES": "large tensors in host memory are reduced in rings and in segments, "
+    "which keep links busy with the fewest bytes; 0 leaves them to MPI, for one that sums inside "
+    "the network",
+    "OMPI_MCA_mpi_yield_when_idle": "a rank that waits inside MPI lets others run; Open MPI would "
+    "keep the core busy",
+    f"{_STALL}CHECK_DISABLE": "hvkit names the lines of the script where ranks wait; Horovod would "
+    "name tensors",
+}
 
 # The parameter of the C library's mallopt that each variable sets.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_ALLOCATOR = {
-    "MALLOC_TRIM_THRESHOLD_": _TRIM_THRESHOLD,
-    "MALLOC_MMAP_THRESHOLD_": _MMAP_THRESHOLD,
-}
+_MMAP_THRESHOLD = -3
+_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": _MMAP_THRESHOLD}
 # The part of the host's memory that a rank keeps when PyTorch frees it. mallopt takes a C int.
-_SHARE = 16
+_KEPT_PART = 16
 _MOST = (1 << 31) - 1
 # Older versions accept no higher threshold for single tensors.
 _OLDER_MOST = 1 << 25
 
 
-@dataclass(frozen=True)
-class RankSetting:
+class RankSetting(NamedTuple):
     """A variable, its value, and why a rank sets it."""
 
     variable: str
@@ -152,35 +151,18 @@ def rank_settings(environ: Mapping[str, str]) -> list[RankSetting]:
 
 
 def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
-    yield RankSetting(
-        "HVKIT_BLOCKING_WAITS",
-        "1",
-        "Horovod's threads sleep while they wait, so that the framework can use their core",
-    )
-    yield RankSetting(
-        "HVKIT_OWN_COLLECTIVES",
-        "1",
-        "large tensors in host memory are reduced in rings and in segments, which keep links busy "
-        "with the fewest bytes; 0 leaves them to MPI, for one that sums inside the network",
-    )
-    yield RankSetting(
-        "OMPI_MCA_mpi_yield_when_idle",
-        "1",
-        "a rank that waits inside MPI lets others run; Open MPI would keep the core busy",
-    )
-    if not any(name.startswith(_STALL) for name in environ):
-        yield RankSetting(
-            f"{_STALL}CHECK_DISABLE",
-            "1",
-            "hvkit names the lines of the script where ranks wait; Horovod would name tensors",
-        )
-    for variable, value in _to_keep_freed_memory(environ):
-        yield RankSetting(
-            variable,
-            value,
-            "a rank keeps up to this many bytes that PyTorch frees, for the next step's tensors; "
-            "otherwise Linux would provide new memory in each step, page by page",
-        )
+    user_set_stall = any(name.startswith(_STALL) for name in environ)
+    for variable, reason in _SWITCHED_ON.items():
+        if not (user_set_stall and variable.startswith(_STALL)):
+            yield RankSetting(variable, "1", reason)
+    if (kept := _kept_memory(environ)) is not None:
+        for variable in _ALLOCATOR:
+            yield RankSetting(
+                variable,
+                str(kept),
+                "a rank keeps up to this many bytes that PyTorch frees, for the next step's "
+                "tensors; otherwise Linux would provide new memory in each step, page by page",
+            )
     mpirun = program("mpirun")
     names = within_host()
     if names and not mca.where_set(mca.RANKS, environ, mpirun):
@@ -202,23 +184,21 @@ def _wanted(environ: Mapping[str, str]) -> Iterator[RankSetting]:
         )
 
 
-def _to_keep_freed_memory(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Variables, with values, that let a rank keep a 16th of the host's memory, 2 GiB at most.
+def _kept_memory(environ: Mapping[str, str]) -> int | None:
+    """Freed bytes that a rank may keep: a 16th of the host's memory, 2 GiB at most.
 
     The GNU C library returns freed memory to Linux: what exceeds 64 MiB in total, and tensors above
     32 MiB at once. The next step in host memory then gets new pages from Linux, which fills each
     with zeros. That takes a tenth of the step or more, and differs between processes. TensorFlow
     does not need this.
 
-    Yields nothing if the user has configured the allocator, or with another C library.
+    None if the user has configured the allocator, or with another C library.
     """
     chosen = any(name.startswith("MALLOC_") for name in environ)
     if chosen or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") or not _has_gnu_library():
-        return
+        return None
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    kept = min(min(host, cgroup_limits().memory or host) // _SHARE, _MOST)
-    for variable in _ALLOCATOR:
-        yield variable, str(kept)
+    return min(min(host, cgroup_limits().memory or host) // _KEPT_PART, _MOST)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
@@ -237,5 +217,5 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
 def _has_gnu_library() -> bool:
     try:
         return "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
-    except (AttributeError, ValueError, OSError):  # not a name that this system knows
+    except (ValueError, OSError):  # not a name that this system knows
         return False

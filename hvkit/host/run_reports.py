@@ -5,6 +5,7 @@ A rank that another launcher has started has no such pipe, and reports nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -28,7 +29,6 @@ RUN_NAME = "HVKIT_RUN_NAME"
 
 LONGEST = 4096
 """Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux)."""
-
 
 _MEMORY = Path("/dev/shm")
 
@@ -84,21 +84,14 @@ def address_of(descriptor: int) -> str:
 
 
 def report(**values: Unpack[RunReport]) -> None:
-    """Send values to ``hvkit run``, if that has started this rank.
-
-    Raises:
-        ValueError: they are longer than ``LONGEST``.
-    """
-    descriptor = _pipe()
-    if descriptor is None:
+    """Send values to ``hvkit run``, if that has started this rank."""
+    if (descriptor := _pipe()) is None:
         return
     line = json.dumps(values).encode() + b"\n"
     if len(line) > LONGEST:
         raise ValueError(f"a report of {len(line)} bytes; at most {LONGEST} are possible")
-    try:
+    with contextlib.suppress(BrokenPipeError):  # the agent has gone, and ends this rank
         os.write(descriptor, line)
-    except BrokenPipeError:  # the agent has gone, and ends this rank
-        return
 
 
 def listened_to() -> bool:
@@ -109,14 +102,11 @@ def listened_to() -> bool:
 def _pipe() -> int | None:
     """The descriptor of the pipe; None if there is none."""
     descriptor, _, inode = os.environ.get(VARIABLE, "").partition(":")
-    if not (descriptor.isdecimal() and inode.isdecimal()):
-        return None
     try:
         found = os.fstat(int(descriptor))
-    except OSError:
+    except (ValueError, OverflowError, OSError):
         return None
-    is_pipe = stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode)
-    return int(descriptor) if is_pipe else None
+    return int(descriptor) if stat.S_ISFIFO(found.st_mode) and f"{found.st_ino}" == inode else None
 
 
 def restart_of_this_run() -> dict[str, Any]:
@@ -135,14 +125,7 @@ def run_name() -> str:
 
 
 def memory_folder(run: str | None = None) -> Path | None:
-    """The folder in a host's memory with files that are kept until the run's last try has ended.
-
-    Args:
-        run: the run's name; None for this rank's run.
-
-    Returns:
-        The folder, which need not exist; None if ``hvkit run`` will not start the ranks again.
-    """
+    """The folder in a host's memory with files that are kept until the run's last try has ended."""
     run = run_name() if run is None else run
     return _MEMORY / f"hvkit-run-{run}" if re.fullmatch("[0-9a-f]{16}", run) else None
 

@@ -15,22 +15,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Output:
-    """The exit status and output of a command.
+class Output(NamedTuple):
+    """The exit status and output of a command; empty if it ran out of time."""
 
-    Attributes:
-        status: exit status; negative for the signal that ended the command, ``None`` if it ran out
-            of time.
-        stdout: what it wrote to stdout; empty if it ran out of time.
-        stderr: what it wrote to stderr; empty if it ran out of time.
-    """
-
-    status: int | None
+    status: int | None  # negative for a signal, None if it ran out of time
     stdout: str = ""
     stderr: str = ""
 
@@ -41,15 +33,9 @@ class Output:
 
 
 def run(
-    command: Sequence[str], timeout: float = 10, environ: Mapping[str, str] | None = None
+    command: Sequence[str], timeout: float | None = 10, environ: Mapping[str, str] | None = None
 ) -> Output | None:
-    """Run a command without input; ``None`` if the program is missing or cannot be started.
-
-    Args:
-        command: the program and its arguments.
-        timeout: seconds after which the command is killed.
-        environ: its environment; ``None`` for this process's own.
-    """
+    """Run a command without input; ``None`` if the program is missing or cannot be started."""
     try:
         done = subprocess.run(
             command,

@@ -41,14 +41,7 @@ _SAGEMAKER_RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a job.
-
-    Attributes:
-        system: the batch system: ``SLURM``, ``"PBS"``, ``"LSF"``, ``SAGEMAKER``, or ``HOSTFILE``
-            for a launcher's default hostfile.
-        source: the environment variable or file that lists the hosts: ``SLURM_JOB_NODELIST``.
-        hosts: each host once, with its slots.
-    """
+    """The hosts of a job."""
 
     system: str
     source: str
@@ -56,12 +49,7 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation of the job that this process runs in; ``None`` outside of a job.
-
-    Raises:
-        LaunchError: a variable or file of the batch system is malformed, or Slurm's
-            ``scontrol`` is missing or fails.
-    """
+    """The allocation of the job that this process runs in; ``None`` outside of a job."""
     for system in _SYSTEMS:
         found = system(environ)
         if found is not None:
@@ -201,11 +189,7 @@ def sagemaker_job(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def sagemaker_resources() -> dict[str, Any] | None:
-    """SageMaker's description of a job's hosts, a file in each container; ``None`` elsewhere.
-
-    Raises:
-        LaunchError: the file is malformed.
-    """
+    """SageMaker's description of a job's hosts, a file in each container; ``None`` elsewhere."""
     try:
         text = _SAGEMAKER_RESOURCES.read_text()
     except FileNotFoundError:

@@ -82,10 +82,6 @@ def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[s
 
     Variables that look like secrets and lists of this host's GPUs are left out, unless the user
     names them.
-
-    Args:
-        environ: the launcher's environment.
-        chosen: the names that the user wants forwarded; without effect if not set.
     """
     names = {name for name in environ if _forwarded_by_default(name)}
     return tuple(sorted(names | (set(chosen) & environ.keys())))

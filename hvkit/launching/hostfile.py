@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvkit.errors import HostfileError
-from hvkit.launching.hosts import Entry, Host, count, host_word, merged, shown
+from hvkit.launching.hosts import Host, count, distinct, host_word, shown
 
 Form = Literal["Open MPI's", "MPICH's"]
 _OPEN_MPI: Form = "Open MPI's"
@@ -33,21 +33,7 @@ _OTHER_KEYWORDS = {
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file, each once, in the order of first mention, with the sum of its slots.
-
-    Raises:
-        HostfileError: the file cannot be read, or is not a hostfile; the message names file and
-            line.
-    """
-    return merged(read_entries(path), str(path))
-
-
-def read_entries(path: Path) -> tuple[Entry, ...]:
-    """The hosts of a file, one entry for each line.
-
-    Raises:
-        HostfileError: the file cannot be read, or is not a hostfile.
-    """
+    """The hosts of a file, in their order; errors name file and line."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -58,53 +44,42 @@ def read_entries(path: Path) -> tuple[Entry, ...]:
     return parse_hostfile(_decoded(data, str(path)), str(path))
 
 
-def parse_hostfile(text: str, name: str) -> tuple[Entry, ...]:
-    """The hosts in a hostfile's text, one entry for each line.
+def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
+    """The hosts in a hostfile's text; ``name`` is the file's, for errors.
 
     The first line that is not a bare name decides on the form of the file: ``node1 slots=4`` is
     Open MPI's, ``node1:4`` is MPICH's. In a file of MPICH's form a bare name has one slot.
-
-    Args:
-        text: the text of the file.
-        name: of the file, for errors.
-
-    Raises:
-        HostfileError: a line is invalid, or the file has no host.
     """
-    hosts: dict[int, Host] = {}
-    first: tuple[int, Form] | None = None
+    hosts: dict[str, Host] = {}
+    first: tuple[str, Form] | None = None
     for number, line in enumerate(text.split("\n"), start=1):
+        position = f"line {number}"
         try:
             found = _read_line(line.removesuffix("\r"))
         except HostfileError as error:
-            raise HostfileError(f"{name}: line {number}: {error}") from None
+            raise HostfileError(f"{name}: {position}: {error}") from None
         if found is None:
             continue
-        hosts[number], form = found
+        hosts[position], form = found
         if form is None:
             continue
-        first = first or (number, form)
+        first = first or (position, form)
         if form != first[1]:
             raise HostfileError(
-                f"{name}: line {number}: is in {form} form but line {first[0]} is in {first[1]}: "
+                f"{name}: {position}: is in {form} form but {first[0]} is in {first[1]}: "
                 "use `node1 slots=4` or `node1:4` throughout"
             )
     if not hosts:
         raise HostfileError(f"{name}: has no host: write a line for each, `node1 slots=2`")
-    bare_slots = 1 if first is not None and first[1] == _MPICH else None
-    return tuple(
-        Entry(f"line {number}", host if host.slots is not None else replace(host, slots=bare_slots))
-        for number, host in hosts.items()
-    )
+    if first is not None and first[1] == _MPICH:
+        hosts = {at: replace(host, slots=host.slots or 1) for at, host in hosts.items()}
+    return distinct(hosts, name)
 
 
 def _read_line(text: str) -> tuple[Host, Form | None] | None:
     """The host of a line, and the form of the line; ``None`` if it is blank or a comment.
 
     A bare name has no form: both have it.
-
-    Raises:
-        HostfileError: the line is invalid; the message does not name the file or line.
     """
     content = text.partition("#")[0].strip(_SPACE)
     if not content:
@@ -115,7 +90,7 @@ def _read_line(text: str) -> tuple[Host, Form | None] | None:
     name, user, slots = host_word(first)
     if slots is not None:
         return _in_mpichs_form(name, user, slots, words), _MPICH
-    return _in_openmpis_form(name, user, words), _OPEN_MPI if words else None
+    return Host(name, _open_mpis_slots(words), user), _OPEN_MPI if words else None
 
 
 def _in_mpichs_form(name: str, user: str | None, slots: str, words: list[str]) -> Host:
@@ -134,10 +109,10 @@ def _in_mpichs_form(name: str, user: str | None, slots: str, words: list[str]) -
         if user is not None:
             raise HostfileError(f"{shown(word)}: the user is set twice: keep one")
         _, user, _ = host_word(f"{value}@{name}")
-    return Host(name, count(slots, "slots"), user=user)
+    return Host(name, count(slots, "slots"), user)
 
 
-def _in_openmpis_form(name: str, user: str | None, words: list[str]) -> Host:
+def _open_mpis_slots(words: list[str]) -> int | None:
     numbers: dict[str, int] = {}
     for word in words:
         keyword, equals, value = word.partition("=")
@@ -152,7 +127,7 @@ def _in_openmpis_form(name: str, user: str | None, words: list[str]) -> Host:
     slots = numbers.get("slots", most)
     if slots is not None and most is not None and most < slots:
         raise HostfileError(f"max_slots must not be less than slots, got {most} for {slots} slots")
-    return Host(name, slots, most, user)
+    return slots
 
 
 def _unknown(word: str) -> str:
@@ -169,13 +144,14 @@ def _unknown(word: str) -> str:
 
 
 def _decoded(data: bytes, name: str) -> str:
-    if b"\0" in data:
-        number = data[: data.index(b"\0")].count(b"\n") + 1
-        raise HostfileError(f"{name}: line {number}: is not text: it has a zero byte")
+    at, problem = data.find(b"\0"), "is not text: it has a zero byte"
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        number = data[: error.start].count(b"\n") + 1
-        raise HostfileError(
-            f"{name}: line {number}: is not UTF-8 text: it has the byte 0x{data[error.start]:02x}"
-        ) from None
+        if at < 0:
+            at = error.start
+            problem = f"is not UTF-8 text: it has the byte 0x{data[at]:02x}"
+    if at >= 0:
+        number = data.count(b"\n", 0, at) + 1
+        raise HostfileError(f"{name}: line {number}: {problem}")
+    return text

@@ -1,4 +1,4 @@
-"""Hosts and their slots: host names and addresses, the list of ``-H``, and hosts named twice.
+"""Hosts and their slots: host names and addresses, and the list of ``-H``.
 
 ``hvkit.launching.hostfile`` reads whole files with the functions of this module. Ambiguous input is
 rejected. Errors about a word do not say where it stands; the reader of the file or list adds that.
@@ -6,8 +6,8 @@ rejected. Errors about a word do not say where it stands; the reader of the file
 
 import ipaddress
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hvkit.errors import HostfileError, UsageError
 
@@ -38,104 +38,57 @@ _OTHER_SYNTAX = (
 
 @dataclass(frozen=True)
 class Host:
-    """A host and the number of ranks that may run there.
+    """A host and the number of ranks that may run there."""
 
-    Attributes:
-        name: its name or its IPv4 or IPv6 address, without brackets.
-        slots: the ranks that it takes; ``None`` leaves that to the launcher, as a bare name in a
-            hostfile does (Open MPI then counts the host's cores).
-        max_slots: the most ranks that an oversubscribed host takes; ``None`` for no limit.
-        user: the user for ssh; ``None`` for the user of this process.
-    """
-
-    name: str
+    name: str  # or its IPv4 or IPv6 address, without brackets
+    # None leaves that to the launcher, as a bare name in a hostfile does: Open MPI then counts the
+    # host's cores.
     slots: int | None = None
-    max_slots: int | None = None
-    user: str | None = None
+    user: str | None = None  # for ssh; None for the user of this process
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One mention of a host.
-
-    Attributes:
-        position: ``line 3`` of a file, or ``host 2`` of a list.
-        host: the host as this position describes it.
-    """
-
-    position: str
-    host: Host
-
-
-def read_hosts_option(text: str) -> tuple[Entry, ...]:
+def read_hosts_option(text: str) -> tuple[Host, ...]:
     """The hosts of ``-H node1:2,node2:2``, the list that mpirun and horovodrun take.
 
     A host without ``:slots`` has one slot. IPv6 addresses need brackets: ``[fd00::1]:2``.
-
-    Raises:
-        HostfileError: a host of the list is invalid; the message names its position.
     """
-    return tuple(
-        Entry(f"host {number}", _host_of_option(word.strip(" "), f"host {number}"))
-        for number, word in enumerate(text.split(","), start=1)
-    )
+    words = {f"host {number}": word for number, word in enumerate(text.split(","), start=1)}
+    return distinct({at: _host_of_option(word.strip(" "), at) for at, word in words.items()}, "-H")
 
 
 def hosts_option(hosts: Sequence[Host]) -> str:
-    """``hosts`` as a list for ``-H``; IPv6 addresses in brackets, without ``max_slots``.
-
-    Raises:
-        UsageError: a host has no number of slots.
-    """
-    return ",".join(f"{_in_option(host)}:{slots_of(host)}" for host in hosts)
-
-
-def slots_of(host: Host) -> int:
-    """The host's slots, for a form that needs them.
-
-    Raises:
-        UsageError: the host has none.
-    """
-    if host.slots is None:
-        raise UsageError(f"{host.name} has no number of slots: add slots=N to it in the hostfile")
-    return host.slots
+    """``hosts`` as a list for ``-H``; raises ``UsageError`` for one without slots."""
+    words = []
+    for host in hosts:
+        if host.slots is None:
+            raise UsageError(
+                f"{host.name} has no number of slots: add slots=N to it in the hostfile"
+            )
+        name = f"[{host.name}]" if ":" in host.name else host.name
+        words.append(f"{f'{host.user}@' if host.user else ''}{name}:{host.slots}")
+    return ",".join(words)
 
 
-def repeated(entries: Sequence[Entry]) -> dict[str, tuple[str, ...]]:
-    """The hosts with more than one entry, each with the positions of its entries.
+def distinct(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:
+    """The hosts, by their positions in a file or list; raises if one is named twice.
 
     Open MPI accepts such a host only if at most one of its lines has ``slots=``.
     """
-    return {
-        group[0].host.name: tuple(entry.position for entry in group)
-        for group in _by_host(entries)
-        if len(group) > 1
-    }
-
-
-def merged(entries: Sequence[Entry], name: str) -> tuple[Host, ...]:
-    """Each host once, in the order of first mention, with the sum of its slots.
-
-    A bare name counts as one slot if its host has other entries; if not, it keeps ``slots=None``.
-
-    Args:
-        entries: the hosts as the file or list names them.
-        name: of the file or list, for errors.
-
-    Raises:
-        HostfileError: entries of one host disagree about the user or ``max_slots``, or their slots
-            add up to more than ``max_slots``.
-    """
-    return tuple(_merge(group, name) for group in _by_host(entries))
+    seen: dict[str, str] = {}
+    for position, host in hosts.items():
+        first = seen.setdefault(host.name.lower(), position)  # names are not case-sensitive
+        if first != position:
+            raise HostfileError(
+                f"{source}: {position}: {host.name} is named again after {first}: name it once, "
+                "with all its slots"
+            )
+    return tuple(hosts.values())
 
 
 def host_word(word: str) -> tuple[str, str | None, str | None]:
     """Host, user and slots of ``[user@]host[:slots]``; the slots are not checked yet.
 
     The host is a name, an IPv4 or an IPv6 address; without brackets in what is returned.
-
-    Raises:
-        HostfileError: the word has another form.
     """
     for pattern, problem in _OTHER_SYNTAX:
         if re.search(pattern, word):
@@ -153,16 +106,10 @@ def host_word(word: str) -> tuple[str, str | None, str | None]:
 
 
 def host_name(name: str) -> str:
-    """The valid host name or address; an IPv6 address in its shortest form.
-
-    Raises:
-        HostfileError: it is neither.
-    """
-    if ":" in name:
-        return _ipv6(name)
+    """The valid host name or address; an IPv6 address in its shortest form."""
     labels = name.split(".")
-    if labels[-1].isdecimal():
-        return _ipv4(name)
+    if ":" in name or labels[-1].isdecimal():
+        return _address(name)
     if len(name) > _LONGEST_NAME or not all(map(_LABEL.fullmatch, labels)):
         raise HostfileError(
             f"{shown(name)} is not a host name: use letters, digits, - and _ in parts of at most "
@@ -172,11 +119,7 @@ def host_name(name: str) -> str:
 
 
 def count(text: str, keyword: str) -> int:
-    """The positive integer in ``text``, which sets ``keyword``.
-
-    Raises:
-        HostfileError: it is no positive integer, or larger than the slots of any host.
-    """
+    """The positive integer in ``text``, which sets ``keyword``."""
     digits = text.lstrip("0")
     if not (text.isascii() and text.isdecimal() and digits):
         raise HostfileError(f"{keyword} must be a positive integer, got {shown(text)}")
@@ -202,46 +145,6 @@ def _host_of_option(word: str, position: str) -> Host:
         raise HostfileError(f"-H: {position}: {error}") from None
 
 
-def _in_option(host: Host) -> str:
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    return f"{host.user}@{name}" if host.user else name
-
-
-def _by_host(entries: Sequence[Entry]) -> list[list[Entry]]:
-    groups: dict[str, list[Entry]] = {}
-    for entry in entries:
-        # Host names are not case-sensitive.
-        groups.setdefault(entry.host.name.lower(), []).append(entry)
-    return list(groups.values())
-
-
-def _merge(group: list[Entry], name: str) -> Host:
-    first = group[0]
-    if len(group) == 1:
-        return first.host
-    slots = sum(1 if entry.host.slots is None else entry.host.slots for entry in group)
-    most = None
-    for entry in group:
-        if entry.host.user != first.host.user:
-            raise HostfileError(
-                f"{name}: {entry.position}: {first.host.name} has the user {entry.host.user!r} "
-                f"here but {first.host.user!r} in {first.position}: use one of them"
-            )
-        if entry.host.max_slots is not None:
-            if most not in (None, entry.host.max_slots):
-                raise HostfileError(
-                    f"{name}: {entry.position}: {first.host.name} has max_slots="
-                    f"{entry.host.max_slots} here but {most} before: use one of them"
-                )
-            most = entry.host.max_slots
-    if most is not None and slots > most:
-        raise HostfileError(
-            f"{name}: {group[-1].position}: the slots of {first.host.name} add up to {slots}, more "
-            f"than its max_slots={most}: lower the slots, or raise max_slots"
-        )
-    return replace(first.host, slots=slots, max_slots=most)
-
-
 def _host_and_slots(name_and_slots: str, word: str) -> tuple[str, str | None]:
     """The host and the text of the slots in the part after the user."""
     if name_and_slots.startswith("["):
@@ -257,25 +160,20 @@ def _host_and_slots(name_and_slots: str, word: str) -> tuple[str, str | None]:
     return name_and_slots, None
 
 
-def _ipv4(name: str) -> str:
+def _address(name: str) -> str:
     try:
-        return str(ipaddress.IPv4Address(name))
+        address = ipaddress.ip_address(name)
     except ValueError:
-        raise HostfileError(
-            f"{shown(name)} is neither an IPv4 address (four numbers up to 255) nor a host name "
-            "(its last part needs a letter)"
-        ) from None
-
-
-def _ipv6(name: str) -> str:
+        is_not = "is not an IPv6 address; with slots, write it as [fd00::1]:4"
+        if ":" not in name:
+            is_not = (
+                "is neither an IPv4 address (four numbers up to 255) nor a host name (its last "
+                "part needs a letter)"
+            )
+        raise HostfileError(f"{shown(name)} {is_not}") from None
     if "%" in name:
         raise HostfileError(
             f"{shown(name)} is valid on one link of this host only: write an address without %, or "
             "the host's name"
         )
-    try:
-        return str(ipaddress.IPv6Address(name))
-    except ValueError:
-        raise HostfileError(
-            f"{shown(name)} is not an IPv6 address; with slots, write it as [fd00::1]:4"
-        ) from None
+    return str(address)

@@ -1,18 +1,20 @@
 """The programs that start ranks: the ``mpirun`` of Open MPI, MPICH and Intel MPI; ``horovodrun``.
 
 ``find_launcher`` finds the program and its MPI. The ``Launcher`` that it returns turns a
-``Job`` into a command line. The ``write_...`` functions write hosts for each program.
+``Job`` into a command line.
 """
 
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from hvkit.errors import LaunchError, UsageError
 from hvkit.host import mca
 from hvkit.host.system import program, run
-from hvkit.launching.hosts import Host, hosts_option, slots_of
+from hvkit.launching.hosts import Host, hosts_option
 
 # Seconds for a program to print its version, from a file system that may be slow.
 _ANSWER = 30.0
@@ -27,37 +29,21 @@ _FLAVOURS = (
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks to start, on hosts that are ready; the same for every launcher.
+    """The ranks to start, on hosts that are ready; the same for every launcher."""
 
-    Attributes:
-        hosts: the hosts in the order of ranks; ``slots`` is the number of ranks on each.
-        command: the command of every rank.
-        environ: the launcher's environment.
-        forwarded: names of variables of ``environ`` that all ranks get.
-        networks: the networks between the hosts, ``10.0.0.0/24``; empty to let the launcher
-            choose, as on one host.
-        interfaces: the names of the interfaces in these networks.
-        daemon_networks: the networks for the launcher's own connections, which also lead to the
-            host that it runs on.
-        networks_asked_for: whether the user named the networks or interfaces.
-        addresses: addresses of this host that the hosts reach it at.
-        on_this_host: whether all ranks run on this host.
-        crowded: by name, the hosts with more ranks than logical CPUs, and how many of each.
-        left_out: why hosts are not ready, by name, if the run goes on without them.
-    """
-
-    hosts: tuple[Host, ...]
+    hosts: tuple[Host, ...]  # in the order of ranks; ``slots`` is the number of ranks on each
     command: tuple[str, ...] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)
-    forwarded: tuple[str, ...] = ()
-    networks: tuple[str, ...] = ()
-    interfaces: tuple[str, ...] = ()
-    daemon_networks: tuple[str, ...] = ()
-    networks_asked_for: bool = False
-    addresses: tuple[str, ...] = ("127.0.0.1",)
-    on_this_host: bool = True
+    environ: Mapping[str, str] = field(default_factory=dict)  # the launcher's
+    forwarded: tuple[str, ...] = ()  # names of variables that all ranks get
+    networks: tuple[str, ...] = ()  # between the hosts, 10.0.0.0/24; empty: the launcher chooses
+    interfaces: tuple[str, ...] = ()  # names of those in these networks
+    daemon_networks: tuple[str, ...] = ()  # those that also lead to the launcher's host
+    networks_asked_for: bool = False  # by the user
+    addresses: tuple[str, ...] = ("127.0.0.1",)  # at which the hosts reach this one
+    on_this_host: bool = True  # all ranks
+    # By host, the numbers of ranks and of logical CPUs, if there are more ranks.
     crowded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by host, why it is not ready
 
     @property
     def size(self) -> int:
@@ -67,27 +53,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks.
+    """A program that starts ranks."""
 
-    Attributes:
-        name: its MPI and version, for messages: ``Open MPI 5.0.11``.
-        path: the program.
-        arguments: makes its arguments for a job.
-        sends_all: whether it sends its whole environment to other hosts.
-    """
-
-    name: str
+    name: str  # its MPI and version
     path: str
     arguments: Callable[[Job], list[str]]
-    sends_all: bool = False
+    sends_all: bool = False  # its whole environment, to other hosts
 
     def command(self, job: Job) -> list[str]:
         """The command line that starts ``job``."""
         return [self.path, *self.arguments(job)]
 
 
-@dataclass(frozen=True)
-class MpiVersion:
+class MpiVersion(NamedTuple):
     """The name and version of an MPI: ``Open MPI``, ``5.0.11``."""
 
     flavour: str
@@ -106,11 +84,7 @@ def identify(text: str) -> MpiVersion | None:
 
 
 def find_launcher(name: str) -> Launcher:
-    """The launcher of this name that is first on PATH, else the one in the folder of this Python.
-
-    Raises:
-        LaunchError: there is none, or hvkit does not know the options of its MPI.
-    """
+    """The launcher of this name that is first on PATH, else the one beside this Python."""
     if name == "mpirun":
         return _mpirun()
     path = program("horovodrun")
@@ -120,7 +94,9 @@ def find_launcher(name: str) -> Launcher:
             "`hvkit install-horovod`, or use mpirun: remove --launcher"
         )
     controller = "--gloo" if name == "gloo" else "--mpi"
-    return Launcher(f"horovodrun {controller}", path, horovodrun_arguments(controller), True)
+    return Launcher(
+        f"horovodrun {controller}", path, partial(horovodrun_arguments, controller), sends_all=True
+    )
 
 
 def _mpirun() -> Launcher:
@@ -132,14 +108,10 @@ def _mpirun() -> Launcher:
         )
     text = _version_text(path)
     mpi = identify(text)
-    if mpi is not None and mpi.flavour == "Open MPI":
-        major = int(mpi.version.partition(".")[0])
-        if major >= 4:
-            return Launcher(str(mpi), path, openmpi_arguments(major, path))
-    if mpi is not None and mpi.flavour == "MPICH":
-        return Launcher(str(mpi), path, mpich_arguments, True)
-    if mpi is not None and mpi.flavour == "Intel MPI":
-        return Launcher(str(mpi), path, intel_arguments, True)
+    if mpi and mpi.flavour in _HYDRAS:
+        return Launcher(str(mpi), path, _HYDRAS[mpi.flavour], sends_all=True)
+    if mpi and (major := int(mpi.version.partition(".")[0])) >= 4:
+        return Launcher(str(mpi), path, partial(openmpi_arguments, major, path))
     first = next(iter(text.splitlines()), "nothing")
     raise LaunchError(
         f"`{path} --version` prints {first!r}, but hvkit knows only the options of Open MPI 4 or "
@@ -163,41 +135,27 @@ def _version_text(path: str) -> str:
     )
 
 
-def openmpi_arguments(major: int, mpirun: str) -> Callable[[Job], list[str]]:
-    """Makes the arguments of Open MPI's ``mpirun``.
-
-    The returned function raises LaunchError if the hosts reach each other over IPv6 only, or if the
-    user named interfaces and a file of Open MPI's excludes some.
-
-    Args:
-        major: version of Open MPI, 4 or newer.
-        mpirun: the program; its folder leads to the site's settings.
-    """
-
-    def arguments(job: Job) -> list[str]:
-        options = ["-np", str(job.size), "--host", hosts_option(job.hosts)]
-        # Each rank binds itself to an equal share of its host. Open MPI's default is one core.
-        options += ["--map-by", "slot", "--bind-to", "none"]
-        if os.geteuid() == 0:
-            options.append("--allow-run-as-root")
-        options += _network_option(mca.daemons(major), job.daemon_networks, job, mpirun)
-        options += _network_option(mca.RANKS, job.networks, job, mpirun)
-        if any("." in host.name for host in job.hosts):
-            # By default Open MPI cuts names at their first dot: node1.rack1 and node1.rack2 would
-            # be one host.
-            options += (
-                ["--prtemca", "prte_keep_fqdn_hostnames", "1"]
-                if major >= 5
-                else ["--mca", "orte_keep_fqdn_hostnames", "1"]
-            )
-        if job.crowded:
-            # A waiting rank must not keep the core from the rank that it waits for.
-            options += ["--mca", "mpi_yield_when_idle", "1"]
-        for name in job.forwarded:
-            options += ["-x", name]
-        return [*options, *job.command]
-
-    return arguments
+def openmpi_arguments(major: int, mpirun: str, job: Job) -> list[str]:
+    """The arguments of Open MPI's ``mpirun``, whose folder leads to the site's settings."""
+    options = ["-np", str(job.size), "--host", hosts_option(job.hosts)]
+    # Each rank binds itself to an equal part of its host. Open MPI's default is one core.
+    options += ["--map-by", "slot", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    daemons = mca.DAEMONS_5 if major >= 5 else mca.DAEMONS_4
+    options += _network_option(daemons, job.daemon_networks, job, mpirun)
+    options += _network_option(mca.RANKS, job.networks, job, mpirun)
+    if any("." in host.name for host in job.hosts):
+        # By default Open MPI cuts names at their first dot: node1.rack1 and node1.rack2 would be
+        # one host.
+        option, layer = ("--prtemca", "prte") if major >= 5 else ("--mca", "orte")
+        options += [option, f"{layer}_keep_fqdn_hostnames", "1"]
+    if job.crowded:
+        # A waiting rank must not keep the core from the rank that it waits for.
+        options += ["--mca", "mpi_yield_when_idle", "1"]
+    for name in job.forwarded:
+        options += ["-x", name]
+    return [*options, *job.command]
 
 
 def _network_option(
@@ -223,12 +181,8 @@ def mpich_arguments(job: Job) -> list[str]:
 
     Hydra sends its whole environment to the other hosts, even if the ranks get only a part of it.
     So start it with nothing but the variables to forward.
-
-    Raises:
-        LaunchError: the hosts reach each other over interfaces of different names, or a host has
-            a user.
     """
-    # Each rank binds itself to an equal share of its host.
+    # Each rank binds itself to an equal part of its host.
     options = ["-np", str(job.size), "-hosts", hosts_option(job.hosts), "-bind-to", "none"]
     return [*options, *_hydra_interface(job, "MPICH"), *job.command]
 
@@ -238,26 +192,20 @@ def intel_arguments(job: Job) -> list[str]:
 
     So each host has a part of the command line, in the order of ranks. As MPICH's, it sends its
     whole environment to the other hosts.
-
-    Raises:
-        LaunchError: the hosts reach each other over interfaces of different names, or a host has
-            a user.
     """
-    # Each rank binds itself to an equal share of its host.
+    # Each rank binds itself to an equal part of its host.
     options = ["-genv", "I_MPI_PIN", "0", *_hydra_interface(job, "Intel MPI")]
-    parts = [["-host", host.name, "-n", str(host.slots or 0), *job.command] for host in job.hosts]
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = [*joined, ":", *part]
-    return [*options, *joined]
+    for number, host in enumerate(job.hosts):
+        options += [":"] if number else []
+        options += ["-host", host.name, "-n", str(host.slots), *job.command]
+    return options
+
+
+_HYDRAS = {"MPICH": mpich_arguments, "Intel MPI": intel_arguments}
 
 
 def _hydra_interface(job: Job, mpi: str) -> list[str]:
-    """The option that names the interface between the hosts; none on one host.
-
-    Raises:
-        LaunchError: it has different names on the hosts, or a host has a user.
-    """
+    """The option that names the interface between the hosts; none on one host."""
     refuse_users(job.hosts, f"{mpi}'s mpirun")
     if len(job.interfaces) > 1:
         raise LaunchError(
@@ -267,29 +215,19 @@ def _hydra_interface(job: Job, mpi: str) -> list[str]:
     return ["-iface", job.interfaces[0]] if job.interfaces else []
 
 
-def horovodrun_arguments(controller: str) -> Callable[[Job], list[str]]:
-    """Makes the arguments of ``horovodrun``.
+def horovodrun_arguments(controller: str, job: Job) -> list[str]:
+    """The arguments of ``horovodrun``, with the controller ``--mpi`` or ``--gloo``.
 
     horovodrun sends its whole environment to the other hosts. So start it with nothing but the
     variables to forward. With Gloo it writes them on the command lines of ssh, where everybody on
     these hosts can read them while the job runs, including the key of the run.
-
-    Over MPI, the returned function raises LaunchError if the user or the site set Open MPI's
-    interfaces, because horovodrun always sets them itself.
-
-    Args:
-        controller: ``--mpi`` or ``--gloo``.
     """
-
-    def arguments(job: Job) -> list[str]:
-        options = [controller, "-np", str(job.size), "-H", hosts_option(job.hosts)]
-        if job.interfaces:
-            if controller == "--mpi":
-                _refuse_set_interfaces(job)
-            options += ["--network-interfaces", ",".join(job.interfaces)]
-        return [*options, *job.command]
-
-    return arguments
+    options = [controller, "-np", str(job.size), "-H", hosts_option(job.hosts)]
+    if job.interfaces:
+        if controller == "--mpi":
+            _refuse_set_interfaces(job)
+        options += ["--network-interfaces", ",".join(job.interfaces)]
+    return [*options, *job.command]
 
 
 def _refuse_set_interfaces(job: Job) -> None:
@@ -301,33 +239,6 @@ def _refuse_set_interfaces(job: Job) -> None:
             f"{setter} sets Open MPI's interfaces, but horovodrun sets them, too: name them with "
             "--interfaces instead, or use mpirun: remove --launcher"
         )
-
-
-def write_openmpi(hosts: Sequence[Host]) -> str:
-    """The hosts as a hostfile of Open MPI, which reads IPv6 addresses without brackets."""
-    return "".join(f"{_openmpi_line(host)}\n" for host in hosts)
-
-
-def write_mpich(hosts: Sequence[Host]) -> str:
-    """The hosts as a hostfile of MPICH, without ``max_slots``.
-
-    Raises:
-        UsageError: a host has no number of slots, or is an IPv6 address, which MPICH cuts at
-            its first colon.
-    """
-    refuse_ipv6(hosts, "MPICH")
-    return "".join(f"{_mpich_line(host)}\n" for host in hosts)
-
-
-def write_horovodrun(hosts: Sequence[Host]) -> str:
-    """The hosts as a line for ``horovodrun -H``, without ``max_slots``.
-
-    Raises:
-        UsageError: a host has no number of slots, is an IPv6 address, or has a user.
-    """
-    refuse_ipv6(hosts, "horovodrun")
-    refuse_users(hosts, "horovodrun")
-    return f"{hosts_option(hosts)}\n"
 
 
 def refuse_ipv6(hosts: Sequence[Host], program: str) -> None:
@@ -348,18 +259,3 @@ def refuse_users(hosts: Sequence[Host], program: str) -> None:
                 f"{host.user}@{host.name}: {program} accepts no users: set User {host.user} for "
                 "this host in ~/.ssh/config"
             )
-
-
-def _openmpi_line(host: Host) -> str:
-    words = [f"{host.user}@{host.name}" if host.user else host.name]
-    if host.slots is not None:
-        words.append(f"slots={host.slots}")
-    if host.max_slots is not None:
-        words.append(f"max_slots={host.max_slots}")
-    return " ".join(words)
-
-
-def _mpich_line(host: Host) -> str:
-    # From user@name MPICH would take all for the name that ranks connect to.
-    user = f" user={host.user}" if host.user else ""
-    return f"{host.name}:{slots_of(host)}{user}"

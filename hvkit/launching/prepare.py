@@ -52,31 +52,7 @@ _MOST_ON_A_CORE = 8
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of ``hvkit run``, under their names there.
-
-    Attributes:
-        command: the command of every rank.
-        hosts: the hosts that may get ranks; empty for this host.
-        system: the batch system that allocated the hosts, as in ``Allocation``; ``None`` for none.
-        np: the number of ranks; ``None`` for one in each slot.
-        min_np: the fewest ranks to go on with; ``None`` for all of them.
-        launcher: one of ``LAUNCHERS``.
-        variables: environment variables for the ranks besides the ``forwarded`` ones; ``None``
-            for the value that the variable has here.
-        interfaces: interfaces or networks to use between hosts, instead of those found.
-        bind: whether each rank is bound to its share of its host's cores.
-        lost_after: seconds without an acknowledgement after which a host counts as lost.
-        grace: seconds that commands have to end, after a signal or the failure of another rank.
-        style: how to show output.
-        verbose: whether to print how ranks are started, what they set, and what TensorFlow and JAX
-            print though nothing is wrong.
-        stall: seconds after which a rank that others wait for ends the run; ``None`` for the value
-            of ``HVKIT_STALL_LIMIT_SECONDS``, or half an hour.
-        timeline: a file for the trace of all ranks; None for none.
-        max_restarts: how often to start the ranks again without progress between two failures.
-        call: the folder of the function that ``command`` runs; ``None`` for other commands.
-        from_python: whether the caller writes ``np=4``, and not ``-np 4``; for errors.
-    """
+    """The arguments of ``hvkit run``, under their names there."""
 
     command: tuple[str, ...]
     hosts: tuple[Host, ...] = ()
@@ -98,11 +74,7 @@ class Request:
     from_python: bool = False
 
     def checked(self) -> "Request":
-        """The request; for this host alone, with a number of ranks.
-
-        Raises:
-            UsageError: the number of ranks is missing, too large, or smaller than ``min_np``.
-        """
+        """The request; for this host alone, with a number of ranks."""
         if self.min_np is not None and self.np is not None and self.min_np > self.np:
             raise UsageError(f"--min-np {self.min_np} is more than {self._ranks(self.np)}")
         return self if self.hosts else replace(self, np=self._number_here())
@@ -150,17 +122,7 @@ def prepared(
     least: int | None = None,
     preempted: Collection[str] = (),
 ) -> SupervisedRun:
-    """Find the launcher, check the hosts, and make the command line.
-
-    Args:
-        request: the request.
-        supervised: whether the ranks connect to a supervisor; not if a user types the line.
-        least: the fewest ranks for a restart: a host that was ready before may be lost now.
-        preempted: hosts to leave out of a restart if the others suffice.
-
-    Raises:
-        LaunchError: the request cannot be met.
-    """
+    """Find the launcher, check the hosts, and make the command line."""
     launcher = find_launcher(request.launcher)
     refuse_ipv6(request.hosts, "the command line of mpirun or horovodrun")
     if request.launcher != "mpirun":

@@ -37,13 +37,6 @@ def with_python(words: Sequence[str], read_script: Callable[[], str]) -> tuple[s
     A program on PATH whose name ends with ``.py`` stays as it is, unless the working directory has
     a file of that name; so does a path to an executable file whose first line names its
     interpreter. With ``-`` in place of the script, all ranks run what ``read_script`` returns.
-
-    Args:
-        words: the command.
-        read_script: reads standard input to its end.
-
-    Raises:
-        UsageError: that script is empty or too long.
     """
     first = words[0]
     if first == "-" or (first.endswith(_SCRIPT) and not _starts_itself(first)):
@@ -92,12 +85,7 @@ def _index_of_script(words: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class CommandProblem:
-    """Why a host cannot start a command.
-
-    Attributes:
-        status: ``NOT_FOUND`` or ``NOT_EXECUTABLE``, as a shell returns it.
-        text: the reason, with the fix.
-    """
+    """Why a host cannot start a command."""
 
     status: int
     text: str
@@ -105,13 +93,7 @@ class CommandProblem:
 
 @dataclass(frozen=True)
 class RankCommand:
-    """The files that a command needs on each host.
-
-    Attributes:
-        program: the first word of the command.
-        script: the file that Python is to run; empty if there is none.
-        path: the folders in which ranks look for programs, as in ``PATH``.
-    """
+    """The files that a command needs on each host."""
 
     program: str
     script: str

@@ -43,11 +43,7 @@ def are_of_a_job(hosts: Sequence[Host]) -> bool:
 
 
 def starts_ranks(hosts: Sequence[Host]) -> bool:
-    """Whether this host, of a job whose hosts these are, starts the ranks: the first one does.
-
-    Raises:
-        LaunchError: this host is none of the job's, or SageMaker's list of hosts is malformed.
-    """
+    """Whether this host, of a job whose hosts these are, starts the ranks: the first one does."""
     here = os.environ.get(CURRENT_HOST)
     if here is None:  # without SageMaker's training toolkit
         here = (sagemaker_resources() or {}).get("current_host")
@@ -62,11 +58,7 @@ def starts_ranks(hosts: Sequence[Host]) -> bool:
 
 
 def leave_to_first(system: str | None, hosts: Sequence[Host]) -> bool:
-    """If another host of a SageMaker job starts the ranks, wait until it has ended; whether so.
-
-    Raises:
-        LaunchError: as ``starts_ranks`` and ``follow``.
-    """
+    """If another host of a SageMaker job starts the ranks, wait until it has ended; whether so."""
     if system != SAGEMAKER or starts_ranks(hosts):
         return False
     follow(hosts[0])
@@ -97,9 +89,6 @@ def follow(first: Host) -> None:
 
     Signals do not end this process: ``hvkit run`` on the first host gets SageMaker's signals, too,
     and ends the ranks here.
-
-    Raises:
-        LaunchError: that host has let nobody log in for ten minutes.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -80,16 +80,7 @@ _SSH_MESSAGES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command on a host.
-
-    Attributes:
-        host: the host.
-        status: exit status of the command; ``None`` if it did not run, or did not end in time.
-        stdout: standard output of the command.
-        stderr: standard error of the command and of ssh.
-        problem: why the command could not run, with the fix; ``None`` if it ran, whatever its
-            exit status.
-    """
+    """The result of a command on a host."""
 
     host: Host
     status: int | None
@@ -100,13 +91,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """A way to run commands on other hosts.
-
-    Attributes:
-        command: the local command line that runs a command on a host within a number of seconds.
-        explain: why the command did not run, from the exit status and standard error of that
-            command line; ``None`` if it ran.
-    """
+    """A way to run commands on other hosts."""
 
     command: Callable[[Host, Sequence[str], float], list[str]]
     explain: Callable[[Host, int | None, str], str | None]
@@ -134,12 +119,6 @@ def run_on_hosts(
 
     On this host it runs without ssh. ssh prompts for no password and forwards nothing. It refuses a
     host with an unknown key, unless the user's ssh configuration allows it.
-
-    Args:
-        hosts: the hosts.
-        command: the program, looked up on the other host, and its arguments.
-        timeout: seconds for each host, to connect and to run the command.
-        shell: the way to the hosts; ssh if ``None``.
     """
     commands = _Commands(command, timeout, shell or SSH)
     with ThreadPoolExecutor(AT_ONCE) as threads:

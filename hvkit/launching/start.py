@@ -48,13 +48,6 @@ class Restarts:
     wrong, it raises the same exception at the same line in two tries in a row, before its first
     step; it would do so again, so there is no further restart. Errors of files, networks or memory
     may not occur again.
-
-    Args:
-        most: how many failures in a row without progress are followed by a restart; 0 for none.
-
-    Attributes:
-        made: how many restarts there were.
-        repeated: the exception that ended two tries in a row before any step; None if none did.
     """
 
     most: int
@@ -116,9 +109,6 @@ def start(request: Request) -> Outcome:
     are not ready then; a later restart uses them again. SIGINT, SIGTERM and SIGHUP end the run at
     any time, with the status 128 plus the signal's number. ``hvkit top`` shows the run until it
     ends.
-
-    Raises:
-        LaunchError: the request cannot be met; nothing was started.
     """
     added = {}
     if request.timeline is not None:
@@ -238,9 +228,6 @@ def _prepared_again(
     """Pause, and prepare a restart as soon as hosts for ``least`` ranks are ready.
 
     Hosts that were preempted are left out if the others suffice.
-
-    Raises:
-        LaunchError: there were not enough hosts for ten minutes.
     """
     deadline = time.monotonic() + _HOSTS_RETURN
     pause, status = restarts.pause, before.status

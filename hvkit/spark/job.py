@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +49,9 @@ from hvkit.wording import counted, shortened
 
 R = TypeVar("R")
 
-_THIS = "hvkit.spark.job"
+# Files in the folder of the call: the agents' variables, once the supervisor listens, and the exit
+# status of the driver's job, once that has ended.
+_AGENTS, _JOB_ENDED = "agents", "job-ended"
 
 # All in seconds. For executors to come before a job that needs more of them is refused.
 _EXECUTORS_COME = 30.0
@@ -122,8 +125,7 @@ def run(
         finally:
             job.end()
         ended = outcome_of(process, folder)
-        error = error_of(folder, ended)
-        if error is None:
+        if (error := error_of(folder, ended)) is None:
             return results_of(folder, ended)
         if job.problem is not None and raised_by_first(folder, ended) is None:
             if lost := job.lost_executors():
@@ -131,9 +133,8 @@ def run(
                     f"Spark has lost the executor at {' and at '.join(lost)}, with the ranks "
                     f"there: Spark's log has the reason ({job.reason(ended.reason)})"
                 ) from job.problem
-            raise LaunchError(f"the Spark job has failed: {job.reason(ended.reason)}") from (
-                job.problem
-            )
+            why = f"the Spark job has failed: {job.reason(ended.reason)}"
+            raise LaunchError(why) from job.problem
         raise error
 
 
@@ -148,55 +149,46 @@ def _supervised(context: Any, size: int, name: str, folder: Path) -> SupervisedR
         bind=False,  # Spark's executors share the cores of their hosts
         call=str(folder),
     )
-    command = [sys.executable, "-P", "-m", _THIS, str(folder)]
+    command = [sys.executable, "-P", "-m", "hvkit.spark.job", str(folder)]
     return SupervisedRun(command, dict(os.environ), "Spark", size, agents, status=status)
 
 
+@dataclass
 class _Job:
-    """The barrier job that starts the ranks, in a thread of its own.
+    """The barrier job that starts the ranks, in a thread of its own."""
 
-    Attributes:
-        problem: the exception that has ended it; None if its tasks have ended by themselves.
-    """
+    context: Any
+    folder: Path
+    supervisor: subprocess.Popen[bytes]
+    size: int
+    name: str
+    problem: Exception | None = None  # that has ended it
+    thread: Any = None
 
-    def __init__(
-        self,
-        context: Any,
-        folder: Path,
-        supervisor: subprocess.Popen[bytes],
-        size: int,
-        name: str,
-    ) -> None:
-        self.problem: Exception | None = None
-        self._context = context
-        self._folder = folder
-        self._supervisor = supervisor
-        self._size = size
-        self._description = f"{name} on {counted(size, 'rank')}"
-        self._group = f"hvkit-{secrets.token_hex(8)}"
-        self._thread: Any = None
-        self._executors = _executors(context)
+    def __post_init__(self) -> None:
+        self.group = f"hvkit-{secrets.token_hex(8)}"
+        self.executors = _executors(self.context)
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start the thread; its tasks begin as soon as the supervisor listens."""
         from pyspark import InheritableThread
 
-        self._thread = InheritableThread(target=self._run, args=[command, environ])
-        self._thread.daemon = True
-        self._thread.start()
+        self.thread = InheritableThread(target=self._run, args=[command, environ])
+        self.thread.daemon = True
+        self.thread.start()
 
     def end(self) -> None:
         """Wait until the job has ended, and cancel it if it does not end by itself."""
-        if self._thread is None:
+        if self.thread is None:
             return
-        self._thread.join(_JOB_ENDS)
-        if self._thread.is_alive():
-            self._context.cancelJobGroup(self._group)
-            self._thread.join(_JOB_ENDS)
+        self.thread.join(_JOB_ENDS)
+        if self.thread.is_alive():
+            self.context.cancelJobGroup(self.group)
+            self.thread.join(_JOB_ENDS)
 
     def lost_executors(self) -> list[str]:
         """The addresses of the executors that were there at the beginning, and are not now."""
-        return sorted(self._executors - _executors(self._context))
+        return sorted(self.executors - _executors(self.context))
 
     def reason(self, of_supervisor: str) -> str:
         """Why it has failed, in a line."""
@@ -207,30 +199,27 @@ class _Job:
         return f"{text} ({of_supervisor})" if of_supervisor else text
 
     def _run(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        while not _agents_in(self._folder).exists():
-            if self._supervisor.poll() is not None:  # what it printed, or left, says why
+        while not (self.folder / _AGENTS).exists():
+            if self.supervisor.poll() is not None:  # what it printed, or left, says why
                 return
             time.sleep(_TICK)
-        agent = json.loads(_agents_in(self._folder).read_bytes())
+        agent = json.loads((self.folder / _AGENTS).read_bytes())
         task = RankTask(agent, environ, secrets.token_bytes(32), command)
         try:
-            self._context.setJobGroup(self._group, self._description, interruptOnCancel=True)
-            tasks = self._context.parallelize(range(self._size), self._size)
+            description = f"{self.name} on {counted(self.size, 'rank')}"
+            self.context.setJobGroup(self.group, description, interruptOnCancel=True)
+            tasks = self.context.parallelize(range(self.size), self.size)
             tasks.barrier().mapPartitions(task).collect()
         except Exception as problem:
             self.problem = problem
         finally:
             # The folder is gone if Spark has not ended a cancelled job for long.
-            with suppress(FileNotFoundError), written(_job_ended_in(self._folder)) as file:
+            with suppress(FileNotFoundError), written(self.folder / _JOB_ENDED) as file:
                 file.write(b"1" if self.problem else b"0")
 
 
 def _context() -> Any:
-    """The context of this thread's session, or else of the session that all threads share.
-
-    Raises:
-        LaunchError: there is none with one.
-    """
+    """The context of this thread's session, or else of the session that all threads share."""
     try:
         from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession
@@ -264,16 +253,13 @@ def _await_executors(context: Any, size: int) -> None:
     """Wait until so many tasks can run at the same time.
 
     Spark itself would try for ten minutes, without a word.
-
-    Raises:
-        LaunchError: they cannot.
     """
-    deadline = time.monotonic() + _EXECUTORS_COME
+    begun = time.monotonic()
     scheduler = context._jsc.sc()
     profile = scheduler.resourceProfileManager().defaultResourceProfile()
     said = False
     while (slots := scheduler.maxNumConcurrentTasks(profile)) < size:
-        if time.monotonic() > deadline:
+        if time.monotonic() - begun > _EXECUTORS_COME:
             raise LaunchError(
                 f"num_proc={size} is more than the {counted(slots, 'task')} that the executors can "
                 f"run at the same time: pass at most num_proc={slots}, or give Spark more "
@@ -296,24 +282,14 @@ def _addresses(context: Any) -> tuple[str, ...]:
     return (driver,) if local else tuple(dict.fromkeys([driver, *addresses_for_others()]))
 
 
-def _agents_in(folder: Path) -> Path:
-    """The file with the variables of agents, once the supervisor listens."""
-    return folder / "agents"
-
-
-def _job_ended_in(folder: Path) -> Path:
-    """The file that the driver writes when the job has ended: an exit status."""
-    return folder / "job-ended"
-
-
 def wait_for_job(folder: Path) -> int:
     """Hand out the agents' variables, and wait for the end of Spark's job; returns its status."""
     variables = {name: os.environ[name] for name in (SUPERVISOR_VARIABLE, KEY_VARIABLE)}
-    with written(_agents_in(folder)) as file:
+    with written(folder / _AGENTS) as file:
         file.write(json.dumps(variables).encode())
-    while not _job_ended_in(folder).exists():
+    while not (folder / _JOB_ENDED).exists():
         time.sleep(_TICK)
-    return int(_job_ended_in(folder).read_text())
+    return int((folder / _JOB_ENDED).read_text())
 
 
 if __name__ == "__main__":

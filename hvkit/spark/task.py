@@ -22,7 +22,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,7 +30,7 @@ from pathlib import Path
 from hvkit import threads
 from hvkit.communication.encoding import decode, encode
 from hvkit.connections import Connection, Listener, connect
-from hvkit.host.network import interface_of
+from hvkit.host.network import name_of_interface
 from hvkit.host.rank_variables import without_rank_variables
 from hvkit.launching.supervision.protocol import agent_command
 
@@ -76,19 +76,12 @@ def positions(hosts: Sequence[str]) -> list[RankPosition]:
 
 @dataclass(frozen=True)
 class RankTask:
-    """The function of a barrier stage: runs a rank until it ends.
+    """The function of a barrier stage: runs a rank until it ends."""
 
-    Attributes:
-        agent: the variables with which agents find their supervisor.
-        environ: further environment variables of the ranks.
-        key: of the ranks' rendezvous.
-        command: what the agent runs.
-    """
-
-    agent: Mapping[str, str]
-    environ: Mapping[str, str]
-    key: bytes
-    command: Sequence[str]
+    agent: Mapping[str, str]  # the variables with which agents find their supervisor
+    environ: Mapping[str, str]  # further ones, of the ranks
+    key: bytes  # of the ranks' rendezvous
+    command: Sequence[str]  # what the agent runs
 
     def __call__(self, _: Iterable[object]) -> Iterator[int]:
         """Run the rank; yields its number."""
@@ -105,12 +98,10 @@ class RankTask:
         with ExitStack() as stack:
             port = ""
             if number == first:
-                store = Store(address, self.key)
-                stack.callback(store.close)
+                store = stack.enter_context(closing(Store(address, self.key)))
                 port = json.dumps([address, store.port])
-            found = context.allGather(port)[first]
-            front = Front(json.loads(found), self.key)
-            stack.callback(front.close)
+            found = json.loads(context.allGather(port)[first])
+            front = stack.enter_context(closing(Front(found, self.key)))
             subprocess.run(
                 agent_command((sys.executable, *self.command)),
                 env={
@@ -132,18 +123,14 @@ def _variables(
 ) -> dict[str, str]:
     """The variables that Horovod's own launcher would set for a rank on Gloo."""
     values = {
+        **{name.upper(): number for name, number in vars(position).items()},
         "HOSTNAME": host,
-        "RANK": position.rank,
         "SIZE": size,
-        "LOCAL_RANK": position.local_rank,
-        "LOCAL_SIZE": position.local_size,
-        "CROSS_RANK": position.cross_rank,
-        "CROSS_SIZE": position.cross_size,
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
         "GLOO_RENDEZVOUS_ADDR": _LOOPBACK,
         "GLOO_RENDEZVOUS_PORT": port,
-        "GLOO_IFACE": interface_of(address),
+        "GLOO_IFACE": name_of_interface(address),
         "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_WAITS),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
@@ -174,12 +161,7 @@ def _this_host() -> str:
 
 
 class Store:
-    """Values by path, which ``Front`` reads and writes.
-
-    Args:
-        address: of this host, on which to listen.
-        key: that both ends have to know.
-    """
+    """Values by path, which ``Front`` reads and writes."""
 
     def __init__(self, address: str, key: bytes) -> None:
         self._values: dict[str, bytes] = {}
@@ -193,7 +175,7 @@ class Store:
 
     def _serve(self, connected: socket.socket) -> None:
         connection = Connection(connected)
-        with contextlib.closing(connection), contextlib.suppress(OSError):
+        with closing(connection), contextlib.suppress(OSError):
             while True:
                 method, path, value = decode(connection.receive()[1])
                 if method == "PUT":
@@ -204,15 +186,7 @@ class Store:
 
 
 class Front:
-    """Answers the HTTP of the ranks of this process.
-
-    Args:
-        store: address and port of the store.
-        key: as for ``Store``.
-
-    Raises:
-        OSError: the store cannot be reached.
-    """
+    """Answers the HTTP of the ranks of this process, from the store at an address and port."""
 
     def __init__(self, store: tuple[str, int], key: bytes) -> None:
         address, port = store
@@ -244,12 +218,11 @@ def _handler_for(front: Front) -> type[BaseHTTPRequestHandler]:
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             found = front.request(self.command, self.path, body)
-            known = found is not None or self.command != "GET"
-            self.send_response(200 if known else 404)
-            content = found if found is not None and self.command == "GET" else b""
-            self.send_header("Content-Length", str(len(content)))
+            content = found if self.command == "GET" else b""
+            self.send_response(404 if content is None else 200)
+            self.send_header("Content-Length", str(len(content or b"")))
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(content or b"")
 
         do_GET = do_PUT = do_DELETE = answer
 

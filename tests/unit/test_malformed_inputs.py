@@ -84,7 +84,6 @@ FLAGS = [
     "run --dry-run -np 2 --timeline t.json --log-dir logs --timestamps --launcher gloo true",
     "hosts FILE",
     "hosts -H a:1,b:2",
-    "hosts FILE --as horovodrun",
     "manifest mpijob --name job --image registry/x:1 -np 4 --slots 2 --max-restarts 1 python a.py",
     "manifest slurm -np 8 --slots 4 --time 1:00:00 --max-restarts 2 python train.py",
     "report FILE",

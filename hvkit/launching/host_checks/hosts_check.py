@@ -38,13 +38,7 @@ _BUILD_MARK = "+hvkit"
 
 @dataclass(frozen=True)
 class Examined:
-    """A host, and what is known about it.
-
-    Attributes:
-        host: the host.
-        report: of ``hvkit doctor`` there; ``None`` if there is none.
-        problem: why there is no report, with the fix.
-    """
+    """A host, and what is known about it."""
 
     host: Host
     report: Mapping[str, Any] | None
@@ -70,14 +64,7 @@ class HostProblem:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check.
-
-    Attributes:
-        examined: the hosts, with their reports.
-        interfaces: by host, the interface and address that it reached others from; without hosts
-            that reached none.
-        problems: the problems; empty if the hosts are ready.
-    """
+    """The result of a check."""
 
     examined: tuple[Examined, ...]
     interfaces: dict[str, str]
@@ -85,12 +72,7 @@ class Checked:
 
 
 def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
-    """Check every host and the connections between every two of them, within minutes.
-
-    Args:
-        hosts: the hosts.
-        system: the batch system that allocated the hosts, as in ``Allocation``.
-    """
+    """Check every host and the connections between every two of them, within minutes."""
     shell = remote_shell(system)
     examined = collect_reports(hosts, shell)
     running = [one.host for one in examined if one.report is not None]
@@ -129,9 +111,6 @@ def read_report(output: str) -> dict[str, Any]:
     """The report in the output of ``hvkit doctor --json``.
 
     The start and logout files of a shell may print text around it.
-
-    Raises:
-        ValueError: there is no report, or it has another format.
     """
     start = output.find("{\n")
     if start < 0:
@@ -147,12 +126,7 @@ def read_report(output: str) -> dict[str, Any]:
 
 
 def problems(examined: Sequence[Examined], connections: Reachability) -> list[HostProblem]:
-    """All problems; the same text for several hosts is one problem.
-
-    Args:
-        examined: the report of each host.
-        connections: the attempts of the hosts to reach each other.
-    """
+    """All problems; the same text for several hosts is one problem."""
     reports = {one.host.name: one.report for one in examined if one.report is not None}
     names_of: dict[str, list[str]] = {}
     for names, text in itertools.chain(

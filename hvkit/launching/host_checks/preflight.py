@@ -53,26 +53,6 @@ def choose_hosts(
 
     The interfaces for traffic between hosts are those that the user named, else the interface of
     each host that the others reach it through.
-
-    Args:
-        hosts: the hosts that may get ranks; one without slots has a slot for each logical CPU.
-        size: the number of ranks; ``None`` for one in each slot.
-        command: what the ranks run.
-        system: the batch system that allocated the hosts, as in ``Allocation``.
-        names: interfaces or networks to use between hosts, instead of those found.
-        least: the fewest ranks; hosts that are not ready are then left out. ``None`` if all hosts
-            with ranks must be ready.
-        preempted: with ``least``, names of hosts that got SIGTERM: left out if the others suffice.
-        connect: seconds to connect to each host.
-
-    Returns:
-        The hosts with ranks and the networks between them; the job's command is still to be set.
-
-    Raises:
-        CannotRunError: hosts cannot start the command, and all else is right.
-        LaunchError: there are too few slots; hosts cannot be reached, or lack hvkit, the working
-            directory or the command (all of them in one error); one host has two names; no host has
-            an interface of ``names``.
     """
     with_slots = all(host.slots is not None for host in hosts)
     # A host without ranks need not be ready, unless it may take the place of another.
@@ -136,13 +116,6 @@ def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
     """The hosts that get ranks; ``slots`` becomes the number of ranks on each.
 
     Ranks fill the slots of a host before the next host gets any, as with mpirun.
-
-    Args:
-        hosts: the hosts that may get ranks, each with slots.
-        size: the number of ranks; ``None`` for one in each slot.
-
-    Raises:
-        UsageError: there are fewer slots than ranks.
     """
     slots = _slots(hosts)
     left = slots if size is None else size
@@ -225,11 +198,7 @@ def _wait_for_names(hosts: Sequence[Host]) -> None:
 
 
 def working_directory() -> str:
-    """The folder of this process, in which ranks start.
-
-    Raises:
-        LaunchError: it is not there any more.
-    """
+    """The folder of this process, in which ranks start."""
     try:
         return os.getcwd()
     except OSError as error:
@@ -269,9 +238,6 @@ def _addresses_towards(others: Sequence[str]) -> tuple[str, ...]:
     """Addresses of this host that the others reach it at.
 
     If only ssh knows the names of the others, all addresses of this host are candidates.
-
-    Raises:
-        LaunchError: there is none.
     """
     sources = [source for name in others if (source := source_address(name)) is not None]
     if not sources:
@@ -290,14 +256,7 @@ def _daemon_networks(
     of_hosts: Sequence[Sequence[Interface]],
     by_user: bool,
 ) -> tuple[str, ...]:
-    """Networks for connections between the hosts and this one, which may be in another network.
-
-    Args:
-        used: the interfaces between the hosts.
-        sources: the addresses of this host that they reach it at.
-        of_hosts: all interfaces of each host.
-        by_user: whether the user named the interfaces in ``used``.
-    """
+    """Networks for connections between the hosts and this one, which may be in another network."""
     here = interfaces()
     networks = _networks(used)
     if not used or (by_user and any(i.network in networks for i in here)):

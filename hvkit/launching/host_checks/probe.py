@@ -37,17 +37,7 @@ _ROOM = 1 << 16
 
 @dataclass(frozen=True)
 class Facts:
-    """A host, seen from itself.
-
-    Attributes:
-        hostname: its own name.
-        version: version of its hvkit.
-        cpus: logical CPUs that this process may use; in a container at most its CPU time limit.
-        interfaces: its interfaces with their addresses.
-        open_files: how many files a process may open there; ``None`` for no limit.
-        problem: why ranks cannot start there, with the fix; ``None`` if they can.
-        status: the exit status of the ranks' command, if that is what cannot start.
-    """
+    """A host, seen from itself."""
 
     hostname: str
     version: str
@@ -59,12 +49,7 @@ class Facts:
 
     @classmethod
     def here(cls, folder: str, command: RankCommand) -> "Facts":
-        """The facts about this host.
-
-        Args:
-            folder: the working directory of the ranks.
-            command: what they run.
-        """
+        """The facts about this host."""
         problem = _problem_of_folder(folder) or _problem_of_temporary_files(os.environ)
         of_command = None if problem else command.problem(folder)
         return cls(
@@ -83,11 +68,7 @@ class Facts:
 
     @classmethod
     def read(cls, output: str) -> "Facts":
-        """The facts in the output of another host.
-
-        Raises:
-            ValueError: there are none, or another version of hvkit printed them.
-        """
+        """The facts in the output of another host."""
         lines = [values for line in output.splitlines() if (values := read_line(line)) is not None]
         if not lines:
             raise ValueError("it printed no facts")
@@ -104,11 +85,7 @@ def json_line(values: Mapping[str, Any]) -> str:
 
 
 def read_line(line: str) -> dict[str, Any] | None:
-    """The values in a line that another host printed; ``None`` if hvkit did not print the line.
-
-    Raises:
-        ValueError: hvkit did, but the line is cut off.
-    """
+    """The values in a line that another host printed; ``None`` if hvkit did not print the line."""
     _, found, rest = line.partition(_LINE_START)
     if not found:
         return None

@@ -44,17 +44,7 @@ ANOTHER_ANSWERS = "another host answers"
 
 @dataclass(frozen=True)
 class Reach:
-    """The attempt of one host to reach another.
-
-    Attributes:
-        source: name of the host that tried.
-        target: name of the host that it tried to reach.
-        addresses: the addresses of the target's name at the source.
-        failures: why each address failed that was tried before one succeeded.
-        reached: the address that succeeded; ``None`` if none did.
-        interface: the source's interface.
-        own_address: the address of that interface.
-    """
+    """The attempt of one host to reach another."""
 
     source: str
     target: str
@@ -67,13 +57,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Reachability:
-    """The attempts of all hosts to reach each other.
-
-    Attributes:
-        reaches: one for every ordered pair of hosts, without the absent ones.
-        ahead: by host, the seconds that its clock is at least ahead of this host's.
-        absent: names of the hosts without results in time.
-    """
+    """The attempts of all hosts to reach each other."""
 
     reaches: tuple[Reach, ...] = ()
     ahead: Mapping[str, float] = field(default_factory=dict)
@@ -81,12 +65,7 @@ class Reachability:
 
 
 def connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Reachability:
-    """Let every host try to reach every other one.
-
-    Args:
-        hosts: the hosts.
-        shell: the way to the hosts.
-    """
+    """Let every host try to reach every other one."""
     return asyncio.run(_connect_all(hosts, shell))
 
 

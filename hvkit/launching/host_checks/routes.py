@@ -17,10 +17,6 @@ def joining(
     interface, for example behind network address translation, the result is each host's interface
     in one network that all hosts share, each with a different address. Container networks inside a
     host, such as docker0, do not count: they have the same address on every host.
-
-    Args:
-        interfaces: by host.
-        reached_at: by host, the addresses that it is reached at, the best first.
     """
     chosen = [
         next((i for at in reached_at[host] for i in found if i.outward and i.address == at), None)
@@ -33,15 +29,7 @@ def joining(
 def named(
     names: Sequence[str], interfaces: Mapping[str, Sequence[Interface]]
 ) -> tuple[Interface, ...]:
-    """The interfaces of each host that the user named; IPv6 only where a host has no IPv4.
-
-    Args:
-        names: interfaces, or networks such as ``10.0.0.0/24``.
-        interfaces: by host.
-
-    Raises:
-        UsageError: no host has one of them, or a host has none of them.
-    """
+    """The interfaces of each host that the user named; IPv6 only where a host has no IPv4."""
     for name in names:
         if not any(_matches(name, i) for found in interfaces.values() for i in found):
             known = _listed(i for found in interfaces.values() for i in found)
@@ -64,10 +52,6 @@ def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) ->
     Open MPI's daemons warn about networks that their host is not in. If a host is not in all of
     them, the result is the smallest network that contains all, unless that contains another
     interface of a host.
-
-    Args:
-        used: the interfaces to use.
-        hosts: all interfaces of each host.
     """
     networks = tuple(dict.fromkeys(i.network for i in used))
     if all(any(i.network == network for i in found) for found in hosts for network in networks):

@@ -35,21 +35,7 @@ _SIMULTANEOUS = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that did not end with exit status 0.
-
-    Attributes:
-        rank: its number.
-        host: where it ran.
-        status: exit status, negative for a signal; ``None`` if none arrived.
-        at: when it ended, in seconds of this host's monotonic clock.
-        problem: what went wrong, if not in the command itself.
-        last_lines: its last lines, as far as they may explain why it ended.
-        all_last_lines: all of its last lines.
-        traceback: the one at the end of its standard error; empty if that ends with something else.
-        refused: whether its exception is hvkit's, because of a wrong argument.
-        stopped: whether it was being ended when it ended.
-        lost: whether its host stopped answering.
-    """
+    """A rank that did not end with exit status 0."""
 
     rank: int
     host: str
@@ -132,13 +118,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
 
 
 def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause: str = "") -> str:
-    """The lines about the failures of a run; empty if no rank failed by itself.
-
-    Args:
-        failures: in the order in which they became known.
-        other_hosts: the hosts of the run besides this one.
-        cause: why the ranks have ended the run together, if they have.
-    """
+    """The lines about the failures of a run; empty if no rank failed by itself."""
     first = first_failure(failures)
     if first is None:
         return ""

@@ -40,12 +40,7 @@ def reap_adopted(child: int) -> None:
 
 
 def ends_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
-    """For ``preexec_fn``: the child gets this signal when the thread that started it ends.
-
-    Args:
-        number: the signal.
-        parent: the process that the thread belongs to; None for this one.
-    """
+    """For ``preexec_fn``: the child gets this signal when the thread that started it ends."""
     parent = os.getpid() if parent is None else parent
 
     def arrange() -> None:
@@ -59,14 +54,7 @@ def ends_with_parent(number: signal.Signals, parent: int | None = None) -> Calla
 def end_descendants(
     seconds_left: Callable[[], float] | None = None, leader: int | None = None
 ) -> None:
-    """End all processes below this one.
-
-    Args:
-        seconds_left: returns how long they still have to end after SIGTERM, which may change while
-            this function waits; ``None`` for SIGKILL at once.
-        leader: one of them that needs the processes below it, such as the workers of a data loader,
-            until it has ended: they get SIGTERM only then.
-    """
+    """End all processes below this one."""
     if seconds_left is not None and seconds_left() > 0:
         below = _below(leader)
         others = [each for each in _descendants() if each.pid not in below]
@@ -94,9 +82,6 @@ def end_remote_launcher(started_by_it: int) -> None:
     """End the launcher's processes on this host when its own host cannot be reached any more.
 
     Its daemon and sshd would wait many minutes for a TCP timeout.
-
-    Args:
-        started_by_it: the process that they started, which is not ended.
     """
     found = []
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

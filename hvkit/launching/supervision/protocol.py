@@ -106,21 +106,7 @@ def command_of_agent(words: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """The settings of a run that its agents need; they get them in the environment.
-
-    Attributes:
-        addresses: addresses of the supervisor's host, in the order to try; for a run on one host,
-            only the loopback address.
-        lost_after: seconds without an acknowledgement after which the other host counts as lost;
-            ``None`` if the run uses one host.
-        grace: seconds that a command has to end, after a signal or the failure of another rank.
-        bind: whether to bind each rank to its share of the host's cores.
-        variables: environment variables for the commands on the supervisor's host only.
-        call: the folder on the supervisor's host, as in ``hvkit.host.call_folder``, if ranks run a
-            function.
-        host: the name of the supervisor's host.
-        port: its TCP port.
-    """
+    """The settings of a run that its agents need; they get them in the environment."""
 
     addresses: Sequence[str]
     lost_after: float | None
@@ -159,9 +145,6 @@ class AgentConnection:
         """Connect to the first address where the supervisor answers, and send the HELLO.
 
         ``receive_call`` has to follow if it says ``wants_call``. ``key`` is in hexadecimal.
-
-        Raises:
-            OSError: the supervisor answers at none of its addresses.
         """
         connected = connect(settings.addresses, settings.port, bytes.fromhex(key))
         keep_alive(connected, settings.lost_after)
@@ -189,12 +172,7 @@ class AgentConnection:
         self.send(frame, json.dumps(values).encode())
 
     def receive_call(self, path: Path) -> None:
-        """Write the call, which the supervisor sends before anything else, to a file.
-
-        Raises:
-            ConnectionLost: the rest will not come, since the run ends; or somebody has changed it.
-            OSError: it cannot be written.
-        """
+        """Write the call, which the supervisor sends before anything else, to a file."""
         call = SealedFile(path, self._key, Frame.CALL)
         complete = False
         while not complete:
@@ -210,11 +188,7 @@ class AgentConnection:
             self.send_output(frame, piece)
 
     def receive(self) -> tuple[Frame, int]:
-        """Wait for the next frame from the supervisor, and return its type and number.
-
-        Raises:
-            ConnectionLost: no frame will come any more.
-        """
+        """Wait for the next frame from the supervisor, and return its type and number."""
         try:
             while True:
                 frame, payload = self._connection.receive()
@@ -253,12 +227,7 @@ class SealedFile:
         self._type = frame
 
     def take(self, frame: int, payload: bytes | bytearray) -> bool:
-        """Take a frame; whether the file is complete.
-
-        Raises:
-            ValueError: somebody has changed it, or this is a frame of another type.
-            OSError: it cannot be written.
-        """
+        """Take a frame; whether the file is complete."""
         part = call_folder.part_of(self._path)
         if frame == Frame.SEAL and hmac.compare_digest(payload, self._seal.digest()):
             part.replace(self._path)
@@ -276,15 +245,7 @@ def _seal(path: Path, key: bytes) -> hmac.HMAC:
 
 
 def fields(payload: bytes | bytearray, **types: type) -> list[Any]:
-    """Values of a JSON object, in the order of ``types``; None for one that it lacks.
-
-    Args:
-        payload: of a frame.
-        **types: by name, the type of each value; ``float`` accepts integers, too.
-
-    Raises:
-        ValueError: it is no JSON object, or a value has another type.
-    """
+    """Values of a JSON object, in the order of ``types``; None for one that it lacks."""
     try:
         values = json.loads(payload)
     except RecursionError:

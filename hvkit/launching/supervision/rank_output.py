@@ -73,18 +73,7 @@ _GREETING = re.compile(
 
 @dataclass(frozen=True)
 class Style:
-    """How to show output.
-
-    Attributes:
-        prefix: whether lines begin with rank and host.
-        timestamps: whether lines begin with the time at which they arrived here.
-        log_dir: folder for one log file per rank, and one of the launcher, see ``make_room``;
-            ``None`` for none.
-        ranks: the ranks whose output is shown; ``None`` for all. Log files, and the last lines in
-            the report of a failure, are of all ranks.
-        greetings: whether to show the lines that TensorFlow and JAX print on each rank though
-            nothing is wrong. Log files always have them.
-    """
+    """How to show output."""
 
     prefix: bool = False
     timestamps: bool = False
@@ -112,18 +101,6 @@ class RankOutput:
     Standard output is shown at once. On standard error a traceback is held back until something
     else follows there, for three seconds at most: if the rank ends with it, the report of the run's
     failure shows it, or ``close`` does.
-
-    Attributes:
-        interrupted: whether Ctrl-C has ended the run: one line then replaces its tracebacks.
-
-    Args:
-        rank: its number.
-        host: where it runs.
-        style: how to show its output.
-        show: called with the stream and the bytes to show.
-
-    Raises:
-        OSError: the log file cannot be opened.
     """
 
     def __init__(self, rank: int, host: str, style: Style, show: Callable[[Frame, bytes], None]):
@@ -183,9 +160,6 @@ class RankOutput:
         Python's ``print`` writes each of its arguments apart if output is not buffered. So a line
         that has grown since the last call is not shown, unless it is a progress bar, or began three
         seconds ago, as a line of dots for steps.
-
-        Args:
-            failed: whether the rank has failed, so that the report may show what is held back.
         """
         now = time.monotonic()
         if self._held and not failed and now - self._held_since > _HELD:
@@ -381,11 +355,7 @@ def _without_chatter(lines: list[str]) -> list[str]:
 
 
 def make_room(folder: Path) -> None:
-    """Create a folder for log files; move an earlier run's to ``earlier-1``, ... below it.
-
-    Raises:
-        OSError: the folder cannot be created, or a file cannot be moved.
-    """
+    """Create a folder for log files; move an earlier run's to ``earlier-1``, ... below it."""
     folder.mkdir(parents=True, exist_ok=True)
     if logs := [*folder.glob(_LOG.format("*")), *folder.glob(LAUNCHER_LOG)]:
         numbers = itertools.count(1)

@@ -61,17 +61,7 @@ class RankState(RankReport):
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one moment.
-
-    Attributes:
-        command: of a rank, as a shell's line, without the folders of its program and script.
-        phase: what the run does while it has no ranks; empty while it has.
-        restarts: how often the ranks were started again.
-        reason: why they ended last; empty if they have not, or have ended well.
-        size: the number of ranks to start; ``None`` before the hosts are chosen.
-        saved: the step of the newest checkpoint; ``None`` if the run has saved or resumed none.
-        ranks: in their order.
-    """
+    """A run at one moment."""
 
     command: str = ""
     phase: str = "checks the hosts"
@@ -87,11 +77,6 @@ class RunStatus:
 
     One thread updates it. Each update puts a new ``RunState`` in the old one's place, so that the
     thread of ``serve`` may read at any time.
-
-    Attributes:
-        now: the newest state.
-        saved_in: the step that was saved or resumed last, by a short name of the directory.
-        timeline: gets the spans of all ranks; None if the run has no timeline.
     """
 
     def __init__(self) -> None:
@@ -130,14 +115,7 @@ class RankReports:
         return self._kept[-1][1] if self._kept else {}
 
     def take(self, report: RankReport, made: float, arrived: float, monotonic: float) -> None:
-        """Keep a report, with its second as ``at``, as of ``time.monotonic``.
-
-        Args:
-            report: where the rank was.
-            made: when, by the clock of the rank's host; seconds since 1970.
-            arrived: when it came, by this host's clock.
-            monotonic: the same moment, as of ``time.monotonic``.
-        """
+        """Keep a report, with its second as ``at``, as of ``time.monotonic``."""
         self._delays.append(arrived - made)
         self._arrived = arrived
         second = round(made + min(self._delays))
@@ -239,11 +217,7 @@ def running() -> list[int]:
 
 
 def read(process: int) -> dict[str, Any]:
-    """The state of the run whose ``hvkit run`` has this process id.
-
-    Raises:
-        HvkitError: it has ended, belongs to another user, or is another version's.
-    """
+    """The state of the run whose ``hvkit run`` has this process id."""
     path = folder() / str(process)
     try:
         _require_own(path.parent)
@@ -288,12 +262,7 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _require_own(path: Path) -> None:
-    """Refuse a folder that someone else has made under that name.
-
-    Raises:
-        HvkitError: it is no folder that only this user can enter.
-        OSError: there is none.
-    """
+    """Refuse a folder that someone else has made under that name."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise HvkitError(f"{path} must be a folder of this user's that nobody else can enter")

@@ -129,12 +129,6 @@ class LauncherOutput:
     When a rank fails, mpirun describes that in ten lines, and ``hvkit run`` in one. So what arrives
     while the run ends is kept back, and shown only if the launcher is to blame. The log file has
     all.
-
-    Args:
-        write: calls what writes, in order with the output of ranks.
-        show: called with the stream, the bytes and ``writer="launcher"``.
-        ends: returns whether the run is ending, so that further output is kept back.
-        log_dir: folder for a log file; None for none.
     """
 
     def __init__(

@@ -25,23 +25,13 @@ _SAME = 2.0
 
 
 class EndedBySignal(SystemExit):
-    """A signal ends the run; raised in the main thread, wherever it is, so that it cleans up.
-
-    Attributes:
-        code: the exit status.
-    """
+    """A signal ends the run; raised in the main thread, wherever it is, so that it cleans up."""
 
     code: int
 
 
 def ended_text(number: signal.Signals, saved: int | None, *, resumes: bool = True) -> str:
-    """The line that ``hvkit run`` prints after a signal that ends it.
-
-    Args:
-        number: the signal.
-        saved: the step of the newest checkpoint; ``None`` for none.
-        resumes: whether the script begins with ``Checkpoint.restore()``.
-    """
+    """The line that ``hvkit run`` prints after a signal that ends it."""
     text = f"hvkit run: ended by {number.name}"
     if saved is None:
         return text
@@ -55,9 +45,6 @@ def end_on_signals(saved: Callable[[], int | None]) -> Iterator[None]:
 
     A further signal that comes while the first one's exception cleans up ends this process at once.
     Signals that this process was started to ignore stay ignored.
-
-    Args:
-        saved: returns the step of the newest checkpoint, for the message; ``None`` for none.
     """
     first: float | None = None
 

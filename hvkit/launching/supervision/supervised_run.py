@@ -69,18 +69,7 @@ _LAUNCHER_NOTICES = 5.0
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """A launcher's command line, and how to watch its ranks.
-
-    Attributes:
-        command: the launcher's command line.
-        environ: the launcher's environment.
-        launcher: its name in messages.
-        size: the number of ranks.
-        agents: what agents need; ``host`` and ``port`` are set when the supervisor listens.
-        hosts: by rank, the name of its host in the hostfile or list.
-        style: how to show output.
-        status: the state of the ranks, for ``hvkit top``, and what the next try goes on with.
-    """
+    """A launcher's command line, and how to watch its ranks."""
 
     command: Sequence[str]
     environ: Mapping[str, str]
@@ -94,21 +83,7 @@ class SupervisedRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended.
-
-    Attributes:
-        status: the exit status of the rank that failed first, or 0.
-        reason: what ended it, in one line; empty if all ranks ended well.
-        restartable: whether another try may succeed: not after a signal to this process, nor if
-            the command does not exist or output cannot be written.
-        preempted: whether the ranks have left after SIGTERM, with a checkpoint.
-        terminated: the ranks that got that SIGTERM.
-        saved: the step of the newest checkpoint; None if the run has saved or resumed none.
-        replicas: whether hosts hold copies of it in memory.
-        raised: the exception that ended it before any step; None for anything else.
-        rank: the rank that failed first; None if none did.
-        size: the number of ranks; 0 if none were started.
-    """
+    """How a run has ended."""
 
     status: int
     reason: str = ""

@@ -65,29 +65,6 @@ class Supervisor:
 
     A slow terminal blocks only the ranks that print. Threads are daemons, so a write that blocks
     forever does not keep this process alive.
-
-    Attributes:
-        size: the number of ranks.
-        key: the key of the run.
-        style: how to show output.
-        lost_after: seconds without an acknowledgement after which a host counts as lost; ``None``
-            for never.
-        changed: called when there is something new, in the thread that has noticed it.
-        all_ended: whether the exit status of every rank is known.
-        problem: why something cannot be written; nothing more is then written.
-        host_lost: whether a host was lost.
-        failures: the failures so far, in the order in which they became known.
-        saved: the step of the newest checkpoint that the run has saved or resumed; None for none.
-        resumed: the step at which the ranks have resumed, 0 for the beginning; None if they have
-            not looked for a checkpoint.
-        step: the last step that a rank has begun.
-        replicas: whether hosts hold checkpoints in memory.
-        cause: why the ranks have ended the run together; empty if they have not.
-        terminated: the ranks that got SIGTERM, with their hosts.
-        left: the ranks that have saved a checkpoint after SIGTERM, and ended.
-        status: of the run, over all tries: gets the saved steps, and spans for the timeline.
-        call: the folder of the function that ranks run; None if they run a command.
-        ranks: by number, the ranks that have connected so far.
     """
 
     size: int

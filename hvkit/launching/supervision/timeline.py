@@ -57,14 +57,7 @@ class HostClock:
 
 
 class Timeline:
-    """Writes the trace of a run and its restarts.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        LaunchError: it cannot be made.
-    """
+    """Writes the trace of a run and its restarts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -80,14 +73,7 @@ class Timeline:
         self._write("[\n")
 
     def take(self, rank: int, host: str, ahead: float | None, line: bytes) -> None:
-        """Write the spans that a rank has sent.
-
-        Args:
-            rank: its number.
-            host: its host.
-            ahead: seconds by which that host's clock is ahead; None if that is not known yet.
-            line: the spans, in JSON.
-        """
+        """Write the spans that a rank has sent."""
         waiting = self._waiting.setdefault(rank, [])
         if ahead is None:
             if len(waiting) < _WAITING:

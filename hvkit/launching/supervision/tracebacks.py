@@ -52,9 +52,6 @@ class Traceback:
     """A traceback while it arrives, together with those that are linked to it.
 
     It ends with the exception's message. A message of several lines must arrive in one piece.
-
-    Attributes:
-        text: its whole lines so far.
     """
 
     def __init__(self) -> None:
@@ -98,13 +95,7 @@ class Traceback:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception and the lines that led to it, without its message.
-
-    Attributes:
-        name: the exception's class.
-        lines: files and lines, the innermost last.
-        refused: whether hvkit raised it because of a wrong argument.
-    """
+    """An exception and the lines that led to it, without its message."""
 
     name: str
     lines: tuple[tuple[str, int], ...]

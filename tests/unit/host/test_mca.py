@@ -42,7 +42,7 @@ class Site:
             networks_asked_for=asked,
             environ={"HOME": str(self.home), **environ},
         )
-        words = launchers.openmpi_arguments(major, str(self.mpirun))(job)
+        words = launchers.openmpi_arguments(major, str(self.mpirun), job)
         places = [place for place, word in enumerate(words) if "if_" in word]
         return [word for place in places for word in words[place - 1 : place + 2]]
 

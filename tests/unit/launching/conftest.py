@@ -1,6 +1,7 @@
 """Two hosts, node1, which is this one, and node2, as ``hvkit run`` finds them."""
 
 import os
+from functools import partial
 
 import pytest
 
@@ -49,6 +50,6 @@ def hosts(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("HOME", str(tmp_path))
     mpirun = str(tmp_path / "mpi" / "bin" / "mpirun")
-    found = Launcher("Open MPI 5.0.11", "mpirun", launchers.openmpi_arguments(5, mpirun))
+    found = Launcher("Open MPI 5.0.11", "mpirun", partial(launchers.openmpi_arguments, 5, mpirun))
     monkeypatch.setattr(prepare, "find_launcher", lambda name: found)
     return hosts
