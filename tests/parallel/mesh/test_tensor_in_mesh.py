@@ -21,7 +21,6 @@ from mesh_training import (
     with_gradients,
 )
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -140,7 +139,7 @@ def test_a_vocabulary_that_evaluation_uses_otherwise(evaluate, words):
     ("plan", "divided"),
     [
         (
-            {"h.*.mlp.0": "colwise", "h.*.mlp.2": RowwiseParallel(), "lm_head": ColwiseParallel()},
+            {"h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise", "lm_head": "colwise"},
             {*(f"h.{block}.mlp.{layer}" for block in (0, 1) for layer in (0, 2)), "lm_head"},
         ),
         ({"h.0.mlp.0": "colwise", "h.1.mlp.2": "rowwise"}, {"h.0.mlp.0", "h.1.mlp.2"}),

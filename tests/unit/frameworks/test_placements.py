@@ -4,9 +4,8 @@ import pytest
 import torch
 from mesh_models import Encoder, gpt_of_conv1d
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement, part_of, whole_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import placements_of, plan_layers
 
 SHAPES = {
     Placement(0): (8, 3),
@@ -45,7 +44,7 @@ def test_a_length_that_ranks_cannot_divide():
 
 def test_how_parameters_are_divided():
     def dims(model, x):
-        found = placements_of(model, plan_layers(model, (x,), {}, 2))
+        found = placements_of(model, plan_layers(model, (x,), {}, 2).divisions)
         return {name: (each.dim, each.parts) for name, each in found.items()}
 
     of_block = {

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision, Placement
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import placements_of, plan_layers
 
 COLUMN, ROW = LayerDivision("column"), LayerDivision("row")
 LOGITS = LayerDivision("column", by_itself=True)
@@ -178,4 +177,4 @@ def test_embeddings_and_projections_of_one_weight():
     of_words = {"words": ROWS, "others": ROWS, "project": LOGITS, "again": LOGITS}
     assert plan.divisions == of_words
     of_weights = {"words.weight": Placement(0), "project.bias": Placement(0)}
-    assert placements_of(model, plan) == of_weights
+    assert placements_of(model, plan.divisions) == of_weights

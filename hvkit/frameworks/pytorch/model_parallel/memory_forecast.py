@@ -15,6 +15,7 @@ import math
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +28,7 @@ from hvkit.frameworks.pytorch.divided_state.trials import copied
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
-from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import placements_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.host.hardware import free_memory
 from hvkit.log import logger
@@ -51,26 +51,17 @@ class ParameterBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankForecast:
-    """The bytes that a rank needs in a training step.
-
-    Attributes:
-        stages: the numbers of its stages.
-        weights, gradients: of its parameters.
-        state: of the optimizers for them.
-        activations: those that autograd keeps for backward, of all micro-batches in flight.
-        outputs: of its stages for these, and of the model for the batch, with their gradients.
-    """
+    """The bytes that a rank needs in a training step, and the numbers of its stages."""
 
     stages: tuple[int, ...]
     weights: int
     gradients: int
     state: int
-    activations: int
-    outputs: int
+    activations: int  # that autograd keeps for backward, of all micro-batches in flight
+    outputs: int  # of its stages for these, and of the model for the batch, with their gradients
 
     @property
     def total(self) -> int:
-        """The sum."""
         return self.weights + self.gradients + self.state + self.activations + self.outputs
 
     def described(self, optimizer: str) -> str:
@@ -103,10 +94,9 @@ def log_division(
     links: TorchChannel,
     microbatches: int,
 ) -> None:
-    """Log how a model is divided, and the memory of a training step; a collective.
+    """Log how a model is divided, and the memory of a training step.
 
-    Args:
-        links: to the ranks that compute on the same batch.
+    This is a collective of the ranks that compute on the same batch.
     """
     found = links.gather_numbers(memory_of_rank(device, model))
     if options.position.rank:
@@ -115,7 +105,7 @@ def log_division(
         logger.info(stages.described())
     if plan.ways > 1:
         logger.info(f"{plan}")
-    placements = placements_of(model, plan)
+    placements = placements_of(model, plan.divisions)
 
     def shape_of(name: str, p: nn.Parameter) -> list[int]:
         shape = list(p.shape)
@@ -177,11 +167,7 @@ def kept_at_once(schedule: str, ranks: int, rank: int, per_rank: int, microbatch
 def forecast(
     stages: ModuleStages, parameters: Mapping[str, ParameterBytes], schedule: str, microbatches: int
 ) -> list[RankForecast]:
-    """The largest memory of each rank of the pipeline axis.
-
-    Args:
-        parameters: by name, the bytes on a rank that holds it.
-    """
+    """The largest memory of each rank of the pipeline axis, from the bytes of each parameter."""
     ranks = max(stages.rank_of) + 1
     found = []
     for rank in range(ranks):
@@ -189,16 +175,9 @@ def forecast(
         own = [each for name, each in parameters.items() if rank in stages.holders(name)]
         kept = kept_at_once(schedule, ranks, rank, len(own_stages), microbatches)
         weights, gradients, state = (sum(each[i] for each in own) for i in range(3))
-        found.append(
-            RankForecast(
-                tuple(own_stages),
-                weights,
-                gradients,
-                state,
-                _largest([stages.saved[stage] for stage in own_stages], kept, microbatches),
-                0 if ranks == 1 else _outputs(stages, own_stages, kept, schedule, microbatches),
-            )
-        )
+        saved = _largest([stages.saved[stage] for stage in own_stages], kept, microbatches)
+        outputs = 0 if ranks == 1 else _outputs(stages, own_stages, kept, schedule, microbatches)
+        found.append(RankForecast(tuple(own_stages), weights, gradients, state, saved, outputs))
     return found
 
 
@@ -227,11 +206,9 @@ def parameter_bytes(
     optimizers: Iterable[Optimizer],
     shape_of: Callable[[str, nn.Parameter], Sequence[int]],
 ) -> dict[str, ParameterBytes]:
-    """The bytes of each parameter on a rank that holds it, by name.
+    """The bytes of each parameter of an undivided model on a rank that holds it, by name.
 
-    Args:
-        model: undivided; its parameters may be on the meta device.
-        shape_of: the shape of a rank's part of a parameter, by its name.
+    ``shape_of`` gives the shape of a rank's part of a parameter.
     """
     shapes: dict[torch.Tensor, Sequence[int]] = {
         p: shape_of(name, p) for name, p in model.named_parameters()
@@ -255,17 +232,14 @@ def state_bytes(
     A copy of it steps on parameters on the meta device; if it reads values, on small ones.
     """
     groups = [[p for p in group["params"] if p in shapes] for group in optimizer.param_groups]
-    whole = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
+    full = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
     small = [[torch.zeros([_LENGTH] * p.dim(), dtype=p.dtype) for p in ps] for ps in groups]
-    tried = whole
-    try:
-        found = _after_a_step(optimizer, tried)
-    except Exception:  # of any type: the optimizer may be of any library
-        tried = small
-        try:
-            found = _after_a_step(optimizer, tried)
-        except Exception:  # of any type: assume two numbers for each weight, as Adam keeps
-            found = [[2 * bytes_of([t]) for t in ts] for ts in small]
+    # Two numbers for each weight, as Adam keeps, if no copy can step.
+    tried, found = small, [[2 * bytes_of([t]) for t in ts] for ts in small]
+    for values in (full, small):
+        with suppress(Exception):  # of any type: the optimizer may be of any library
+            tried, found = values, _after_a_step(optimizer, values)
+            break
     return {
         p: n * math.prod(shapes[p]) // max(t.numel(), 1)
         for ps, ns, ts in zip(groups, found, tried, strict=True)
@@ -313,13 +287,9 @@ def divided_memory(memories: Sequence[Memory]) -> list[Memory]:
 def table(
     ranks: Sequence[RankForecast], memories: Sequence[Memory], members: Sequence[int], state: str
 ) -> str:
-    """A line for each rank of the pipeline axis.
+    """A line for each rank of the pipeline axis, with the name of the optimizers.
 
-    Args:
-        ranks: by rank along the pipeline.
-        memories: of the members.
-        members: the ranks of the pipeline and tensor axes, in their order.
-        state: the name of the optimizers.
+    The members are the ranks of the pipeline and tensor axes, in their order.
     """
     lines = []
     each = len(members) // len(ranks)

@@ -57,8 +57,9 @@ from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered as gathered_activations,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide, placements_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.optimizers import scaler_hooks
@@ -217,7 +218,7 @@ class ParallelModel:
         if self._recording is None and rank == stages.rank_of[-1] and len(stages) > 1:
             expected = plain_result(model, args, kwargs, found.side_outputs)
         holders = [stages.holders(name) for name, _ in model.named_parameters()]
-        self.layout = hash_of([holders, placements_of(model, plan)])
+        self.layout = hash_of([holders, placements_of(model, plan.divisions)])
         own, of_stages = self._take_part(stages)
         placements: Mapping[str, Placement] = {}
         tensor = groups.axes["tensor"]

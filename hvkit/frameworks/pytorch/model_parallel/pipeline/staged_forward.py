@@ -43,7 +43,7 @@ _PACKED = 1024
 
 
 class StageEnd(BaseException):
-    """Leaves the model's forward at the end of a stage; not an ``Exception``, which models catch."""
+    """Leaves a forward at the end of a stage; not an ``Exception``, which models catch."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -321,14 +321,10 @@ def _ignore(error: Exception) -> None:
 def _on_one_rank(model: nn.Module, stages: ModuleStages) -> list[nn.Module]:
     """The largest modules without a cut inside."""
     cuts = {model.get_submodule(cut.name) for cut in stages.cuts}
-    found: dict[nn.Module, None] = {}
 
-    def look_into(module: nn.Module) -> None:
+    def within(module: nn.Module) -> list[nn.Module]:
         if module is not model and cuts.isdisjoint(set(module.modules()) - {module}):
-            found[module] = None
-        else:
-            for child in module.children():
-                look_into(child)
+            return [module]
+        return [found for child in module.children() for found in within(child)]
 
-    look_into(model)
-    return list(found)
+    return list(dict.fromkeys(within(model)))

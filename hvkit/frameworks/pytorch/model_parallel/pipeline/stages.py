@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -125,24 +124,25 @@ def _balanced(
         "that are called once"
     )
     require_places(balance, stages, places, "module", condition)
-    best, smallest = [], math.inf
-    # Prefer cuts that only the output of one module crosses: they send less.
-    for some in ([place for place in places if not place.skips], places):
-        if len(some) < stages - 1 or smallest <= UNEVEN / stages:
-            continue
+
+    def best_of(some: Sequence[ModuleCut]) -> tuple[list[ModuleCut], float]:
         ends = [0, *(place.time for place in some), math.inf]
         flops = [0, *(place.flops for place in some), found.flops]
 
-        def cost(start: int, stop: int, ends: Any = ends, flops: Any = flops) -> int:
+        def cost(start: int, stop: int) -> int:
             if balance == "flops":
-                return int(flops[stop] - flops[start])
+                return flops[stop] - flops[start]
             return sum(
                 sizes[name]
                 for name, times in found.uses.items()
                 if any(ends[start] < time <= ends[stop] for time in times)
             )
 
-        cuts, share = balanced_cuts(stages, some, cost)
-        if share < smallest:
-            best, smallest = cuts, share
-    return best
+        return balanced_cuts(stages, some, cost)
+
+    # Prefer cuts that only the output of one module crosses: they send less.
+    alone = [place for place in places if not place.skips]
+    tried = [best_of(alone)] if len(alone) >= stages - 1 else []
+    if not tried or tried[0][1] > UNEVEN / stages:
+        tried.append(best_of(places))
+    return min(tried, key=lambda each: each[1])[0]

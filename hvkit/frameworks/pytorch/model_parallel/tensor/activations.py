@@ -143,10 +143,10 @@ class DividedActivations(EachOperation):
             return dim != call.inputs[0].dim() - 1
         if name not in ("__getitem__", "unbind"):
             return False
-        example, *others = tree_map_only(torch.Tensor, _shape_of, list(call.args))
-        if any(isinstance(each, torch.Tensor) for each in others) or len(call.inputs) > 1:
+        if len(call.inputs) > 1:
             return True
-        step = rules.follow(replace(call, args=[example, *others], inputs=[example]))
+        example = _shape_of(call.inputs[0])
+        step = rules.follow(replace(call, args=[example, *call.args[1:]], inputs=[example]))
         return isinstance(step, str)
 
     def _view(self, call: Operation, dim: int) -> DTensor | None:

@@ -10,7 +10,8 @@ shows that they lead to a loss that can be divided.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivis
 
 _NEED_WHOLE = ("max_norm", "scale_grad_by_freq", "sparse")
 
-Styles = Mapping[str, Any]
+_STYLES: Mapping[str, Style] = {"colwise": "column", "rowwise": "row"}
+
+Styles = Mapping[str, str]
 """``plan=``: by module name, with ``*`` for any text, ``"colwise"`` or ``"rowwise"``."""
 
 
@@ -31,12 +34,9 @@ Styles = Mapping[str, Any]
 class Vocabulary:
     """The layers that share one weight of the shape (rows, features).
 
-    Attributes:
-        embeddings: names of the layers that look up rows.
-        projections: names of the linear layers, which compute one output for each row.
-        shape: of the weight.
-        problems: why a layer cannot be divided, by its name.
-        in_loss: whether the projections' outputs may stay divided up to the loss.
+    ``embeddings`` look up rows; ``projections`` are linear layers that compute one output for each
+    row. ``problems`` says why a layer cannot be divided. ``in_loss``: the projections' outputs may
+    stay divided up to the loss.
     """
 
     embeddings: tuple[str, ...]
@@ -47,7 +47,6 @@ class Vocabulary:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """All of them."""
         return *self.embeddings, *self.projections
 
     def divided(self, dim: int) -> dict[str, LayerDivision]:
@@ -85,27 +84,19 @@ def vocabularies(model: nn.Module, layers: Mapping[str, LinearUse]) -> list[Voca
     outputs as an embedding has rows, and no linear layer takes them.
     """
     holders = holders_in(model)
-    found: list[Vocabulary] = []
-
-    def of_one_weight(weight: torch.Tensor, names: Sequence[str]) -> Vocabulary:
-        parameters = {
-            p for name in names for p in model.get_submodule(name).parameters(recurse=False)
-        }
-        called = {
-            n for p in parameters for n in holders[p] if layers.get(n, LinearUse()).taken_from
-        }
-        return _vocabulary(model, layers, weight, names, called.difference(names))
-
-    for weight, names in holders.items():
-        if any(_is_embedding(model, name) for name in names):
-            found.append(of_one_weight(weight, names))
+    find = functools.partial(_vocabulary, model, layers, holders)
+    found = [
+        find(weight, names)
+        for weight, names in holders.items()
+        if any(_is_embedding(model, name) for name in names)
+    ]
     rows = {each.shape[0] for each in found}
     taken = {name for seen in layers.values() for columns in seen.taken_from for name in columns}
     for weight, (name, *others) in holders.items():
-        seen = layers.get(name, LinearUse())
+        seen = layers[name]
         right = weight.dim() == 2 and weight.shape[0] in rows and not seen.transposed
         if right and seen.taken_from and not others and name not in taken:
-            found.append(of_one_weight(weight, [name]))
+            found.append(find(weight, [name]))
     return found
 
 
@@ -116,16 +107,18 @@ def _is_embedding(model: nn.Module, name: str) -> bool:
 def _vocabulary(
     model: nn.Module,
     layers: Mapping[str, LinearUse],
+    holders: Mapping[torch.Tensor, Sequence[str]],
     weight: torch.Tensor,
     names: Sequence[str],
-    others: Collection[str],
 ) -> Vocabulary:
-    """The layers of these names; ``others`` share another parameter with them, as a bias."""
+    parameters = [p for n in names for p in model.get_submodule(n).parameters(recurse=False)]
+    # Layers that share another parameter with these, as a bias.
+    others = {n for p in parameters for n in holders[p] if layers[n].taken_from} - {*names}
     embeddings = tuple(n for n in names if _is_embedding(model, n))
     projections = tuple(n for n in names if n not in embeddings)
     problems = {}
     for name in (*embeddings, *projections):
-        module, seen = model.get_submodule(name), layers.get(name, LinearUse())
+        module, seen = model.get_submodule(name), layers[name]
         option = next((o for o in _NEED_WHOLE if getattr(module, o, None)), None)
         if seen.unusable:
             problems[name] = seen.unusable
@@ -138,9 +131,7 @@ def _vocabulary(
         elif name in embeddings and option:
             problems[name] = f"{option}={getattr(module, option)!r} is about whole rows"
     in_loss = all(
-        layers[name].ends and not layers[name].column_problem(returned=True)
-        for name in projections
-        if name in layers
+        layers[name].ends and not layers[name].column_problem(returned=True) for name in projections
     )
     return Vocabulary(embeddings, projections, weight.shape, problems, in_loss)
 
@@ -152,22 +143,21 @@ def requested_divisions(
     found: Sequence[Vocabulary],
     ways: int,
 ) -> dict[str, LayerDivision]:
-    """The divisions that ``plan=`` requests.
-
-    Raises:
-        ValueError: it names no layer, or one that cannot be divided like that.
-        TypeError: a value is no style.
-    """
+    """The divisions that ``plan=`` requests, if the layers can be divided like that."""
     known = {n: seen for n, seen in layers.items() if seen.taken_from}
     styles: dict[str, Style] = {}
     for pattern, value in requested.items():
-        style, matches = _style_of(pattern, value), fnmatch.filter(known, pattern)
+        if value not in _STYLES:
+            raise TypeError(
+                f"plan={{{pattern!r}: {value!r}}}: a layer is divided by 'colwise' or 'rowwise'"
+            )
+        matches = fnmatch.filter(known, pattern)
         if not matches:
             raise ValueError(
                 f"plan={{{pattern!r}: ...}} names no linear layer or embedding that the forward "
                 f"calls; there are: {', '.join(known)}"
             )
-        styles |= dict.fromkeys(matches, style)
+        styles |= dict.fromkeys(matches, _STYLES[value])
     of_vocabulary = {name: each for each in found for name in each.layers}
     divisions: dict[str, LayerDivision] = {}
     for name, style in styles.items():
@@ -186,29 +176,6 @@ def requested_divisions(
                 "outputs meet before they are split into shares: divide both or none"
             )
     return divisions
-
-
-def _style_of(pattern: str, value: Any) -> Style:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    if value == "colwise" or type(value) is ColwiseParallel:
-        style: Style = "column"
-        expected: tuple[Any, Any] = (Replicate(),), (Shard(-1),)
-    elif value == "rowwise" or type(value) is RowwiseParallel:
-        style, expected = "row", ((Shard(-1),), (Replicate(),))
-    else:
-        raise TypeError(
-            f"plan={{{pattern!r}: {value!r}}}: a layer is divided by 'colwise', 'rowwise', "
-            "ColwiseParallel() or RowwiseParallel()"
-        )
-    if not isinstance(value, str) and (value.input_layouts, value.output_layouts) != expected:
-        raise ValueError(
-            f"plan={{{pattern!r}: {type(value).__name__}(...)}} has layouts of its own "
-            f"({value.input_layouts}, {value.output_layouts}): hvkit moves activations where the "
-            f"model needs them, so leave input_layouts and output_layouts out"
-        )
-    return style
 
 
 def _require_divisible(
@@ -233,16 +200,12 @@ def _require_divisible(
 def _with_same_weight(
     vocabulary: Vocabulary, name: str, styles: Mapping[str, Style]
 ) -> LayerDivision:
-    """The division of a layer whose weight others may share, which need the same.
-
-    Raises:
-        ValueError: ``plan=`` does not divide one of them, or in another way.
-    """
+    """The division of a layer whose weight others may share, which need the same."""
     dim = int((styles[name] == "row") != (name in vocabulary.embeddings))
     divisions = vocabulary.divided(dim)
     for other, division in divisions.items():
         if styles.get(other) != division.style:
-            value = {"column": "colwise", "row": "rowwise"}[division.style]
+            value = next(word for word, style in _STYLES.items() if style == division.style)
             raise ValueError(
                 f"plan= divides {name}, and not {other}, which has the same weight, in the same "
                 f"way: add {other!r}: {value!r}"

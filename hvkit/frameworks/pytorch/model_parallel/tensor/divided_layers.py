@@ -40,7 +40,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
     index_in_part,
     part_of,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_structure
 
 
@@ -63,7 +63,7 @@ def divide(
         if not all(p.is_meta for p in model.get_submodule(name).parameters(recurse=False))
     }
     plan = replace(plan, divisions=here)
-    placements = placements_of(model, plan)
+    placements = placements_of(model, plan.divisions)
     index, ways = mesh.get_local_rank(), mesh.size()
     for name, placement in placements.items():
         p = model.get_parameter(name)
@@ -96,17 +96,6 @@ def divide(
         region: Any = model.get_submodule(name)
         wrapped = _inside(region, DividedActivations(mesh, random), None if name else random)
         region.forward = MethodType(wrapped, region)
-    return placements
-
-
-def placements_of(model: nn.Module, plan: TensorPlan) -> dict[str, Placement]:
-    """The placement of each parameter that a plan divides, by its name."""
-    placements = {}
-    names = {p: name for name, p in model.named_parameters()}
-    for name, division in plan.divisions.items():
-        for which, p in model.get_submodule(name).named_parameters(recurse=False):
-            if placement := division.placement(which, p):
-                placements[names[p]] = placement
     return placements
 
 

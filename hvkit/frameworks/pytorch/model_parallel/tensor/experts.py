@@ -12,9 +12,10 @@ up to the output with whole weights, and so must the gradients of the inputs.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,10 +47,8 @@ _SCALES = (1.0, 1e4)
 class Experts:
     """A module with experts, as a dry run has seen it.
 
-    Attributes:
-        parameters: of the module, on the meta device.
-        calls: the arguments of the first call of each structure.
-        unusable: why the experts cannot be divided.
+    ``calls`` has the arguments of the first call of each structure, ``unusable`` why the experts
+    cannot be divided.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -118,11 +117,11 @@ def _try(module: nn.Module, seen: Experts, ways: int, device: torch.device) -> L
     guesses = list(_guesses(shapes, ways))
     if not guesses:
         return f"its weights have no length in common that {ways} ranks can divide"
+    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    grad = torch.inference_mode(mode=False), torch.enable_grad()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(uncompiled())
+        for context in (generators, *grad, uncompiled()):
+            stack.enter_context(context)
         # On the CPU an index out of range is an error, and does not end the process.
         for place in dict.fromkeys((_CPU, device)):
             stack.enter_context(torch.autocast(place.type, enabled=False))
@@ -130,16 +129,12 @@ def _try(module: nn.Module, seen: Experts, ways: int, device: torch.device) -> L
             weights = {name: _random(shape, place, i) for i, (name, shape) in numbered}
             trials = []
             for call, scale in itertools.product(seen.calls.values(), _SCALES):
-                trial = _ExpertsTrial(module, call, weights, place, scale)
                 try:
-                    trial.begin()
+                    trials.append(_trial(module, call, weights, place, scale))
                 except Exception as error:  # of any type: the module's
                     why = f"({type(error).__name__}: {error})"
                     return f"a trial of it with random numbers fails {why}"
-                trials.append(trial)
-            guesses = [
-                guess for guess in guesses if all(trial.adds_up(guess, ways) for trial in trials)
-            ][:1]
+            guesses = [g for g in guesses if all(adds_up(g, ways) for adds_up in trials)][:1]
     if not guesses:
         return f"no parts of its experts for {ways} ranks add up to what it computes"
     experts, calls = tuple(guesses[0].items()), frozenset(seen.calls)
@@ -165,112 +160,96 @@ def _guesses(shapes: Mapping[str, torch.Size], ways: int) -> Iterator[dict[str, 
             yield dict(zip(shapes, chosen, strict=True))
 
 
-class _ExpertsTrial:
-    """One call of a module with random numbers.
+def _trial(
+    module: nn.Module,
+    call: tuple[Any, Any],
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    scale: float,
+) -> Callable[[Mapping[str, Placement | None], int], bool]:
+    """Compute with whole weights; return whether results with the parts of a guess add up to that.
 
-    Args:
-        module: unchanged afterwards.
-        call: arguments whose shapes are used; integers become indices of experts.
-        weights: of all experts, by name.
-        device: on which to compute.
-        scale: of the inputs.
+    Raises the module's error, or ``ValueError`` if the result is zero or not finite.
     """
+    run = functools.partial(_run, module, call, device, scale)
+    rows = _ROWS
+    try:
+        expected, drawn = run(rows, weights)
+    except Exception:  # of any type: it may need rows for each expert
+        rows = len(next(iter(weights.values())))
+        expected, drawn = run(rows, weights)
+    if not expected[0].isfinite().all() or not expected[0].any():
+        raise ValueError("what it returns is zero or not finite")
 
-    def __init__(
-        self,
-        module: nn.Module,
-        call: tuple[Any, Any],
-        weights: Mapping[str, torch.Tensor],
-        device: torch.device,
-        scale: float,
-    ) -> None:
-        self._module, self._call, self._weights = module, call, weights
-        self._device, self._scale = device, scale
-        self._count = len(next(iter(weights.values())))
-        self._expected: list[torch.Tensor] = []
-        self._drawn = torch.empty(0)
-        self._rows = _ROWS
-
-    def begin(self) -> None:
-        """Compute with whole weights.
-
-        Raises:
-            ValueError: the result is zero or not finite.
-            Exception: the module's.
-        """
-        try:
-            self._expected = self._run(self._weights)
-        except Exception:  # of any type: it may need rows for each expert
-            self._rows = self._count
-            self._expected = self._run(self._weights)
-        y = self._expected[0]
-        if not y.isfinite().all() or not y.any():
-            raise ValueError("what it returns is zero or not finite")
-        self._drawn = self._random_state()
-
-    def adds_up(self, guess: Mapping[str, Placement | None], ways: int) -> bool:
-        """Whether results and gradients with the parts add up to those with whole weights."""
+    def adds_up(guess: Mapping[str, Placement | None], ways: int) -> bool:
         total: list[torch.Tensor] = []
         for index in range(ways):
             parts = {
                 name: part_of(w, how, index, ways) if (how := guess[name]) else w / ways
-                for name, w in self._weights.items()
+                for name, w in weights.items()
             }
             try:
-                of_parts = self._run(parts)
+                of_parts, drawn_here = run(rows, parts)
             except Exception:  # of any type: these parts do not fit
                 return False
             # With parts, dropout of features would draw fewer numbers.
-            same = torch.equal(self._random_state(), self._drawn)
-            if not same or [t.shape for t in of_parts] != [t.shape for t in self._expected]:
+            same = torch.equal(drawn_here, drawn)
+            if not same or [t.shape for t in of_parts] != [t.shape for t in expected]:
                 return False
             total = [a + b for a, b in zip(total, of_parts, strict=True)] if total else of_parts
         return all(
             bool((found - t).abs().max() <= _ROUNDING * t.abs().max())
-            for found, t in zip(total, self._expected, strict=True)
+            for found, t in zip(total, expected, strict=True)
         )
 
-    def _run(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        make = self._inputs(generator)
-        args, kwargs = tree_map_only(torch.Tensor, make, self._call)
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        twin = copy.copy(self._module)
-        # The script's hooks are not called.
-        vars(twin)["_parameters"] = {**self._module._parameters, **weights}
-        torch.manual_seed(0)
-        with undoing_side_effects(twin) as kept:
-            y = twin.forward(*args, **kwargs)
-            if kept.changes():
-                raise ValueError("it keeps results apart from what it returns")
-        if not isinstance(y, torch.Tensor) or not y.is_floating_point():
-            raise TypeError(f"it returns a {type(y).__name__}, not one tensor of activations")
-        along = torch.randn(y.shape, generator=generator, dtype=_dtype(), device="cpu").to(y)
-        return [y.detach(), *torch.autograd.grad(y, inputs, along, materialize_grads=True)]
+    return adds_up
 
-    def _inputs(self, generator: torch.Generator) -> Any:
-        """A function that makes a random argument of a few rows from one of the call."""
-        first = next(t for t in tensors_in(self._call) if t.is_floating_point() and t.dim() > 1)
-        many = first.shape[:-1]
-        few = [n if n == self._count else min(n, self._rows) for n in many]
-        lengths = {math.prod(many): math.prod(few), **dict(zip(many, few, strict=True))}
 
-        def make(t: torch.Tensor) -> torch.Tensor:
-            kept = 1 if t.dim() > 1 else 0
-            rows = [lengths.get(n, n) for n in t.shape[: t.dim() - kept]]
-            shape = (*rows, *t.shape[t.dim() - kept :])
-            if t.is_floating_point():
-                x = torch.randn(shape, generator=generator, dtype=_dtype(), device="cpu")
-                return (x * self._scale).to(self._device).requires_grad_()
-            x = torch.randint(self._count, shape, generator=generator, device="cpu")
-            return x.to(self._device, t.dtype)
+def _run(
+    module: nn.Module,
+    call: tuple[Any, Any],
+    device: torch.device,
+    scale: float,
+    few_rows: int,
+    weights: Mapping[str, torch.Tensor],
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The result with random inputs of a few rows, their gradients, and the generator's state.
 
-        return make
+    Integers in the call become indices of experts. The module is unchanged afterwards.
+    """
+    count = len(next(iter(weights.values())))
+    generator = torch.Generator().manual_seed(0)
+    many = next(t for t in tensors_in(call) if t.is_floating_point() and t.dim() > 1).shape[:-1]
+    few = [n if n == count else min(n, few_rows) for n in many]
+    lengths = {math.prod(many): math.prod(few), **dict(zip(many, few, strict=True))}
 
-    def _random_state(self) -> torch.Tensor:
-        if self._device.type == "cuda":
-            return torch.cuda.get_rng_state(self._device)
-        return torch.get_rng_state()
+    def random_input(t: torch.Tensor) -> torch.Tensor:
+        kept = 1 if t.dim() > 1 else 0
+        rows = [lengths.get(n, n) for n in t.shape[: t.dim() - kept]]
+        shape = (*rows, *t.shape[t.dim() - kept :])
+        if t.is_floating_point():
+            x = torch.randn(shape, generator=generator, dtype=_dtype(), device="cpu")
+            return (x * scale).to(device).requires_grad_()
+        x = torch.randint(count, shape, generator=generator, device="cpu")
+        return x.to(device, t.dtype)
+
+    args, kwargs = tree_map_only(torch.Tensor, random_input, call)
+    inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+    twin = copy.copy(module)
+    # The script's hooks are not called.
+    vars(twin)["_parameters"] = {**module._parameters, **weights}
+    torch.manual_seed(0)
+    with undoing_side_effects(twin) as kept_values:
+        y = twin.forward(*args, **kwargs)
+        if kept_values.changes():
+            raise ValueError("it keeps results apart from what it returns")
+    if not isinstance(y, torch.Tensor) or not y.is_floating_point():
+        raise TypeError(f"it returns a {type(y).__name__}, not one tensor of activations")
+    along = torch.randn(y.shape, generator=generator, dtype=_dtype(), device="cpu").to(y)
+    gradients = torch.autograd.grad(y, inputs, along, materialize_grads=True)
+    on_gpu = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+    return [y.detach(), *gradients], state
 
 
 def _dtype() -> torch.dtype:

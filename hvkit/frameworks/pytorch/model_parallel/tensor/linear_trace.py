@@ -8,6 +8,7 @@ divided as a pair; or the operation that prevents this.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
-from hvkit.frameworks.pytorch.model_parallel.tensor.experts import experts_in
+from hvkit.frameworks.pytorch.model_parallel.tensor.experts import Experts, experts_in
 from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     HARMLESS,
     SIZES,
@@ -37,12 +38,11 @@ _MULTI_HEAD = "multi_head_attention_forward"
 
 @dataclass(frozen=True)
 class Mark:
-    """Marks an activation that could be divided.
+    """Marks an activation that could be divided by ``dim``.
 
-    Attributes:
-        columns: the layers from whose outputs it is computed; divided together or not at all.
-        dim: by which it would be divided.
-        parts: number of tensors in the product; None until an operation needs a number.
+    ``columns`` are the layers from whose outputs it is computed; they are divided together or not
+    at all. ``parts`` is the number of tensors in the product; None until an operation needs a
+    number.
     """
 
     columns: frozenset[str]
@@ -54,18 +54,13 @@ class Mark:
 class LinearUse:
     """How a forward uses a layer that multiplies by a weight, or looks up its rows.
 
-    Attributes:
-        transposed: whether its weight has the shape (in, out).
-        parts: the numbers of parts that operations on its output need; they contradict each other
-            if there are several.
-        taken_from: for each call, the columns from which its input is computed; empty for a whole
-            input.
-        combined: columns whose outputs are combined with its own before the number of parts is
-            known.
-        ends: whether an operation, such as a loss, makes a whole result of its output.
-        problem: why its output cannot be divided.
-        returned: why its output must become whole: the model returns it.
-        unusable: why its weight cannot be divided at all.
+    A ``transposed`` weight has the shape (in, out). ``parts`` are the numbers of parts that
+    operations on its output need, which contradict each other if there are several. ``taken_from``
+    has, for each call, the columns from which its input is computed, none for a whole input.
+    ``combined`` are columns whose outputs are combined with its own before the number of parts is
+    known. It ``ends`` if an operation, such as a loss, makes a whole result of its output. The
+    texts say why its output cannot be divided, why the model returns it, so that it must become
+    whole, and why its weight cannot be divided at all.
     """
 
     transposed: bool = False
@@ -80,8 +75,7 @@ class LinearUse:
     def column_problem(self, returned: bool = False) -> str:
         """Why its output cannot be divided, or an empty text.
 
-        Args:
-            returned: whether the model may return it, and hvkit makes it whole.
+        ``returned``: the model may return it, and hvkit makes it whole.
         """
         if self.unusable or self.problem:
             return self.unusable or self.problem
@@ -100,23 +94,17 @@ class LinearUse:
 
 
 class LinearTrace(EachOperation):
-    """Follows the output of each linear layer.
+    """Follows the output of each linear layer of an undivided model.
 
-    Args:
-        model: undivided.
-        meta: its parameters on the meta device, by name.
-        ways: number of ranks.
-
-    Attributes:
-        linears: uses of linear layers and embeddings, by name.
-        heads: by attention layer, why it cannot be divided, or an empty text.
-        experts: modules with experts, by name.
+    ``meta`` are its parameters on the meta device, by name. ``linears`` has uses of linear layers
+    and embeddings, ``heads`` why an attention layer cannot be divided, or an empty text, and
+    ``experts`` modules with experts, all by name.
     """
 
     def __init__(self, model: nn.Module, meta: Mapping[str, nn.Parameter], ways: int) -> None:
         super().__init__()
         self.ways = ways
-        self.linears: dict[str, LinearUse] = {}
+        self.linears: defaultdict[str, LinearUse] = defaultdict(LinearUse)
         self.heads: dict[str, str] = {}
         self.experts = experts_in(model, meta)
         self._expert_of = {id(p): n for n, each in self.experts.items() for p in each.parameters}
@@ -135,7 +123,8 @@ class LinearTrace(EachOperation):
         for name, parameters in self._layers.items():
             for p in parameters:
                 self._owners.setdefault(id(p), []).append(name)
-        self._inside: list[str] = []
+        # The running calls of these layers; the model's own name, if it is none of them.
+        self._inside = [""]
 
     def operation(self, call: Operation) -> Any:
         marks = [_mark_of(t) for t in call.inputs]
@@ -146,31 +135,29 @@ class LinearTrace(EachOperation):
         for t in call.inputs:
             owners = self._owners.get(id(t), ())
             for owner in owners if layer not in owners else ():
-                self._use_otherwise(owner, call.name)
+                use = f"its weight or bias is also used in {call.name}()"
+                self._refuse(self.linears[owner], use)
             experts = self._expert_of.get(id(t))
             if experts is not None and experts not in self._inside:
-                where = f" of {self._inside[-1]}" if self._inside else ""
-                why = f"its parameters are also used in {call.name}(){where}"
-                self.experts[experts].unusable = self.experts[experts].unusable or why
-        if call.name == _MULTI_HEAD and self._inside and self._inside[-1] in self._heads:
-            self._attend(self._inside[-1], marks)
+                use = f"its parameters are also used in {call.name}()"
+                self._refuse(self.experts[experts], use)
+        inside = self._inside[-1]
+        if call.name == _MULTI_HEAD and inside in self._heads:
+            self._attend(inside, marks)
             return output
         if layer is not None:
             self._multiply(layer, call, output)
-        elif self._inside and self._inside[-1] in self._layers and call.name not in _LAYOUTS:
-            why = f"its forward calls {call.name}() besides the product"
-            self._see(self._inside[-1]).unusable = why
+        elif inside in self._layers and call.name not in _LAYOUTS:
+            self.linears[inside].unusable = f"its forward calls {call.name}() besides the product"
         if layer is None and any(marks) and call.name not in SIZES:
             self._follow(call, marks, output)
         return output
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context in which the trace knows the layer of an operation."""
-        modules = self._modules
-        layers = {name: modules[name] for name in (*self._layers, *self._heads)}
+        layers = {name: self._modules[name] for name in (*self._layers, *self._heads)}
+        experts = {name: self._modules[name] for name in self.experts}
         # After the script's hooks, which may change the experts' inputs.
-        experts = {name: modules[name] for name in self.experts}
         inside = {"before_hooks": False, "after_hooks": False}
         with (
             calls_watched(layers, self._enter, self._leave),
@@ -188,8 +175,8 @@ class LinearTrace(EachOperation):
     def _leave(self, name: str, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         """Check that a layer of another class returns the unchanged product of its one input."""
         self._inside.pop()
-        seen, kind = self.linears.get(name), type(self._modules[name])
-        if seen is None or not seen.taken_from or kind in (nn.Linear, nn.Embedding):
+        seen, kind = self.linears[name], type(self._modules[name])
+        if not seen.taken_from or kind in (nn.Linear, nn.Embedding):
             return
         tensors = (*args, output)
         if len(args) != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):
@@ -207,31 +194,27 @@ class LinearTrace(EachOperation):
             if mark and not any(map(is_cache, path)):
                 where = f" in {path[0]!r}" if path else ""
                 for column in mark.columns:
-                    seen = self._see(column)
-                    seen.returned = f"the model returns what it computes from it{where}"
-
-    def _see(self, name: str) -> LinearUse:
-        return self.linears.setdefault(name, LinearUse())
+                    why = f"the model returns what it computes from it{where}"
+                    self.linears[column].returned = why
 
     def _product(self, call: Operation) -> str | None:
         """The layer that computes this product of its own weight and bias, else None."""
-        bias = None
-        if call.name in ("linear", "embedding"):
-            weight = call.argument(1, "weight")
-        if call.name == "linear":
-            bias = call.argument(2, "bias")
-        elif call.name == "addmm" and len(call.args) == 3 and not call.kwargs:
-            bias, weight = call.args[0], call.args[2]
-        elif call.name != "embedding":
+        if call.name == "addmm" and len(call.args) == 3 and not call.kwargs:
+            used = [call.args[2], call.args[0]]
+        elif call.name == "linear":
+            used = [call.argument(1, "weight"), call.argument(2, "bias")]
+        elif call.name == "embedding":
+            used = [call.argument(1, "weight")]
+        else:
             return None
-        layer = self._inside[-1] if self._inside else ""
+        layer = self._inside[-1]
         if (call.name == "embedding") != (layer in self._embeddings):
             return None
-        used = [id(weight)] if bias is None else [id(weight), id(bias)]
-        return layer if [id(p) for p in self._layers.get(layer, ())] == used else None
+        used_here = [id(p) for p in used if p is not None]
+        return layer if [id(p) for p in self._layers.get(layer, ())] == used_here else None
 
     def _multiply(self, layer: str, call: Operation, output: torch.Tensor) -> None:
-        seen, factor = self._see(layer), call.args[1 if call.name == "addmm" else 0]
+        seen, factor = self.linears[layer], call.args[1 if call.name == "addmm" else 0]
         seen.transposed = call.name != "linear"
         mark = _mark_of(factor)
         seen.taken_from.append(frozenset())
@@ -267,13 +250,13 @@ class LinearTrace(EachOperation):
             for ended in filter(None, marks):
                 self._decide(ended, 1)
             for column in columns:
-                self._see(column).ends = True
+                self.linears[column].ends = True
             return
         known = {mark.parts for mark in marks if mark}
         parts = step.parts
         if known == {None}:
             for column in columns:
-                self._see(column).combined |= columns
+                self.linears[column].combined |= columns
         if len(known) > 1:
             parts = 1  # one of them is a product of several tensors, and the other is not
         elif known != {None}:
@@ -289,17 +272,16 @@ class LinearTrace(EachOperation):
 
     def _decide(self, mark: Mark, parts: int) -> None:
         for column in mark.columns if mark.parts is None else ():
-            self._see(column).parts.add(parts)
+            self.linears[column].parts.add(parts)
 
     def _spoil(self, columns: frozenset[str], problem: str) -> None:
         for column in columns:
-            seen = self._see(column)
+            seen = self.linears[column]
             seen.problem = seen.problem or problem
 
-    def _use_otherwise(self, layer: str, name: str) -> None:
-        seen = self._see(layer)
-        where = f" of {self._inside[-1]}" if self._inside else ""
-        seen.unusable = seen.unusable or f"its weight or bias is also used in {name}(){where}"
+    def _refuse(self, seen: LinearUse | Experts, use: str) -> None:
+        where = f" of {self._inside[-1]}" if self._inside[-1] else ""
+        seen.unusable = seen.unusable or use + where
 
     def _attend(self, layer: str, marks: Sequence[Mark | None]) -> None:
         module = self._heads[layer]

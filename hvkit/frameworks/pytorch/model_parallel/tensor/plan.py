@@ -30,10 +30,11 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import divisions_of_experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import LinearTrace, LinearUse
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision, Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.sequence_parallel import (
     SequenceRegion,
     SequenceTrace,
+    united,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, copied_call, tensors_in
 
@@ -44,17 +45,12 @@ _CPU = torch.device("cpu")
 class TensorPlan:
     """How ``divide`` divides the layers of a model.
 
-    Attributes:
-        ways: number of ranks.
-        divisions: by the name of a module. The name of an ``nn.MultiheadAttention`` stands for its
-            input projections, and its ``out_proj`` is a row layer.
-        whole: by linear layer or embedding, why it stays whole.
-        share: the divided share of the bytes of all parameters.
-        vocabularies: for each, the names of the layers that share its weight.
-        sequence_regions: activations between pairs that are divided along the sequence.
-        whole_regions: why others are not.
-        called: the layers that the forward has called.
-        experts: modules with experts in parameters of three dimensions, divided or whole.
+    ``divisions`` are by the name of a module. The name of an ``nn.MultiheadAttention`` stands for
+    its input projections, and its ``out_proj`` is a row layer. ``whole`` has, by linear layer or
+    embedding, why it stays whole; ``share`` is the divided fraction of the bytes of all parameters.
+    ``vocabularies`` are, for each weight, the names of the layers that share it, ``called`` the
+    layers that the forward has called, ``experts`` modules with experts in parameters of three
+    dimensions, divided or whole.
     """
 
     ways: int
@@ -95,16 +91,9 @@ def plan_layers(
 ) -> TensorPlan:
     """Find the layers that ``ways`` ranks can divide, by one forward on the meta device.
 
-    Args:
-        model: unchanged afterwards; its parameters may be on the meta device.
-        requested: divisions to use instead: by the name of a linear layer or embedding, with ``*``
-            for any text, "colwise" or "rowwise" (or ``ColwiseParallel()``, ``RowwiseParallel()``).
-        left: layers that stay whole, since training and evaluation use them differently.
-
-    Raises:
-        HvkitError: the forward fails on the meta device.
-        ValueError: ``requested`` names no such layer, or one that cannot be divided like that.
-        TypeError: ``requested`` has a value that is no style.
+    The model is unchanged afterwards; its parameters may be on the meta device. ``requested`` are
+    divisions to use instead, ``left`` layers that stay whole, since training and evaluation use
+    them differently.
     """
     if ways == 1 or requested == {}:
         return TensorPlan(ways)
@@ -247,7 +236,7 @@ def _linears(model: nn.Module, trace: LinearTrace) -> dict[str, LinearUse]:
     inside_heads = {_child(n, "out_proj") for n in trace.heads}
     found = {}
     for name, module in model.named_modules():
-        seen = trace.linears.get(name, LinearUse())
+        seen = trace.linears[name]
         if name in inside_heads or not (
             seen.taken_from or isinstance(module, nn.Linear | nn.Embedding)
         ):
@@ -271,29 +260,22 @@ def _groups(
 
     Of two groups that share a layer, the first is chosen.
     """
-    parent: dict[tuple[str, str], tuple[str, str]] = {}
-
-    def root(role: tuple[str, str]) -> tuple[str, str]:
-        while parent.setdefault(role, role) != role:
-            role = parent[role]
-        return role
-
-    for name, seen in linears.items():
-        for columns in seen.taken_from:
-            for column in columns:
-                parent[root(("row", name))] = root(("column", column))
-    members: dict[tuple[str, str], dict[str, set[str]]] = {}
-    for role, name in list(parent):
-        group = members.setdefault(root((role, name)), {"row": set(), "column": set()})
-        group[role].add(name)
-    groups = [
-        {n: _column(linears[n]) for n in group["column"]}
-        | {n: LayerDivision("row", transposed=linears[n].transposed) for n in group["row"]}
-        for group in members.values()
-        if group["column"].isdisjoint(group["row"])
-        and not any(linears[n].column_problem() for n in group["column"])
-        and not any(linears[n].row_problem for n in group["row"])
+    roles = [
+        {("row", name), *(("column", column) for column in columns)}
+        for name, seen in linears.items()
+        for columns in seen.taken_from
+        if columns
     ]
+    groups = []
+    for group in united(roles):
+        rows, columns = ({n for role, n in group if role == which} for which in ("row", "column"))
+        if (
+            columns.isdisjoint(rows)
+            and not any(linears[n].column_problem() for n in columns)
+            and not any(linears[n].row_problem for n in rows)
+        ):
+            of_rows = {n: LayerDivision("row", transposed=linears[n].transposed) for n in rows}
+            groups.append({n: _column(linears[n]) for n in columns} | of_rows)
     groups += [
         {name: LayerDivision("column", 3), _child(name, "out_proj"): LayerDivision("row")}
         for name, problem in trace.heads.items()
@@ -331,12 +313,18 @@ def _column(seen: LinearUse) -> LayerDivision:
     return LayerDivision("column", parts, seen.transposed)
 
 
-def _share(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> float:
-    total = bytes_of(model.parameters())
-    divided = {
-        p
+def placements_of(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> dict[str, Placement]:
+    """The placement of each parameter that a plan divides, by its name."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        names[p]: placement
         for name, division in divisions.items()
         for which, p in model.get_submodule(name).named_parameters(recurse=False)
-        if division.placement(which, p)
+        if (placement := division.placement(which, p))
     }
-    return bytes_of(divided) / total if total else 0.0
+
+
+def _share(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> float:
+    total = bytes_of(model.parameters())
+    divided = bytes_of(map(model.get_parameter, placements_of(model, divisions)))
+    return divided / total if total else 0.0

@@ -15,11 +15,12 @@ known, and counts these exchanges.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
     Operation,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
+
+T = TypeVar("T")
 
 _MARK = "_hvkit_sequence"
 # The largest ratio of other exchanges to those at the layers where a region begins and ends.
@@ -50,11 +53,9 @@ _BY_POSITION = {
 class SequenceRegion:
     """Activations that the ranks divide along the sequence.
 
-    Attributes:
-        begins: row layers and embeddings, which end in a reduce-scatter.
-        ends: column and attention layers, which begin with an all-gather.
-        modules: whose forward computes the activations.
-        others: reasons for other exchanges, and the number of these.
+    ``begins`` are row layers and embeddings, which end in a reduce-scatter; ``ends`` column and
+    attention layers, which begin with an all-gather. ``others`` are reasons for other exchanges,
+    and the number of these.
     """
 
     begins: tuple[str, ...]
@@ -67,18 +68,15 @@ class SequenceRegion:
 class _SeenRegion:
     """What the trace has seen of activations that begin at the same layers.
 
-    Attributes:
-        ends, modules: as for ``SequenceRegion``.
-        at_layers: number of exchanges at the layers where they begin and end.
-        others: number of other exchanges of as many bytes, by their reason.
-        largest: bytes of the largest activation.
-        problem: why they cannot be divided at all.
+    ``at_layers`` is the number of exchanges at the layers where they begin and end, ``others`` that
+    of other exchanges of as many bytes, by their reason. ``largest`` is in bytes; ``problem`` says
+    why they cannot be divided at all.
     """
 
     ends: dict[str, None] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
     at_layers: int = 0
-    others: dict[str, float] = field(default_factory=dict)
+    others: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     largest: int = 0
     problem: str = ""
 
@@ -89,16 +87,12 @@ class _SeenRegion:
         self.at_layers += other.at_layers
         self.largest = max(self.largest, other.largest)
         for reason, amount in other.others.items():
-            self.exchange(amount, reason)
+            self.others[reason] += amount
         self.refuse(other.problem)
 
     def refuse(self, problem: str) -> None:
         """Keep the first reason why they cannot be divided."""
         self.problem = self.problem or problem
-
-    def exchange(self, amount: float, reason: str) -> None:
-        """Count an exchange that is at no layer where they begin or end."""
-        self.others[reason] = self.others.get(reason, 0.0) + amount
 
     @property
     def why_whole(self) -> str:
@@ -114,25 +108,14 @@ class _SeenRegion:
 
 @dataclass(frozen=True)
 class _Part:
-    """Marks an activation that could be divided.
-
-    Attributes:
-        begins: the layers from whose outputs it is computed.
-        dim: of the sequence.
-    """
+    """Marks an activation: the layers it is computed from, and the dimension of the sequence."""
 
     begins: frozenset[str]
     dim: int
 
 
 class SequenceTrace(EachOperation):
-    """Follows the outputs of row layers.
-
-    Args:
-        model: undivided.
-        divisions: of its layers.
-        ways: number of ranks.
-    """
+    """Follows the outputs of row layers of an undivided model."""
 
     def __init__(self, model: nn.Module, divisions: Mapping[str, LayerDivision], ways: int) -> None:
         super().__init__()
@@ -172,41 +155,39 @@ class SequenceTrace(EachOperation):
         elif marks[0] and rules.writes(call):
             seen.refuse(f"{call.name}() writes into them")
         elif outputs or call.name == "__setitem__":
-            size = max(t.numel() for t, mark in zip(call.inputs, marks, strict=True) if mark)
+            size = max(t.numel() for t, dim in seen_by_rules.pairs if dim is not None)
             joins_results = call.name in ("mean", "sum")
             amount = 2 * outputs[0].numel() / max(size, 1) if joins_results else 1
-            self._region(begins).exchange(amount, f"{call.name}() needs the whole sequence")
+            seen.others[f"{call.name}() needs the whole sequence"] += amount
         return output
 
     def _count_whole(self, call: Operation, begins: frozenset[str]) -> None:
         """Count exchanges of whole inputs as long as the sequence: each rank takes its part."""
         first, dim = call.first
         from_right = first.dim() - dim
-        for t, d in zip(call.inputs, call.dims, strict=True):
+        for t, d in call.pairs:
             at = t.dim() - from_right
             if d is None and t.is_meta and at >= 0 and t.shape[at] > 1:
-                amount = t.numel() / max(first.numel(), 1)
-                self._region(begins).exchange(amount, f"{call.name}() takes parts of what is whole")
+                reason = f"{call.name}() takes parts of what is whole"
+                self._region(begins).others[reason] += t.numel() / max(first.numel(), 1)
 
     def entered(self) -> AbstractContextManager[None]:
-        """A context in which the trace knows the module of an operation."""
         return calls_watched(self._modules, self._enter, self._leave)
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._called.append(name)
-        taken = [mark for t in tensors_in((args, kwargs)) if (mark := _mark_of(t))]
-        for each in taken:
+        for mark in filter(None, map(_mark_of, tensors_in((args, kwargs)))):
             if _is_compiled(self._modules[name]):
-                self._region(each.begins).refuse(f"{name}, which takes them, is compiled")
+                self._region(mark.begins).refuse(f"{name}, which takes them, is compiled")
         if name not in self._divisions:
             return
         division = self._divisions[name]
         for t in dict.fromkeys(tensors_in((args, kwargs))) if not self._depth else ():
-            mark = _mark_of(t)
-            if mark and division.style == "row":
-                self._region(mark.begins).exchange(2, f"{name} takes parts of its features")
-            elif mark:
-                seen = self._region(mark.begins)
+            part = _mark_of(t)
+            if part and division.style == "row":
+                self._region(part.begins).others[f"{name} takes parts of its features"] += 2
+            elif part:
+                seen = self._region(part.begins)
                 seen.ends[name] = None
                 seen.at_layers += t is not self._taken
                 self._taken = t
@@ -236,30 +217,23 @@ class SequenceTrace(EachOperation):
         """Count an exchange for each activation that the model returns whole."""
         for t in tensors_in(output):
             if mark := _mark_of(t):
-                self._region(mark.begins).exchange(1, "the model returns them")
+                self._region(mark.begins).others["the model returns them"] += 1
 
     def found(self) -> tuple[list[SequenceRegion], list[str]]:
         """The regions to divide, and why the others stay whole."""
-        merged: dict[frozenset[str], _SeenRegion] = {}
-        for begins, seen in self._seen.items():
-            total = _SeenRegion()
-            for others in [each for each in merged if each & begins]:
-                total.add(merged.pop(others))
-                begins |= others
-            total.add(seen)
-            merged[begins] = total
-        order = {name: i for i, name in enumerate(self._modules)}
         regions, problems = [], []
-        for begins, seen in merged.items():
-            names = sorted(begins, key=lambda name: order[name])
-            if not seen.ends:
-                continue
-            if problem := seen.why_whole:
-                problems.append(f"after {names[0]} stay whole: {problem}")
-            else:
-                ends = sorted(seen.ends, key=lambda name: order[name])
-                modules, exchanges = frozenset(seen.modules), tuple(seen.others.items())
-                regions.append(SequenceRegion(tuple(names), tuple(ends), modules, exchanges))
+        for begins in united(self._seen):
+            total = _SeenRegion()
+            for some, seen in self._seen.items():
+                if some <= begins:
+                    total.add(seen)
+            names = tuple(name for name in self._modules if name in begins)
+            if total.ends and total.why_whole:
+                problems.append(f"after {names[0]} stay whole: {total.why_whole}")
+            elif total.ends:
+                ends = tuple(name for name in self._modules if name in total.ends)
+                modules, exchanges = frozenset(total.modules), tuple(total.others.items())
+                regions.append(SequenceRegion(names, ends, modules, exchanges))
         return regions, problems
 
     def _mark(self, t: torch.Tensor, mark: _Part) -> None:
@@ -268,6 +242,19 @@ class SequenceTrace(EachOperation):
 
     def _region(self, begins: frozenset[str]) -> _SeenRegion:
         return self._seen.setdefault(begins, _SeenRegion())
+
+
+def united(sets: Iterable[Set[T]]) -> list[set[T]]:
+    """The unions of sets that have elements in common, also through others."""
+    groups: list[set[T]] = []
+    for each in map(set, sets):
+        found = [group for group in groups if group & each]
+        if found:
+            found[0].update(each, *found[1:])
+            groups = [group for group in groups if group not in found[1:]]
+        else:
+            groups.append(each)
+    return groups
 
 
 def _mark_of(t: torch.Tensor) -> _Part | None:

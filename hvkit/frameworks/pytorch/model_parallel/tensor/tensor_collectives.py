@@ -19,47 +19,6 @@ from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoa
 _Exchange = Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor]
 
 
-def copy_to_ranks(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor that all ranks hold, for use with their parts; backward: all-reduce."""
-    return _both_ways(x, mesh, 0, _same, _total)
-
-
-def divide_by_ranks(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's fraction of a tensor that all hold, before an all-reduce; backward: unchanged."""
-    return _both_ways(x, mesh, 0, _fraction, _same)
-
-
-def all_reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' tensors, on every rank; backward: unchanged."""
-    return _both_ways(x, mesh, 0, _total, _same)
-
-
-def all_gather(x: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
-    """The ranks' parts along a dimension, on every rank; backward: this rank's part."""
-    return _both_ways(x, mesh, dim, _whole, _part)
-
-
-def scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """This rank's part along a dimension of a tensor that all hold; backward: all-gather."""
-    return _both_ways(x, mesh, dim, _part, _whole)
-
-
-def reduce_scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """This rank's part along a dimension of the sum of tensors; backward: all-gather."""
-    return _both_ways(x, mesh, dim, _part_of_total, _whole)
-
-
-def all_gather_shared(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """The ranks' parts along a dimension, for use with their parts; backward: reduce-scatter."""
-    return _both_ways(x, mesh, dim, _whole, _part_of_total)
-
-
-@torch.no_grad()
-def all_reduce_max(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The largest of the ranks' elements at each index, on every rank; without a gradient."""
-    return _reduced(x, mesh, dist.ReduceOp.MAX)
-
-
 class _BothWays(torch.autograd.Function):
     """An exchange in forward, and another one in backward."""
 
@@ -123,6 +82,35 @@ def _reduced(x: torch.Tensor, mesh: DeviceMesh, op: Any = dist.ReduceOp.SUM) -> 
     dist.all_reduce(total, op, group=mesh.get_group())
     count("activations", of_allreduce(total.nbytes, mesh.size()))
     return total
+
+
+def _collective(there: _Exchange, back: _Exchange) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
+        return _both_ways(x, mesh, dim, there, back)
+
+    return run
+
+
+copy_to_ranks = _collective(_same, _total)
+"""A tensor that all ranks hold, for use with their parts; backward: all-reduce."""
+divide_by_ranks = _collective(_fraction, _same)
+"""This rank's fraction of a tensor that all hold, before an all-reduce; backward: unchanged."""
+all_reduce = _collective(_total, _same)
+"""The sum of the ranks' tensors, on every rank; backward: unchanged."""
+all_gather = _collective(_whole, _part)
+"""The ranks' parts along a dimension, on every rank; backward: this rank's part."""
+scatter = _collective(_part, _whole)
+"""This rank's part along a dimension of a tensor that all hold; backward: all-gather."""
+reduce_scatter = _collective(_part_of_total, _whole)
+"""This rank's part along a dimension of the sum of tensors; backward: all-gather."""
+all_gather_shared = _collective(_whole, _part_of_total)
+"""The ranks' parts along a dimension, for use with their parts; backward: reduce-scatter."""
+
+
+@torch.no_grad()
+def all_reduce_max(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The largest of the ranks' elements at each index, on every rank; without a gradient."""
+    return _reduced(x, mesh, dist.ReduceOp.MAX)
 
 
 def cross_entropy(
