@@ -227,11 +227,7 @@ def distribute(
 
 
 def _refuse_in_some_ranks(options: Options, engine: str | None, monitor: Monitor | None) -> None:
-    """Raise for options that need all ranks, in a group of some.
-
-    Raises:
-        ValueError: names the option.
-    """
+    """Raise for options that need all ranks, in a group of some."""
     group = options.group
     if not isinstance(options.strategy, IN_GROUPS):
         refuse_in_group(str(options.strategy), group)

@@ -16,11 +16,7 @@ R = TypeVar("R")
 
 
 def advise_on_extra_arguments(advice: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a public function: an argument too many without a name gets this advice.
-
-    Args:
-        advice: what the function takes, and what else there is.
-    """
+    """Decorator of a function: too many arguments without a name are an error with this advice."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         kinds = [each.kind for each in inspect.signature(function).parameters.values()]
@@ -39,28 +35,14 @@ def advise_on_extra_arguments(advice: str) -> Callable[[Callable[P, R]], Callabl
 
 
 def check_path(name: str, value: object, example: str) -> Path:
-    """The value as a path.
-
-    Args:
-        name: of the argument.
-        value: what the user passed.
-        example: a call that is right.
-
-    Raises:
-        TypeError: it is neither text nor a path.
-    """
+    """The value as a path; the error ends with an example of a call that is right."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} must be a path, got {value!r}: {example}")
     return Path(value)
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """The value as an int.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is smaller than ``least``.
-    """
+    """The value as an int; TypeError if it is none, ValueError if it is smaller than ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if (count := int(value)) < least:
@@ -77,12 +59,7 @@ def check_number(
     up_to: float = math.inf,
     below: float = math.inf,
 ) -> float:
-    """The value as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not finite, or outside of the limits that were passed.
-    """
+    """The value as a float; TypeError if it is none, ValueError if not finite or in the limits."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     number = float(value)
@@ -102,11 +79,7 @@ def check_number(
 
 
 def check_one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
-    """The value, which must be one of some words.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """The value, or ValueError unless it is one of some words."""
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
     return str(value)

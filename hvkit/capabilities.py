@@ -46,30 +46,17 @@ def _not_sync(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Values of an option that are not possible.
+    """Values of an option that are not possible."""
 
-    Attributes:
-        option: a field of ``Options`` or of ``MeshOptions``.
-        because: why, and what to do. ``{value}``, ``{strategy}``, ``{mesh}`` and ``{framework}``
-            stand for those of the call.
-        unless: whether a value is possible; None if only the default is.
-        strategies: with which strategies the other values are refused.
-        axis: along which axis of a mesh they are refused: ``"any"`` for all meshes; empty for all
-            calls, also without a mesh.
-    """
-
-    option: str
+    option: str  # a field of ``Options`` or of ``MeshOptions``
+    # Why, and what to do, with ``{value}``, ``{strategy}``, ``{mesh}`` and ``{framework}``.
     because: str
+    # Whether a value is possible; None if only the default is.
     unless: Callable[[Any], bool] | None = None
     strategies: Strategies = (Strategy,)
-    axis: str = ""
+    axis: str = ""  # along which axis of a mesh; ``"any"`` for all meshes; empty for all calls
 
     def check(self, options: Options, framework: str) -> None:
-        """Raise if a call of this framework has such a value.
-
-        Raises:
-            ValueError: names the option, its value, and what to do.
-        """
         mesh = options.mesh and options.mesh.mesh
         if self.axis and (mesh is None or getattr(mesh, self.axis, 2) == 1):
             return
@@ -86,25 +73,15 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Support:
-    """The strategies, axes and options that a framework supports.
+    """The strategies, axes and options that a framework supports."""
 
-    Attributes:
-        strategies: the base classes of its strategies; a script may write subclasses.
-        in_mesh: the strategies that work along the data axis of a mesh.
-        other_strategies: why it does not have others, and an alternative.
-        axes: of a mesh.
-        other_axes: an alternative to other axes.
-        refused: values of options that it does not have.
-        without: subclasses of ``strategies`` that it does not have.
-    """
-
-    strategies: Strategies
-    in_mesh: Strategies
-    other_strategies: str
+    strategies: Strategies  # their base classes; a script may write subclasses
+    in_mesh: Strategies  # those that work along the data axis of a mesh
+    other_strategies: str  # why it does not have others, and an alternative
     axes: tuple[str, ...]
-    other_axes: str
+    other_axes: str  # an alternative to other axes
     refused: tuple[Refusal, ...]
-    without: Strategies = ()
+    without: Strategies = ()  # subclasses of ``strategies`` that it does not have
 
 
 STRATEGIES = tuple(strategies_in(strategies).values())
@@ -281,16 +258,12 @@ SUPPORT: dict[Framework, Support] = {
     KERAS_ON_JAX: _KERAS_ON_JAX,
     JAX: _JAX,
 }
+# Strategies that work among some of the ranks.
 IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
-"""Strategies that work among some of the ranks."""
 
 
 def refuse_unsupported(framework: Framework, options: Options) -> None:
-    """Raise for options that do not go together, or that the framework does not have.
-
-    Raises:
-        ValueError: names one, and what to do.
-    """
+    """Raise for options that do not go together, or that the framework does not have."""
     support, strategy, name = SUPPORT[framework], options.strategy, framework.name
     strategy.check(options.compression)
     _refuse_residuals_of_nan(options)
@@ -327,11 +300,7 @@ def _refuse_residuals_of_nan(options: Options) -> None:
 
 
 def checked_compression(value: object) -> Compression | None:
-    """The compression that a name or an object stands for; None for none.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """The compression that a name or an object stands for; None for none."""
     if isinstance(value, Strategy):
         raise TypeError(f"compression={value} is a strategy: pass strategy=hvkit.{value}")
     if isinstance(value, Compression):
@@ -345,11 +314,6 @@ def checked_compression(value: object) -> Compression | None:
 
 
 def checked_strategy(strategy: object) -> Strategy:
-    """The strategy itself.
-
-    Raises:
-        TypeError: it is none.
-    """
     if isinstance(strategy, Strategy):
         return strategy
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
@@ -364,7 +328,6 @@ def checked_strategy(strategy: object) -> Strategy:
 
 
 def has(support: Support, strategy: type[Strategy]) -> bool:
-    """Whether a framework has a strategy."""
     return issubclass(strategy, support.strategies) and strategy not in support.without
 
 

@@ -45,12 +45,7 @@ _PROBES = 50
 
 
 class Listener:
-    """Any free TCP port, which admits only processes that know the key.
-
-    Args:
-        address: the only address to listen on; ``None`` for all, IPv4 and IPv6.
-        key: the key, any bytes.
-    """
+    """Any free TCP port, of one address or of all, which admits who knows the key."""
 
     def __init__(self, address: str | None, key: bytes) -> None:
         everywhere = address is None and socket.has_dualstack_ipv6()
@@ -78,7 +73,6 @@ class Listener:
             threads.start("hvkit-newcomer", self._examine, accepted, admit)
 
     def close(self) -> None:
-        """Admit no more; connections that were admitted stay open."""
         self._closed.set()
         with contextlib.suppress(OSError):  # It was closed before.
             self.socket.shutdown(socket.SHUT_RDWR)  # Unlike close, this wakes up accept.
@@ -94,11 +88,7 @@ class Listener:
 
 
 def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
-    """Connect to the first address at which a ``Listener`` with this key answers.
-
-    Raises:
-        OSError: there is none; the message has the reason for each address.
-    """
+    """Connect to the first address with a ``Listener`` of this key; OSError if there is none."""
     problems = []
     for address in addresses:
         try:
@@ -121,12 +111,7 @@ class ConnectionLost(ConnectionError):
 
 
 class Connection:
-    """Sends and receives frames. Several threads may send; one thread receives.
-
-    Args:
-        connected: a connection of ``connect`` or a ``Listener``.
-        longest: bytes of the longest frame that is received; None for any.
-    """
+    """Sends and receives frames of up to ``longest`` bytes. Only one thread may receive."""
 
     def __init__(self, connected: socket.socket, longest: int | None = None) -> None:
         self._socket = connected
@@ -134,11 +119,6 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, kind: int, payload: bytes | memoryview = b"") -> None:
-        """Send a frame.
-
-        Raises:
-            OSError: the connection is lost.
-        """
         with self._sending:
             if len(payload) <= _COPIED:
                 self._socket.sendall(frame(kind, bytes(payload)))
@@ -147,11 +127,7 @@ class Connection:
             self._socket.sendall(payload)
 
     def receive(self) -> tuple[int, bytearray]:
-        """Wait for a frame; return its kind and payload.
-
-        Raises:
-            ConnectionLost: none will come any more.
-        """
+        """Wait for a frame; return its kind and payload, or raise ConnectionLost."""
         try:
             kind, size = _HEADER.unpack(self._exactly(HEADER_BYTES))
             if self._longest is not None and size > self._longest:
@@ -175,7 +151,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Send and receive nothing more."""
         self._socket.close()
 
     def silent_for(self) -> float:
@@ -199,17 +174,11 @@ class Connection:
 
 
 def frame(kind: int, payload: bytes = b"") -> bytes:
-    """The bytes of a frame."""
     return _HEADER.pack(kind, len(payload)) + payload
 
 
 def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
-    """Have the kernel probe the other end, and break the connection if it stays silent.
-
-    Args:
-        connection: a TCP connection.
-        lost_after: seconds of silence; ``None`` for a connection within this host: no probes.
-    """
+    """Have the kernel end the connection after seconds of silence; None within one host."""
     if lost_after is None:
         return
     interval = probe_interval(lost_after)
@@ -225,16 +194,11 @@ def keep_alive(connection: socket.socket, lost_after: float | None) -> None:
 
 
 def probe_interval(lost_after: float) -> int:
-    """Seconds between keep-alive probes."""
     return max(1, int(lost_after / _PROBES))
 
 
 def _prove(connected: socket.socket, key: bytes, *steps: Callable[[Any, bytes], None]) -> None:
-    """Take these steps of the proof, which the other end takes in the opposite order.
-
-    Raises:
-        OSError: the other end does not know the key, went away, or took too long.
-    """
+    """Take these steps of the proof, the other end the opposite ones; OSError if it fails."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     messages = _Messages(connected)
     try:

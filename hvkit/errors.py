@@ -19,8 +19,8 @@ import signal
 from collections.abc import Sequence
 from typing import TypeGuard
 
+# Exit status of a rank that a SIGTERM has ended, once its checkpoint was saved.
 PREEMPTED = 128 + signal.SIGTERM
-"""Exit status of a rank that a SIGTERM has ended, once its checkpoint was saved."""
 
 
 class HvkitError(RuntimeError):

@@ -22,13 +22,7 @@ LR_SCALINGS = get_args(LRScaling)
 
 @dataclass(frozen=True)
 class Multiplier:
-    """The factor of each optimizer step.
-
-    Attributes:
-        full: the factor after the warm-up.
-        first: the factor of the first step, from which it grows linearly to ``full``.
-        warmup_steps: length of the warm-up in optimizer steps; 0 for none.
-    """
+    """The factor of each optimizer step; in a warm-up it grows linearly from the first step's."""
 
     full: float = 1.0
     first: float = 1.0
@@ -52,14 +46,6 @@ def make_multiplier(lr_scaling: str, size: int, warmup_steps: int) -> Multiplier
     A warm-up starts at the rate that suits a single process. With scaling, that is the user's rate.
     Without, the user has set the rate for all ranks together, and by the linear rule a single
     process needs one ``size``-th of it.
-
-    Args:
-        lr_scaling: ``"none"``, ``"linear"`` or ``"sqrt"``.
-        size: the number of ranks.
-        warmup_steps: length of the warm-up in optimizer steps; 0 for none.
-
-    Raises:
-        ValueError: unknown ``lr_scaling``.
     """
     check_one_of("lr_scaling", lr_scaling, LR_SCALINGS)
     full = {"none": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[lr_scaling]
@@ -70,27 +56,23 @@ def make_multiplier(lr_scaling: str, size: int, warmup_steps: int) -> Multiplier
 def describe(rates: Sequence[tuple[float, Multiplier | None]], lr_scaling: str, size: int) -> str:
     """One line about the rates that the user has set and the rates that a step uses.
 
-    Args:
-        rates: for each optimizer or parameter group its rate, and the multiplier of its updates;
-            None for the step length of LBFGS, which is never scaled.
-        lr_scaling: the user's argument.
-        size: the number of ranks that each have batches of their own.
+    Each optimizer or parameter group has a rate and the multiplier of its updates; None for the
+    step length of LBFGS. ``size`` is the number of ranks with batches of their own.
     """
-    said = [_with_multiplier(rates, multiplier, lr_scaling, size) for _, multiplier in rates]
-    return "; ".join(dict.fromkeys(said)) or "no learning rate"
+    by_multiplier: dict[Multiplier | None, list[float]] = {}
+    for rate, multiplier in rates:
+        by_multiplier.setdefault(multiplier, []).append(rate)
+    said = [_multiplied(each, by, lr_scaling, size) for by, each in by_multiplier.items()]
+    return "; ".join(said) or "no learning rate"
 
 
-def _with_multiplier(
-    rates: Sequence[tuple[float, Multiplier | None]],
-    multiplier: Multiplier | None,
-    lr_scaling: str,
-    size: int,
+def _multiplied(
+    rates: Sequence[float], multiplier: Multiplier | None, lr_scaling: str, size: int
 ) -> str:
     """The part of the line about the rates that share a multiplier."""
-    shown = [rate for rate, its in rates if its == multiplier]
 
     def times(factor: float) -> str:
-        return ", ".join(dict.fromkeys(f"{rate * factor:g}" for rate in shown))
+        return ", ".join(dict.fromkeys(f"{rate * factor:g}" for rate in rates))
 
     if multiplier is None:
         return f"step length {times(1)} of LBFGS, never scaled"

@@ -28,13 +28,7 @@ def is_main() -> bool:
 
 
 def warn_once(topic: str, text: str, group: Group | None = None) -> None:
-    """Log a warning on a group's first rank, unless this rank has had one about the topic.
-
-    Args:
-        topic: the same in each call with this text.
-        text: the warning.
-        group: the ranks that it is about; None for all.
-    """
+    """Log a warning on the first rank of a group, or of all, unless it has had one on the topic."""
     first = is_main() if group is None else group.rank == 0
     if topic not in _logged and first:
         logger.warning(text)

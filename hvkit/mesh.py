@@ -27,9 +27,9 @@ from hvkit.transport.engines import Engine, ProcessSet
 from hvkit.watch.calls import waiting_for_all_ranks
 
 Axis = Literal["data", "shard", "pipeline", "tensor"]
-AXES: tuple[Axis, ...] = get_args(Axis)
-"""The outermost first."""
+AXES: tuple[Axis, ...] = get_args(Axis)  # the outermost first
 
+# Of pipelines.
 SCHEDULES = (
     "GPipe",
     "1F1B",
@@ -39,7 +39,6 @@ SCHEDULES = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
-"""Of pipelines."""
 
 _REST = -1
 
@@ -114,14 +113,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """A rank's position in a mesh.
+    """A rank's position in a mesh."""
 
-    Attributes:
-        mesh: without -1.
-        rank: among all ranks.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # without -1
     rank: int
 
     def along(self, axis: Axis) -> int:
@@ -147,11 +141,7 @@ class MeshPosition:
 
 
 def rows(mesh: Mesh, *axes: Axis) -> list[tuple[int, ...]]:
-    """All ranks, divided into groups whose members differ along these axes only.
-
-    Args:
-        mesh: without -1.
-    """
+    """All ranks of a mesh without -1, in groups whose members differ along these axes only."""
     others = [axis for axis in AXES if axis not in axes]
     found: dict[tuple[int, ...], list[int]] = {}
     for each in positions(mesh):
@@ -160,18 +150,12 @@ def rows(mesh: Mesh, *axes: Axis) -> list[tuple[int, ...]]:
 
 
 def positions(mesh: Mesh) -> Iterator[MeshPosition]:
-    """The positions of all ranks, in their order."""
     for rank in range(math.prod(getattr(mesh, axis) for axis in AXES)):
         yield MeshPosition(mesh, rank)
 
 
 def position_in(mesh: Mesh) -> MeshPosition:
-    """This process's position. A single process has all of the model, whatever the mesh.
-
-    Raises:
-        TypeError: ``mesh`` is no ``Mesh``.
-        ValueError: the mesh is of another number of ranks.
-    """
+    """This process's position. A single process has all of the model, whatever the mesh."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a hvkit.Mesh, such as hvkit.Mesh(pipeline=2), got {mesh!r}")
     filled = Mesh(1) if runtime.size() == 1 else mesh.filled(runtime.size())
@@ -179,12 +163,7 @@ def position_in(mesh: Mesh) -> MeshPosition:
 
 
 def picture(mesh: Mesh, hosts: Sequence[str]) -> str:
-    """The mesh as text: a line for each part of a batch, a column for each stage.
-
-    Args:
-        mesh: without -1.
-        hosts: of each rank.
-    """
+    """A mesh without -1: a line for a part of a batch, a column for a stage, each rank's host."""
     used = [f"{axis} {n}" for axis in AXES if (n := getattr(mesh, axis)) > 1]
     head = f"{len(hosts)} ranks: {' x '.join(used) or 'one'}"
     lines: dict[tuple[int, int], list[str]] = {}
@@ -209,25 +188,16 @@ def picture(mesh: Mesh, hosts: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """The arguments of ``hvkit.distribute`` about a mesh.
-
-    Attributes:
-        position: this rank's; of one axis of data unless a mesh was passed.
-        microbatches: parts of a batch that follow each other through a pipeline.
-        schedule: in which order.
-        stages: where to cut, or what to balance.
-        plan: which layers ranks of the tensor axis divide; None for all that can be.
-    """
+    """The arguments of ``hvkit.distribute`` about a mesh."""
 
     position: MeshPosition = dataclasses.field(repr=False)
     microbatches: int
     schedule: str
-    stages: tuple[str, ...] | str
+    stages: tuple[str, ...] | str  # where to cut, or what to balance
     plan: Mapping[str, Any] | None = None
 
     @property
     def mesh(self) -> Mesh:
-        """Without -1."""
         return self.position.mesh
 
 
@@ -238,11 +208,7 @@ def mesh_options(
     stages: Sequence[str] | str,
     plan: Mapping[str, Any] | None,
 ) -> MeshOptions | None:
-    """The arguments about a mesh; None if there are none, or all ranks are along the data axis.
-
-    Raises:
-        TypeError, ValueError: a wrong value, or one that needs a mesh.
-    """
+    """The arguments about a mesh; None if there are none, or all ranks are along the data axis."""
     given = {"microbatches": microbatches, "schedule": schedule, "stages": stages, "plan": plan}
     if mesh is None:
         for name, value in given.items():
@@ -284,17 +250,9 @@ def allow_groups() -> None:
 def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group:
     """Divide all ranks into groups, and return this process's; a collective of all ranks.
 
-    Equal rows give equal groups in each call.
-
-    Args:
-        rows: the numbers of each group's ranks; each rank is in one group. Equal on every rank.
-        framework: ``"torch"`` or ``"tensorflow"``, whose tensors the groups will send; by default
-            the one that is imported.
-
-    Raises:
-        ValueError: a rank is in no group, or in several; on every rank.
-        RanksDisagreeError: the ranks pass different rows.
-        LaunchError: Horovod has started without support for groups; on every rank.
+    Each rank is in one of the rows, which must be equal on every rank; equal rows give equal groups
+    in each call. The groups will send tensors of ``framework``, ``"torch"`` or ``"tensorflow"``, by
+    default of the one that is imported.
     """
     allow_groups()
     runtime.init(framework)
@@ -329,10 +287,7 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
 
 
 def _process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:
-    """Horovod's process set of some ranks, in ascending order; a collective of all ranks.
-
-    The engine was started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
-    """
+    """Horovod's process set of some ranks, in ascending order; a collective of all ranks."""
     # Functions of this library: those in horovod.common call the library that was loaded last.
     basics = engine.hvd.mpi_ops._basics
     number = basics._add_process_set_impl(ranks)
@@ -359,8 +314,8 @@ def deferred_init() -> AbstractContextManager[None]:
     Initialise, load, convert and move the model inside the block. Changes of values after it and
     before ``hvkit.distribute`` have no effect, and are refused where hvkit can notice them. Values
     that depend on no random numbers can be read in the block (``.item()``, ``if tensor > 0``), and
-    are computed then. Until the model is made, PyTorch's random numbers are others than without the
-    block; afterwards they continue as without it, unless the script drew some in between.
+    are computed then. Random numbers are drawn in the block, for one tensor at a time, and
+    continue after it as without it.
 
     Raises:
         ValueError: in the block, where the script reads random values, draws with a

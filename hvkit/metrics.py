@@ -52,9 +52,21 @@ def average(
     if in_graph("hvkit.average", weight, *values.values()):
         found: Any = gather_module("tensorflow").average(values, weight)
         return found["value"] if single else found  # type: ignore[no-any-return]
-    numbers, problem = _as_floats(values)
-    factor, wrong_weight = _as_weight(weight)
-    gathered = share("average", problem or wrong_weight, (numbers, factor))
+    numbers: dict[str, float] = {}
+    factor: float | None = None
+    problem: Exception | None = None
+    try:
+        numbers = {
+            key: _as_float(each, "average takes numbers", f" for {key!r}")
+            for key, each in values.items()
+        }
+        if weight is not None:
+            factor = _as_float(weight, "weight must be a number")
+            if not (math.isfinite(factor) and factor >= 0):
+                raise ValueError(f"weight must be a finite number from 0, got {weight!r}")
+    except (TypeError, ValueError) as error:
+        problem = error
+    gathered = share("average", problem, (numbers, factor))
     if len({w is None for _, w in gathered}) > 1:
         without = [rank for rank, (_, w) in enumerate(gathered) if w is None]
         raise TypeError(f"average needs a weight on every rank or on none: none on {without}")
@@ -168,30 +180,12 @@ class EarlyStopping:
         self.best, self.waited = math.nan if best is None else float(best), int(state["waited"])
 
 
-def _as_floats(values: Mapping[str, Any]) -> tuple[dict[str, float], Exception | None]:
-    """The values as floats, or the error, which all ranks then raise together."""
-    numbers = {}
-    for key, value in values.items():
-        try:
-            numbers[key] = float(value)
-        except Exception:  # of any type: the other ranks must not wait for this one
-            got = f"{value!r} of type {type(value).__name__}"
-            return {}, TypeError(f"average takes numbers, got {got} for {key!r}")
-    return numbers, None
-
-
-def _as_weight(weight: Any) -> tuple[float | None, Exception | None]:
-    """The weight as a float, or the error."""
-    if weight is None:
-        return None, None
+def _as_float(value: Any, wanted: str, of: str = "") -> float:
     try:
-        number = float(weight)
-    except Exception:  # as above
-        got = f"{weight!r} of type {type(weight).__name__}"
-        return None, TypeError(f"weight must be a number, got {got}")
-    if not (math.isfinite(number) and number >= 0):
-        return None, ValueError(f"weight must be a finite number from 0, got {weight!r}")
-    return number, None
+        return float(value)
+    except Exception as error:  # of any type: the other ranks must not wait for this one
+        got = f"{value!r} of type {type(value).__name__}"
+        raise TypeError(f"{wanted}, got {got}{of}") from error
 
 
 def _same_keys(by_rank: Mapping[int, Mapping[str, float]]) -> Mapping[str, float]:

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-States = dict[str, Any]
-"""States of generators by name."""
+States = dict[str, Any]  # states of generators by name
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -33,7 +32,6 @@ def global_states() -> States:
 
 
 def set_global_states(states: States) -> None:
-    """Set the global generators that ``states`` names."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
@@ -43,7 +41,6 @@ def set_global_states(states: States) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, np.ndarray):
@@ -60,7 +57,6 @@ def as_text(states: States) -> dict[str, str]:
 
 
 def from_text(text: Mapping[str, str]) -> States:
-    """The states that ``as_text`` returned as text."""
     return {name: _from_text(name, each) for name, each in text.items()}
 
 
@@ -99,18 +95,13 @@ def _from_text(name: str, text: str) -> Any:
 
 
 class Generators:
-    """The generators that some data may draw from: the global ones, and those of its samplers.
-
-    Args:
-        own: PyTorch's generators that belong to the data, possibly with repetitions.
-    """
+    """The generators that some data may draw from: the global ones, and those of its samplers."""
 
     def __init__(self, own: Iterable[Any] = ()) -> None:
         distinct = {id(each): each for each in own}.values()
         self.own = {f"generator-{number}": each for number, each in enumerate(distinct)}
 
     def states(self) -> States:
-        """The state of each, by name."""
         own = {name: generator.get_state() for name, generator in self.own.items()}
         return global_states() | own
 
@@ -122,7 +113,6 @@ class Generators:
                 generator.set_state(states[name])
 
     def seed(self, seed: int) -> None:
-        """Seed all."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         if (torch := sys.modules.get("torch")) is not None:
@@ -139,11 +129,8 @@ class FixedRandomness:
     that was already in the right state when the context was entered is not set back. So if all
     ranks use the state of rank 0, rank 0 draws as one process does.
 
-    It may be entered while it is active.
-
-    Args:
-        start: a seed of 63 bits, or states; generators without a state there do not change.
-        generators: the generators to set.
+    The state is a seed of 63 bits, or states; generators without one there do not change. It may be
+    entered while it is active.
     """
 
     def __init__(self, start: int | States, generators: Generators | None = None) -> None:

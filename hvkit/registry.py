@@ -20,26 +20,16 @@ _KERAS_ON_JAX = Version("3.12")
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework, or Keras on one of its backends.
+    """A framework, or Keras on one of its backends."""
 
-    Attributes:
-        name: as in messages and in the tables of ``hvkit.capabilities``.
-        package: of its models: ``"torch"``, ``"keras"`` or ``"jax"``.
-        engine: whose tensors Horovod sends: ``"torch"``, ``"tensorflow"`` or ``"jax"``; None for a
-            backend of Keras without a port.
-        port: the module and class of its port.
-        pipeline_port: the same for models that a pipeline divides, if that is another.
-        mesh_port: the same for any mesh.
-        updates: the module whose ``watch_updates`` warns of optimizers that nobody passed.
-    """
-
-    name: str
-    package: str
+    name: str  # as in messages
+    package: str  # of its models: ``"torch"``, ``"keras"`` or ``"jax"``
+    # Whose tensors are sent, of ``"torch"``, ``"tensorflow"`` or ``"jax"``; None without a port.
     engine: str | None
-    port: str = ""
-    pipeline_port: str = ""
-    mesh_port: str = ""
-    updates: str = ""
+    port: str = ""  # the module and class of its port
+    pipeline_port: str = ""  # the same for models that a pipeline divides, if that is another
+    mesh_port: str = ""  # the same for any mesh
+    updates: str = ""  # the module whose ``watch_updates`` warns of optimizers that nobody passed
 
     def port_for(self, models: Sequence[Any], optimizers: Sequence[Any], options: Any) -> Any:
         """Make the port, an ``hvkit.sync.port.Port``, for ``options`` of ``distribute``."""
@@ -97,10 +87,7 @@ FRAMEWORKS = (PYTORCH, *_KERAS.values(), KERAS_IN_PYTORCH_LOOP, JAX)
 
 
 def framework_of(model: object) -> Framework | None:
-    """The framework of a model; None for any other object.
-
-    A model of JAX is a module of Flax NNX, or any pytree with an array of JAX.
-    """
+    """The framework of a model, for JAX also of any pytree with an array of it; else None."""
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):  # on PyTorch also one of its modules
         return keras_framework()
@@ -122,13 +109,7 @@ def keras_framework() -> Framework:
 
 
 def framework_of_all(models: Sequence[Any], optimizers: Sequence[Any]) -> Framework:
-    """The framework that trains all of these models.
-
-    Raises:
-        TypeError: one is no model, or they are of several frameworks.
-        ValueError: they are of Keras on a backend for which there is no port.
-        HvkitError: Keras is too old for JAX.
-    """
+    """The framework that trains all of these models."""
     found = [framework_of(model) or _refuse(model) for model in models]
     if len(set(found)) > 1:
         classes = ", ".join(f"{type(m).__module__}.{type(m).__qualname__}" for m in models)
@@ -161,10 +142,7 @@ _TENSORS = {"torch": ("Tensor",), "tensorflow": ("Tensor", "Variable"), "jax": (
 
 
 def tensor_in(value: Any) -> tuple[str, Any]:
-    """The package whose tensor this is, and the tensor, also that in a variable of Keras.
-
-    The package is ``"torch"``, ``"tensorflow"``, ``"jax"``, or empty for anything else.
-    """
+    """The package of a tensor, also in a variable of Keras, and the tensor; "" for other values."""
     # keras.Variable itself is a subclass of the class of weights in Keras 3.5.
     keras = sys.modules.get("keras.src.backend")
     if keras is not None and isinstance(value, keras.Variable):
@@ -177,8 +155,7 @@ def tensor_in(value: Any) -> tuple[str, Any]:
     return "", value
 
 
-script_calls = 0
-"""How often the script has called a function of hvkit that a loss may contain."""
+script_calls = 0  # how often the script has called a function of hvkit that a loss may contain
 
 
 def note_script_call() -> None:
@@ -188,15 +165,7 @@ def note_script_call() -> None:
 
 
 def in_graph(call: str, *values: Any) -> bool:
-    """Whether TensorFlow is tracing a graph, with one of these as a tensor or variable.
-
-    Args:
-        call: the user's call, which is counted.
-        values: the arguments of the call.
-
-    Raises:
-        TypeError: one of them is an array that JAX is tracing.
-    """
+    """Count the user's call; whether TensorFlow is tracing a graph with one of these tensors."""
     note_script_call()
     jax, tf = map(sys.modules.get, ("jax", "tensorflow"))
     # TensorFlow looks for JAX, and may find a folder of that name.
@@ -219,10 +188,7 @@ def are_of_pytorch(optimizers: Sequence[Any]) -> bool:
 
 
 def watch_updates() -> None:
-    """Warn of updates of models that were not passed to ``distribute``.
-
-    PyTorch and Keras let hvkit watch updates; JAX does so only under Keras.
-    """
+    """Warn of updates of models that ``distribute`` did not get; in JAX only under Keras."""
     imported = [PYTORCH] if "torch" in sys.modules else []
     imported += [keras_framework()] if "keras" in sys.modules else []
     for each in imported:

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
+import traceback
 from dataclasses import dataclass, replace
 
 from hvkit import watch
@@ -24,17 +25,13 @@ from hvkit.watch.calls import report_every_second
 
 @dataclass(frozen=True)
 class _World:
-    """The four numbers of a rank.
-
-    Attributes:
-        of_parent: whether they belong to the rank that started this process, as the processes of
-            a data loader inherit them.
-    """
+    """The four numbers of a rank."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    # Whether they are those of the rank that started this process, as one of a data loader.
     of_parent: bool = False
 
 
@@ -70,7 +67,10 @@ def init(framework: str | None = None) -> None:
         raise ValueError(f"framework must be one of {sorted(_FRAMEWORKS)}, got {framework!r}")
     world = _world or _join(framework)
     if world.size > 1 and framework is not None and framework not in _engines:
-        _engines[framework] = _start(framework, world)
+        _refuse_in_child(world)
+        engine = _new_engine(framework)
+        engine.take_device(world.local_rank, world.local_size)
+        _engines[framework] = engine
 
 
 def rank() -> int:
@@ -112,12 +112,10 @@ def any_engine() -> Engine:
 
 
 def name_of(engine: Engine) -> str:
-    """The framework of a started Horovod."""
     return next(name for name, each in _engines.items() if each is engine)
 
 
 def started() -> bool:
-    """Whether Horovod has started in this process."""
     return bool(_engines)
 
 
@@ -208,15 +206,7 @@ def _another_size(announced: Launched, seen: int, library: str) -> str:
     )
 
 
-def _start(framework: str, world: _World) -> Engine:
-    _refuse_in_child(world)
-    engine = _new_engine(framework)
-    engine.take_device(world.local_rank, world.local_size)
-    return engine
-
-
 def _shut_down() -> None:
-    """End all waits in Horovod, on all ranks."""
     for each in list(_engines.values()):
         each.shut_down()
 
@@ -286,27 +276,16 @@ def refuse_separate_training() -> None:
     Each would train a model of its own, as hvkit does not join them.
     ``torch.multiprocessing.spawn`` is for one training; other processes may rightly be separate, as
     in a search, so that is a warning.
-
-    Raises:
-        LaunchError: ``torch.multiprocessing.spawn`` has started several of them.
     """
     global _warned_of_others
     parent = multiprocessing.parent_process()
     if parent is None or _joined().size > 1 or claim(f"training in a child of {parent.pid}"):
         return
     text = "processes that the script has started train separately, each a model of its own"
-    if _spawned_by_torch():
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    if any(f.f_globals.get("__name__") == "torch.multiprocessing.spawn" for f in frames):
         raise LaunchError(f"{text}: start none {_STARTS_PROCESSES}")
     if not _warned_of_others:
         _warned_of_others = True
         advice = f"if they should train one together, start none {_STARTS_PROCESSES}"
         logger.warning("%s: %s", text, advice)
-
-
-def _spawned_by_torch() -> bool:
-    frame = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.multiprocessing.spawn":
-            return True
-        frame = frame.f_back
-    return False

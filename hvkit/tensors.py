@@ -121,11 +121,7 @@ def _gathered(obj: Any) -> list[Any]:
 def _gather_alike(
     dtype: str, shape: tuple[int, ...], data: bytes
 ) -> list[tuple[str, tuple[int, ...], bytes]]:
-    """Gather dtypes and shapes of tensors that need gradients, or else pickled objects.
-
-    Raises:
-        RanksDisagreeError: only some ranks pass such a tensor, or their dtypes differ.
-    """
+    """Gather dtypes and shapes of tensors that need gradients, or else pickled objects."""
     gathered = gather("allgather", (dtype, shape, data))
     first = gathered[0][0]
     for rank, (other, _, _) in enumerate(gathered):
@@ -199,10 +195,7 @@ def mean(total: Any, count: Any) -> Any:
 
 
 def _rows_for_each() -> Any:
-    """How many rows all ranks have for each of this rank, inside Keras's ``fit``; else None.
-
-    It takes the place of the number of ranks in gradients. A collective.
-    """
+    """The ranks' rows for each of this one, in place of their number, inside Keras's ``fit``."""
     loss_means = sys.modules.get("hvkit.frameworks.keras.loss_means")
     return loss_means.rows_for_each() if loss_means else None
 
@@ -214,10 +207,7 @@ _OF_NUMBERS: Any = ("", "", "", False, [None, None])
 def _mean_of_ranks(
     total: Any, count: Any, gather: Any = None, classes: Any = (), *, traced: bool = False
 ) -> Any:
-    """``mean`` of tensors of these classes, or of numbers; other ranks may pass the other.
-
-    Ranks first compare what they pass; while TensorFlow traces a graph, together with the sums.
-    """
+    """``mean`` of tensors of these classes, or of numbers; other ranks may pass the other."""
     facts, numbers, problem = _OF_NUMBERS, [0.0, 0.0], None
     both = [total, count]
     try:
@@ -245,11 +235,7 @@ def _mean_of_ranks(
 
 
 def _same_shape(by_rank: list[Any]) -> Any:
-    """The shape of all ranks' tensors; None, of a number, goes with any shape.
-
-    Raises:
-        RanksDisagreeError: the shapes differ.
-    """
+    """The shape of all ranks' tensors; None, of a number, goes with any shape."""
     shapes = {rank: shape for rank, shape in enumerate(by_rank) if shape is not None}
     first, shape = next(iter(shapes.items()), (0, ()))
     for rank, other in shapes.items():

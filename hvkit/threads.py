@@ -6,6 +6,7 @@ nobody would notice ranks that wait for each other, or send what others wait for
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import traceback
@@ -14,17 +15,12 @@ from typing import Any
 
 from hvkit.wording import in_short
 
+# Called with how a thread has failed, before that ends this process.
 before_end: list[Callable[[str], None]] = []
-"""Called with how a thread has failed, before that ends this process."""
 
 
 def start(name: str, function: Callable[..., object], *given: Any) -> threading.Thread:
-    """Call a function in a daemon thread, and end this process if it raises.
-
-    Args:
-        name: of the thread, in messages.
-        function: with ``given`` as arguments.
-    """
+    """Call a function in a daemon thread of this name, and end this process if it raises."""
     arguments = (name, function, *given)
     thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
     thread.start()
@@ -49,17 +45,12 @@ def _run(name: str, function: Callable[..., object], *given: Any) -> None:
             # The script has ended, and the interpreter is about to: it starts no threads any more.
             raise
         how = f"failed in its thread {name} with {in_short(error)}"
-        _say(f"{traceback.format_exc()}hvkit: this process {how}: it ends, and the run with it\n")
+        text = f"{traceback.format_exc()}hvkit: this process {how}: it ends, and the run with it\n"
+        with contextlib.suppress(OSError):  # nobody reads it, which may be why the thread failed
+            os.write(2, text.encode(errors="replace"))
         try:
             for each in before_end:
                 each(how)
         finally:
             # Not sys.exit, which would end this thread alone; the main thread may wait in C code.
             os._exit(1)
-
-
-def _say(text: str) -> None:
-    try:
-        os.write(2, text.encode(errors="replace"))
-    except OSError:  # nobody reads it, which may be why the thread has failed
-        return

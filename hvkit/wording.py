@@ -9,14 +9,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """The text, or as many whole words of it as fit with ``...`` behind them.
-
-    A word that would take more than half of the length is cut.
-
-    Args:
-        text: one line.
-        length: the most characters of the result, at least 4.
-    """
+    """The text, or its first words and ``...``, of up to ``length`` characters, at least 4."""
     if len(text) <= length:
         return text
     words = text[: length - 2].rpartition(" ")[0].rstrip()

@@ -41,12 +41,9 @@ _SENT_AS = {
 class _Value:
     """A value as an array, and how to convert back."""
 
-    dtype: str
-    """The value's, a key of ``_SENT_AS``."""
-    array: NDArray[Any]
-    """Its elements; bfloat16, which NumPy lacks, as float32."""
-    restore: Callable[[NDArray[Any]], Any]
-    """Turns an array of the same shape into the value's type."""
+    dtype: str  # the value's, a key of ``_SENT_AS``
+    array: NDArray[Any]  # its elements; bfloat16, which NumPy lacks, as float32
+    restore: Callable[[NDArray[Any]], Any]  # turns an array of the same shape into the value's type
 
 
 @overload

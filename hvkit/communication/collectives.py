@@ -99,10 +99,7 @@ def broadcast_state(data: NDArray[np.uint8], group: Group | None = None) -> NDAr
 
 
 def broadcast_bytes(data: NDArray[np.uint8], root: int = 0) -> NDArray[np.uint8]:
-    """Return rank ``root``'s bytes, of shape (n,), on every rank; a collective.
-
-    In addition to the result, which on rank ``root`` is ``data``, a rank holds one piece at a time.
-    """
+    """Return rank ``root``'s bytes, of shape (n,), on every rank; a collective."""
     if size() == 1:
         return data
     length = from_rank(root, len(data))
@@ -154,7 +151,9 @@ def share(
         if problem is not None:
             same = str(found) == str(_portable(problem))
             raise mark_as_shown_by(problem, source) if same else problem
-        raise mark_as_shown_by(_on(source, found), source)
+        if not isinstance(found, OSError):  # only rank 0 writes files, so those need no rank
+            found = type(found)(f"on rank {source}: {found}")
+        raise mark_as_shown_by(found, source)
     return [each for _, each in objects]
 
 
@@ -168,10 +167,7 @@ def raise_together(
 def require_equal(
     what: str, facts: Sequence[str], fix: str, call: str = "distribute", group: Group | None = None
 ) -> None:
-    """Raise on every rank unless all ranks have the same list of facts; a collective.
-
-    The error names the first fact that differs, of ``what``, and ends with the fix.
-    """
+    """Raise on every rank unless ``what`` has the same facts on all ranks; a collective."""
     group = group or all_ranks()
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
     if len(set(gather(call, digest, group))) == 1:
@@ -195,13 +191,6 @@ def _portable(problem: Exception | None) -> Exception | None:
         return OSError(problem.errno, problem.strerror or str(problem), problem.filename)
     known = next((k for k in (*_KEPT[::-1], HvkitError) if isinstance(problem, k)), None)
     return known(str(problem)) if known else HvkitError(f"{type(problem).__name__}: {problem}")
-
-
-def _on(source: int, problem: Exception) -> Exception:
-    # Only rank 0 writes files, so an error of the operating system needs no rank.
-    if isinstance(problem, OSError):
-        return problem
-    return type(problem)(f"on rank {source}: {problem}")
 
 
 def _first_difference(reference: list[str], facts: list[str], first: int, other: int) -> str:

@@ -49,7 +49,6 @@ def sendable(record: C) -> C:
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of a value."""
     encoded: bytes = msgpack.packb(value, default=_extension, strict_types=True)
     return encoded
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
-Tensor = Any
-"""A tensor of PyTorch or TensorFlow: it has ``+ - * / @``, comparisons and slices."""
+Tensor = Any  # a tensor of PyTorch or TensorFlow: it has ``+ - * / @``, comparisons and slices
 
 
 class Ranks(Protocol):
@@ -46,10 +45,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """An all-to-all of equal parts: this rank's part of every rank's rows, in rank order.
-
-    The number of rows is a multiple of the number of ranks.
-    """
+    """This rank's part of every rank's rows, in rank order, of which there are equally many."""
 
     rows: Tensor
 
@@ -66,12 +62,12 @@ class Messages:
     received: tuple[int, ...]
 
 
+# A collective, or messages, with a tensor as its result.
 Exchange = Mean | Gather | AllToAll | Messages
-"""A collective, or messages, with a tensor as its result."""
 
 
+# Starts an exchange of some name, and returns what waits for its result.
 Start = Callable[[Exchange, str], Callable[[], Tensor]]
-"""Starts an exchange of some name, and returns what waits for its result."""
 
 Result = TypeVar("Result")
 
@@ -126,10 +122,7 @@ class Neighbours:
 
 
 def circle(offsets: Sequence[int], group: Ranks) -> tuple[list[int], list[int]]:
-    """The ranks that this one sends to with ``Neighbours``, and those that it receives from.
-
-    No offset is a multiple of the number of ranks.
-    """
+    """The ranks that this one sends to with ``Neighbours``, and those that it receives from."""
     rank, size = group.rank, group.size
     return [(rank + o) % size for o in offsets], [(rank - o) % size for o in offsets]
 
@@ -148,10 +141,7 @@ _LARGEST = 32 << 20
 
 
 def chunks(sizes: Sequence[int], *, on_gpu: bool = False) -> list[list[int]]:
-    """Cut gradients into runs of positions that are sent together.
-
-    Their sizes are bytes, in the order in which backward makes them ready.
-    """
+    """Cut gradients of so many bytes, in the order of backward, into runs of positions to send."""
     smallest = _SMALLEST_ON_GPU if on_gpu else _SMALLEST
     target = min(max(-(-sum(sizes) // _MOST_CHUNKS_OF_SMALL_MODELS), smallest), _LARGEST)
     return _cut(range(len(sizes)), sizes, target)
@@ -160,10 +150,7 @@ def chunks(sizes: Sequence[int], *, on_gpu: bool = False) -> list[list[int]]:
 def chunks_by_owner(
     sizes: Sequence[int], owners: Sequence[int], ranks: int
 ) -> list[list[list[int]]]:
-    """The chunks in which owners send their parameters: for each chunk and rank, positions.
-
-    A chunk holds up to 32 MiB of all ranks together, which bounds the memory for copies.
-    """
+    """The positions that each rank sends, by chunk, of up to 32 MiB of all ranks together."""
     runs = []
     for rank in range(ranks):
         owned = [position for position, owner in enumerate(owners) if owner == rank]

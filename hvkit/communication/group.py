@@ -20,14 +20,13 @@ from hvkit.transport.engines import Engine, ProcessSet
 class Group:
     """Ranks that train together, one of which is this process."""
 
-    rank: int
-    """This process's number among the members, from 0."""
+    rank: int  # this process's number among the members, from 0
+    # Their numbers among all ranks, in ascending order. Errors and logs use these.
     members: tuple[int, ...]
-    """Their numbers among all ranks, in ascending order. Errors and logs use these."""
+    # None for all ranks, and for a single one, which sends nothing.
     process_set: ProcessSet | None = field(default=None, repr=False)
-    """None for all ranks, and for a single one, which sends nothing."""
+    # Whose Horovod has the process set, ``"torch"`` or ``"tensorflow"``.
     framework: str = field(default="", repr=False)
-    """Whose Horovod has the process set, ``"torch"`` or ``"tensorflow"``."""
 
     @property
     def size(self) -> int:

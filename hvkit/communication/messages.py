@@ -23,10 +23,7 @@ T = TypeVar("T")
 
 
 def open_mailbox(user: str) -> mailbox.Mailbox:
-    """A mailbox for this run, by MPI, or over TCP where Horovod runs on Gloo; a collective.
-
-    Errors name the feature that uses it.
-    """
+    """A mailbox for a feature, by MPI, or over TCP where Horovod runs on Gloo; a collective."""
     engine = any_engine()
     if not engine.hvd.mpi_enabled():
         opened = mailbox.TcpMailbox(
@@ -69,10 +66,7 @@ def collect(call: str, obj: T) -> Iterator[T]:
 
 
 def scatter(call: str, make: Callable[[int], T], root: int = 0) -> T:
-    """This rank's object, which one rank makes; a collective.
-
-    They are sent as in ``collect``, one after the other.
-    """
+    """This rank's object, which one rank makes, sent as in ``collect``; a collective."""
     if size() == 1:
         return make(0)
     by_mpi = None

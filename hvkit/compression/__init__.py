@@ -22,13 +22,13 @@ from hvkit.compression.top_k import TopK
 
 CompressionName = Literal["none", "fp16", "bf16", "int8"]
 
+# The compressions that ``hvkit.distribute`` takes by name.
 BY_NAME: dict[str, Compression | None] = {
     "none": None,
     "fp16": Float16(),
     "bf16": BFloat16(),
     "int8": Int8(),
 }
-"""The compressions that ``hvkit.distribute`` takes by name."""
 
 
 def for_rows(compression: Compression | None) -> Rounding | None:

@@ -14,8 +14,8 @@ from hvkit.communication.exchanges import Exchange, Ranks, Tensor
 
 Shape = tuple[int, ...]
 
+# A compression's state from one mean to the next, by name: a vector for each tensor.
 State = dict[str, list[Tensor]]
-"""A compression's state from one mean to the next, by name: a vector for each tensor."""
 
 Reduction = Generator[Exchange, Tensor, tuple[Tensor, State]]
 
@@ -66,12 +66,7 @@ class Ops(Protocol):
         """A vector, cut into vectors of these sizes."""
 
     def largest_at(self, x: Tensor, count: int) -> Tensor:
-        """The positions of the elements that are largest in absolute value; int32.
-
-        Args:
-            x: a vector, or a matrix for the positions in each of its rows.
-            count: how many positions.
-        """
+        """Positions of the largest absolute values of a vector, or of each row; int32."""
 
     def take(self, x: Tensor, at: Tensor) -> Tensor:
         """The elements of a vector at some positions."""
@@ -96,12 +91,11 @@ class Ops(Protocol):
 class Compression(ABC):
     """How ranks average float32 vectors with fewer bytes. All ranks must pass an equal one."""
 
-    common: ClassVar[tuple[str, ...]] = ()
-    """Names of the state that is the same on every rank."""
+    common: ClassVar[tuple[str, ...]] = ()  # names of the state that is the same on every rank
+    # Names of the state that differs between ranks: residuals.
     per_rank: ClassVar[tuple[str, ...]] = ()
-    """Names of the state that differs between ranks: residuals."""
+    # Whether all gradients must use it, so that row-sparse ones and other dtypes are refused.
     exclusive: ClassVar[bool] = False
-    """Whether all gradients must use it, so that row-sparse ones and other dtypes are refused."""
 
     @property
     def float32_only(self) -> bool:
@@ -121,22 +115,14 @@ class Compression(ABC):
     def reduce(
         self, vector: Tensor, shapes: Sequence[Shape], state: State, ops: Ops, group: Ranks
     ) -> Reduction:
-        """Average tensors over ranks.
+        """Average tensors over ranks; return their mean, the same on every rank, and the state.
 
         A generator: it yields the collectives that it needs, one after the other, and is sent
         their results. So the caller may do other work while one runs. It must not change its
         arguments: the caller keeps the old state until an update has used the mean.
 
-        Args:
-            vector: float32, of shape (n,): some tensors, one after the other.
-            shapes: of the tensors, the same ones on every rank.
-            state: what ``begin`` or the mean before has returned.
-            ops: the framework's functions on tensors.
-            group: the ranks that take part, and this one among them.
-
-        Returns:
-            The mean over ranks, up to what the compression loses, the same on every rank; and the
-            state.
+        The vector, float32 of shape (n,), has the tensors one after the other; their shapes are the
+        same on every rank. ``state`` is from ``begin`` or the mean before.
         """
 
 

@@ -23,20 +23,11 @@ from hvkit.compression.compression import Compression, Ops, Reduction, Shape, St
 class Rounding(Compression):
     """A compression that encodes runs of values on their own."""
 
-    block: ClassVar[int] = 1
-    """The number of values in a run."""
+    block: ClassVar[int] = 1  # the number of values in a run
 
     @abstractmethod
     def encode(self, vector: Tensor, ops: Ops) -> Tensor:
-        """Round a float32 vector.
-
-        Args:
-            vector: of shape (n * block,).
-            ops: the framework's functions on tensors.
-
-        Returns:
-            Integers of shape (n, width), which Horovod moves without arithmetic.
-        """
+        """Round a float32 vector of shape (n * block,) to integers of shape (n, width)."""
 
     @abstractmethod
     def decode(self, rows: Tensor, ops: Ops) -> Tensor:

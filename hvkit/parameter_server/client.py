@@ -124,10 +124,7 @@ def take_batch(queue: int, iteration: int, count: int = 1) -> int:
 
 
 def compare_iterations() -> None:
-    """Warn, once for each queue, if a rank has begun more iterations than others; a collective.
-
-    This is no error: scripts that count steps instead of epochs end in different epochs.
-    """
+    """Warn, once for a queue, if ranks have begun different numbers of iterations; a collective."""
     gathered = [dict(each) for each in collectives.gather(_SETTLED, [*_iterations.items()])]
     for queue in sorted(set().union(*gathered) - _uneven):
         begun = [iterations.get(queue, 0) for iterations in gathered]
@@ -159,7 +156,6 @@ class Exchange:
 
     @property
     def begun(self) -> bool:
-        """Whether the server has weights of this model."""
         return self._number is not None
 
     def add(self, weights: list[Array]) -> None:
@@ -180,8 +176,7 @@ class Exchange:
         collectives.gather(_STEP, None)  # until the server has the vectors
 
     def exchange(self, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step, which are overwritten; return the weights to continue with.
-        """
+        """Send the changes of a step, which are overwritten; return the weights after it."""
         assert self._number is not None
         return self._client.request(PUSH, changes, self._number)
 

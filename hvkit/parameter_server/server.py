@@ -31,8 +31,8 @@ from hvkit.watch.diagnosis import LIMIT_SET_BY, Limits
 PUSH, LEAVE, END, DROP, TAKE, ANSWER, LOST, KINDS = range(8)
 NOTHING = np.empty(0, np.uint8)
 
+# The log of the models that are served from now on, on rank 0; None for no log.
 log_of_next: list[Update] | None = None
-"""The log of the models that are served from now on, on rank 0; None for no log."""
 
 
 def purpose_of(array: Array) -> str:
@@ -65,7 +65,6 @@ class Server:
         self._thread = threads.start("hvkit-server", self._run)
 
     def begin(self, number: int, weights: Sequence[Array], strategy: ParameterServer) -> None:
-        """Serve a model, with these vectors first."""
         with self._changed:
             copies = [each.copy() for each in weights]
             self._models[number] = ServedWeights(
@@ -78,7 +77,6 @@ class Server:
             self._models[number].weights.extend(each.copy() for each in weights)
 
     def read(self, number: int) -> list[Array]:
-        """The weights of a model as they are now."""
         with self._changed:
             return [each.copy() for each in self._models[number].weights]
 

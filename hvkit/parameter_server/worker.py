@@ -54,10 +54,7 @@ class ServerKeeper(LocalWeightsKeeper):
         self._shown: dict[int, Array] = {}
 
     def _before_step(self, number: int) -> None:
-        """Give the server the weights that this step is the first to train.
-
-        A collective if there are any; before the first step also a comparison of the ranks.
-        """
+        """Give the server the weights that this step is the first to train; a collective if any."""
         trained = dict.fromkeys(i for each in self._optimizers for i in sorted(each.trained()))
         self._serve(number, trained)
 
@@ -69,8 +66,8 @@ class ServerKeeper(LocalWeightsKeeper):
         with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
             self._require_same(new)
             lists = self.weights.by_dtype(new)
-            values = [[self._initial_value(i) for i in numbers] for numbers in lists]
-            self._exchange.add([np.concatenate(each) for each in values])
+            values = {i: self.weights.to_numpy(self.weights.read(i)) for i in new} | self._resumed
+            self._exchange.add([np.concatenate([values[i] for i in each]) for each in lists])
         self._vectors += [_Vector(numbers, self._joined(numbers)) for numbers in lists]
         self._served.update(new)
         for i in new:
@@ -85,14 +82,10 @@ class ServerKeeper(LocalWeightsKeeper):
         if not self._exchange.begun and not self._resumed:
             self.weights.require_equal()
 
-    def _initial_value(self, i: int) -> Array:
-        return self._resumed.get(i, self.weights.to_numpy(self.weights.read(i)))
-
     def _joined(self, numbers: Sequence[int]) -> Array:
         return self.weights.to_numpy(self.weights.join([self.weights.read(i) for i in numbers]))
 
     def _changes(self) -> list[Array]:
-        """This rank's changes since its last exchange, by vector."""
         return [self._joined(each.numbers) - each.read for each in self._vectors]
 
     def _end_step(self, number: int) -> None:
@@ -108,7 +101,6 @@ class ServerKeeper(LocalWeightsKeeper):
             self._vectors[at] = vector._replace(read=self._joined(vector.numbers))
 
     def _split(self, vector: _Vector, values: Array) -> dict[int, Array]:
-        """A vector of the server's, by the weight's number."""
         ends = np.cumsum([math.prod(self.weights.shape(i)) for i in vector.numbers])
         return dict(zip(vector.numbers, np.split(values, ends[:-1]), strict=True))
 
@@ -140,10 +132,7 @@ class ServerKeeper(LocalWeightsKeeper):
         return local + (chosen - agreed)
 
     def end_rounds(self) -> None:
-        """Continue with the server's weights, as at the end of training; a collective.
-
-        All ranks then have the same weights.
-        """
+        """Give all ranks the server's weights, as at the end of training; a collective."""
         if not self._compare_ranks():
             return
         self._show_agreed()
@@ -153,12 +142,10 @@ class ServerKeeper(LocalWeightsKeeper):
         self._shown = {}
 
     def put_back(self) -> None:
-        """Set the local weights again."""
         super().put_back()
         self._shown = {}
 
     def start_over(self) -> None:
-        """Begin with the present weights of the ranks, the same on all."""
         self._exchange.close()
         self._exchange = Exchange(self.strategy)
         self._vectors = []
@@ -166,17 +153,14 @@ class ServerKeeper(LocalWeightsKeeper):
         self._resumed.clear()
 
     def state(self) -> dict[str, Array]:
-        """What a checkpoint saves: the server's weights, as shown now, the same on every rank."""
         return {f"{_SERVED}{i}": np.array(value) for i, value in self._shown.items()}
 
     def load_state(self, arrays: dict[str, Array], *, in_round: bool) -> None:
-        """Set what ``state`` returned."""
         self.start_over()
         if in_round:
             self._resumed = {int(key.removeprefix(_SERVED)): a for key, a in arrays.items()}
 
     def rank_state(self) -> dict[str, Array]:
-        """What a checkpoint saves for each rank besides the model: nothing."""
         return {}
 
     def load_rank_state(self, arrays: dict[str, Array]) -> None:

@@ -38,11 +38,7 @@ class Centralized(Averaging):
 
 @dataclass(frozen=True)
 class _ThroughRankZero(Compression):
-    """Rank 0 averages vectors.
-
-    Args:
-        rounding: of vectors on the way to rank 0 and back; None for none.
-    """
+    """Rank 0 averages vectors, which are rounded on the way there and back."""
 
     rounding: Rounding | None
 

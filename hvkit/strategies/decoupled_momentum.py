@@ -125,12 +125,7 @@ class DeMo(Averaging, Compression):
 
 @dataclass(frozen=True)
 class _Layout:
-    """A tensor as a matrix of chunks: ``down`` times ``across`` chunks of ``height`` x ``width``.
-
-    Attributes:
-        length: elements of the tensor; zeros fill the last chunks.
-        kept: coefficients of each chunk that are sent.
-    """
+    """A tensor as ``down`` x ``across`` chunks of ``height`` x ``width``, with zeros at the end."""
 
     length: int
     down: int
@@ -141,13 +136,6 @@ class _Layout:
 
     @classmethod
     def of(cls, shape: Shape, longest: int, top_k: int) -> _Layout:
-        """The layout of a tensor.
-
-        Args:
-            shape: of the tensor.
-            longest: the longest side of a chunk.
-            top_k: coefficients to send of a chunk with that side.
-        """
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // max(rows, 1)
         height, width = _largest_divisor(rows, longest), _largest_divisor(columns, longest)
@@ -180,13 +168,7 @@ class _Layout:
         return ops.reshape(chunks @ ops.transpose(rows), (self.chunks, -1))
 
     def backward(self, at: Tensor, values: Tensor, ops: Ops) -> Tensor:
-        """The tensor, as a vector, with some coefficients and zeros elsewhere.
-
-        Args:
-            at: positions among all coefficients, from ``flat``; several values of one add up.
-            values: as many.
-            ops: the framework's functions on tensors.
-        """
+        """The tensor, as a vector, with coefficients at positions from ``flat``, added up."""
         rows, columns = self._transforms(values, ops)
         coefficients = ops.reshape(ops.sum_at(self.size, at, values), (-1, self.height))
         down = ops.reshape(coefficients @ rows, (self.down, self.across, self.width, self.height))
@@ -194,12 +176,7 @@ class _Layout:
         return ops.reshape(split @ columns, (-1,))[: self.length]
 
     def flat(self, at: Tensor, ops: Ops) -> Tensor:
-        """Positions among all coefficients, as a vector.
-
-        Args:
-            at: positions in chunks, of shape (..., chunks, kept).
-            ops: the framework's functions on tensors.
-        """
+        """Positions in chunks, of shape (..., chunks, kept), as a vector of those among all."""
         first = np.arange(self.chunks, dtype=np.int32)[:, None] * (self.height * self.width)
         return ops.reshape(at + ops.constant(first, at), (-1,))
 

@@ -69,32 +69,16 @@ class ParameterServer(Strategy):
 
 
 class Update(NamedTuple):
-    """A change that the server has added.
-
-    Attributes:
-        rank: whose step it was.
-        clock: the rank's steps since the last collective of all ranks, this one included.
-        lead: by how many steps it was ahead of the slowest rank when it began this one, at least.
-        changes: of each vector, before the division by the number of ranks.
-    """
+    """A change that the server has added."""
 
     rank: int
-    clock: int
-    lead: int
-    changes: list[Array]
+    clock: int  # the rank's steps since the last collective of all ranks, with this one
+    lead: int  # by how many steps it was ahead of the slowest rank when it began this one, at least
+    changes: list[Array]  # of each vector, before the division by the number of ranks
 
 
 class ServedWeights:
-    """The weights of one model on the server, and the rule that decides which ranks may continue.
-
-    A rank that has sent its changes waits until ``release`` returns it.
-
-    Args:
-        weights: vectors of any float dtypes, of shape (n,) each. They are changed in place.
-        size: the number of ranks.
-        staleness: as in ``ParameterServer``.
-        log: gets each change in the order in which the server adds them; None for no log.
-    """
+    """A model's weights on the server; ``release`` decides which waiting ranks may continue."""
 
     def __init__(
         self,
@@ -112,13 +96,7 @@ class ServedWeights:
         self._pending: dict[int, Update] = {}
 
     def push(self, rank: int, changes: list[Array], away: Set[int]) -> None:
-        """Take the changes of a rank's step.
-
-        Args:
-            rank: it waits from now on.
-            changes: of each vector; the server overwrites them.
-            away: ranks that are not training now.
-        """
+        """Take and overwrite the changes of a rank, which waits from now on."""
         lead = self.lead(rank, away)
         self.clocks[rank] += 1
         self.waiting.add(rank)
@@ -127,11 +105,7 @@ class ServedWeights:
             self._add_pending()
 
     def release(self, away: Set[int]) -> list[int]:
-        """The waiting ranks that may continue, in rank order; they wait no more.
-
-        Args:
-            away: ranks that are not training now.
-        """
+        """The waiting ranks that may continue, in rank order; they wait no more."""
         if self._staleness == 0 and self.waiting.issuperset(self._training(away)):
             self._add_pending()
         bound = math.inf if self._staleness is None else self._staleness
@@ -166,13 +140,7 @@ class ServedWeights:
 
 
 def add(weights: Sequence[Array], changes: Sequence[Array], size: int) -> None:
-    """Add a rank's changes to the weights, and overwrite the changes.
-
-    Args:
-        weights: vectors, changed in place.
-        changes: of each vector.
-        size: the number of ranks.
-    """
+    """Add a rank's changes to the weights, and overwrite the changes."""
     for vector, change in zip(weights, changes, strict=True):
         np.divide(change, size, out=change)
         np.add(vector, change, out=vector)
@@ -183,9 +151,6 @@ class Attendance:
 
     Ranks make the same collectives in the same order. So a rank that has entered more of them than
     another is still waiting in its last one.
-
-    Args:
-        size: the number of ranks.
     """
 
     def __init__(self, size: int) -> None:

@@ -12,32 +12,26 @@ from hvkit.argument_checks import check_count
 from hvkit.communication.exchanges import Mean, Neighbours, Ranks
 from hvkit.compression import Compression
 
-Vector = Any
-"""All weights of one dtype in one vector, of PyTorch or NumPy: it has ``+ - *``."""
+Vector = Any  # all weights of one dtype in one vector, of PyTorch or NumPy: it has ``+ - *``
 
+# A strategy's state from one round to the next, by name, each of the weights' shape.
 State = dict[str, Vector]
-"""A strategy's state from one round to the next, by name, each of the weights' shape."""
 
 
 Result = TypeVar("Result")
 
+# Yields what to exchange with the other ranks, one after the other, and is sent the results.
 Flow = Generator[Mean | Neighbours, Any, Result]
-"""Yields what to exchange with the other ranks, one after the other, and is sent the results."""
 
 
 @dataclass(frozen=True)
 class Strategy:
     """How ranks are kept in step. All ranks must pass an equal one to ``hvkit.distribute``."""
 
-    has_momentum: ClassVar[bool] = False
-    """Whether it has a momentum, in place of the optimizer's."""
+    has_momentum: ClassVar[bool] = False  # whether it has a momentum, in place of the optimizer's
 
     def check(self, compression: Compression | None) -> None:
-        """Reject a compression that the strategy cannot use.
-
-        Raises:
-            ValueError: with the reason.
-        """
+        """Raise ValueError, with the reason, for a compression that the strategy cannot use."""
 
 
 def strategies_in(module: ModuleType) -> dict[str, type[Strategy]]:
@@ -51,11 +45,7 @@ class Averaging(Strategy):
     """Every update uses a mean over ranks of the gradients, so all ranks keep the same weights."""
 
     def gradient_compression(self, compression: Compression | None) -> Compression | None:
-        """How to average the gradients; None for a plain allreduce.
-
-        Args:
-            compression: the script's choice.
-        """
+        """How to average gradients, with the script's choice; None for a plain allreduce."""
         return compression
 
 
@@ -65,9 +55,6 @@ class Rounds(Strategy, ABC):
 
     A round is ``every`` steps of an optimizer. It ends with an agreement on all parameters of that
     optimizer. The optimizer's state (momentum, Adam's moments) stays local.
-
-    Attributes:
-        every: optimizer steps in a round.
     """
 
     every: int
@@ -87,11 +74,7 @@ class Rounds(Strategy, ABC):
 
     @abstractmethod
     def begin(self, weights: Vector) -> State:
-        """The state before the first round.
-
-        Args:
-            weights: the same on every rank.
-        """
+        """The state before the first round; the weights are the same on every rank."""
 
     def anchor(self, state: State) -> Vector:
         """The weights that the ranks last agreed on; None if the state does not keep them.
@@ -102,28 +85,16 @@ class Rounds(Strategy, ABC):
         return state.get("anchor")
 
     def reset(self, weights: Vector, state: State) -> State:
-        """The state for weights that the script has set, or that another number of ranks resumes.
-
-        Args:
-            weights: the same on every rank.
-            state: what ``begin`` or the last round has returned.
-        """
+        """The state for weights that a script has set, or that another number of ranks resumes."""
         return self.begin(weights)
 
     @abstractmethod
     def agree(self, weights: Vector, state: State, group: Ranks) -> Flow[tuple[Vector, State]]:
-        """End a round; must not change its arguments.
+        """End a round; return the weights with which the next one begins, and the state.
 
         A generator: it yields what it needs from the other ranks, and is sent the results. The next
-        round may begin meanwhile. It may be called for some of the weights at a time.
-
-        Args:
-            weights: this rank's.
-            state: what ``begin`` or the round before has returned.
-            group: the ranks that take part, and this one among them.
-
-        Returns:
-            The weights with which the next round begins, and the state.
+        round may begin meanwhile. It may be called for some of the weights at a time, and must not
+        change its arguments: this rank's weights, and what ``begin`` or the last round returned.
         """
 
     def settle(self, weights: Vector, state: State, group: Ranks) -> Flow[Vector]:

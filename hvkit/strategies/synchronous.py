@@ -25,5 +25,4 @@ class Synchronous(Averaging):
     """
 
 
-SYNCHRONOUS = Synchronous()
-"""The default."""
+SYNCHRONOUS = Synchronous()  # the default

@@ -24,8 +24,7 @@ from hvkit.sync.fingerprints import first_unlike
 from hvkit.sync.local_weights import LocalOptimizer, Weights
 from hvkit.watch.rank_errors import mark_as_shown_by
 
-SENT = "sent-"
-"""Prefix, in a checkpoint, of the names of the state that a compression keeps."""
+SENT = "sent-"  # prefix, in a checkpoint, of the names of the state that a compression keeps
 
 # Prefix, in a checkpoint, of the names of changes that agreements will add to the weights.
 _PENDING = "due-"
@@ -38,25 +37,20 @@ class Running(Protocol):
         """Wait for the other ranks; return what the generator of the exchanges returns."""
 
 
+# Starts the exchanges of a generator, under names that begin with a text.
 CarryOut = Callable[[Generator[Exchange, Tensor, Any], str], Running]
-"""Starts the exchanges of a generator, under names that begin with a text."""
 
 
 class Agreement(NamedTuple):
     """An agreement on some weights that is running."""
 
     numbers: list[int]
-    values: Vector
-    """Of the weights when it began."""
-    exchanges: Running
-    """Return what the strategy returns."""
+    values: Vector  # of the weights when it began
+    exchanges: Running  # return what the strategy returns
 
 
 class Agreements:
-    """Agreements on the weights of one model.
-
-    Every rank must start and finish the same ones, in the same order.
-    """
+    """Agreements on a model's weights; all ranks start and finish the same ones in one order."""
 
     def __init__(
         self,
@@ -80,7 +74,6 @@ class Agreements:
             self._state[i] = self._strategy.begin(self._weights.read(i))
 
     def begun(self) -> list[int]:
-        """Numbers of the weights with a state."""
         return list(self._state)
 
     def anchor(self, i: int) -> Vector | None:
@@ -93,7 +86,7 @@ class Agreements:
         return anchor is not None and not self._weights.equals(i, anchor)
 
     def set_anchor(self, i: int, values: Vector | None = None) -> None:
-        """Begin a round with values, by default the weight's, as if the ranks had agreed on them."""
+        """Begin a round with values, by default the weight's, as if ranks had agreed on them."""
         values = self._weights.read(i) if values is None else values
         self._state[i] = self._strategy.reset(values, self._state[i])
 
@@ -103,7 +96,6 @@ class Agreements:
             self.set_anchor(i)
 
     def clear(self) -> None:
-        """Forget everything."""
         self.pending.clear()
         self._state.clear()
         if self._compression:
@@ -202,7 +194,6 @@ class Agreements:
         return found
 
     def load(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``arrays`` returned."""
         sent = {key: array for key, array in arrays.items() if key.startswith(SENT)}
         self._load_sent({key.removeprefix(SENT): array for key, array in sent.items()})
         for key in arrays.keys() - sent.keys():
@@ -219,7 +210,6 @@ class Agreements:
         return found
 
     def load_rank(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``rank_arrays`` returned."""
         pending = {key for key in arrays if key.startswith(_PENDING)}
         for key in pending:
             i = int(key.removeprefix(_PENDING))
@@ -237,13 +227,11 @@ class RoundSummary(NamedTuple):
 
     model: str
     optimizer: str
-    rounds: int
-    """How many the optimizer has ended, with this one."""
+    rounds: int  # how many the optimizer has ended, with this one
     trained: list[int]
-    rates: int
-    """A checksum of the learning rates."""
+    rates: int  # a checksum of the learning rates
+    # Weights that this rank's script has set before the round; the only part that may differ.
     set_by_script: list[int]
-    """Weights that this rank's script has set before the round; the only part that may differ."""
 
     def __str__(self) -> str:
         return f"round {self.rounds} of {self.optimizer} of model {self.model}"
@@ -283,10 +271,7 @@ def require_same_trained(trained: Sequence[Sequence[int]], weights: Weights) -> 
 
 
 def require_equal_steps(steps: Sequence[int], group: Group) -> None:
-    """Raise unless all ranks of a group have taken equally many steps; a collective.
-
-    ``steps`` are this rank's since the last agreement, for each optimizer.
-    """
+    """Raise unless all ranks have taken as many steps with each optimizer; a collective."""
     by_rank = collectives.gather("hvkit.settled", list(steps), group)
     for rank, taken in zip(group.members, by_rank, strict=True):
         if taken != by_rank[0]:

@@ -30,10 +30,7 @@ class CompressionState:
         self._loaded: dict[Hashable, dict[str, np.ndarray[Any, Any]]] = {}
 
     def suits(self, dtype: Any) -> bool:
-        """Whether vectors of this dtype, of NumPy or a framework, are compressed.
-
-        It raises ValueError if they cannot be, and must not be sent otherwise.
-        """
+        """Whether vectors of a dtype are compressed; ValueError if they must be, and cannot."""
         name = getattr(dtype, "name", str(dtype)).removeprefix("torch.")
         suits = name == "float32" or not self.compression.float32_only
         if not suits and self.compression.exclusive:
@@ -79,7 +76,6 @@ class CompressionState:
                 self.kept[key] = self.pending.pop(key)
 
     def start_over(self) -> None:
-        """Forget everything."""
         self.kept.clear()
         self.pending.clear()
         self._loaded.clear()
@@ -131,25 +127,20 @@ class CompressionKeeper:
     unsettled = settled
 
     def start_over(self) -> None:
-        """Forget all states."""
         for each in self._states.values():
             each.start_over()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves, the same on every rank."""
         return self._arrays(lambda compression: compression.common)
 
     def load_state(self, arrays: Arrays, *, in_round: bool) -> None:
-        """Set what ``state`` returned."""
         self.start_over()
         self.load_rank_state(arrays)
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals."""
         return self._arrays(lambda compression: compression.per_rank)
 
     def load_rank_state(self, arrays: Arrays) -> None:
-        """Set what ``rank_state`` returned on this rank."""
         for prefix, each in self._states.items():
             of_it = {k.removeprefix(prefix): a for k, a in arrays.items() if k.startswith(prefix)}
             each.load(of_it, self._keys())

@@ -30,10 +30,7 @@ def record(
     keeper: Keeper | None = None,
     group: Group | None = None,
 ) -> None:
-    """Remember models that train together, and their optimizers, as distributed.
-
-    The models must keep their keeper.
-    """
+    """Remember models and optimizers as distributed; the models must keep their keeper."""
     of_keeper = None if keeper is None else ref(keeper)
     plain = [_plain(model) for model in models]
     known = [(_plain(thing), each) for thing, each in records]
@@ -70,10 +67,7 @@ _unbuilt: WeakKeyDictionary[Any, WeakMethod[Callable[[], None]]] = WeakKeyDictio
 
 
 def begin_with_weights(model: Any, begin: Callable[[], None]) -> None:
-    """Remember how ranks begin to train a model together that has no weights yet.
-
-    ``begin`` is a method, which does nothing before there are weights; then a collective.
-    """
+    """Remember a method by which ranks begin to train a model that has no weights yet."""
     _unbuilt[_plain(model)] = WeakMethod(begin)
 
 
@@ -83,10 +77,7 @@ def is_distributed(model_or_optimizer: Any) -> bool:
 
 
 def keepers_of(model: Any) -> list[Keeper]:
-    """The keepers of a model, and of distributed models that share weights with it.
-
-    Every rank must call it, because ranks may begin to train the model together here.
-    """
+    """The keepers of a model, and of those that share weights with it; every rank must call it."""
     plain = _plain(model)
     if (reference := _unbuilt.get(plain)) is not None and (begin := reference()) is not None:
         begin()

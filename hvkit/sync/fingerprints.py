@@ -37,14 +37,11 @@ from hvkit.watch.rank_errors import mark_as_shown_by
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
-WIDTH = 3
-"""Numbers in a row."""
+WIDTH = 3  # numbers in a row
 
-BLOCK = 1 << 20
-"""Elements hashed at a time; also the number of multipliers before they repeat."""
+BLOCK = 1 << 20  # elements hashed at a time; also the number of multipliers before they repeat
 
-PRIME = 0x100000001B3
-"""The factor of the hash so far before each further block."""
+PRIME = 0x100000001B3  # the factor of the hash so far before each further block
 
 # Distances up to this part of a tensor's length count as rounding, as do distances up to this many
 # units in the last place, for dtypes with few digits.
@@ -105,7 +102,6 @@ def row(bits: int, projection: float = 0.0, square: float = 0.0) -> Rows:
 
 
 def hashed(text: str) -> Rows:
-    """The row of a text."""
     digest = hashlib.sha256(text.encode()).digest()
     return row(int.from_bytes(digest[:8], "little", signed=True))
 
@@ -114,12 +110,10 @@ def hashed(text: str) -> Rows:
 class Compared:
     """A tensor that ranks compare by its row."""
 
-    label: str
-    """``"parameter 0.weight"``."""
+    label: str  # ``"parameter 0.weight"``
+    # The distance from 1 to the next number of its dtype; 0 for dtypes that do not round.
     unit: float = 0.0
-    """The distance from 1 to the next number of its dtype; 0 for dtypes that do not round."""
-    fix: str = ""
-    """The advice if it differs; empty for the advice about weights."""
+    fix: str = ""  # the advice if it differs; empty for the advice about weights
 
 
 def describe_differences(
@@ -166,7 +160,7 @@ def _beyond_rounding(distances: Mapping[int, float], compared: Sequence[Compared
 
 def _unlike_first(rows: Rows, members: Sequence[int]) -> str:
     """The members whose rows of a tensor differ from the first one's, in words."""
-    return ranks_text([members[at] for at in np.flatnonzero(rows[:, 0] != rows[0, 0])])
+    return ranks_text([members[at] for at in np.flatnonzero(rows[:, 0] != rows[0, 0]).tolist()])
 
 
 _FIX = (
@@ -270,10 +264,7 @@ def first_unlike(
 
 
 def of_gradients(rows: Sequence[Rows]) -> Rows:
-    """Two numbers from the rows of a rank's gradients: a hash of all, and whether to compare it.
-
-    Ranks compare it if all gradients are finite and not all are zero.
-    """
+    """A hash of a rank's gradients, and whether to compare it: all are finite, and one is not 0."""
     table = np.array(rows, np.int64).reshape(-1, WIDTH)
     squares = np.ascontiguousarray(table[:, 2]).view(np.float64)
     comparable = squares.any() and np.isfinite(squares).all()
@@ -281,11 +272,7 @@ def of_gradients(rows: Sequence[Rows]) -> Rows:
 
 
 def warn_of_equal_work(rows_by_rank: Rows, group: Group) -> bool:
-    """Warn on the first rank, once, if all ranks have the same gradients.
-
-    The rows are the ranks' results of ``of_gradients``. Return whether any rank had comparable
-    gradients: no further check is needed then.
-    """
+    """Warn, once, if all ranks have the same gradients; return whether any were comparable."""
     if not rows_by_rank[:, 1].any():
         return False
     if rows_by_rank[:, 1].all() and (rows_by_rank[:, 0] == rows_by_rank[0, 0]).all():
@@ -305,10 +292,7 @@ _averaged: set[bytes] = set()
 
 
 def require_same_buffers(facts: Sequence[str]) -> bool:
-    """Raise on every rank unless all average the same buffers; a collective, in one message.
-
-    Return whether these are averaged for the first time; the same on every rank.
-    """
+    """Raise unless all ranks average the same buffers; return whether for the first time."""
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
     if len(set(collectives.share("average_buffers", None, digest))) > 1:
         advice = "call average_buffers with the same module on every rank"

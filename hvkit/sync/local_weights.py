@@ -29,14 +29,11 @@ class Weights(Protocol):
     bits. Complex weights are vectors of twice as many numbers.
     """
 
-    step_call: str
-    """The user's call that changes them: ``optimizer.step()``."""
+    step_call: str  # the user's call that changes them: ``optimizer.step()``
 
-    group: Group
-    """The ranks that agree on them."""
+    group: Group  # the ranks that agree on them
 
-    noun: str
-    """What the framework calls several of them: ``parameters``."""
+    noun: str  # what the framework calls several of them: ``parameters``
 
     def add(self, weights: Iterable[Any]) -> None:
         """Number more weights; the same ones on every rank, with the same values."""
@@ -85,10 +82,7 @@ class Weights(Protocol):
         """The mean over ranks of a vector, which may be overwritten; a collective."""
 
     def values(self) -> list[tuple[Any, Any]]:
-        """Everything that an agreement changes, and a copy of its value.
-
-        The weights in their order, then statistics.
-        """
+        """Everything that an agreement changes, with a copy of its value; weights come first."""
 
     def same(self, value: Any, other: Any) -> bool:
         """Whether two of these values of one thing are equal; NaN is equal to NaN."""
@@ -107,24 +101,17 @@ class Weights(Protocol):
         """Raise on every rank unless all hold the same weights and optimizers; a collective."""
 
     def require_close(self, call: str, note: str, vectors: Mapping[int, Vector]) -> bool:
-        """Raise on every rank unless vectors of weights differ by rounding; a collective.
-
-        The error has the note after the name of a weight. Return whether they are the same bit for
-        bit.
-        """
+        """Raise unless vectors differ by rounding; return whether they are equal. A collective."""
 
 
 class LocalOptimizer(Protocol):
     """An optimizer that updates some of the weights, and counts its steps and rounds."""
 
-    call: str
-    """The user's call that makes a step: ``SGD.step()``."""
+    call: str  # the user's call that makes a step: ``SGD.step()``
 
-    steps: int
-    """How many it has taken since ranks last agreed on its weights."""
+    steps: int  # how many it has taken since ranks last agreed on its weights
 
-    rounds: int
-    """How many it has ended."""
+    rounds: int  # how many it has ended
 
     @property
     def taken(self) -> int:
@@ -161,8 +148,7 @@ class LocalWeightsKeeper(ABC):
 
     local = True
 
-    equal_steps: ClassVar[bool]
-    """Whether all ranks must take equally many steps."""
+    equal_steps: ClassVar[bool]  # whether all ranks must take equally many steps
 
     def __init__(self, weights: Weights, name: str) -> None:
         self.weights = weights
@@ -194,7 +180,6 @@ class LocalWeightsKeeper(ABC):
 
     @property
     def shown(self) -> bool:
-        """Whether the model holds the agreed weights at present."""
         return self._local is not None
 
     def show(self) -> bool:
@@ -212,7 +197,6 @@ class LocalWeightsKeeper(ABC):
         return True
 
     def put_back(self) -> None:
-        """Set the local weights again."""
         self._for_callbacks = []
         if self._local is not None:
             self.weights.set_values(self._local)
@@ -294,10 +278,7 @@ class LocalWeightsKeeper(ABC):
     def _without_rounding(
         self, call: str, note: str, vectors: Mapping[int, Vector], name: str
     ) -> Iterator[tuple[int, Vector]]:
-        """Yield the means of vectors, if they differ between ranks by rounding; a collective.
-
-        Larger differences are an error, with the note after the name of a weight.
-        """
+        """Yield means of vectors that differ by rounding; a collective. Errors contain the note."""
         if not vectors or self.weights.require_close(call, note, vectors):
             return
         for together in pieces(self.weights, vectors):
@@ -332,7 +313,6 @@ class LocalWeightsKeeper(ABC):
         optimizer.attach(before, after)
 
     def _add_optimizer(self, optimizer: LocalOptimizer) -> int:
-        """Register another optimizer; return its number."""
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1
 

@@ -30,15 +30,12 @@ class Statistics(Protocol):
         """Remember the finite ones."""
 
 
+# Of all models with ``on_nonfinite="skip"``; loading a checkpoint must ``keep`` them, too.
 kept_statistics: weakref.WeakSet[Statistics] = weakref.WeakSet()
-"""Of all models with ``on_nonfinite="skip"``; loading a checkpoint must ``keep`` them, too."""
 
 
 def describe(by_rank: Sequence[Sequence[str]], members: Sequence[int] | None = None) -> str:
-    """The sentence about ranks with gradients that are not finite, and their parameters.
-
-    ``by_rank`` has the names of these parameters; ``members`` are the ranks, if not all.
-    """
+    """The sentence about ranks with gradients that are not finite, and their parameters' names."""
     members = members or range(len(by_rank))
     found = [
         f"rank {rank} has a NaN or infinite gradient of {_listed(names)}"

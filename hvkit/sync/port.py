@@ -35,10 +35,9 @@ class Options:
     check_every: int | None
     on_nonfinite: str
     strategy: Strategy
+    # The ranks that train together, or in a mesh those that hold the same part of the model.
     group: Group = field(repr=False)
-    """The ranks that train together, or in a mesh those that hold the same part of the model."""
-    mesh: MeshOptions | None = None
-    """How ranks divide the model; None if each holds all of it."""
+    mesh: MeshOptions | None = None  # how ranks divide the model; None if each holds all of it
 
 
 class Warmup(Protocol):
@@ -50,8 +49,8 @@ class Warmup(Protocol):
 class RandomNumbers(Protocol):
     """Random numbers that some ranks draw together."""
 
+    # The states of the generators; empty if there are none. May be set.
     numbers: list[np.ndarray[Any, Any]]
-    """The states of the generators; empty if there are none. May be set."""
 
 
 class Sharded(Protocol):
@@ -93,10 +92,9 @@ class ShardedKeeper(Sharded, Protocol):
     """A keeper of which each rank of a mesh holds a part."""
 
     mesh: str
+    # A hash of the division: which rank has which part; None before the model is divided.
     layout: int | None
-    """A hash of the division: which rank has which part; None before the model is divided."""
-    saved_layout: int | None
-    """The same of the checkpoint that is loaded next."""
+    saved_layout: int | None  # the same of the checkpoint that is loaded next
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which ``state`` works on rank 0; a collective."""
@@ -109,18 +107,17 @@ class ShardedKeeper(Sharded, Protocol):
 class Record:
     """The objects that ``distribute`` attached to one optimizer, or to a model."""
 
+    # The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps.
     warmup: Warmup | None = None
-    """The step counter of its warm-up; None without a warm-up, or if the optimizer counts steps."""
+    # A context in which rank 0 has its whole state, if it is divided; a collective.
     gathered: Callable[[], AbstractContextManager[None]] | None = None
-    """A context in which rank 0 has its whole state, if it is divided; a collective."""
+    # Random numbers that a model keeps apart from the global generators; None if none.
     numbers: RandomNumbers | None = None
-    """Random numbers that a model keeps apart from the global generators; None if none."""
+    # Whether the ranks train local weights, so that its state differs; ``record`` sets it.
     local: bool = False
-    """Whether the ranks train local weights, so that its state differs; ``record`` sets it."""
-    sharded: ShardedObject | None = None
-    """Its part on this rank, in a mesh."""
+    sharded: ShardedObject | None = None  # its part on this rank, in a mesh
+    # The keeper of a model in a mesh; None if it has none.
     sharded_keeper: ShardedKeeper | None = None
-    """The keeper of a model in a mesh; None if it has none."""
 
 
 class Keeper(Protocol):
@@ -187,10 +184,7 @@ class Port(Protocol):
         """Copy rank 0's weights and optimizer state to every rank, bit for bit."""
 
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
-        """Make every update from now on use multiplied learning rates.
-
-        Returns the user's rates, each with its multiplier, or with None for a step length.
-        """
+        """Multiply rates in updates from now on; return the user's, None with a step length."""
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         """Keep the ranks in step from now on, as the strategy says.

@@ -36,12 +36,9 @@ from hvkit.watch.calls import call
 class _Round(NamedTuple):
     """A round whose agreements overlap with the next one."""
 
-    number: int
-    """The optimizer's."""
-    summary: RoundSummary | None
-    """None if the ranks do not compare how they end it."""
-    agreements: list[Agreement]
-    """On all its weights, some at a time."""
+    number: int  # the optimizer's
+    summary: RoundSummary | None  # None if the ranks do not compare how they end it
+    agreements: list[Agreement]  # on all its weights, some at a time
 
     def concerns(self, numbers: Container[int] | None) -> bool:
         """Whether to wait for it before any of these weights changes; None for all."""
@@ -77,22 +74,20 @@ class RoundKeeper(LocalWeightsKeeper):
         self._begun = False
 
     def add(self, weights: Iterable[Any]) -> None:
-        """Agree on more weights; the same ones on every rank, with the same values."""
         known = len(self.weights)
         super().add(weights)
         for i in range(known, len(self.weights)) if self._begun else ():
             self._agreements.begin(i)
 
     def _before_step(self, number: int) -> None:
-        self._begin_all()
+        if not self._begun:
+            self._require_equal(self._optimizers[0].call)
+            self._begin()
         if not self._optimizers[number].steps:
             self._note_set_weights(self._optimizers[number].updates())
 
     def _note_set_weights(self, numbers: Iterable[int]) -> None:
-        """Begin the round with weights that the script has set since the last agreement.
-
-        The ranks compare them at the next agreement: this is no collective.
-        """
+        """Begin the round with weights that the script has set; ranks compare them at its end."""
         if not (self.strategy.same_weights or self._taken() == self._ended_at):
             return  # setting weights counts as training
         for i in numbers:
@@ -115,11 +110,7 @@ class RoundKeeper(LocalWeightsKeeper):
                 self.weights.write(i, anchor)
         self._set_by_script.difference_update(numbers)
 
-    def _begin_all(self) -> None:
-        """Before the first step: compare the ranks, and begin; a collective."""
-        if self._begun:
-            return
-        self._require_equal(self._optimizers[0].call)
+    def _begin(self) -> None:
         self._begun = True
         for i in range(len(self.weights)):
             self._agreements.begin(i)
@@ -164,12 +155,17 @@ class RoundKeeper(LocalWeightsKeeper):
             updated = optimizer.updates()
             changed = sorted(updated & self._trained)
             self._add_pending(changed)  # of rounds of other optimizers, too
-            summary = self._summary_of_round(number, updated, changed)
+            summary = None
+            if self._is_compared(optimizer.rounds):
+                label, rounds = self._optimizer_label(number), optimizer.rounds
+                # Of this optimizer only: some ranks may have freed the others already.
+                rates = optimizer.checksum_of_rates()
+                chosen = sorted(updated & self._set_by_script)
+                summary = RoundSummary(self._name, label, rounds, changed, rates, chosen)
             if self.strategy.overlap:
                 begun = [self._start(number, each) for each in pieces(self.weights, changed)]
                 self._running.append(_Round(number, summary, begun))
-                _overlapping[self] = None
-                _arrive_before_exit()
+                _overlapping()[self] = None
             else:
                 self._require_same_round(number, summary)
                 self._agree(number, changed)
@@ -177,25 +173,11 @@ class RoundKeeper(LocalWeightsKeeper):
                 self._average_statistics(keep=True)
                 self._trained.difference_update(changed)
 
-    def _summary_of_round(
-        self, number: int, updated: set[int], changed: list[int]
-    ) -> RoundSummary | None:
-        """How this rank ends a round of an optimizer; None if the ranks do not compare that."""
-        optimizer = self._optimizers[number]
-        if not self._is_compared(optimizer.rounds):
-            return None
-        # Of this optimizer only: some ranks may have freed the others already.
-        rates = optimizer.checksum_of_rates()
-        set_by_script = sorted(updated & self._set_by_script)
-        label = self._optimizer_label(number)
-        return RoundSummary(self._name, label, optimizer.rounds, changed, rates, set_by_script)
-
     def _is_compared(self, rounds: int) -> bool:
         """Whether the ranks compare how they end this round of an optimizer."""
         return True
 
     def _optimizer_label(self, number: int) -> str:
-        """The name of an optimizer in messages."""
         return f"optimizer {number}"
 
     def _require_same_round(self, number: int, summary: RoundSummary | None) -> None:
@@ -245,10 +227,7 @@ class RoundKeeper(LocalWeightsKeeper):
         return chosen
 
     def end_rounds(self) -> None:
-        """End the rounds that have begun, as at the end of training; a collective.
-
-        All ranks then hold the same weights.
-        """
+        """End the rounds that have begun, so that all ranks hold the same weights; a collective."""
         self._compare_ranks()
         for number, optimizer in enumerate(self._optimizers):
             updated = optimizer.updates()
@@ -300,10 +279,7 @@ class RoundKeeper(LocalWeightsKeeper):
         return any(steps) or not self.strategy.same_weights
 
     def accept_set_weights(self, point: str = "fit") -> None:
-        """Begin with weights that the script has set since the last agreement; a collective.
-
-        It raises if ranks have trained different weights, or set them to different values.
-        """
+        """Begin with weights that the script has set since the last agreement; a collective."""
         self._note_set_weights(self._agreements.begun())
         numbers = sorted(self._trained), sorted(self._set_by_script)
         by_rank = collectives.gather(point, numbers, self.weights.group)
@@ -312,7 +288,6 @@ class RoundKeeper(LocalWeightsKeeper):
         self._agree_on_set_weights(point, set_by_script)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves, the same on every rank: the strategy's state, and counts."""
         counts = np.array(
             [[o.steps for o in self._optimizers], [o.rounds for o in self._optimizers]], np.int64
         )
@@ -320,7 +295,6 @@ class RoundKeeper(LocalWeightsKeeper):
         return {**self._agreements.arrays(), "counts": counts, "trained": trained}
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
-        """Set what ``state`` returned."""
         self.start_over()
         steps, rounds = arrays["counts"].tolist()
         if len(steps) != len(self._optimizers):
@@ -333,36 +307,31 @@ class RoundKeeper(LocalWeightsKeeper):
             for optimizer, number in zip(self._optimizers, steps, strict=True):
                 optimizer.steps = number
             self._trained = set(arrays["trained"].tolist())
+            self._begin()  # each rank has its local weights again
         else:
             self._agreements.set_anchors()
-        # Each rank has its optimizer state again, and in a round also its local weights.
-        self._begun = in_round
-        if in_round:
-            for i in range(len(self.weights)):
-                self._agreements.begin(i)
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What a checkpoint saves for each rank: residuals, and pending changes of weights."""
         return self._agreements.rank_arrays()
 
     def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``rank_state`` returned on this rank."""
         self._agreements.load_rank(arrays)
 
 
-# In the order in which they began, the same on all ranks.
-_overlapping: WeakKeyDictionary[RoundKeeper, None] = WeakKeyDictionary()
-
-
 @functools.cache
-def _arrive_before_exit() -> None:
-    """Wait for agreements at the end of the script: Horovod ends on all ranks with the first."""
+def _overlapping() -> WeakKeyDictionary[RoundKeeper, None]:
+    """Those with overlapped agreements, in the order in which they began, the same on all ranks.
+
+    Horovod ends on all ranks with the first script, so each waits for its agreements before.
+    """
+    keepers: WeakKeyDictionary[RoundKeeper, None] = WeakKeyDictionary()
+
+    def arrive() -> None:
+        if getattr(sys, "last_value", None) is None:  # this rank has not failed
+            with suppress(RankLostError), call("the end of the script"):
+                for keeper in list(keepers):
+                    keeper.arrive()
+
     # Registered after Horovod's own function and the watcher's, so it runs before them.
-    atexit.register(_arrive)
-
-
-def _arrive() -> None:
-    if getattr(sys, "last_value", None) is None:  # this rank has not failed
-        with suppress(RankLostError), call("the end of the script"):
-            for keeper in list(_overlapping):
-                keeper.arrive()
+    atexit.register(arrive)
+    return keepers

@@ -40,14 +40,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-CHUNK = 1 << 28
-"""The most bytes in one message: MPI counts elements in a C int."""
+CHUNK = 1 << 28  # the most bytes in one message: MPI counts elements in a C int
 
+# Bytes of a broadcast that are sent at a time, for which a rank needs memory besides the array.
 PIECE = 1 << 25
-"""Bytes of a broadcast that are sent at a time, for which a rank needs memory besides the array."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ProcessSet:
     """Some of the ranks, in ascending order, as ``process_set=`` of Horovod's collectives.
 
@@ -63,14 +62,10 @@ class ProcessSet:
 
 
 class Engine(ABC):
-    """A started Horovod library of one framework, and its collectives on arrays in host memory.
-
-    Collectives are of all ranks, or of a process set. Ranks have their numbers among all.
-    """
+    """A started Horovod library, and its collectives on arrays in host memory."""
 
     hvd: Any
-    library = "Horovod"
-    """The library that finds the ranks, for messages."""
+    library = "Horovod"  # the library that finds the ranks, for messages
 
     @abstractmethod
     def shut_down(self) -> None:
@@ -99,10 +94,7 @@ class Engine(ABC):
         return self._call("broadcast", array, within, root_rank=root, process_set=ranks)
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
-        """Reduce a flat array by ``"sum"``, ``"min"`` or ``"max"``.
-
-        It is of int32, int64, float32 or float64, and has the same length and dtype on every rank.
-        """
+        """Reduce a flat array by "sum", "min" or "max", of int32, int64, float32 or float64."""
         count("objects", of_allreduce(array.nbytes, self.hvd.size()))
         return self._call("allreduce", array, None, op=getattr(self.hvd, op.capitalize()))
 
@@ -122,10 +114,7 @@ _WITHOUT_WAITING = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 
 class PyTorchEngine(Engine):
-    """Horovod's PyTorch library.
-
-    With a ``shared_gpu``, one of this run that has several ranks, NCCL cannot work.
-    """
+    """Horovod's PyTorch library; NCCL cannot work if several ranks have a ``shared_gpu``."""
 
     def __init__(self) -> None:
         # A script that calls Horovod itself may do so on any stream.
@@ -246,10 +235,7 @@ def broadcast_in_pieces(
     purpose: str = "objects",
     within: ProcessSet | None = None,
 ) -> NDArray[np.uint8]:
-    """Fill ``data`` with rank ``root``'s bytes on the other ranks, and return it.
-
-    It is of shape (n,), with the same n on every rank.
-    """
+    """Fill ``data``, n bytes on every rank, with rank ``root``'s, and return it."""
     sends = engine.hvd.rank() == root
     for start in range(0, data.size, PIECE):
         piece = data[start : start + PIECE]
@@ -269,11 +255,11 @@ def broadcast_message(
     return broadcast_in_pieces(engine, data, root, within=within).tobytes()
 
 
+# Called before an engine's collectives, so that no rank waits for this one elsewhere.
+#
+# Every rank makes these collectives equally often, and returns from one only after all have
+# entered.
 before_collective: list[Callable[[], None]] = []
-"""Called before an engine's collectives, so that no rank waits for this one elsewhere.
-
-Every rank makes these collectives equally often, and returns from one only after all have entered.
-"""
 
 
 @contextmanager
@@ -382,10 +368,7 @@ _LATER = tuple(f"{name.rstrip('_')}_async{'_' * name.endswith('_')}" for name in
 
 
 class HostMemory(ModuleType):
-    """Horovod's PyTorch binding, whose collectives take tensors on GPUs through host memory.
-
-    Everything else is Horovod's own.
-    """
+    """Horovod's PyTorch binding, whose collectives take tensors on GPUs through host memory."""
 
     def __init__(self, hvd: ModuleType) -> None:
         super().__init__(hvd.__name__, self.__doc__)

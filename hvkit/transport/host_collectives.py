@@ -49,8 +49,7 @@ _LARGE = 1 << 20
 class HostCollectives(ABC):
     """This rank's number, and collectives on flat arrays that all ranks call in one order."""
 
-    library: str
-    """The one that finds the ranks, for messages."""
+    library: str  # the one that finds the ranks, for messages
     uses_mpi: bool
     rank: int
     size: int
@@ -279,7 +278,6 @@ class _LauncherStore:
         self._request("PUT", name, value)
 
     def get(self, name: str, whose: str) -> bytes:
-        """Wait for a value."""
         while (value := self._request("GET", name)) is None:
             if time.monotonic() > self._until:
                 raise LaunchError(

@@ -64,10 +64,7 @@ class Mailbox(ABC):
     """
 
     def send(self, array: NDArray[Any], to: int, tag: int, purpose: str) -> None:
-        """Send a contiguous array of shape (n,), and wait until it was sent.
-
-        Tags are numbers from 0; ``hvkit.traffic`` counts the bytes, unless the purpose is empty.
-        """
+        """Send a contiguous array of shape (n,), and wait; nothing is counted without a purpose."""
         self.finish(self.start_to_send(array, to, tag, purpose))
 
     @abstractmethod

@@ -82,10 +82,7 @@ def of_allgather(size: int, ranks: int) -> int:
 
 
 def of_messages(row: int, sent: Sequence[int], rank: int) -> tuple[int, int]:
-    """The bytes and the number of messages that this rank sends to others.
-
-    ``sent`` says by rank how many rows of ``row`` bytes go there; a rank sends itself nothing.
-    """
+    """Bytes and number of a rank's messages, with so many rows of ``row`` bytes to each rank."""
     others = [rows for to, rows in enumerate(sent) if rows and to != rank]
     return row * sum(others), len(others)
 
