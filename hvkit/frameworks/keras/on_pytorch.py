@@ -21,7 +21,6 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit.communication.collectives import gather, require_equal
-from hvkit.communication.encoding import bytes_of
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras.as_pytorch import (
     KerasStep,
@@ -58,6 +57,7 @@ from hvkit.frameworks.keras.refusals import (
 from hvkit.frameworks.pytorch import PyTorchPort, buffers
 from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors
 from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.divided_state.sharded import owned_bytes, set_others
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
 from hvkit.frameworks.pytorch.modules import (
     is_left_to_rank,
@@ -131,7 +131,7 @@ class PyTorchSender:
     """Sends the variables that ranks own; a ``VariableSender``."""
 
     def __init__(self, name: str, group: Group) -> None:
-        self._name = name
+        self._name, self._group = name, group
         self._wire = Wire("weights", group)
 
     def leave_out(self, gradients: Sequence[Any]) -> None:
@@ -139,15 +139,10 @@ class PyTorchSender:
 
     @torch.no_grad()
     def send(self, number: int, piece: list[list[int]], variables: Sequence[Any]) -> None:
-        owned = [bytes_of(variables[i]) for i in piece[self._wire.rank]]
-        sent = torch.cat([*owned, bytes_of(variables[0])[:0]])
+        sent = owned_bytes(variables, piece, self._group)
         with call("optimizer.apply()"):
             received = self._wire.gather(sent, f"{self._name}.shares.{number}")
-        order = [i for numbers in piece for i in numbers]
-        parts = torch.split(received, [variables[i].nbytes for i in order])
-        for i, part in zip(order, parts, strict=True):
-            if i not in piece[self._wire.rank]:
-                variables[i].copy_(part.clone().view(variables[i].dtype).view(variables[i].shape))
+        set_others(variables, piece, received, self._group)
 
 
 class KerasOnPyTorchPort(KerasPort):

@@ -63,6 +63,12 @@ class RunningStatistics:
         if self._kept:  # one GPU kernel instead of one per buffer
             torch._foreach_copy_(list(torch.split(vector, self._sizes)), self._flat_buffers())
 
+    def read(self) -> torch.Tensor:
+        module, name = self._kept[0]
+        vector = torch.zeros(self.length, device=getattr(module, name).device)
+        self.read_into(vector)
+        return vector
+
     def write(self, vector: torch.Tensor, *, also_in_evaluation: bool = False) -> None:
         """Copy a vector back, by default only into layers in training mode.
 
@@ -78,6 +84,13 @@ class RunningStatistics:
         ]
         if changed:
             torch._foreach_copy_([b for b, _ in changed], [piece for _, piece in changed])
+
+    @torch.no_grad()
+    def average(self, group: Group, name: str, *, also_in_evaluation: bool = False) -> None:
+        """Average them over ranks; a collective. As ``write`` for layers in evaluation mode."""
+        mean, wire = self.read(), Wire("batch norm", group)
+        wire.wait(wire.start_mean(mean, name))
+        self.write(mean, also_in_evaluation=also_in_evaluation)
 
 
 class LastStatistics:

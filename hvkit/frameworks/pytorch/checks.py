@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,18 +41,23 @@ _CHANGED = (
 )
 
 
+_CHANGED_EARLY = (
+    "gradients were changed (clipped, say) after backward(), but before they were averaged: "
+    "accumulate={accumulate} averages once in {accumulate} passes, and step() came after fewer. "
+    "Call hvkit.reduce_gradients(model) after the last backward() before step(), or take each "
+    "batch, just before its backward(), from a DataLoader of several batches that hvkit.shard "
+    "returned"
+)
+
+_Compared = tuple[list[Compared], list[Rows]]
+
+
 @dataclass(frozen=True)
 class Disagreement:
-    """How the ranks differ.
+    """How the ranks differ: in the parameters that they train, in steps, in shapes of losses.
 
-    Attributes:
-        frozen: whether some ranks train parameters that others do not.
-        checksums: whether they use different learning rates, have used different gradients, or only
-            some have hooks of the script.
-        steps: whether they have done different numbers of optimizer steps.
-        nonfinite: whether any has a gradient that is NaN or infinite.
-        shapes: whether their losses have other shapes.
-        changes: how any rank has changed gradients.
+    ``checksums``: in learning rates, in gradients used so far, or in having hooks of the script.
+    ``nonfinite`` and ``changes`` are of any rank.
     """
 
     frozen: bool = False
@@ -64,25 +69,10 @@ class Disagreement:
 
 
 class Checks:
-    """Compares the ranks while they train one model.
+    """Compares the ranks while they train one model, of which this is the only one with the name.
 
-    Args:
-        names: the parameters by name.
-        optimizers: their state is compared before the first update.
-        every: optimizer steps from one comparison of weights to the next; None after 1, 2, 4, ...
-        accumulate: backward passes from one average of gradients to the next.
-        name: the same on every rank, and no other model's.
-        learnt: returns fingerprints of buffers; if these differ, rank 0 warns.
-        group: the ranks that train it.
-
-    Attributes:
-        accumulate: as passed.
-        name: as passed.
-        parameters: to compare, in the same order on every rank; the list grows.
-        optimizers: update the parameters; the list grows.
-        steps: optimizer steps done.
-        handle: of the exchange that is running.
-        losses: which numbers of elements the losses are means over.
+    ``every`` optimizer steps they compare weights; None is after 1, 2, 4, ... If the fingerprints
+    of buffers that ``learnt`` returns differ, rank 0 warns.
     """
 
     def __init__(
@@ -92,24 +82,23 @@ class Checks:
         every: int | None,
         accumulate: int,
         name: str,
-        learnt: Callable[[], tuple[list[Compared], list[Rows]]],
+        learnt: Callable[[], _Compared],
         group: Group,
     ) -> None:
-        self.group = group
+        self.group, self.name, self.accumulate = group, name, accumulate
         self._wire = Wire("checks", group)
-        self.name = name
         self._every = every
-        self.accumulate = accumulate
+        # Both lists grow. Parameters are in the same order on every rank.
         self.parameters: list[nn.Parameter] = []
-        self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
         self.optimizers: list[Optimizer] = []
+        self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
         # Compared before the first update.
         self._with_state = list(optimizers)
         self._learnt = learnt
         self.steps = 0
         # The number of steps after which ranks exchange fingerprints again.
         self._next = 0
-        self.handle: int | None = None
+        self.handle: int | None = None  # of the exchange that is running
         self._looked_at_gradients = False
         self._compared: list[Compared] = []
         self.losses = LossCounts()
@@ -120,19 +109,14 @@ class Checks:
         return self.steps >= self._next
 
     def label(self, i: int) -> str:
-        """The name of a parameter in error messages."""
         return _label(self._labels, i, self.parameters[i])
 
     def require_same(self, call: str, note: str, tensors: Mapping[int, torch.Tensor]) -> bool:
-        """Raise on every rank unless all ranks hold the same tensors, up to rounding; a collective.
+        """Whether all ranks hold the same tensors, which replace parameters, by index; a
+        collective.
 
-        Args:
-            call: the user's.
-            note: for the error message, after the name of a parameter.
-            tensors: compared in place of parameters, by the parameter's index.
-
-        Returns:
-            Whether they are the same bit for bit.
+        Raise on every rank if they differ by more than rounding. ``note`` follows the parameter's
+        name.
         """
         compared = [
             Compared(f"{self.label(i)}{note}", unit_of(self.parameters[i])) for i in tensors
@@ -141,18 +125,9 @@ class Checks:
         return fingerprints.require_same(call, compared, rows, self.group)
 
     def require_same_gradients(self, used: Mapping[int, Rows]) -> None:
-        """Raise on every rank unless all ranks' steps used the same gradients; a collective.
-
-        Args:
-            used: results of ``rows_of_gradients``, by the parameter's index.
-
-        Raises:
-            RanksDisagreeError: names the first gradient that differs by more than rounding.
-        """
-        if found := self._first_difference(set(used), "backward()"):
-            label, has, lacks = found
-            text = f"the gradient of {label} is None on rank {lacks}, but not on rank {has}"
-            raise self._disagreement(f"{text}; {_CHANGED}")
+        """Raise on every rank unless all ranks' steps used the same gradients; a collective."""
+        text = "the gradient of {label} is None on rank {lacks}, but not on rank {has}; "
+        self._require_on_all(used.keys(), text + _CHANGED)
         compared = [
             Compared(f"the gradient of {self.label(i)}", unit_of(self.parameters[i]), _CHANGED)
             for i in sorted(used)
@@ -162,38 +137,28 @@ class Checks:
 
     def require_same_parameters(self, call: str = "backward()") -> None:
         """Raise on every rank unless all train the same parameters; a collective."""
-        trained = {i for i, p in enumerate(self.parameters) if p.requires_grad}
-        if found := self._first_difference(trained, call):
-            label, trains, freezes = found
-            raise self._disagreement(
-                f"{label} requires a gradient on rank {trains} but not on rank {freezes}: freeze "
-                "the same parameters on every rank (to choose them at random, use a generator with "
-                "the same seed on all ranks)"
-            )
+        self._require_on_all(
+            {i for i, p in enumerate(self.parameters) if p.requires_grad},
+            "{label} requires a gradient on rank {has} but not on rank {lacks}: freeze the same "
+            "parameters on every rank (to choose them at random, use a generator with the same "
+            "seed on all ranks)",
+            call,
+        )
 
     def require_same_formats(self, channels_last: Set[int]) -> None:
-        """Raise on every rank unless all hold weights in the same memory format; a collective.
-
-        Args:
-            channels_last: indices of the parameters in that format.
-        """
-        if found := self._first_difference(channels_last, "backward()"):
-            label, last, other = found
-            raise self._disagreement(
-                f"{label} is in torch.channels_last on rank {last} but not on rank {other}: call "
-                "model.to(memory_format=...) in the same way on every rank"
-            )
-
-    def _first_difference(self, indices: Set[int], call: str) -> tuple[str, int, int] | None:
-        """A parameter whose index is in the sets of some ranks only; a collective.
-
-        Returns:
-            Its label, a rank with the index, and a rank without it; None if all sets are equal.
-        """
-        found = fingerprints.first_unlike(
-            collectives.gather(call, set(indices), self.group), self.group
+        """Raise on every rank unless all hold weights in the same memory format; a collective."""
+        self._require_on_all(
+            channels_last,
+            "{label} is in torch.channels_last on rank {has} but not on rank {lacks}: call "
+            "model.to(memory_format=...) in the same way on every rank",
         )
-        return None if found is None else (self.label(found[0]), *found[1:])
+
+    def _require_on_all(self, indices: Set[int], text: str, call: str = "backward()") -> None:
+        """Raise on every rank if only some have the index of a parameter; a collective."""
+        by_rank = collectives.gather(call, set(indices), self.group)
+        if (found := fingerprints.first_unlike(by_rank, self.group)) is not None:
+            i, has, lacks = found
+            raise self._disagreement(text.format(label=self.label(i), has=has, lacks=lacks))
 
     def _disagreement(self, text: str) -> RanksDisagreeError:
         """An error that all ranks raise and the group's first one shows."""
@@ -205,22 +170,19 @@ class Checks:
         refuse_other_rates(dict(zip(self.group.members, by_rank, strict=True)))
 
     def require_hooks_on_all_ranks(self, hooks: Sequence[str]) -> None:
-        """Raise on every rank if only some have hooks that need each pass averaged; a collective.
-
-        Args:
-            hooks: this rank's hooks that need the mean of each pass.
+        """Raise on every rank if only some have hooks that need the mean of each pass; a
+        collective.
         """
         by_rank = collectives.gather("backward()", list(hooks), self.group)
-        ranks = self.group.members
-        has = next((r for r, names in zip(ranks, by_rank, strict=True) if names), None)
-        lacks = next((r for r, names in zip(ranks, by_rank, strict=True) if not names), None)
+        named = list(zip(self.group.members, by_rank, strict=True))
+        has, first = next(((rank, names[0]) for rank, names in named if names), (None, ""))
+        lacks = next((rank for rank, names in named if not names), None)
         if has is not None and lacks is not None:
             raise self._disagreement(
-                f"rank {has} has registered the hook {by_rank[ranks.index(has)][0]}, and rank "
-                f"{lacks} has none: gradients are averaged in each backward pass for it, instead "
-                f"of once in accumulate={self.accumulate}. Register hooks on every rank; if only "
-                "one rank is to act, as for printing, decide inside the hook: "
-                "`if hvkit.is_main(): ...`"
+                f"rank {has} has registered the hook {first}, and rank {lacks} has none: gradients "
+                "are averaged in each backward pass for it, instead of once in "
+                f"accumulate={self.accumulate}. Register hooks on every rank; if only one rank is "
+                "to act, as for printing, decide inside the hook: `if hvkit.is_main(): ...`"
             )
 
     def compare_losses(self) -> None:
@@ -239,37 +201,27 @@ class Checks:
     ) -> None:
         """Raise on every rank if the report on a step shows that ranks disagree; then a collective.
 
-        Args:
-            found: by the report.
-            channels_last: as for ``require_same_formats``.
-            hooks: as for ``require_hooks_on_all_ranks``.
-            used: as for ``require_same_gradients``.
-            drop: waits for this rank's buckets, before the error, if all ranks have sent the same.
-
-        Raises:
-            RanksDisagreeError: about steps, parameters, learning rates, or gradients used so far.
-            ValueError: a rank has changed gradients that were not averaged yet.
+        ``drop`` waits for this rank's buckets, before the error, if all ranks have sent the same.
         """
-        same_buckets = not found.frozen
+        if found.frozen and not found.steps:
+            self.require_same_parameters()
+        if found.checksums and not found.steps:
+            self.require_same_formats(channels_last)
         try:
             if found.steps:
                 raise RanksDisagreeError(
                     f"the ranks are at different optimizer steps (rank {runtime.rank()} has done "
                     f"{self.steps}): every rank must call backward() and step() equally often"
                 )
-            if found.frozen:
-                self.require_same_parameters()
             if found.checksums:
-                same_buckets = False
-                self.require_same_formats(channels_last)
-                same_buckets = not found.frozen
                 self.require_same_rates(self.optimizers)
                 self.require_hooks_on_all_ranks(hooks)
                 self.require_same_gradients(used)
             if found.changes.early:
-                raise mark_as_shown_by(_changed_early(self.accumulate), self.group.first)
+                text = _CHANGED_EARLY.format(accumulate=self.accumulate)
+                raise mark_as_shown_by(ValueError(text), self.group.first)
         except (RanksDisagreeError, ValueError):
-            if same_buckets:
+            if not found.frozen:
                 drop()
             raise
 
@@ -278,9 +230,12 @@ class Checks:
         if self.handle is not None:  # of a reduction that failed
             self._wire.wait(self.handle)
         self._compared, rows = _of_parameters(self.parameters, self._labels)
-        for entry in (each for o in self._with_state for each in _of_optimizer(o)):
-            self._compared.append(Compared(entry.heading))
-            rows.append(entry.in_one_row())
+        for optimizer in self._with_state:
+            for heading, (compared, numbers) in _of_optimizer(optimizer).items():
+                self._compared.append(Compared(heading))
+                # In one row: before the first update, ranks may hold different numbers.
+                text = repr((compared, np.array(numbers).tolist()))
+                rows.append(fingerprints.hashed(text))
         gradients = fingerprints_of([p.grad for p in self.parameters if p.grad is not None])
         head = [*fingerprints.of_gradients(gradients), processes_of_torch_distributed()]
         learnt = fingerprints.hashed(repr([row.tolist() for row in self._learnt()[1]]))
@@ -289,12 +244,7 @@ class Checks:
         self.handle = self._wire.start_gather(sent, f"{self.name}.check")
 
     def receive(self) -> None:
-        """Compare the fingerprints that ``send`` exchanges; call before using the means.
-
-        Raises:
-            RanksDisagreeError: the ranks hold different weights, or another library started
-                ``torch.distributed`` on some.
-        """
+        """Compare the fingerprints that ``send`` exchanges; call before using the means."""
         assert self.handle is not None
         gathered, self.handle = self._wire.wait(self.handle), None
         by_rank = gathered.numpy().reshape(self._wire.size, -1, WIDTH)
@@ -322,24 +272,10 @@ class Checks:
             self.losses.look(wanted=True)
 
 
-def _changed_early(accumulate: int) -> ValueError:
-    return ValueError(
-        "gradients were changed (clipped, say) after backward(), but before they were averaged: "
-        f"accumulate={accumulate} averages once in {accumulate} passes, and step() came after "
-        "fewer. Call hvkit.reduce_gradients(model) after the last backward() before step(), or "
-        "take each batch, just before its backward(), from a DataLoader of several batches that "
-        "hvkit.shard returned"
-    )
-
-
-def compared_in(
-    thing: Any, is_averaged: Callable[[torch.Tensor], bool]
-) -> tuple[list[Compared], list[Rows]]:
+def compared_in(thing: Any, is_averaged: Callable[[torch.Tensor], bool]) -> _Compared:
     """The parts of a model or optimizer that must be equal on all ranks, and fingerprints.
 
-    Args:
-        thing: any object; of objects that are neither, nothing is compared.
-        is_averaged: whether a distributed model has the parameter; others are not compared.
+    Of other objects, nothing is compared, nor are parameters that are not averaged.
     """
     if isinstance(thing, nn.Module):
         labels: dict[torch.Tensor, str] = {
@@ -349,14 +285,14 @@ def compared_in(
     if isinstance(thing, Optimizer) and any(
         is_averaged(p) for group in thing.param_groups for p in group["params"]
     ):
-        entries = _of_optimizer(thing)
-        return [c for e in entries for c in e.compared], [r for e in entries for r in e.rows]
+        entries = _of_optimizer(thing).values()
+        return [c for of, _ in entries for c in of], [row for _, rows in entries for row in rows]
     return [], []
 
 
 def _of_parameters(
     parameters: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]
-) -> tuple[list[Compared], list[Rows]]:
+) -> _Compared:
     tensors = list(parameters)
     compared = [Compared(_label(labels, i, p), unit_of(p)) for i, p in enumerate(tensors)]
     return compared, fingerprints_of(tensors)
@@ -366,37 +302,21 @@ def _label(labels: Mapping[torch.Tensor, str], number: int, parameter: torch.Ten
     return labels.get(parameter) or f"parameter {number} of shape {tuple(parameter.shape)}"
 
 
-class _Entry(NamedTuple):
-    """Numbers that an optimizer keeps under one heading."""
-
-    heading: str
-    compared: list[Compared]
-    rows: list[Rows]
-
-    def in_one_row(self) -> Rows:
-        """One row for the entry: before the first update, ranks may hold different numbers."""
-        return fingerprints.hashed(repr((self.compared, np.array(self.rows).tolist())))
-
-
-def _of_optimizer(optimizer: Optimizer) -> list[_Entry]:
-    cls = type(optimizer).__name__
-    groups = [
-        _entry(
-            f"parameter group {g} of {cls}",
-            {key: value for key, value in group.items() if key in optimizer.defaults},
-        )
-        for g, group in enumerate(optimizer.param_groups)
-    ]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [
-        _entry(f"the state of {cls} for its parameter {i}", optimizer.state.get(p, {}))
-        for i, p in enumerate([] if is_sharded(optimizer) else parameters)
-    ]
-    return groups + states
+def _of_optimizer(optimizer: Optimizer) -> dict[str, _Compared]:
+    """The numbers that an optimizer keeps, by heading."""
+    cls, groups = type(optimizer).__name__, optimizer.param_groups
+    values: dict[str, Mapping[str, Any]] = {
+        f"parameter group {g} of {cls}": {k: v for k, v in group.items() if k in optimizer.defaults}
+        for g, group in enumerate(groups)
+    }
+    if not is_sharded(optimizer):
+        for i, p in enumerate(p for group in groups for p in group["params"]):
+            values[f"the state of {cls} for its parameter {i}"] = optimizer.state.get(p, {})
+    return {heading: _entry(heading, each) for heading, each in values.items()}
 
 
-def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
-    """An entry for tensors and numbers, and lists of them; other values are not compared."""
+def _entry(heading: str, values: Mapping[str, Any]) -> _Compared:
+    """For tensors and numbers, and lists of them; other values are not compared."""
     tensors: list[tuple[str, torch.Tensor]] = []
     numbers: list[tuple[str, float]] = []
     for key in sorted(values, key=str):
@@ -410,4 +330,4 @@ def _entry(heading: str, values: Mapping[str, Any]) -> _Entry:
     compared += [Compared(f"{key} in {heading}") for key, _ in numbers]
     rows = fingerprints_of([tensor for _, tensor in tensors])
     rows += [fingerprints.fingerprint(np.array(number)) for _, number in numbers]
-    return _Entry(heading, compared, rows)
+    return compared, rows

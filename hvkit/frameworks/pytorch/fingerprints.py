@@ -159,6 +159,5 @@ def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def unit_of(tensor: torch.Tensor) -> float:
     """The distance from 1 to the next number of the dtype; 0 for dtypes that do not round."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.finfo(tensor.dtype).eps
-    return 0.0
+    rounds = tensor.is_floating_point() or tensor.is_complex()
+    return torch.finfo(tensor.dtype).eps if rounds else 0.0

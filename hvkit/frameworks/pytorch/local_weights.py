@@ -51,7 +51,7 @@ class ParameterVectors:
         checks: Checks,
         statistics: RunningStatistics | None,
     ) -> None:
-        self._checks = checks
+        self.checks = checks
         self._statistics = statistics
         self.group = checks.group
         self._wire = Wire("weights", self.group)
@@ -74,7 +74,7 @@ class ParameterVectors:
         return self._number[parameter]
 
     def label(self, i: int) -> str:
-        return self._checks.label(i)
+        return self.checks.label(i)
 
     def shape(self, i: int) -> Shape:
         return real_shape(self.in_order[i])
@@ -123,7 +123,7 @@ class ParameterVectors:
     def values(self) -> list[tuple[Any, Any]]:
         values: list[tuple[Any, Any]] = [(p, p.detach().clone()) for p in self.in_order]
         if self._statistics:
-            values.append((self._statistics, self._read_statistics(self._statistics)))
+            values.append((self._statistics, self._statistics.read()))
         return values
 
     def same(self, value: torch.Tensor, other: torch.Tensor) -> bool:
@@ -138,27 +138,15 @@ class ParameterVectors:
 
     def average_statistics(self, name: str, *, keep: bool) -> None:
         if self._statistics:
-            mean, wire = self._read_statistics(self._statistics), Wire("batch norm", self.group)
-            wire.wait(wire.start_mean(mean, name))
-            self._statistics.write(mean, also_in_evaluation=not keep)
-
-    def _read_statistics(self, statistics: RunningStatistics) -> torch.Tensor:
-        vector = torch.zeros(statistics.length, device=self.in_order[0].device)
-        statistics.read_into(vector)
-        return vector
+            self._statistics.average(self.group, name, also_in_evaluation=not keep)
 
     def require_equal(self) -> None:
-        if self._checks.due:
-            self._checks.send()
-            self._checks.receive()
+        if self.checks.due:
+            self.checks.send()
+            self.checks.receive()
 
     def require_close(self, call: str, note: str, vectors: Mapping[int, torch.Tensor]) -> bool:
-        return self._checks.require_same(call, note, vectors)
-
-    def require_same_training(self, optimizers: Sequence[Optimizer], call: str) -> None:
-        """Raise if ranks train other parameters, or at other rates; a collective."""
-        self._checks.require_same_parameters(call)
-        self._checks.require_same_rates(optimizers, call)
+        return self.checks.require_same(call, note, vectors)
 
 
 def round_keeper(
@@ -223,7 +211,8 @@ class SteppedOptimizer:
         return checksum_of_rates(self._living())
 
     def require_same_training(self, call: str) -> None:
-        self._parameters.require_same_training(self._living(), call)
+        self._parameters.checks.require_same_parameters(call)
+        self._parameters.checks.require_same_rates(self._living(), call)
 
     def _living(self) -> list[Optimizer]:
         """The optimizer, if the script still has it."""

@@ -23,7 +23,7 @@ from hvkit.frameworks.pytorch.buffers import (
 )
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.divided_state.sharded import (
-    OptimizerShards,
+    OwnedParameters,
     gathered,
     refuse_joint_updates,
 )
@@ -179,9 +179,9 @@ class PyTorchPort:
         else:
             keeper = self._keep_weights_in_step(hooks, name, statistics)
         if isinstance(strategy, ShardedOptimizer):
-            shards = OptimizerShards(strategy, name, self.options.group)
+            owned = OwnedParameters(strategy, name, self.options.group)
             for optimizer, around in hooks.items():
-                shards.attach(optimizer, around)
+                owned.divide_state(optimizer, around)
         divided = isinstance(strategy, FullyShard | ShardedOptimizer)
         return records + self._attach(hooks, divided=divided), keeper
 

@@ -34,12 +34,7 @@ _LIBRARIES = ("torch", "fairscale", "deepspeed")
 
 
 def refuse_other_wrappers(model: nn.Module) -> None:
-    """Raise if another library already distributes this model.
-
-    Raises:
-        TypeError: a part of the model is wrapped, or a parameter is a ``DTensor``.
-        ValueError: ``torch.distributed`` runs with several processes.
-    """
+    """Raise if another library already distributes this model."""
     if isinstance(model, nn.DataParallel):
         raise TypeError(
             "model is wrapped in DataParallel, which itself divides batches: pass the plain module "
@@ -64,13 +59,7 @@ def refuse_other_wrappers(model: nn.Module) -> None:
 
 
 def refuse_changes_in_forward(model: nn.Module) -> None:
-    """Raise if the forward pass changes weights depending on this rank's batch.
-
-    With one process it may.
-
-    Raises:
-        ValueError: names an embedding with ``max_norm``.
-    """
+    """Raise if the forward pass changes weights depending on this rank's batch, of several."""
     if runtime.size() == 1:
         return
     for name, module in model.named_modules():
@@ -101,7 +90,6 @@ def mark_in_mesh(parameter: torch.Tensor, *, pipeline: bool) -> None:
 
 
 def is_in_mesh(parameter: torch.Tensor) -> bool:
-    """Whether ``mark_in_mesh`` got the parameter."""
     return hasattr(parameter, _IN_MESH)
 
 
@@ -132,17 +120,23 @@ def refuse_what_cannot_be_divided(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """Raise for models and optimizers that PyTorch's ``fully_shard`` cannot divide.
-
-    Raises:
-        ValueError: names the option, the parameter or layer of a model, or the optimizer.
-    """
-    for model in models:
+    """Raise for models and optimizers that PyTorch's ``fully_shard`` cannot divide."""
+    owner: dict[torch.Tensor, int] = {}
+    for number, model in enumerate(models):
         _refuse_model(strategy, model)
-    _refuse_shared(strategy, models)
-    passed = {p for model in models for p in model.parameters()}
+        for name, p in model.named_parameters():
+            if owner.setdefault(p, number) != number:  # each model gathers and drops its own
+                raise ValueError(
+                    f"models {owner[p]} and {number} share the parameter {name}, but {strategy} "
+                    "divides each model for itself: pass one module that contains both"
+                )
     for each in optimizers:
-        _refuse_optimizer(strategy, passed, each)
+        others = [p for g in each.param_groups for p in g["params"] if p not in owner]
+        if others:
+            raise ValueError(
+                f"{type(each).__name__} holds {len(others)} parameters that are not the model's, "
+                f"and {strategy} divides a model only: make them parameters of the model"
+            )
 
 
 def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
@@ -168,11 +162,7 @@ def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
 
 
 def refuse_sparse(divided_by: object, model: nn.Module) -> None:
-    """Raise for layers whose gradients PyTorch's ``fully_shard`` cannot divide.
-
-    Raises:
-        ValueError: names one, and the strategy or mesh that divides the model.
-    """
+    """Raise for layers whose gradients ``fully_shard`` cannot divide for a strategy or mesh."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
@@ -181,35 +171,8 @@ def refuse_sparse(divided_by: object, model: nn.Module) -> None:
             )
 
 
-def _refuse_shared(strategy: FullyShard, models: Sequence[nn.Module]) -> None:
-    """Raise if two models share a parameter: each gathers and drops its parameters."""
-    owner: dict[torch.Tensor, int] = {}
-    for number, model in enumerate(models):
-        for name, p in model.named_parameters():
-            if owner.setdefault(p, number) != number:
-                raise ValueError(
-                    f"models {owner[p]} and {number} share the parameter {name}, but {strategy} "
-                    "divides each model for itself: pass one module that contains both"
-                )
-
-
-def _refuse_optimizer(
-    strategy: FullyShard, passed: set[nn.Parameter], optimizer: Optimizer
-) -> None:
-    others = [p for g in optimizer.param_groups for p in g["params"] if p not in passed]
-    if others:
-        raise ValueError(
-            f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's, "
-            f"and {strategy} divides a model only: make them parameters of the model"
-        )
-
-
 def checked_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer.
-
-    Raises:
-        TypeError: it is none of PyTorch's, or calls no hooks around its step.
-    """
+    """The optimizer; raise if it is none of PyTorch's, or calls no hooks around its step."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "optimizer of a PyTorch model must be a torch.optim.Optimizer, or a list of them, "
@@ -231,11 +194,7 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
 
 
 def refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor without values.
-
-    Raises:
-        ValueError: it belongs to a lazy module, or is on the meta device.
-    """
+    """Raise for a tensor of a lazy module, or on the meta device."""
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(
             f"{name} has no shape yet (a lazy module): run one batch through the model, then make "
@@ -256,10 +215,6 @@ def refuse_other_optimizers(
     """Let only these optimizers, and the ones of earlier calls, update distributed models.
 
     Nothing keeps state, rate and steps of other optimizers equal on all ranks.
-
-    Args:
-        optimizers: passed to ``distribute``.
-        is_averaged: whether any distributed model has the parameter.
     """
     _ours.update(optimizers)
     watch_steps(is_averaged)

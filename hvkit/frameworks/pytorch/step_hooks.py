@@ -190,6 +190,25 @@ class UpdateHooks:
         self.depth = depth
 
 
+class HiddenGradients:
+    """Gradients that an optimizer does not see during a step."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def hide(self, parameters: Iterable[torch.Tensor]) -> None:
+        for p in parameters:
+            if p.grad is not None:
+                self._hidden.append((p, p.grad))
+                p.grad = None
+
+    def show(self, *_: Any) -> None:
+        for p, gradient in self._hidden:
+            if p.grad is None:  # else it is newer
+                p.grad = gradient
+        self._hidden.clear()
+
+
 def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
     """Call hooks around the steps of an optimizer and the ones inside it; add all features before.
 

@@ -20,7 +20,7 @@ from torch_nets import (
 
 import hvkit
 from hvkit import main_rank
-from hvkit.frameworks.pytorch.divided_state.sharded import OptimizerShards
+from hvkit.frameworks.pytorch.divided_state.sharded import OwnedParameters
 from hvkit.transport.traffic import Sent
 
 
@@ -141,7 +141,7 @@ def test_a_sharded_optimizer_sends_half_as_much_again():
 
 
 def test_ranks_differ_if_the_parts_are_not_sent(monkeypatch):
-    monkeypatch.setattr(OptimizerShards, "send", lambda *_: None)
+    monkeypatch.setattr(OwnedParameters, "send", lambda *_: None)
     model, optimizer = both(MAKE["adamw"], steps=1)[2:]
     assert not same_on_all_ranks(weights(model))
     with pytest.raises(hvkit.RanksDisagreeError, match="differ"):

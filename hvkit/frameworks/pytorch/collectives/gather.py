@@ -1,7 +1,4 @@
-"""Gathers and adds up tensors of PyTorch of all ranks, with a backward pass.
-
-For ``hvkit.allgather`` and ``hvkit.mean``.
-"""
+"""Gathers and adds up tensors of all ranks, with a backward pass."""
 
 from __future__ import annotations
 
@@ -41,26 +38,24 @@ def gather(
 ) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; a collective, as is its backward pass.
 
-    Args:
-        tensor: this rank's.
-        shapes: of the tensors of all ranks, which have one dtype.
-        group: these ranks; None for all.
-        share: how many rows all ranks have for each of this rank, whose loss and gradients then
-            count as often as it has rows; None if all ranks count alike.
+    ``shapes`` are of all ranks' tensors, which have one dtype. ``share`` is how many rows all ranks
+    have for each of this rank, whose loss and gradients then count as often as it has rows; None if
+    all ranks count alike.
     """
     apply: Any = _Gather.apply
     group = group or all_ranks()
     weight = group.size / (share or math.inf) if share is not None else 1.0
-    serial = _serials.setdefault(group.members, itertools.count())
-    name = f"hvkit.allgather.{next(serial) % _NAMES}"
+    name = f"hvkit.allgather.{_next_serial(group)}"
     return list(apply(tensor, list(shapes), name, group, weight))
 
 
-def with_values(total: Any, count: Any) -> tuple[Any, Any]:
-    """Both, once they have values, for which outputs of a pipeline may wait.
+def _next_serial(group: Group) -> int:
+    return next(_serials.setdefault(group.members, itertools.count())) % _NAMES
 
-    Raises:
-        NotImplementedError: they have none, as on the meta device.
+
+def with_values(total: Any, count: Any) -> tuple[Any, Any]:
+    """Both, once they have values, for which outputs of a pipeline may wait; not on the meta
+    device.
     """
     if has_torch_function((total, count)):
         waited: tuple[Any, Any] = handle_torch_function(with_values, (total, count), total, count)
@@ -73,12 +68,8 @@ def with_values(total: Any, count: Any) -> tuple[Any, Any]:
 def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
     """Facts that ranks compare, and that a rank needs which has numbers only.
 
-    Returns:
-        The framework, the mean's dtype, the device's type, whether a backward pass may come back,
-        and the shapes of both, None for a number.
-
-    Raises:
-        TypeError: one of them is complex.
+    The framework, the mean's dtype, the device's type, whether a backward pass may come back, and
+    the shapes of both, None for a number.
     """
     given = [each for each in (total, count) if isinstance(each, torch.Tensor)]
     if any(each.is_complex() for each in given):
@@ -93,14 +84,11 @@ def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
 def mean(
     both: Sequence[Any], shapes: Sequence[Sequence[int]], facts: Sequence[Any], ranks: float | None
 ) -> torch.Tensor:
-    """The sum of totals over ranks, divided by the sum of counts; one collective.
+    """The sum of totals over ranks, divided by the sum of counts, tensors or numbers; one
+    collective.
 
-    Args:
-        both: total and count: tensors, or numbers.
-        shapes: of both, the same on every rank.
-        facts: as ``facts_of_mean`` returns them on this rank, or on another if this one has only
-            numbers. Here a backward pass may come back if it may on any rank.
-        ranks: the factor of gradients; None for the number of ranks.
+    ``facts`` are this rank's, or another's if this one has only numbers. A backward pass may come
+    back if it may on any rank. ``ranks`` is the factor of gradients; None for the number of ranks.
     """
     if size() == 1:
         found: torch.Tensor = both[0] / both[1]
@@ -116,9 +104,8 @@ def mean(
     numbers = torch.cat([each.reshape(-1) for each in wide])
     if needed and torch.is_grad_enabled() and not numbers.requires_grad:
         numbers = _with_backward(numbers)
-    serial = _serials.setdefault(all_ranks().members, itertools.count())
     apply: Any = _Sum.apply
-    sums = apply(numbers, next(serial) % _NAMES, ranks)
+    sums = apply(numbers, _next_serial(all_ranks()), ranks)
     totals, counts = sums.split([each.numel() for each in wide])
     found = totals.view(wide[0].shape) / counts.view(wide[1].shape)
     return found.to(getattr(torch, dtype))
@@ -139,9 +126,8 @@ def _with_backward(numbers: torch.Tensor) -> torch.Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Adds up numbers of all ranks.
-
-    Gradients of weights become means later, so its gradient is multiplied by their number.
+    """Adds up numbers of all ranks. Gradients of weights become means later, so its gradient is
+    multiplied by their number.
     """
 
     @staticmethod

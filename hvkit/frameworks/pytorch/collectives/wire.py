@@ -25,23 +25,13 @@ _WIRE_DTYPE = {
 
 
 class Wire:
-    """Collectives on tensors, for one purpose.
+    """Collectives on tensors, for one purpose of ``hvkit.traffic``, in a group or among all ranks.
 
     Methods named ``start_`` return at once; ``wait`` returns their result. A name is the same on
     every rank, and no two collectives that run at the same time have the same one.
 
     A rank that is lost ends every wait with ``RankLostError``; ranks that send different shapes or
     dtypes all raise ``RanksDisagreeError``.
-
-    Args:
-        purpose: as in ``hvkit.traffic``.
-        group: the ranks that take part; None for all.
-
-    Attributes:
-        rank: this process's rank in the group.
-        size: of the group.
-        prescale: ``1 / size`` if gradients may be multiplied by it before they are added up: a
-            power of two, which rounds nothing but subnormal numbers. Else None.
     """
 
     def __init__(self, purpose: str, group: Group | None = None) -> None:
@@ -51,6 +41,8 @@ class Wire:
         self._ranks = group.process_set or self._hvd.global_process_set
         self._purpose = purpose
         self.rank, self.size = group.rank, group.size
+        # If gradients may be multiplied by it before they are added up: a power of two, which
+        # rounds nothing but subnormal numbers.
         self.prescale = 1 / self.size if self.size.bit_count() == 1 else None
 
     def start_mean(self, tensor: torch.Tensor, name: str) -> int:
@@ -72,9 +64,7 @@ class Wire:
     def start_gather(self, tensor: torch.Tensor, name: str) -> int:
         """Start to put all ranks' rows below each other, in rank order.
 
-        Args:
-            tensor: of shape (rows, ...); ranks may have different numbers of rows.
-            name: of the collective.
+        Tensors are of shape (rows, ...); ranks may have different numbers of rows.
         """
         count(self._purpose, of_allgather(tensor.nbytes, self.size))
         return self._start(self._hvd.allgather_async, tensor, name)
@@ -118,13 +108,7 @@ class Wire:
 
     def sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The sum over ranks, in a new tensor."""
-        count(self._purpose, of_allreduce(tensor.nbytes, self.size))
-        with waiting_for_all_ranks(self._within):
-            total: torch.Tensor = self._hvd.allreduce(
-                tensor, name=name, op=self._hvd.Sum, process_set=self._ranks
-            )
-        _follow_default_stream(total)
-        return total
+        return self.wait(self.start_sum(tensor.detach().clone(), name))
 
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """All ranks' rows, as ``start_gather``."""
@@ -138,10 +122,8 @@ def _follow_default_stream(result: torch.Tensor) -> None:
     """
     if not result.is_cuda:
         return
-    stream, default = (
-        torch.cuda.current_stream(result.device),
-        torch.cuda.default_stream(result.device),
-    )
+    stream = torch.cuda.current_stream(result.device)
+    default = torch.cuda.default_stream(result.device)
     if stream != default:
         stream.wait_stream(default)
         result.record_stream(stream)  # Horovod may have made it on the default one

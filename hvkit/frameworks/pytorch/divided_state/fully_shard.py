@@ -179,16 +179,10 @@ class DividedModels(ModelState):
                     "rank must use the same layers in each pass"
                 )
 
-    @torch.no_grad()
     def _average_statistics(self, optimizer: Optimizer) -> None:
-        if self._statistics is None:
-            return
-        mean = torch.zeros(self._statistics.length, device=self._device)
-        self._statistics.read_into(mean)
-        wire = Wire("batch norm")
-        with call("optimizer.step()", key=self._name):
-            wire.wait(wire.start_mean(mean, f"{self._name}.statistics"))
-        self._statistics.write(mean)
+        if self._statistics is not None:
+            with call("optimizer.step()", key=self._name):
+                self._statistics.average(all_ranks(), f"{self._name}.statistics")
 
 
 def plain(model: Any) -> nn.Module:

@@ -28,23 +28,18 @@ _CALL = "distribute"
 
 @functools.cache
 def start() -> None:
-    """Start ``torch.distributed`` with Horovod's ranks; a collective, the first time.
-
-    Raises:
-        LaunchError: a rank cannot reach rank 0.
-    """
+    """Start ``torch.distributed`` with Horovod's ranks; a collective, the first time."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in all builds
 
     one_host = runtime.local_size() == runtime.size()
-    store: TCPStore | None = None
-    where: tuple[tuple[str, ...], int] | None = None
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+    port = 0
     if runtime.rank() == 0:
         store = TCPStore("127.0.0.1", 0, runtime.size(), True, wait_for_workers=False)
-        where = ("127.0.0.1",) if one_host else addresses_for_others(), store.port
-    where = collectives.from_rank(0, where)
-    assert where is not None
-    addresses, port = where
-    reached, interface = _reach(addresses, port)
+        addresses, port = addresses if one_host else addresses_for_others(), store.port
+    addresses, port = collectives.from_rank(0, (addresses, port))
+    towards = ((each, interface_towards(each, port, _PATIENCE)) for each in addresses)
+    reached, interface = next((pair for pair in towards if pair[1]), (None, None))
     problem = None
     if reached is None:
         problem = LaunchError(
@@ -53,22 +48,20 @@ def start() -> None:
         )
     by_rank = collectives.share(_CALL, problem, (reached, interface))
     if runtime.rank() == 0:
-        store_of_all = store
         # The interface that the others see, not the one through which this host sees itself.
         seen = next((address for address, _ in by_rank[1:] if address), None)
         interface = interface_towards(seen, port, _PATIENCE) if seen else interface
     else:
         assert reached is not None
-        store_of_all = TCPStore(reached, port, runtime.size(), False)
+        store = TCPStore(reached, port, runtime.size(), False)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = "gloo"
     if torch.cuda.is_available():
         # NCCL needs a GPU for each rank.
         backend = "cpu:gloo,cuda:gloo" if ranks_share_gpus() else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend, store=store_of_all, rank=runtime.rank(), world_size=runtime.size()
-    )
+    rank, size = runtime.rank(), runtime.size()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     atexit.register(stop)
 
 
@@ -78,11 +71,7 @@ def ranks_share_gpus() -> bool:
 
 
 def require_gpus_of_their_own() -> None:
-    """Raise if ranks share a GPU: gloo does not gather and scatter what is there.
-
-    Raises:
-        LaunchError: with the fix.
-    """
+    """Raise if ranks share a GPU: gloo does not gather and scatter what is there."""
     if ranks_share_gpus():
         raise LaunchError(
             "several ranks share a GPU, and NCCL, with which PyTorch gathers divided weights and "
@@ -94,26 +83,14 @@ def require_gpus_of_their_own() -> None:
 
 @functools.cache
 def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Groups of ranks along each axis of a mesh; a collective of all ranks, the first time.
-
-    Args:
-        device_type: of the ranks, ``"cpu"`` or ``"cuda"``.
-        shape: its product is the number of ranks.
-
-    Raises:
-        LaunchError: as ``start``.
-    """
+    """Groups of ranks along each axis of a mesh of all ranks; a collective, the first time."""
     start()
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 @functools.cache
 def group_of(rows: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    """This rank's group, of some that hold each rank once; a collective, the first time.
-
-    Raises:
-        LaunchError: as ``start``.
-    """
+    """This rank's group, of some that hold each rank once; a collective, the first time."""
     start()
     divide: Any = dist.new_subgroups_by_enumeration
     group: dist.ProcessGroup = divide([list(row) for row in rows])[0]
@@ -136,14 +113,6 @@ def subgroup_of(ranks: tuple[int, ...], members: tuple[int, ...]) -> dist.Proces
 def started() -> bool:
     """Whether ``torch.distributed`` is the one that ``start`` has started."""
     return start.cache_info().currsize > 0
-
-
-def _reach(addresses: tuple[str, ...], port: int) -> tuple[str | None, str | None]:
-    """The first address of rank 0 that this rank reaches, and the interface towards it."""
-    for address in addresses:
-        if interface := interface_towards(address, port, _PATIENCE):
-            return address, interface
-    return None, None
 
 
 def stop() -> None:

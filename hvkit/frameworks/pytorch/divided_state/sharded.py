@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from hvkit import runtime
 from hvkit.communication import messages
@@ -22,11 +23,14 @@ from hvkit.communication.exchanges import chunks_by_owner
 from hvkit.communication.group import Group, refuse_in_group
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
-from hvkit.frameworks.pytorch.optimizers import (
-    has_step_length,
-    optimizers_inside,
+from hvkit.frameworks.pytorch.optimizers import has_step_length, optimizers_inside
+from hvkit.frameworks.pytorch.step_hooks import (
+    Closure,
+    Feature,
+    HiddenGradients,
+    Order,
+    UpdateHooks,
 )
-from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.watch.calls import call
@@ -34,13 +38,10 @@ from hvkit.watch.calls import call
 _DIVIDED = "_hvkit_divided_state"
 
 
-class OptimizerShards:
-    """Divides the state of the optimizers of one model among the ranks.
+class OwnedParameters:
+    """The parameters of one model that an optimizer of another rank updates, or of this one.
 
-    Args:
-        strategy: chooses the owners.
-        name: the same on every rank, and no other model's.
-        group: the ranks that train it; owners are ranks in it.
+    Owners are ranks in the group.
     """
 
     def __init__(self, strategy: ShardedOptimizer, name: str, group: Group) -> None:
@@ -48,42 +49,33 @@ class OptimizerShards:
         self._strategy = strategy
         self._name = name
         self._wire = Wire("weights", group)
-        self._held = [0] * group.size
+        self._owned_bytes = [0] * group.size  # by rank
         self._owner: dict[torch.Tensor, int] = {}
         self._steps = itertools.count(1)
 
-    def attach(self, optimizer: Optimizer, hooks: UpdateHooks) -> None:
-        """Divide this optimizer's state from now on."""
-        shards = _Shards(self, optimizer)
-        shards.keep_own_state()
-        hooks.add(shards.feature())
-        optimizer.register_load_state_dict_post_hook(lambda _: shards.keep_own_state())
+    def divide_state(self, optimizer: Optimizer, hooks: UpdateHooks) -> None:
+        """From now on; the optimizer keeps the object that does so."""
+        _OwnedState(self, optimizer, hooks)
 
-    def owner_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+    def owner_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The ranks that own parameters; new ones get an owner. Every rank passes the same."""
-        asked = list(parameters)
-        new = [p for p in dict.fromkeys(asked) if p not in self._owner]
-        owners = self._strategy.owners([p.nbytes for p in new], self._held)
+        new = [p for p in dict.fromkeys(parameters) if p not in self._owner]
+        owners = self._strategy.owners([p.nbytes for p in new], self._owned_bytes)
         self._owner.update(zip(new, owners, strict=True))
-        return [self._owner[p] for p in asked]
+        return [self._owner[p] for p in parameters]
 
     @torch.no_grad()
     def send(self, parameters: Sequence[torch.Tensor], step: str) -> None:
         """Send the parameters that this rank owns, and take over the others; a collective.
 
-        Args:
-            step: the call that the script made.
+        ``step`` is the call that the script made.
         """
         owners = self.owner_of(parameters)
         plan = chunks_by_owner([p.nbytes for p in parameters], owners, self.group.size)
         with call(step, next(self._steps), self._name):
             started: list[tuple[int, list[list[int]]]] = []
             for number, piece in enumerate(plan):
-                owned = [bytes_of(parameters[i]) for i in piece[self.group.rank]]
-                device = parameters[0].device
-                sent = (
-                    torch.cat(owned) if owned else torch.empty(0, dtype=torch.uint8, device=device)
-                )
+                sent = owned_bytes(parameters, piece, self.group)
                 handle = self._wire.start_gather(sent, f"{self._name}.shares.{number}")
                 started.append((handle, piece))
                 if len(started) > 1:  # one travels while the next is put together
@@ -94,21 +86,36 @@ class OptimizerShards:
     def _receive(
         self, handle: int, piece: list[list[int]], parameters: Sequence[torch.Tensor]
     ) -> None:
-        received = self._wire.wait(handle)
-        start = 0
-        for rank, numbers in enumerate(piece):
-            for i in numbers:
-                p = parameters[i]
-                if rank != self.group.rank:
-                    p.copy_(_from_bytes(received[start : start + p.nbytes], p))
-                start += p.nbytes
+        set_others(parameters, piece, self._wire.wait(handle), self.group)
+
+
+def owned_bytes(
+    parameters: Sequence[torch.Tensor], piece: list[list[int]], group: Group
+) -> torch.Tensor:
+    """The bytes of this rank's parameters, of those whose indices a piece has by rank."""
+    owned = [bytes_of(parameters[i]) for i in piece[group.rank]]
+    return torch.cat([*owned, bytes_of(parameters[0])[:0]])
+
+
+def set_others(
+    parameters: Sequence[torch.Tensor], piece: list[list[int]], received: torch.Tensor, group: Group
+) -> None:
+    """Set the other ranks' parameters of a piece from the bytes of all ranks."""
+    start = 0
+    for rank, numbers in enumerate(piece):
+        for p in (parameters[i] for i in numbers):
+            data = received[start : start + p.nbytes]
+            start += p.nbytes
+            if rank != group.rank:
+                if data.storage_offset() % p.element_size():  # behind values of fewer bytes
+                    data = data.clone()
+                p.copy_(data.view(p.dtype).view(p.shape))
 
 
 class PartOfState(ABC):
     """An optimizer whose state is divided among the ranks: refuses to save a part as the whole.
 
-    Args:
-        optimizer: has this as an attribute afterwards, which pickled ones leave out.
+    The optimizer has this as an attribute, which pickled ones leave out.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -120,7 +127,7 @@ class PartOfState(ABC):
         vars(optimizer)["__getstate__"] = self._refuse_copy
 
     def _refuse_copy(self) -> Any:
-        """Takes the place of ``__getstate__``, which pickling and copying call."""
+        """Replaces ``__getstate__``, which pickling and copying call."""
         raise partial_state("a copy", self._optimizer, "optimizer")
 
     def _refuse_partial_state(self, optimizer: Optimizer) -> None:
@@ -151,43 +158,40 @@ class PartOfState(ABC):
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
-class _Shards(PartOfState):
-    """One optimizer whose state is divided."""
+class _OwnedState(PartOfState):
+    """One optimizer with the state of the parameters that this rank owns."""
 
-    def __init__(self, shards: OptimizerShards, optimizer: Optimizer) -> None:
+    def __init__(
+        self, parameters: OwnedParameters, optimizer: Optimizer, hooks: UpdateHooks
+    ) -> None:
         super().__init__(optimizer)
-        self._shards = shards
+        self._owned = parameters
         self._updated: list[torch.Tensor] = []
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-
-    def feature(self) -> Feature:
-        """Its functions around each update."""
-        return Feature(
-            Order.DIVISION,
-            before=self._refuse_closure,
-            gradients=self._hide_gradients,
-            after=self._send,
-            failed=self._show_gradients,
+        self._hidden = HiddenGradients()
+        self._drop_state_of_others(optimizer)
+        optimizer.register_load_state_dict_post_hook(self._drop_state_of_others)
+        hooks.add(
+            Feature(
+                Order.DIVISION,
+                before=self._refuse_closure,
+                gradients=self._hide_gradients,
+                after=self._send,
+                failed=self._hidden.show,
+            )
         )
+
+    def _of_others(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        owners = zip(parameters, self._owned.owner_of(parameters), strict=True)
+        return [p for p, owner in owners if owner != self._owned.group.rank]
 
     def _hide_gradients(self, optimizer: Optimizer) -> None:
         self._updated = [p for p in self._parameters() if p.grad is not None]
-        owners = self._shards.owner_of(self._updated)
-        for p, owner in zip(self._updated, owners, strict=True):
-            if owner != self._shards.group.rank:
-                self._hidden.append((p, p.grad))
-                p.grad = None
-
-    def _show_gradients(self, optimizer: Optimizer) -> None:
-        for p, gradient in self._hidden:
-            if p.grad is None:  # else it is newer
-                p.grad = gradient
-        self._hidden.clear()
+        self._hidden.hide(self._of_others(self._updated))
 
     def _send(self, optimizer: Optimizer) -> None:
-        self._show_gradients(optimizer)
+        self._hidden.show()
         if self._updated:
-            self._shards.send(self._updated, f"{type(optimizer).__name__}.step()")
+            self._owned.send(self._updated, f"{type(optimizer).__name__}.step()")
         self._updated = []
 
     def _refuse_closure(self, optimizer: Optimizer, closure: Closure | None) -> None:
@@ -199,19 +203,16 @@ class _Shards(PartOfState):
                 "backward() before step()"
             )
 
-    def keep_own_state(self) -> None:
-        """Drop the state of parameters that other ranks own."""
-        parameters = self._parameters()
-        for p, owner in zip(parameters, self._shards.owner_of(parameters), strict=True):
-            if owner != self._shards.group.rank:
-                self._optimizer.state.pop(p, None)
+    def _drop_state_of_others(self, optimizer: Optimizer) -> None:
+        for p in self._of_others(self._parameters()):
+            optimizer.state.pop(p, None)
 
     def _full_state(self) -> Mapping[torch.Tensor, Any] | None:
-        refuse_in_group("hvkit.settled of an optimizer", self._shards.group)
+        refuse_in_group("hvkit.settled of an optimizer", self._owned.group)
         parameters, state = self._parameters(), self._optimizer.state
-        owners = self._shards.owner_of(parameters)
+        owners = self._owned.owner_of(parameters)
         owned = {
-            i: _in_host_memory(state[p])
+            i: tree_map_only(torch.Tensor, torch.Tensor.cpu, state[p])
             for i, (p, owner) in enumerate(zip(parameters, owners, strict=True))
             if owner == runtime.rank() != 0 and p in state
         }
@@ -224,8 +225,7 @@ class _Shards(PartOfState):
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    """Whether this optimizer's state is divided among the ranks."""
-    return isinstance(part_of_state(optimizer), _Shards)
+    return isinstance(part_of_state(optimizer), _OwnedState)
 
 
 def gathered(optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -243,10 +243,7 @@ def part_of_state(optimizer: Optimizer) -> PartOfState | None:
 def partial_state(what: str, of: object, argument: str) -> ValueError:
     """The error for a copy or file with only one rank's part of a divided state.
 
-    Args:
-        what: the script's call, or its result.
-        of: a model or an optimizer.
-        argument: what it is, for the fix.
+    ``what`` is the script's call, or its result; ``argument`` says what it is of, for the fix.
     """
     return ValueError(
         f"{what} of {type(of).__name__} on rank {runtime.rank()} would hold only the part of this "
@@ -256,11 +253,7 @@ def partial_state(what: str, of: object, argument: str) -> ValueError:
 
 
 def refuse_joint_updates(strategy: Strategy, optimizer: Optimizer) -> None:
-    """Raise if an optimizer does not update each parameter, or each part of one, on its own.
-
-    Raises:
-        ValueError: names the optimizer, and what it does.
-    """
+    """Raise if an optimizer does not update each parameter, or each part of one, on its own."""
     name = type(optimizer).__name__
     instead = "use an optimizer such as torch.optim.AdamW, or hvkit.Synchronous()"
     if has_step_length(optimizer) or optimizers_inside(optimizer):
@@ -278,19 +271,3 @@ def refuse_joint_updates(strategy: Strategy, optimizer: Optimizer) -> None:
             f"{name} computes with whole parameters, which no rank holds with {strategy} "
             f"({reason}): {instead}"
         )
-
-
-def _from_bytes(data: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if data.storage_offset() % parameter.element_size():  # behind values of fewer bytes
-        data = data.clone()
-    return data.view(parameter.dtype).view(parameter.shape)
-
-
-def _in_host_memory(values: Any) -> Any:
-    if isinstance(values, torch.Tensor):
-        return values.cpu()
-    if isinstance(values, dict):
-        return {key: _in_host_memory(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(_in_host_memory(value) for value in values)
-    return values

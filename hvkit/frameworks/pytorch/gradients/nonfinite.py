@@ -19,7 +19,7 @@ from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import refuse_grad_scaler
-from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
+from hvkit.frameworks.pytorch.step_hooks import Feature, HiddenGradients, Order, UpdateHooks
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
 from hvkit.watch.calls import of_run
@@ -159,32 +159,19 @@ def skip_steps(
     hooks: UpdateHooks,
     skips: Callable[[Optimizer], bool],
 ) -> None:
-    """Let steps that are skipped find no gradients, so that they change nothing.
+    """Let steps of an optimizer that ``skips`` finds no gradients, so that they change nothing.
 
-    Args:
-        action: of ``on_nonfinite``.
-        optimizers: one that updates some parameters, and the optimizers inside it.
-        hooks: around their steps.
-        skips: whether to skip the step of this optimizer that begins now.
+    ``optimizers`` are one that updates some parameters, and the ones inside it.
     """
-    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+    gradients = HiddenGradients()
 
     def take_away(optimizer: Optimizer) -> None:
-        if not skips(optimizer):
-            return
-        groups = [group for each in optimizers for group in each.param_groups]
-        for p in (p for group in groups for p in group["params"]):
-            if p.grad is not None:
-                hidden.append((p, p.grad))
-                p.grad = None
+        if skips(optimizer):
+            groups = (group for each in optimizers for group in each.param_groups)
+            gradients.hide(p for group in groups for p in group["params"])
 
-    def put_back(optimizer: Optimizer) -> None:
-        for p, gradient in hidden:
-            if p.grad is None:  # else it is newer
-                p.grad = gradient
-        hidden.clear()
-
-    hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=put_back, failed=put_back))
+    show = gradients.show
+    hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=show, failed=show))
     for each in optimizers:
         refuse_grad_scaler(
             each,
